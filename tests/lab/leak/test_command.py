@@ -21,7 +21,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
     policies = ("attention-in-tee", "float-noise", "shielded", "tee-only")
     done = call(
         *("tsqp", "leak", "demo", "--threads", "1", "--workers", "1", "--details"),
-        *("--prompts", "8", "--prompt-tokens", "16", "--new-tokens", "12", "--curves"),
+        *("--prompts", "6", "--prompt-tokens", "12", "--new-tokens", "8", "--curves"),
         *(part for name in policies for part in ("--policy", name)),
         *("--attack", str(EXAMPLE), "--attack", "nearest-embedding", "--sigma", "0.3"),
         *("--json", str(report), "--html", str(page), "--picture", str(picture)),
@@ -39,7 +39,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
     for run, least in zip(clear.runs, (1.0, 0.9), strict=True):
         assert run.scores[0].top1.value is not None
         assert run.scores[0].top1.value >= least
-    assert (shielded.sent_prompt, shielded.sent_answer, shielded.above_chance) == (0, 88, False)
+    assert (shielded.sent_prompt, shielded.sent_answer, shielded.above_chance) == (0, 42, False)
     assert nothing.nothing == "nothing leaves the TEE"
     assert [one.policy for one in found.curves] == [noise.policy]
     # Each policy that fails is a line, with what is read, where, and of how many.

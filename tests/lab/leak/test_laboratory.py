@@ -80,9 +80,9 @@ def settings_of(
     return LeakSettings(**{**settings, **changed})
 
 
-def run(settings: LeakSettings, folder: Path, watch: Watch | None = None) -> Report:
+def run(settings: LeakSettings, folder: Path) -> Report:
     folder.mkdir()
-    laboratory = Laboratory(settings, folder, watch)
+    laboratory = Laboratory(settings, folder)
     assert not laboratory.measured
     laboratory.run()
     return laboratory.report()
@@ -173,8 +173,6 @@ def test_a_curve_begins_with_the_weakest_noise_and_ends_where_nothing_is_read(
     model: SavedModel, tmp_path: Path
 ) -> None:
     """What reads nothing is not tried under more; no search runs each candidate under noise."""
-    steps: list[int] = []
-    totals: list[int] = []
     tried: list[tuple[str, int | None]] = []
 
     class Told(Blind):
@@ -187,8 +185,7 @@ def test_a_curve_begins_with_the_weakest_noise_and_ends_where_nothing_is_read(
     noise = (6000.0, 7000.0, 8000.0, 9000.0)
     attacks = [Told, NearestEmbedding]
     settings = settings_of(model, ["float-noise"], attacks, curves=(*noise, 0.1))
-    found = run(settings, tmp_path / "run", Watch(total=totals.append, step=steps.append))
-    first, *others = found.curves[0].points
+    first, *others = run(settings, tmp_path / "run").curves[0].points
     assert (first.sigma, first.rate) == (0.1, ALL)
     assert 1 <= len(others) < len(noise)
     assert [point.sigma for point in others] == list(noise[: len(others)])
@@ -196,32 +193,24 @@ def test_a_curve_begins_with_the_weakest_noise_and_ends_where_nothing_is_read(
     assert above_chance == [True] * len(others) + [False]
     # Once as it is, once at the first point, and where it must work.
     assert sorted(tried) == [("attention-in-tee", 256), *[("float-noise", 256)] * 2]
-    assert [sum(steps)] == totals == [1 + len(attacks) + 5]
 
 
-@each_row(("unlike", "most", "least"), [(False, 30, 30), (True, 4, 0)])
-def test_the_attacker_has_what_is_public_alone(
-    model: SavedModel, tmp_path: Path, unlike: bool, most: int, least: int
-) -> None:
-    """A base model reads one that was made from it, and one that has nothing to do with it none.
+def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path) -> None:
+    """A base model reads one that was made from it.
 
-    Beside a service that holds linear weights in the clear these are known.
+    It lacks linear weights: those that a service holds in the clear are known, others are not.
     """
-    base = tmp_path / str(unlike)
+    base = tmp_path / "base"
     shutil.copytree(model.directory, base)
     tensors = load_file(base / "model.safetensors")
     kept = {name: one for name, one in tensors.items() if "_proj" not in name}
-    noise = torch.randn(VOCABULARY, 48, generator=torch.Generator().manual_seed(99))
-    embedding = noise if unlike else kept["model.embed_tokens.weight"] + 0.01 * noise
-    kept["model.embed_tokens.weight"] = embedding
+    kept["model.embed_tokens.weight"] += 0.01 * torch.randn(VOCABULARY, 48)
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
     policies, attacks = ["attention-in-tee", "stip"], [NearestEmbedding, NormDictionary]
-    found = run(settings_of(model, policies, attacks, public=base), tmp_path / f"run {unlike}")
-    assert (found.setup.public, found.setup.public_layers) == (base.name, False)
+    found = run(settings_of(model, policies, attacks, public=base), tmp_path / "run")
+    assert (found.setup.public, found.setup.public_layers) == ("base", False)
     (nearest, norms), (_, cloaked) = (one.runs for one in found.policies)
-    assert least <= nearest.scores[0].top1.hits <= most
-    assert nearest.worked != unlike
-    assert norms.refused is None
+    assert (nearest.scores[0].top1, norms.refused) == (ALL, None)
     assert cloaked.refused == "no public weights to compare with"
 
 
@@ -263,66 +252,45 @@ def test_what_cannot_work_is_refused_before_anything_runs(
     settings = replace(settings_of(model, ["tsqp"], [Blind]), **{**changed, **paths})
     with pytest.raises(error, match=said):
         Laboratory(settings, tmp_path)
-
-
-def test_a_token_that_all_prompts_begin_with_is_no_likeness(
-    model: SavedModel, tmp_path: Path
-) -> None:
-    """One that some begin with is their text. As many tokens as a margin needs are enough."""
+    # The token that all prompts begin with is no likeness; one that some begin with is their text.
     short = [(1, 10 * number, 10 * number + 1, 10 * number + 2) for number in range(1, 5)]
-    likeness = [agreement(p) for p in (short, [*short, (5, 6, 7, 8)], [(1, 2), (1, 2)])]
-    assert likeness == [0, 3 / 16, 1]
-    enough = -(-needed(0.2, 1 / VOCABULARY) // 3) + 1
-    Laboratory(settings_of(model, ["tsqp"], [Blind], new_tokens=enough, margin=0.2), tmp_path)
+    assert [agreement(short), agreement([*short, (5, 6, 7, 8)])] == [0, 3 / 16]
 
 
 # ---------------------------------------------------------------------------- what ends it early
 
 
 @each_row(
-    ("part", "error", "left", "lacking"),
+    ("error", "left", "said"),
     [
-        ("attack", ModelError("x", got="y", expected="z"), ["row-mix"], "float-noise"),
-        ("attack", ValueError("a secret"), ["row-mix"], "float-noise"),
-        ("curve", ModelError("x", got="y", expected="z"), ["float-noise", "row-mix"], None),
-        ("attack", KeyboardInterrupt(), [], "float-noise, row-mix"),
-        ("attack", SystemExit(130), [], "float-noise, row-mix"),
+        (ValueError("a secret"), ["row-mix"], "ValueError; not attacked: float-noise"),
+        (KeyboardInterrupt(), [], "interrupted; not attacked: float-noise, row-mix"),
     ],
-    ids=lambda row: f"{row[0]}: {type(row[1]).__name__}",
+    ids=lambda row: type(row[0]).__name__,
 )
 def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
-    model: SavedModel,
-    tmp_path: Path,
-    part: str,
-    error: BaseException,
-    left: list[str],
-    lacking: str | None,
+    model: SavedModel, tmp_path: Path, error: BaseException, left: list[str], said: str
 ) -> None:
-    """The very error is raised when all is done; the report has the rest, and says what is not."""
-    original = getattr(Station, part)
+    """The very error is raised when all is done; the report says what it lacks."""
+    original, names = Station.attack, ["attention-in-tee", "float-noise", "row-mix"]
 
     def fails(self: Station, policy: Any) -> Any:
         if policy.name == "float-noise":
             raise error
         return original(self, policy)
 
-    policies = ["attention-in-tee", "float-noise", "row-mix"]
-    settings = settings_of(model, policies, [NearestEmbedding], curves=(0.5,))
-    folder = tmp_path / f"{part} {type(error).__name__}"
+    folder = tmp_path / type(error).__name__
     folder.mkdir()
-    laboratory = Laboratory(settings, folder)
+    laboratory = Laboratory(settings_of(model, names, [Blind], curves=(0.5,)), folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Station, part, fails)
+        patch.setattr(Station, "attack", fails)
         with pytest.raises(type(error)) as caught:
             laboratory.run()
     assert caught.value is error
     report = laboratory.report()
     assert [found.policy for found in report.policies] == ["attention-in-tee", *left]
-    assert [found.policy for found in report.curves] == ["float-noise"] * (part == "attack")
-    reason = {ModelError: "x: got y, expected z", ValueError: "ValueError"}.get(
-        type(error), "interrupted"
-    )
-    assert report.incomplete == f"{reason}; not attacked: {lacking or 'curve of float-noise'}"
+    assert [found.policy for found in report.curves] == ["float-noise"]
+    assert report.incomplete == said
 
 
 FAILING = """

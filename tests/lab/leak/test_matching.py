@@ -16,7 +16,6 @@ from tsqp.lab.leak.matching import (
     Matcher,
     Observed,
     Present,
-    look_up,
     nearest,
     observe,
     search,
@@ -104,42 +103,6 @@ def test_how_sure_a_match_is_depends_on_the_digits_that_crossed(
     assert (found.where, found.first, found.tokens, found.certain) == (FIRST, 0, 4, certain)
     assert torch.equal(found.rows_RI, rows.float() * scale)
     assert observe(view_of(public), step, DEEP) is None
-
-
-# ------------------------------------------------------------------------------ the first layer
-
-
-def test_looking_up_names_rows_that_say_whose_they_are(public: PublicModel) -> None:
-    """Rows in no order are left to a search, but a row alone is not: as a set none is tried."""
-    ids, work = text(7), Work()
-    view = view_of(public, *(planted(public, ids, 5, [FIRST]) for _ in range(3)))
-    readings = list(look_up(view, FeatureMatcher(), work))
-    assert (work.compared, work.modelled) == (3 * 7 * VOCABULARY, 0)
-    assert [(one.session, one.tokens) for one in readings] == [(s, range(7)) for s in range(3)]
-    (reading, *_) = look_up(view, FeatureMatcher(ordered=False), Work())
-    assert reading.tokens == range(5, 7)
-    assert {index: guess[0] for index, guess in reading.guesses.items()} == {5: ids[5], 6: ids[6]}
-    deeper = view_of(public, planted(public, ids, 5, [DEEP]))
-    assert list(look_up(deeper, FeatureMatcher(), Work())) == []
-
-
-@each_row("noise", [0.0, 0.01])
-def test_tokens_that_are_there_are_said_to_be(public: PublicModel, noise: float) -> None:
-    """By the set of rows of each step, looked up once; of rounded rows the nearest are there."""
-
-    def changed(rows_RI: torch.Tensor, _where: Where) -> torch.Tensor:
-        return rows_RI.flip(0) + noise * torch.randn_like(rows_RI)
-
-    view = view_of(public, *(planted(public, text(7, s), 5, [FIRST], changed) for s in (0, 1)))
-    present, work = Present(view, FeatureMatcher(ordered=False)), Work()
-    for _ in range(2):
-        for session, trace in enumerate(view.traces):
-            for step in trace.steps:
-                found = present.among(session, step, work)
-                assert found is not None
-                ids = text(7, session)[step.first : step.first + step.tokens]
-                assert set(found.tolist()) == set(ids)
-    assert work.compared == 6 * VOCABULARY
 
 
 # ---------------------------------------------------------------------------------------- deeper

@@ -1,90 +1,49 @@
-"""The attacker's model is transformers': token by token, for many candidates side by side."""
+"""The attacker's model is transformers', with what is public beside a service."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.kit.leaks import VOCABULARY, make_begun_model
 from tests.kit.model import SavedModel, make_model, token_ids
 from tests.kit.rows import each_row
 from tsqp.lab.leak import public as public_module
-from tsqp.lab.leak.public import Prefix, PublicModel
-from tsqp.lab.leak.trace import Where
+from tsqp.lab.leak.public import PublicModel
 
-# A window that is shorter than the text; layers of both kinds; biases everywhere.
+# Windows that are shorter than the text; layers of both kinds; biases everywhere.
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("mistral", {"sliding_window": 4}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     ("qwen3", {}),
 ]
-TEXT = token_ids(6, vocab_size=VOCABULARY)
-CANDIDATES = [7, 100, TEXT[-1]]
-
-
-def prefix_of(public: PublicModel, ids: Sequence[int]) -> Prefix:
-    prefix = public.nothing()
-    for token_id in ids:
-        prefix = public.extend(prefix, token_id)
-    return prefix
-
-
-def reference(model: transformers.PreTrainedModel, ids: Sequence[int]) -> dict[Where, torch.Tensor]:
-    """Return transformers' input [T, I] of every linear operator, and of every layer."""
-    inputs: dict[Where, torch.Tensor] = {}
-    hooks = []
-
-    def keep(where: Where) -> Any:
-        return lambda _module, args: inputs.update({where: args[0][0]})
-
-    for number, layer in enumerate(model.model.layers):
-        modules = {
-            "segment": layer.input_layernorm,
-            "qkv_proj": layer.self_attn.q_proj,
-            "o_proj": layer.self_attn.o_proj,
-            "gate_up_proj": layer.mlp.gate_proj,
-            "down_proj": layer.mlp.down_proj,
-        }
-        for operator, module in modules.items():
-            hooks.append(module.register_forward_pre_hook(keep((number, operator))))
-    with torch.inference_mode():
-        model(torch.tensor([list(ids)]))
-    for hook in hooks:
-        hook.remove()
-    return inputs
 
 
 @each_row(("kind", "sizes"), KINDS, ids=lambda row: str(row[0]))
-def test_states_are_those_of_transformers(tmp_path: Path, kind: str, sizes: dict[str, Any]) -> None:
-    """Behind no token, a few, and more than the window has; logits of each position by `extend`."""
+def test_token_by_token_it_says_what_the_model_says(
+    tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    """For candidates side by side, too; the embedding stays as it is."""
     folder = tmp_path / kind
     folder.mkdir()
-    model = make_begun_model(folder, kind, **sizes)
+    model, ids = make_begun_model(folder, kind, **sizes), token_ids(9, vocab_size=VOCABULARY)
     public = PublicModel(folder)
-    embedding_VD = public.embedding_VD.clone()
-    for before in (0, 3, len(TEXT)):
-        prefix = prefix_of(public, TEXT[:before])
-        states = public.states(prefix, CANDIDATES)
-        for row, candidate in enumerate(CANDIDATES):
-            ids = [*TEXT[:before], candidate]
-            expected = reference(model.reference, ids)
-            assert expected.keys() == states.inputs.keys()
-            for where, ours_NI in states.inputs.items():
-                assert torch.allclose(ours_NI[row], expected[where][-1], atol=2e-4), where
-            logits_V = public.logits(states.hidden_ND)[row]
-            assert torch.allclose(logits_V, model.logits(ids)[-1], atol=5e-4)
-    assert torch.equal(public.dictionary_VD[CANDIDATES], states.inputs[0, "qkv_proj"])
-    assert prefix.logits_V is not None
-    assert torch.equal(public.likely(prefix), prefix.logits_V.argsort(descending=True))
-    # Norms are computed in place, of a copy.
+    embedding_VD, prefix = public.embedding_VD.clone(), public.nothing()
+    for read, token_id in enumerate(ids):
+        states = public.states(prefix, [7, token_id])
+        prefix = public.extend(prefix, token_id)
+        logits_V = model.logits(ids[: read + 1])[-1]
+        assert prefix.logits_V is not None
+        assert torch.allclose(prefix.logits_V, logits_V, atol=5e-4)
+        assert torch.allclose(public.logits(states.hidden_ND)[1], logits_V, atol=5e-4)
+        assert torch.equal(public.likely(prefix), prefix.logits_V.argsort(descending=True))
+    assert prefix.token_ids == tuple(ids)
     assert torch.equal(public.embedding_VD, embedding_VD)
 
 
@@ -136,4 +95,4 @@ def test_what_was_asked_for_last_is_kept_as_far_as_there_is_room(
     again = {first: public.states(nothing, [first, 9]) for first in kept}
     assert {first for first, one in again.items() if one is kept[first]} == {0, 2, 3}
     assert torch.equal(again[1].hidden_ND, kept[1].hidden_ND)
-    assert public.states(prefix_of(public, [1]), [0, 9]) is not kept[0]
+    assert public.states(public.extend(nothing, 1), [0, 9]) is not kept[0]

@@ -12,7 +12,7 @@ from tsqp.lab.leak.attack import AttackError, Reading
 from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
 from tsqp.lab.leak.model import Control, Rate, Score
 from tsqp.lab.leak.record_session import Truth
-from tsqp.lab.leak.score import score, stream
+from tsqp.lab.leak.score import score
 
 # A prompt of three tokens, and an answer of three, the last of which went through no model.
 TRUTH = truth_of([10, 11, 12, 20, 21], 3, last=22)
@@ -62,12 +62,6 @@ def test_readings_are_counted(
     assert [(rate.hits, rate.n) for rate in rates] == expected
 
 
-def test_a_stream_is_what_was_sent_and_the_last_token() -> None:
-    expected = [(10, False), (11, False), (12, False), (20, True), (21, True), (22, True)]
-    assert stream(TRUTH) == expected
-    assert stream(Truth((1, 2), (), (1, 2), (False, False))) == [(1, False), (2, False)]
-
-
 def test_guesses_and_different_tokens_are_counted() -> None:
     """What repeats is one of a kind; what was given up is no guess."""
     truth = Truth((7, 7, 8), (9, 9), (7, 7, 8, 9), (False, False, False, True), 9)
@@ -75,15 +69,10 @@ def test_guesses_and_different_tokens_are_counted() -> None:
     (found,) = score([reading], [truth])
     assert (found.top1.hits, found.kinds, found.guessed, found.gave_up) == (3, 2, 4, False)
     assert one({0: (10,), 1: ()}, range(3)).gave_up
-
-
-def test_places_stay_apart_in_the_order_of_their_appearance() -> None:
-    readings = [("b", 0, RIGHT), ("a", 0, {}), ("b", 1, {0: (10,)})]
-    found = score(
-        [Reading(where, session, range(6), guesses) for where, session, guesses in readings],
-        (TRUTH, OTHER),
-    )
-    assert [(s.where, s.top1.hits, s.top1.n) for s in found] == [("b", 7, 12), ("a", 0, 6)]
+    # Places stay apart, in the order of their appearance.
+    readings = [Reading(*place, range(6), RIGHT) for place in (("b", 0), ("a", 0), ("b", 1))]
+    both = score(readings, (TRUTH, OTHER))
+    assert [(s.where, s.top1.hits, s.top1.n) for s in both] == [("b", 8, 12), ("a", 6, 6)]
 
 
 @each_row("readings", [[("x", 0, 0), ("x", 0, 0)], [("x", 1, 0)], [("x", -1, 0)], [("x", 0, -1)]])
@@ -165,7 +154,6 @@ def test_of_as_many_tokens_as_are_needed_luck_does_not_end_above_the_margin(
 ) -> None:
     n = needed(margin, chance)
     if chance == 0:
-        # Not one token less is enough.
         assert wilson(0, n)[1] <= margin < wilson(0, n - 1)[1]
         return
 

@@ -8,26 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.messages import (
-    HealthRequest,
-    InitRequest,
-    LinearRequest,
-    MatmulRequest,
-    SeededRingLinearRequest,
-)
 from protocol.model.config import read_config
-from protocol.tensors import from_torch
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
-from tee_side.protect.masks.mask import Seed
 from tests.kit.leaks import (
-    Message,
     begun,
-    embedding,
     linear,
-    lm_head,
     make_begun_model,
-    message,
     policy_of,
     policy_with,
     recorded,
@@ -40,13 +27,6 @@ from tsqp.lab.leak.record_session import Session, added_rows
 from tsqp.lab.leak.side_information import lengths, read_lengths
 from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 
-ROWS, WORDS = torch.randn(3, 8), torch.arange(16, dtype=torch.int32).reshape(2, 8)
-SEED, DOWN = Seed(bytes(range(32)), (3, 4)), ("down_proj",)
-SEEDED = SeededRingLinearRequest(
-    layer_idx=1, module_names=DOWN, rows=3, columns=4, seed=from_torch(SEED.words())
-)
-KEYS = LinearRequest(layer_idx=2, module_names=("k_proj",), hidden_states=from_torch(ROWS[None]))
-PRODUCT = MatmulRequest(a=from_torch(ROWS), b=from_torch(ROWS.T.contiguous()))
 SEND = [name for name in builtin_policies() if load_policy(name).services]
 
 
@@ -62,36 +42,8 @@ def stays(phase: str, **more: Any) -> dict[str, Any]:
     return {"place": "tee", "phase": phase, **more}
 
 
-# ------------------------------------------------------------------------------------- requests
-
-
-@each_row(
-    ("crossed", "where", "modules", "tensors"),
-    [
-        (embedding([7, 8]), (None, "embedding"), (), [torch.tensor([7, 8])]),
-        (message(KEYS), (2, "qkv_proj"), ("k_proj",), [ROWS[None]]),
-        (linear((1, "down_proj"), ROWS.bfloat16()), (1, "down_proj"), DOWN, [ROWS.bfloat16()]),
-        (linear((1, "down_proj"), WORDS), (1, "down_proj"), DOWN, [WORDS]),
-        (message(SEEDED), (1, "down_proj"), DOWN, [SEED.elements()]),
-        (message(PRODUCT), (None, "attn_scores"), (), [ROWS, ROWS.T]),
-        (lm_head(ROWS), (None, "lm_head"), (), [ROWS]),
-    ],
-    ids=lambda row: str(row[1]),
-)
-def test_a_request_is_read_with_all_its_tensors(
-    crossed: Message, where: Where, modules: tuple[str, ...], tensors: list[torch.Tensor]
-) -> None:
-    """Between requests without one, which are no calls."""
-    (call,) = Trace((message(InitRequest()), crossed, message(HealthRequest()))).calls
-    assert (call.where, call.modules, len(call.tensors)) == (where, modules, len(tensors))
-    for ours, theirs in zip(call.tensors, tensors, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-    assert torch.equal(call.rows, tensors[0].squeeze(0))
-
-
 def test_a_message_that_is_cut_short_is_named() -> None:
-    whole = linear((0, "o_proj"), ROWS)
+    whole = linear((0, "o_proj"), torch.ones(3, 8))
     torn = (whole[0][:10], *whole[1:])
     for broken in ((*whole[:-1], whole[-1][:-1]), whole[:-1], torn):
         with pytest.raises(TraceError) as caught:
@@ -138,22 +90,6 @@ def test_of_every_policy_steps_are_the_forward_passes(
     found = lengths(played.sessions)
     assert found.prompt == (None if name == "shielded" else Rate(hits=2, n=2))
     assert found.answer == Rate(hits=2, n=2)
-
-
-def test_products_are_of_scores_then_values(model: SavedModel, tmp_path: Path) -> None:
-    """Queries [K, G * T, C] times keys [K, C, S], then weights times values [K, S, C]."""
-    (session,) = recorded(model, "tsqp", tmp_path, begun(5)).sessions
-    for step in session.traces[0].steps:
-        positions = step.first + step.tokens
-        for layer in (0, 1):
-            scores, values = step.at((layer, "attn_scores")), step.at((layer, "attn_values"))
-            assert scores is not None
-            assert values is not None
-            assert scores.tensors[1].shape == (2, 16, positions)
-            assert values.tensors[1].shape == (2, positions, 16)
-        # A module in a request of its own belongs to its operator.
-        modules = [call.modules for call in step.calls if call.where == (1, "qkv_proj")]
-        assert modules == [("q_proj",), ("k_proj",), ("v_proj",)]
 
 
 PREFILL_ALONE = [sent("prefill", 8), stays("decode")]
@@ -225,29 +161,6 @@ def test_what_is_added_is_no_part_of_what_crossed() -> None:
     assert [step.tokens for step in Trace(messages).steps] == [4, 1]
     assert [step.tokens for step in PolicyTrace(messages, added).steps] == [7, 1]
     assert PolicyTrace(messages, added) == PolicyTrace(messages, {})
-
-
-def test_added_rows_are_those_of_each_mask(model: SavedModel) -> None:
-    """Of a segment its rows cross; operators within one send nothing of their own."""
-    masked = [sent(mask=5, layers="0"), sent("prefill", "row-mix", layers="1")]
-    policy = policy_with(
-        embedding=sent(mask={"name": "row-permutation", "dummy_rows": 6}),
-        qkv_proj=[*masked, stays("decode", layers="1")],
-    )
-    config = read_config(model.directory)
-    assert added_rows(policy, config) == {
-        ((None, "embedding"), "prefill"): 6,
-        ((None, "embedding"), "decode"): 6,
-        ((0, "qkv_proj"), "prefill"): 5,
-        ((0, "qkv_proj"), "decode"): 5,
-        ((1, "qkv_proj"), "prefill"): 0,
-    }
-    layer = ("qkv_proj", "attn_scores", "attn_values", "gate_up_proj", "down_proj")
-    inside = {operator: {"place": "tee", "layers": "1-"} for operator in layer}
-    after = {"o_proj": sent(layers="1-"), "lm_head": sent()}
-    first = policy_with(**inside, **after, segment=sent(layers="0"))
-    expected = {(0, "segment"), (1, "o_proj"), (None, "lm_head")}
-    assert {where for where, _ in added_rows(first, config)} == expected
 
 
 def test_lengths_follow_from_rows() -> None:

@@ -1,0 +1,274 @@
+"""What pads, noise, rotations and mixtures leave of rows, in numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.messages import FUSED_MODULES
+from tests.kit.leaks import (
+    FIRST_PLACE,
+    VOCABULARY,
+    begun,
+    first_view,
+    linear,
+    make_begun_model,
+    planted,
+    policy_with,
+    recorded,
+    scores_of,
+    truth_of,
+    view_of,
+)
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+from tsqp.lab.leak.attack import TOP, Attack, View, Work
+from tsqp.lab.leak.attacks import noise
+from tsqp.lab.leak.attacks.attention import AttentionKeys
+from tsqp.lab.leak.attacks.noise import NoiseAveraging
+from tsqp.lab.leak.attacks.pads import LowDimensionalPads, PadBasis, PadReuse
+from tsqp.lab.leak.attacks.rotations import follow
+from tsqp.lab.leak.attacks.row_space import RowSpace
+from tsqp.lab.leak.attacks.static_cloak import directions
+from tsqp.lab.leak.laboratory import weakened_policies
+from tsqp.lab.leak.matching import FIRST, Observed
+from tsqp.lab.leak.model import Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.trace import Trace, Where
+
+# ----------------------------------------------------------------------------------------- pads
+
+FEATURES = 48
+Found = dict[tuple[int, int], tuple[int, ...]]
+
+
+def ring(*shape: int) -> torch.Tensor:
+    """Return uniform ring elements."""
+    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+
+def mixed(basis_KI: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return random sums of a few pads."""
+    return (ring(*shape, len(basis_KI), 1) * basis_KI).sum(-2).to(torch.int32)
+
+
+def rows_of(public: PublicModel, sessions: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids [sessions, tokens], random but for token 0 in front, and their integers."""
+    ids = torch.randint(1, VOCABULARY, (sessions, tokens))
+    ids[:, 0] = 0
+    return ids, public.encode((0, "qkv_proj"), public.dictionary_VD)[ids]
+
+
+def view_at(public: PublicModel, rows_STI: torch.Tensor, policy: str = "shielded-prefill") -> View:
+    """Return hand-made traces as an attack gets them: a prompt's rows, then one by one."""
+    prompt = 4 if policy == "shielded-prefill" else 1
+    traces = [[rows_TI[:prompt], *rows_TI[prompt:].split(1)] for rows_TI in rows_STI]
+    messages = [tuple(linear(FIRST, rows) for rows in steps) for steps in traces]
+    return view_of(public, *map(Trace, messages), policy=policy)
+
+
+def read(attack: Attack, view: View) -> Found:
+    """Return the guesses for each session and token that the attack says it read."""
+    assert attack.refuses(view) is None
+    return {
+        (reading.session, token): reading.guesses[token]
+        for reading in attack.read(view, Work())
+        for token in reading.tokens
+    }
+
+
+def right(found: Found, ids: torch.Tensor) -> set[tuple[int, int]]:
+    """Return the sessions and tokens that were read right."""
+    return {(s, t) for (s, t), guess in found.items() if guess[0] == int(ids[s, t])}
+
+
+@each_row("part", [0.2, 0.5, 1.0])
+def test_rows_that_share_a_pad_are_read_and_the_others_are_not(
+    public: PublicModel, part: float
+) -> None:
+    """Under one of two pads, each of which is used again."""
+    (ids, rows), shared = rows_of(public, 6, 30), torch.rand(6, 30) < part
+    used_again = ring(2, FEATURES)[torch.randint(2, (6, 30))]
+    pads = torch.where(shared[..., None], used_again, ring(6, 30, FEATURES))
+    found = read(PadReuse(), view_at(public, rows + pads))
+    reused = {(s, t) for s, t in shared.nonzero().tolist()}
+    assert reused <= right(found, ids)
+    assert len(right(found, ids) - reused) <= 0.05 * 180
+
+
+def test_a_pad_bank_that_was_restored_gives_pairs_of_rows_which_are_read(
+    public: PublicModel,
+) -> None:
+    """Decode alone, from another token each: nothing is known of any row."""
+    ids, rows = rows_of(public, 2, 40)
+    found = read(PadReuse(), view_at(public, rows + ring(1, 40, FEATURES), "shielded"))
+    differ = {(s, t) for s in range(2) for t in range(40) if ids[0, t] != ids[1, t]}
+    assert len(differ) > 70
+    assert differ <= right(found, ids)
+
+
+@each_row("attack", [PadReuse(), LowDimensionalPads()], ids=lambda attack: str(attack.name))
+def test_fresh_pads_are_read_as_often_as_chance_has_it(public: PublicModel, attack: Attack) -> None:
+    ids, _ = rows_of(public, 30, 40)
+    found = read(attack, view_at(public, ring(30, 40, FEATURES)))
+    assert all(len(guess) == TOP for guess in found.values())
+    assert len(found) >= 30 * 39
+    # Chance is 1 of 128. Five standard errors of 1,170 tokens are 1.3 % more.
+    assert len(right(found, ids)) < 0.021 * len(found)
+    first = [guess[0] for guess in found.values()]
+    # No token is guessed for so many rows that its own frequency would count as a success.
+    assert max(map(first.count, set(first))) < 0.03 * len(first)
+
+
+def test_a_basis_is_the_identity_at_its_pivots_and_takes_pads_away() -> None:
+    basis_KI, plain = ring(4, FEATURES), ring(5, FEATURES)
+    pads_NI = mixed(basis_KI, 8)
+    assert not PadBasis.learn(pads_NI[:4]).closed
+    learnt = PadBasis.learn(pads_NI)
+    assert (learnt.closed, len(learnt.pivots)) == (True, 4)
+    assert torch.equal(learnt.rows_KI[:, learnt.pivots], torch.eye(4, dtype=torch.int32))
+    assert learnt.outside(plain).shape == (5, FEATURES - 4)
+    assert torch.equal(learnt.outside(plain + mixed(basis_KI, 5)), learnt.outside(plain))
+    # Of even multiples the pad is known but for the highest bit.
+    pad_I = ring(FEATURES) | 1
+    learnt = PadBasis.learn(torch.stack([2 * pad_I, 4 * pad_I, 6 * pad_I]))
+    assert (len(learnt.pivots), learnt.bits, learnt.closed) == (1, 31, True)
+    assert not learnt.outside(5 * pad_I).any()
+
+
+def test_integers_that_were_computed_in_bfloat16_are_read(
+    model: SavedModel, public: PublicModel, tmp_path: Path
+) -> None:
+    (path,) = [path for path in weakened_policies() if Path(path).stem == "pad-reused"]
+    played = recorded(model, path, tmp_path, begun(9, 6), dtype="bfloat16")
+    truths = [session.truth for session in played.sessions]
+    found = scores_of(PadReuse(), first_view(public, played), truths)[FIRST_PLACE]
+    assert (found.top1.hits, found.top1.n) == (21, 21)
+
+
+# ---------------------------------------------------------------------------------------- noise
+
+TOKENS, PROMPT, ALL = 16, 8, "all places"
+Sigmas = dict[str, float]
+SOME: Sigmas = dict.fromkeys(FUSED_MODULES, 40.0)
+
+
+def noisy_view(
+    public: PublicModel, sigmas: Sigmas, texts: list[list[int]], known: Sigmas, tokens: int = 100
+) -> View:
+    """Return what a service gets of texts under noise, and the policy that says how large it is."""
+
+    def noisy(rows_RI: torch.Tensor, where: Where) -> torch.Tensor:
+        return rows_RI + sigmas[where[1]] * torch.randn_like(rows_RI)
+
+    places: list[Where] = [(layer, operator) for layer in (0, 1) for operator in FUSED_MODULES]
+    traces = [planted(public, ids, PROMPT, places, noisy) for ids in texts]
+    masks = {name: {"name": "float-noise", "sigma": sigma} for name, sigma in known.items()}
+    sent = {name: {"place": "gpu", "mask": mask, "verify": "none"} for name, mask in masks.items()}
+    return view_of(public, *traces, policy=policy_with(**sent), sessions=1, tokens=tokens)
+
+
+def noisy_scores(
+    public: PublicModel, sigmas: Sigmas, known: Sigmas | None = None
+) -> dict[str, Score]:
+    """Return what is read of noise whose size is known (or taken for another one), by place."""
+    texts = begun(TOKENS, TOKENS)
+    view = noisy_view(public, sigmas, texts, known or sigmas)
+    return scores_of(NoiseAveraging(), view, [truth_of(ids, PROMPT) for ids in texts])
+
+
+@each_row(
+    ("sigma", "first", "everything"),
+    [(0.3, (32, 32), (32, 32)), (2.0, (0, 20), (31, 32)), (1000.0, (0, 2), (0, 4))],
+)
+def test_what_one_row_does_not_tell_all_places_together_do(
+    public: PublicModel, sigma: float, first: tuple[int, int], everything: tuple[int, int]
+) -> None:
+    """Under noise that drowns everything the token in front alone is known."""
+    found = noisy_scores(public, dict.fromkeys(FUSED_MODULES, sigma))
+    assert first[0] <= found[FIRST_PLACE].top1.hits <= first[1]
+    assert everything[0] <= found[ALL].top1.hits <= everything[1]
+
+
+def test_places_count_by_how_little_noise_they_have(public: PublicModel) -> None:
+    sigmas = {**SOME, "gate_up_proj": 0.8}
+    assert noisy_scores(public, sigmas)[ALL].top1.hits >= 31
+    # As if they all had the same.
+    assert noisy_scores(public, sigmas, known=SOME)[ALL].top1.hits < 16
+
+
+def test_a_path_that_was_misread_is_left_again(
+    public: PublicModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sigmas = dict.fromkeys(FUSED_MODULES, 8.0)
+    several = noisy_scores(public, sigmas)[ALL].top1.hits
+    monkeypatch.setattr(noise, "_KEPT", 1)
+    torch.manual_seed(0)
+    assert several > noisy_scores(public, sigmas)[ALL].top1.hits
+
+
+def test_a_search_through_all_places_goes_four_times_as_far(public: PublicModel) -> None:
+    sigmas = dict.fromkeys(FUSED_MODULES, 1.0)
+    view = noisy_view(public, sigmas, begun(*[TOKENS] * 6), sigmas, tokens=11)
+    found = list(NoiseAveraging().read(view, Work()))
+    assert [(one.where, one.session, len(one.tokens)) for one in found] == [
+        *((FIRST_PLACE, number, TOKENS) for number in range(6)),
+        *((ALL, number, 11) for number in range(4)),
+    ]
+
+
+# -------------------------------------------------------------------------- rotations, mixtures
+
+
+def orthogonal(size: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
+
+
+def distances(rows_RI: torch.Tensor, candidates_NI: torch.Tensor) -> torch.Tensor:
+    """Return how far candidates are from the span of some rows."""
+    return RowSpace().distances(Observed(FIRST, rows_RI, 0, len(rows_RI), 1e-3), 0, candidates_NI)
+
+
+def test_directions_that_rounding_has_mixed_hardly_count() -> None:
+    """Two singular values nearly coincide: their eigenvectors are anywhere between the two."""
+    sizes = torch.tensor([8, 7, 6, 5.0001, 5, 4, 3, 2], dtype=torch.float64)
+    public = orthogonal(8) @ torch.diag(sizes) @ orthogonal(8)
+    served = public @ orthogonal(8) + 1e-3 * torch.randn(8, 8).double()
+    counts = directions([public], [served], torch.ones(8).double()).served_IV.norm(dim=0)
+    assert counts[[3, 4]].max() < 0.1
+    assert counts[[0, 1, 2, 5, 6, 7]].min() > 0.9
+
+
+def test_a_second_token_that_fits_as_well_is_given_up_later() -> None:
+    """Two candidates have the same product with the first row; only the third row tells."""
+    table_VI = torch.nn.functional.normalize(torch.randn(50, 16), dim=1) * 4
+    # Mirrored at the first token's row: its product with that row stays.
+    first_I = table_VI[3] / table_VI[3].norm()
+    table_VI[4] = 2 * (table_VI[9] @ first_I) * first_I - table_VI[9]
+    for ids in ([3, 4, 20], [3, 9, 20], [3, 7, 5, 7, 3]):
+        found = follow(table_VI[ids] @ orthogonal(16).float(), table_VI, 3, Work())
+        assert list(found.token_ids) == [guesses[0] for guesses in found.guesses] == ids
+
+
+def test_a_distance_is_the_sine_of_the_angle_to_the_span(public: PublicModel) -> None:
+    """Near the span, too, where most digits cancel; rows that repeat span no more by rounding."""
+    for angle in (1.0, 0.3, 1e-2, 1e-4):
+        candidates = torch.tensor([[3.0, 4.0, 5.0 * torch.tensor(angle).tan(), 0.0]])
+        found = distances(torch.eye(4)[:2], candidates)
+        assert float(found[0]) == pytest.approx(float(torch.tensor(angle).sin()), rel=1e-3)
+    assert torch.isinf(distances(torch.randn(8, 8), torch.randn(5, 8))).all()
+    again = torch.randn(48, 7) @ public.dictionary_VD[[5, 9, 5, 9, 5, 9, 5]]
+    assert (distances(again, public.dictionary_VD) < 1e-3).nonzero()[:, 0].tolist() == [5, 9]
+
+
+@each_row("kind", ["qwen2", "qwen3"])
+def test_keys_have_biases_and_norms_of_heads(tmp_path: Path, kind: str) -> None:
+    (tmp_path / kind).mkdir()
+    model = make_begun_model(tmp_path / kind, kind)
+    played = recorded(model, "tsqp", tmp_path / "played", begun(7))
+    view = first_view(PublicModel(model.directory), played)
+    truths = [session.truth for session in played.sessions]
+    (found,) = scores_of(AttentionKeys(), view, truths).values()
+    assert (found.top1.hits, found.top1.n) == (10, 10)
