@@ -23,7 +23,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         *("tsqp", "leak", "demo", "--threads", "1", "--workers", "1", "--details"),
         *("--prompts", "6", "--prompt-tokens", "12", "--new-tokens", "8", "--curves"),
         *(part for name in policies for part in ("--policy", name)),
-        *("--attack", str(EXAMPLE), "--attack", "nearest-embedding", "--sigma", "0.3"),
+        *("--attack", str(EXAMPLE), "--attack", "nearest-embedding", "--sigma", "64,0.3"),
         *("--json", str(report), "--html", str(page), "--picture", str(picture)),
         *("--fail-above", "0.25"),
     )
@@ -41,7 +41,13 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         assert run.scores[0].top1.value >= least
     assert (shielded.sent_prompt, shielded.sent_answer, shielded.above_chance) == (0, 42, False)
     assert nothing.nothing == "nothing leaves the TEE"
-    assert [one.policy for one in found.curves] == [noise.policy]
+    # A curve begins with the weakest noise, under which no search runs each candidate.
+    (curve,) = found.curves
+    assert (curve.policy, curve.search_candidates) == (noise.policy, 256)
+    weak, strong = curve.points
+    assert (weak.sigma, strong.sigma, weak.rate.value) == (0.3, 64.0, 1.0)
+    assert strong.rate.hits < weak.rate.hits
+    assert strong.output_error > weak.output_error > 0
     # Each policy that fails is a line, with what is read, where, and of how many.
     failed = [line for line in lines if "expected at most 0.25 above chance" in line]
     assert [line.split(":")[1] for line in failed] == [
@@ -79,11 +85,3 @@ def test_bad_input_is_one_line(arguments: str, message: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_an_attack_of_a_file_must_not_have_the_name_of_a_builtin_one(tmp_path: Path) -> None:
-    again = EXAMPLE.read_text(encoding="utf-8").replace('"largest-features"', '"token-ids"')
-    (tmp_path / "again.py").write_text(again, encoding="utf-8")
-    done = call("tsqp", "leak", "demo", "--attack", str(tmp_path / "again.py"))
-    expected = "tsqp: error: --attack: got two of one name, expected a name for each\n"
-    assert (done.returncode, done.stderr) == (2, expected)

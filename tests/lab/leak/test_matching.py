@@ -8,7 +8,6 @@ import torch
 from tests.kit.leaks import VOCABULARY, linear, planted, truth_of, view_of
 from tests.kit.model import token_ids
 from tests.kit.rows import each_row
-from tsqp.lab.leak import matching
 from tsqp.lab.leak.attack import TOP, Work
 from tsqp.lab.leak.matching import (
     FIRST,
@@ -151,26 +150,6 @@ def test_where_nothing_stands_out_the_search_gives_up(public: PublicModel) -> No
     assert work.modelled == 6 * VOCABULARY
     (found,) = score(readings, [truth_of(text(10, seed), 8) for seed in range(3)])
     assert (found.guessed, found.top1.n, found.gave_up) == (6, 20, True)
-
-
-def test_noise_that_hides_what_stands_out_does_not_end_a_search_that_reads(
-    public: PublicModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The nearest is the right one, hardly nearer than the next, and what the model expects."""
-    prefix, ids = public.nothing(), [0]
-    for _ in range(15):
-        prefix = public.extend(prefix, ids[-1])
-        ids.append(int(public.likely(prefix)[0]))
-
-    def noisy(rows_RI: torch.Tensor, _where: Where) -> torch.Tensor:
-        return rows_RI + 0.9 * rows_RI.std() * torch.randn_like(rows_RI)
-
-    view = view_of(public, planted(public, ids, 12, [DEEP], noisy))
-    (read,) = score(search(view, FeatureMatcher(), DEEP, Work()), [truth_of(ids, 12)])
-    assert read.top1.hits >= 14
-    monkeypatch.setattr(matching, "_EXPECTED", 0)
-    (lost,) = score(search(view, FeatureMatcher(), DEEP, Work()), [truth_of(ids, 12)])
-    assert (read.gave_up, lost.gave_up) == (False, True)
 
 
 def test_candidates_are_those_that_the_first_layer_says_are_there(public: PublicModel) -> None:

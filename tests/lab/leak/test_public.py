@@ -7,13 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.kit.leaks import VOCABULARY, make_begun_model
 from tests.kit.model import SavedModel, make_model, token_ids
 from tests.kit.rows import each_row
-from tsqp.lab.leak import public as public_module
 from tsqp.lab.leak.public import PublicModel
 
 # Windows that are shorter than the text; layers of both kinds; biases everywhere.
@@ -79,20 +77,3 @@ def test_a_text_begins_with_what_the_tokenizer_puts_in_front(
     others = [one for one in range(VOCABULARY) if one != first]
     expected = others if first is None else [first, *others]
     assert public.likely(public.nothing()).tolist() == expected
-
-
-def test_what_was_asked_for_last_is_kept_as_far_as_there_is_room(
-    model: SavedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    public = PublicModel(model.directory)
-    nothing = public.nothing()
-    room = 3 * public.states(nothing, [0, 1]).nbytes
-    monkeypatch.setattr(public_module, "_KEPT_BYTES", room)
-    kept = {first: public.states(nothing, [first, 9], keep=True) for first in range(3)}
-    # Asked for again, so that the second is the one that was not for the longest time.
-    assert public.states(nothing, [0, 9]) is kept[0]
-    kept[3] = public.states(nothing, [3, 9], keep=True)
-    again = {first: public.states(nothing, [first, 9]) for first in kept}
-    assert {first for first, one in again.items() if one is kept[first]} == {0, 2, 3}
-    assert torch.equal(again[1].hidden_ND, kept[1].hidden_ND)
-    assert public.states(public.extend(nothing, 1), [0, 9]) is not kept[0]

@@ -10,7 +10,7 @@ import torch
 
 from gpu_side.weights import load_weights
 from protocol.encoding import encode_request
-from protocol.errors import ErrorCode, FeatureKeyError, PromptError, ServiceError
+from protocol.errors import ErrorCode, FeatureKeyError, ServiceError
 from protocol.messages import EmbeddingRequest, LinearRequest, Request, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -105,17 +105,6 @@ def test_no_key_is_left_where_logits_were_asked_for_or_it_was_refused(
         recorded(model, "cloak", refused, prompts)
     for folder in (logits, refused):
         assert [path.name for path in folder.iterdir()] == [SERVED]
-
-
-def test_of_other_policies_the_service_has_the_model(model: SavedModel, tmp_path: Path) -> None:
-    (tmp_path / KEY).write_text("of another program")
-    assert recorded(model, "tsqp", tmp_path, begun(3)).served == model.directory
-    nothing = recorded(model, "tee-only", tmp_path, begun(3))
-    assert not nothing.observable
-    assert (nothing.sessions[0].traces, nothing.sessions[0].truth.sent) == ((), ())
-    assert (tmp_path / KEY).read_text() == "of another program"
-    with pytest.raises(PromptError, match="prompts: got none"):
-        recorded(model, "tsqp", tmp_path, [])
 
 
 def test_shares_that_do_not_belong_together_are_refused(model: SavedModel, tmp_path: Path) -> None:

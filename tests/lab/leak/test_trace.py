@@ -25,7 +25,7 @@ from tests.kit.rows import each_row
 from tsqp.lab.leak.model import Rate
 from tsqp.lab.leak.record_session import Session, added_rows
 from tsqp.lab.leak.side_information import lengths, read_lengths
-from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
+from tsqp.lab.leak.trace import PolicyTrace, Trace, TraceError
 
 SEND = [name for name in builtin_policies() if load_policy(name).services]
 
@@ -151,16 +151,6 @@ def test_the_rest_of_a_long_prompt_is_not_decode(tmp_path: Path) -> None:
         policy = policy_with(down_proj=placed)
         (session,) = recorded(model, policy, tmp_path / "played", [prompt], 3).sessions
         assert [step.tokens for step in session.traces[0].steps] == sizes
-
-
-def test_what_is_added_is_no_part_of_what_crossed() -> None:
-    """Bytes alone are read as before; who knows what is added reads more in them."""
-    where: Where = (0, "o_proj")
-    messages = tuple(linear(where, torch.ones(rows, 8)) for rows in (9, 6))
-    added: Added = {(where, "prefill"): 2, (where, "decode"): 5}
-    assert [step.tokens for step in Trace(messages).steps] == [4, 1]
-    assert [step.tokens for step in PolicyTrace(messages, added).steps] == [7, 1]
-    assert PolicyTrace(messages, added) == PolicyTrace(messages, {})
 
 
 def test_lengths_follow_from_rows() -> None:
