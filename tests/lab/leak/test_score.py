@@ -183,7 +183,7 @@ GIVEN_UP = score_of(1, 192, where="there", guessed=6)
         (run_of("a", NOTHING), False, NOTHING.excess_high),
         # Five of forty is beyond doubt at one place, and not at one of a hundred.
         (run_of("a", LUCKY), True, LUCKY.excess_high),
-        (run_of("a", score_of(3, 40, chance=0.01), *OTHERS), False, None),
+        (run_of("a", LUCKY, *OTHERS), False, None),
         # One token that is guessed alike everywhere is one stroke of luck; a large share is none.
         (run_of("a", score_of(10, 860, kinds=2)), False, None),
         (run_of("a", score_of(172, 860, kinds=1)), True, None),
