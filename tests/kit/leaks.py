@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,9 @@ def recorded(
 @contextmanager
 def _same_draws() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "urandom", random.Random(0).randbytes)
+        draw = random.Random(0).randbytes
+        patch.setattr(os, "urandom", draw)
+        patch.setattr(secrets, "token_bytes", draw)
         yield
 
 
