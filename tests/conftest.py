@@ -54,7 +54,6 @@ TESTS = Path(__file__).parent
 MORE = (
     "e2e/test_bench.py",
     "e2e/test_demo.py",
-    "e2e/test_leak.py",
     "e2e/test_plan.py",
     "fuzz",
     "mutations",
@@ -62,7 +61,6 @@ MORE = (
     "soak",
     "unit/benchmarks",
     "unit/tsqp/bench",
-    "unit/tsqp/leak",
     "unit/tsqp/plan",
     "unit/tsqp/test_cli_bench.py",
 )
