@@ -22,6 +22,7 @@ from gpu_side.encoding import encode_reply, open_request
 from gpu_side.transport import zmq_listener
 from gpu_side.transport.zap import DOMAIN, ZapHandler
 from gpu_side.transport.zmq_listener import ZmqListener
+from gpu_side.transport.zmq_names import Names
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import LMHeadRequest, TensorReply
@@ -384,7 +385,7 @@ def test_all_addresses_can_be_bound_again() -> None:
 def handler() -> Iterator[ZapHandler]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context.socket(zmq.ROUTER) as watched:
-        made = ZapHandler(context, watched, frozenset({FRIEND}))
+        made = ZapHandler(context, watched, frozenset({FRIEND}), Names())
         yield made
     context.term()
     made.join()
@@ -403,8 +404,20 @@ def _asked(**changed: Any) -> list[bytes]:
     return list({**fields, **changed}.values())
 
 
-def test_it_says_yes_to_a_friend_by_name(handler: ZapHandler) -> None:
-    assert handler._answer(_asked()) == [b"1.0", b"7", b"200", b"OK", FRIEND, b""]
+def test_it_says_yes_to_a_friend_by_name_and_names_the_connection(
+    handler: ZapHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    read, draw = ZapHandler._let_handshake_be_read, Names.draw
+    monkeypatch.setattr(
+        ZapHandler, "_let_handshake_be_read", lambda of: (read(of), steps.append("read"))
+    )
+    monkeypatch.setattr(Names, "draw", lambda of: steps.append("named") or draw(of))
+    answer = handler._answer(_asked())
+    assert answer[:-1] == [b"1.0", b"7", b"200", b"OK", FRIEND]
+    assert answer[-1].startswith(b"\x08Identity\0\0\0\x18")
+    # Before ours, or the client's own name would be the last that is read, and count.
+    assert steps == ["read", "named"]
     assert handler.refused == 0
 
 
@@ -467,32 +480,3 @@ def test_who_has_no_key_is_in_the_log(service: Service, caplog: pytest.LogCaptur
     assert service.listener.clients_refused
     # Which of the two it is depends on who closes the connection first.
     assert vars(caplog.records[0])["fields"]["reason"] in ("no_key", "handshake_not_finished")
-
-
-# ----------------------------------------------------------------------------------- routing ids
-
-
-def test_who_takes_anothers_routing_id_gets_nothing_of_his(service: Service) -> None:
-    context = zmq.Context()
-    with ExitStack() as stack:
-        sockets = []
-        for secret, public in ((FRIEND_SECRET, FRIEND), (OTHER_SECRET, OTHER)):
-            client = stack.enter_context(context.socket(zmq.DEALER))
-            client.setsockopt(zmq.LINGER, 0)
-            client.setsockopt(zmq.ROUTING_ID, b"victim")
-            client.curve_secretkey, client.curve_publickey = secret, public
-            client.curve_serverkey = SERVICE_PUBLIC
-            client.connect(service.endpoint)
-            sockets.append(client)
-            first = sockets[0]
-            first.send(inline("Init", {}))
-            assert first.poll(30_000), "the one who came first is served"
-            first.recv_multipart()
-        thief = sockets[1]
-        for _ in range(10):
-            thief.send(inline("Init", {}))
-            first.send(inline("Init", {}))
-            assert first.poll(30_000)
-            first.recv_multipart()
-        assert not thief.poll(0)
-    context.term()
