@@ -363,7 +363,7 @@ def run_layer(
         group = head * K // H
         q_TC = _turned(q_THC[:, head], order_Kc[group], config)
         k_TC = _turned(k_TKC[:, group], order_Kc[group], config)
-        scores_TT = (q_TC @ k_TC.t() * scale).masked_fill(_after_layers(T, config, layer), -torch.inf)
+        scores_TT = (q_TC @ k_TC.t() * scale).masked_fill(_unseen(T, config, layer), -torch.inf)
         out_THC[:, head] = scores_TT.softmax(-1) @ v_TKC[:, group]
     h_TD = h_TD + module("self_attn.o_proj", out_THC.flatten(1))
     normed_TD = norm("post_attention_layernorm", h_TD)
@@ -385,7 +385,7 @@ def run_head(config: ModelConfig, weights: Tensors, h_ND: torch.Tensor) -> torch
     return rms_norm(h_ND, weights["model.norm.weight"], config) @ weights["lm_head.weight"].t()
 
 
-def _after_layers(rows: int, config: ModelConfig, layer: int) -> torch.Tensor:
+def _unseen(rows: int, config: ModelConfig, layer: int) -> torch.Tensor:
     """Say which tokens a row does not attend to: later ones, and those beyond a window."""
     back_TT = torch.arange(rows)[:, None] - torch.arange(rows)
     return (back_TT < 0) | (back_TT >= (config.sliding_windows[layer] or rows))

@@ -155,6 +155,7 @@ def test_only_who_is_on_the_list_is_served_and_each_key_is_a_client(service: Ser
             r"got a (service without keys|handshake that failed).*of --service-key",
         ),
     ],
+    ids=["client without keys", "another service's key", "service without keys"],
 )
 def test_without_the_right_keys_on_both_ends_nothing_is_asked(
     endpoint: str, keys: ServiceKeys | None, secret: bytes | None, expected: bytes, said: str
