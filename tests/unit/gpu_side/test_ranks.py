@@ -323,7 +323,7 @@ def _rank_of(service: Service) -> int:
     return int(pid)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient_streams")
 def test_two_processes_answer_as_one(model: Path, tmp_path: Path) -> None:
     layers = ("--layers", "1-2")
@@ -349,7 +349,7 @@ def test_two_processes_answer_as_one(model: Path, tmp_path: Path) -> None:
     assert part <= whole * 0.55
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient_streams")
 @pytest.mark.parametrize("how", ["rank killed", "rank hangs", "head killed", "all are told"])
 def test_ranks_end_together(model: Path, tmp_path: Path, how: str) -> None:

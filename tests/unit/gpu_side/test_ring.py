@@ -24,7 +24,7 @@ from protocol.errors import KernelError
 from protocol.integer import exact_product
 from tests.kit.rows import each_row
 
-pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOW, HIGH = -(2**31), 2**31 - 1
 # The ends of int32, -128 in every digit, 127 in every digit, and one more than that.
