@@ -54,6 +54,7 @@ TESTS = Path(__file__).parent
 SLOW = (
     "e2e/test_bench.py",
     "e2e/test_demo.py",
+    "e2e/test_page.py",
     "e2e/test_plan.py",
     "fuzz",
     "mutations",

@@ -39,9 +39,15 @@ _IMPORT_EVERYTHING = """
 import importlib, json, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+without = []
 for name in names:
-    importlib.import_module(name)
-print(json.dumps([names, sorted(sys.modules)]))
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # the one package that is not installed for `make test`
+            raise
+        without.append(name)
+print(json.dumps([names, sorted(sys.modules), without]))
 """
 
 
@@ -51,12 +57,13 @@ def test_package_loads_nothing_that_it_must_not(
 ) -> None:
     done = fresh_python.run(_IMPORT_EVERYTHING, package, folder=tmp_path, strict=True)
     assert done.returncode == 0, done.stderr
-    imported, loaded = json.loads(done.stdout)
+    imported, loaded, without = json.loads(done.stdout)
+    assert set(without) <= {"gpu_side.cuda.ring"}
     compiled = f"{package}.native._native"
     own = {name for name in loaded if name.split(".")[0] == package} - {compiled}
     files = {path for path in SOURCES if path.relative_to(ROOT).parts[0] == package}
-    assert len(own) == len(files), "a module was not imported"
-    assert set(imported) - {compiled} <= own
+    assert len(own) + len(without) == len(files), "a module was not imported"
+    assert set(imported) - {compiled} - set(without) <= own
     top = {name.split(".")[0] for name in loaded}
     assert not top & FORBIDDEN_MODULES
     assert not top & OTHERS[package]

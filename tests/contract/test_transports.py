@@ -59,6 +59,7 @@ for_many_clients = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not VSOCK_LOOPBACK, reason="this kernel has no vsock loopback (module vsock_loopback)"
 )
