@@ -52,18 +52,12 @@ TESTS = Path(__file__).parent
 # What `make test` leaves to `make test-slow`, beside what is marked so: tools for people with a
 # slow test each, and short forms of what runs for hours.
 SLOW = (
-    "e2e/test_bench.py",
     "e2e/test_demo.py",
     "e2e/test_page.py",
-    "e2e/test_plan.py",
     "fuzz",
     "mutations",
     "native",
     "soak",
-    "unit/benchmarks",
-    "unit/tsqp/bench",
-    "unit/tsqp/plan",
-    "unit/tsqp/test_cli_bench.py",
 )
 
 

@@ -1,0 +1,146 @@
+"""What a benchmark needs on disk is made by processes whose errors and ends are ours to tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import ModelError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.quantized import load_quantized
+from tee_side.policy.placement import load_policy
+from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
+from tests.kit.model import SavedModel
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import Plan
+from tsqp.processes import ProcessError
+
+Models = Callable[..., SavedModel]
+PLAN = Plan(prefill=(3, 5), decode=((7, 1), (7, 4)), generation=(6, 2), repeats=3, decode_steps=4)
+
+
+def _refuse() -> None:
+    raise ModelError("there", got="this", expected="that")
+
+
+def _fail() -> None:
+    raise FileNotFoundError(2, "No such file or directory", "weights")
+
+
+def _crash() -> None:
+    sys.stderr.close()
+    raise ZeroDivisionError
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_refuse, "refuse: there: got this, expected that"),
+        (_fail, "fail: weights: got No such file or directory, expected none"),
+        (_crash, "crash: got exit status 1, expected 0"),
+        (_die, "die: got a process killed by SIGKILL, expected 0"),
+    ],
+)
+def test_a_process_that_fails_is_named_with_what_it_says(
+    function: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(ProcessError) as refused:
+        prepare.in_fresh_process(function)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_model_without_eos_is_the_same_to_a_service(saved_model: Models, tmp_path: Path) -> None:
+    model = saved_model(eos_token_id=2).directory
+    made = prepare.endless(model, tmp_path)
+    assert read_config(model).eos_token_ids
+    assert read_config(made).eos_token_ids == frozenset()
+    both = [(read_config(folder), Checkpoint(folder)) for folder in (model, made)]
+    assert len({model_digest(*one) for one in both}) == 1
+    assert len({linear_digest(*one) for one in both}) == 1
+    assert json.loads((model / "config.json").read_text())["eos_token_id"] == 2
+    without = saved_model().directory
+    assert prepare.endless(without, tmp_path) == without
+
+
+@pytest.mark.parametrize(
+    ("policy", "pads"),
+    [
+        # Of each sequence one a decoded token: 2 + 4 + 4 and the one of the prompt's step.
+        ("shielded", (1 + 4) * 11 + 2),
+        ("attention-in-tee", 0),
+    ],
+)
+def test_pads_are_counted_by_what_is_run(policy: str, pads: int) -> None:
+    assert prepare.pads_needed(load_policy(policy), PLAN, 512) == pads
+
+
+def test_prompts_take_pads_where_they_are_masked() -> None:
+    policy = load_policy("shielded-prefill")
+    prompts = (2 + 3 + 3) * (3 + 5) + 7 + 4 * 7 + 6
+    assert prepare.pads_needed(policy, PLAN, 512) == prompts + (1 + 4) * 11 + 2
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_bank_has_as_many_pads_as_asked_for(
+    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zeros: bool
+) -> None:
+    _in_this_process(monkeypatch)
+    model, policy = saved_model().directory, load_policy("shielded")
+    path = prepare.bank(model, policy, 5, tmp_path / "pads", zeros=zeros)
+    assert path == tmp_path / "pads"
+    sizes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert sizes >= prepare.bank_bytes(read_config(model), policy, 5) > 0
+    prepare.remove(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "in_fresh_process", lambda function, *given: function(*given))
+
+
+def test_a_hollow_model_is_one_for_which_zeros_are_right(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    """The model's own embedding, norms and scales of inputs; the other weights are zeros."""
+    model = saved_model("qwen2")
+    given = tmp_path / "given"
+    shutil.copytree(model.directory, given)
+    shutil.copy(model.calibration, given / CALIBRATION_FILE)
+    made = prepare.hollow(given, tmp_path)
+    config = read_config(made)
+    source, hollow = Checkpoint(given), Checkpoint(made)
+    hollow.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    hollow.refuse_extra(config)
+    light, head = light_tensors(config), "lm_head.weight"
+    zeros = {head: light.pop(head)} | linear_tensors(config, FUSED_MODULES)
+    for name, shape in light.items():
+        assert torch.equal(hollow.rows(name, 0, shape[0]), source.rows(name, 0, shape[0]))
+    for name, shape in zeros.items():
+        assert not hollow.rows(name, 0, shape[0]).any()
+    digests = model_digest(config, hollow), linear_digest(config, hollow)
+    scales = Calibration.load(made / CALIBRATION_FILE, config, *digests)
+    for layer in range(config.num_hidden_layers):
+        for operator in FUSED_MODULES:
+            weights = load_quantized(hollow, config, layer, operator)
+            scales.check_weights((layer, operator), weights.scale, weights.max_row_norm())
+    given_config = read_config(given)
+    own = model_digest(given_config, source), linear_digest(given_config, source)
+    of_model = Calibration.load(model.calibration, given_config, *own)
+    assert {site: one.input_scale for site, one in scales.sites.items()} == {
+        site: one.input_scale for site, one in of_model.sites.items()
+    }

@@ -1,0 +1,109 @@
+"""What is measured is shown: in the terminal, on a page that needs nothing else, and as a trace.
+
+How it looks was judged by people; here the figures of one real report must be in each form, and a
+report that lacks something must not break one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.kit.report import recorded_report
+from tsqp.lab.bench.compare import compare
+from tsqp.lab.bench.fit import fit_exponent
+from tsqp.lab.bench.html import render_html
+from tsqp.lab.bench.model import Report, Span, Timeline
+from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
+from tsqp.lab.bench.table import render
+from tsqp.lab.bench.trace import perfetto
+from tsqp.lab.bench.units import figures
+
+
+def _changed(run: Any = None, **changes: Any) -> Report:
+    """The first two policies of the report; `run`: what is different in each."""
+    report = recorded_report()
+    runs = tuple(one.model_copy(update=run or {}) for one in report.policies[:2])
+    return report.model_copy(update={"policies": runs, **changes})
+
+
+def _span(start: float, length: float, **changes: Any) -> Span:
+    made = Span(lane=0, operator="o_proj", layer=3, stage="tee", start_us=start, duration_us=length)
+    return made.model_copy(update=changes)
+
+
+def _timeline(*spans: Span) -> Timeline:
+    return Timeline(phase="decode", tokens=9, batch=1, spans=spans)
+
+
+LACKING = {
+    "policies": _changed(policies=(), baselines=(), ping_pong=(), incomplete="no service"),
+    "cases": _changed({"cases": (), "generation": None}),
+    "baselines": _changed(baselines=(), ping_pong=()),
+    "spans": _changed({"timelines": (_timeline(),)}),
+}
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Report:
+    """A report with a timeline: the recorded ones are left out of the file."""
+    spans = (_span(0, 10), _span(10, 5, stage="wire"), _span(12, 8, lane=1, stage="mask"))
+    return _changed({"timelines": (_timeline(*spans),)})
+
+
+def test_figures_are_in_the_terminal_and_on_the_page(drawn: Report) -> None:
+    text, page = render(drawn, width=200, details=True), render_html(drawn)
+    for run in drawn.policies:
+        for case in run.cases:
+            assert figures(case.step_ms.median) in text, (run.policy, case.tokens)
+        for shown in (text, page):
+            assert run.policy in shown
+    assert page.count("<img") >= 4
+    outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
+    assert not re.search(r"://|@import|url\(|<script|<link|<iframe", outside)
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_a_report_lacks_breaks_no_form(name: str) -> None:
+    report = LACKING[name]
+    assert len(render(report).splitlines()) > 3
+    assert render_html(report).lower().startswith("<!doctype html")
+    spans = sum(len(t.spans) for run in report.policies for t in run.timelines)
+    assert sum(event["ph"] == "X" for event in perfetto(report)["traceEvents"]) == spans
+
+
+def test_the_trace_has_all_time_in_named_threads_without_overlap(drawn: Report) -> None:
+    events = perfetto(drawn)["traceEvents"]
+    named = {(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"}
+    whole = [event for event in events if event["ph"] == "X"]
+    assert all(("thread_name", e["pid"], e["tid"]) in named for e in whole)
+    assert sum(event["dur"] for event in whole) == 2 * (10 + 5 + 8)
+    assert len({(e["pid"], e["tid"]) for e in whole}) == 2 * 3
+    assert json.loads(json.dumps(events)) == events
+
+
+def test_sums_are_those_of_the_parts() -> None:
+    for run in recorded_report().policies:
+        for case in run.cases:
+            parts = sum(total.stages.total_us for total in by_operator(case))
+            assert parts == pytest.approx(case_stages(case).total_us)
+            pads = run.pads is not None and case.phase in run.pads.phases
+            assert (sustained_ms(run, case) > case.step_ms.median) == pads
+
+
+def test_only_what_is_alike_is_compared() -> None:
+    """Two policies and the TEE alone, each with every baseline of the same phase and tokens."""
+    found = compare(recorded_report())
+    assert {one.baseline.name for one in found} >= {"published"}
+    assert not compare(_changed(baselines=()))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 2.0])
+def test_growth_is_fitted(exponent: float) -> None:
+    found = fit_exponent([(x, 3 * x**exponent) for x in (4.0, 8.0, 16.0)])
+    assert found is not None
+    assert found.exponent == pytest.approx(exponent)
+    assert fit_exponent([(4.0, 1.0)]) is None

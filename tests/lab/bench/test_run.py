@@ -1,0 +1,226 @@
+"""A run is checked before anything is made, and what it measured is reported whatever ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import TsqpError
+from tee_side.policy.placement import load_policy
+from tests.kit.model import SavedModel
+from tests.kit.report import some_case
+from tsqp.lab.bench import run, services
+from tsqp.lab.bench.job import Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench.run import Bench
+from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.provisioning import provision
+from tsqp.processes import ProcessError
+
+Models = Callable[..., SavedModel]
+PLAN = Plan(prefill=(4,), decode=((5, 1),), generation=None, repeats=1, decode_steps=3)
+FINISHED = Finished(peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
+
+
+@pytest.fixture
+def model(saved_model: Models) -> Path:
+    return saved_model().directory
+
+
+def settings(model: Path | None, *policies: str, **changes: Any) -> BenchSettings:
+    chosen = tuple((name, load_policy(name)) for name in policies or ("attention-in-tee",))
+    return replace(BenchSettings("c", chosen, model=model, baselines=False, plan=PLAN), **changes)
+
+
+def bench(given: BenchSettings, said: list[str] | None = None) -> Bench:
+    return Bench(given, (said if said is not None else []).append)
+
+
+@pytest.mark.parametrize(
+    ("policies", "changes", "message"),
+    [
+        ([], {"device": "gpu"}, "--device: got 'gpu'"),
+        ([], {"device": "model:nothing"}, "accelerator profile: got 'nothing'"),
+        ([], {"endpoints": ("tcp:h",)}, "endpoint: got 'tcp:h'"),
+        (["two-server"], {"endpoints": ("tcp://h:1",)}, "two-server: got tcp://h:1, expected 2"),
+        (
+            ["two-server"],
+            {"endpoints": ("tcp://h:1", "tcp://h:1")},
+            "got tcp://h:1 and tcp://h:1, expected 2",
+        ),
+        (
+            ["two-server"],
+            {"endpoints": ("tcp://h:1", "tcp://i:1"), "shares_in_the_clear": True},
+            "--gpu: got tcp://h:1 without keys",
+        ),
+        (
+            ["two-server"],
+            {"endpoints": ("unix:///a", "unix:///b")},
+            "on one machine, --shares-in-the-clear allows that",
+        ),
+        (["cloak"], {}, "policy cloak: got no --key"),
+        (["cloak"], {"model": None, "shape": "llama-3.2-1b"}, "policy cloak: got --shape"),
+        (
+            ["cloak"],
+            {"key": Path("/no/key"), "server_model": Path()},
+            "/no/key: got No such file",
+        ),
+        ([], {"shape": "llama-3.2-1b"}, "MODEL and --shape: got both"),
+        ([], {"model": None}, "MODEL and --shape: got neither"),
+        ([], {"model": None, "shape": "llama-9"}, "--shape: got 'llama-9'"),
+        ([], {"plan": PLAN.model_copy(update={"prefill": (256,)})}, "--prefill: got 256 tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    model: Path, policies: list[str], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TsqpError) as refused:
+        bench(replace(settings(model, *policies), **changes))
+    assert message in str(refused.value)
+
+
+def test_a_key_of_another_mask_or_mode_is_refused(model: Path, tmp_path: Path) -> None:
+    served, key = tmp_path / "served", tmp_path / "key.json"
+    provision(model, FeatureRotation(), served, key)
+    given = settings(model, "cloak", key=key, server_model=served)
+    bench(given)
+    stip = replace(given, policies=(("stip", load_policy("stip")),))
+    with pytest.raises(TsqpError, match="key: mask"):
+        bench(stip)
+    with pytest.raises(TsqpError, match="nowhere"):
+        bench(replace(given, server_model=tmp_path / "nowhere"))
+    key.chmod(0o644)
+    with pytest.raises(TsqpError, match="mode 0644"):
+        bench(given)
+
+
+def _answering(
+    monkeypatch: pytest.MonkeyPatch, answers: Callable[[Job], Iterator[Any]]
+) -> list[Job]:
+    """Have workers answer so, with services that are none."""
+    jobs: list[Job] = []
+
+    def answered(_self: Bench, job: Job) -> Iterator[Any]:
+        jobs.append(job)
+        yield from answers(job)
+
+    monkeypatch.setattr(Bench, "_answers", answered)
+    monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
+    return jobs
+
+
+def _whole(job: Job) -> Iterator[Any]:
+    yield Progress(doing="it")
+    yield Measured(case=some_case(job.policy))
+    yield FINISHED
+
+
+def test_every_policy_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = _answering(monkeypatch, _whole)
+    said: list[str] = []
+    made = bench(settings(model, "attention-in-tee", "tsqp", spin_us=5.0, step_tokens=77), said)
+    assert not bench(settings(model)).measured
+    made.run()
+    assert made.measured
+    report = made.report()
+    assert [one.policy for one in report.policies] == ["attention-in-tee", "tsqp"]
+    assert [one.tee_peak_bytes for one in report.policies] == [7, 7]
+    # The service has no process: its memory is not known, which hides nothing else.
+    assert [one.gpu_peak_bytes for one in report.policies] == [None, None]
+    assert report.incomplete is None
+    assert (report.setup.spin_us, report.setup.step_tokens) == (5.0, 77)
+    assert report.setup.gpu_threads == 1
+    assert [job.service_pids for job in jobs] == [(2**30,), (2**30,)]
+    assert said == ["attention-in-tee: it", "tsqp: it"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (ProcessError("w", got="a", expected="b"), "w: got a, expected b"),
+        (RuntimeError("broken"), "RuntimeError: broken"),
+    ],
+)
+def test_an_interrupted_run_says_what_is_missing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
+) -> None:
+    def broken(job: Job) -> Iterator[Any]:
+        yield Measured(case=some_case(job.policy))
+        if job.policy == "tsqp":
+            raise error
+        yield FINISHED
+
+    _answering(monkeypatch, broken)
+    names = ("attention-in-tee", "tsqp", "row-mix")
+    made = bench(settings(model, *names, baselines=True))
+    with pytest.raises(type(error)):
+        made.run()
+    report = made.report()
+    assert [one.policy for one in report.policies] == ["attention-in-tee", "tsqp"]
+    assert report.incomplete == (
+        f"{reason}; in part measured: tsqp; not measured: row-mix, tee-only, tee-only-int8;"
+        " not all baselines measured"
+    )
+
+
+@contextmanager
+def _worker(output: str, status: int, last: str) -> Iterator[Any]:
+    """Stand in for `worker`: a process that says this and ends so."""
+    code = "import sys; sys.stdout.write(sys.argv[1])"
+    end = "; import os, signal; sys.stdout.flush(); " + (
+        f"os.kill(os.getpid(), {-status})" if status < 0 else f"sys.exit({status})"
+    )
+    command = [sys.executable, "-c", code + end, output]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        yield process, process.stdout, _Errors(last)
+
+
+class _Errors:
+    def __init__(self, last: str) -> None:
+        self.last = last
+
+    def join(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "last", "message"),
+    [
+        ([FINISHED], 0, "", None),
+        (
+            [Failed(where="prefill", got="x", expected="y")],
+            1,
+            "",
+            "policy attention-in-tee: prefill: got x, expected y",
+        ),
+        ([], -9, "", "policy attention-in-tee: got a process killed by SIGKILL, expected a run to"),
+        ([], 1, "ImportError: no", "policy attention-in-tee: got ImportError: no, expected a run"),
+        ([FINISHED], -11, "", "policy attention-in-tee: got a process killed by SIGSEGV"),
+    ],
+)
+def test_how_a_worker_ends_is_told(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[Any],
+    status: int,
+    last: str,
+    message: str | None,
+) -> None:
+    output = "".join(line.model_dump_json() + "\n" for line in lines)
+    monkeypatch.setattr(run, "worker", lambda *_: _worker(output, status, last))
+    monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
+    made = bench(settings(model))
+    if message is None:
+        made.run()
+        return
+    with pytest.raises(ProcessError) as refused:
+        made.run()
+    assert str(refused.value).startswith(message)

@@ -1,0 +1,138 @@
+"""From what a few layers cost to what the whole model would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpu_side.kernels import request_us
+from gpu_side.profiles import find_profile
+from tsqp.lab.link import Link
+from tsqp.lab.plan.model import Costs, Lane, Section, Step
+from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
+
+from .sample_costs import NO_LINK, PLAN, rpc, section
+
+
+def trip(**times: float) -> Trip:
+    given: dict[str, Any] = dict.fromkeys(
+        ("send_us", "wire_us", "service_us", "gpu_us", "up_us", "down_us", "receive_us"), 0.0
+    )
+    return Trip(**{"service": 0, **given, **times})
+
+
+def turn(work_us: float, *trips: Trip) -> Turn:
+    return Turn(0.0, work_us, 0.0, 0.0, trips)
+
+
+def costs(
+    layer: Section, *, layers: int = 4, rows: int = 1, tail: Section | None = None, threads: int = 2
+) -> Costs:
+    lane = Lane(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
+    step = Step(rows=rows, lanes=(lane,))
+    return Costs(
+        threads=threads,
+        layers=3,
+        itemsize=2,
+        order=(0,) * layers,
+        prefill=(step, step),
+        decode=step,
+    )
+
+
+def hardware(profile: str | None = None, link: Link = NO_LINK, cores: int = 2) -> Hardware:
+    return Hardware(find_profile(profile) if profile else None, link, cores, 2)
+
+
+def part(found: Any, name: str) -> Any:
+    (only,) = (one for one in found.parts if one.name == name)
+    return only
+
+
+def test_one_lane_takes_the_sum_of_its_parts() -> None:
+    lane = [
+        turn(10, trip(send_us=1, wire_us=20, service_us=5, gpu_us=7)),
+        turn(100),
+    ]
+    assert play([lane], 0.0) == pytest.approx(10 + 1 + 20 + 5 + 7 + 100)
+
+
+def test_services_side_by_side_take_as_long_as_the_slower() -> None:
+    lane = [turn(10, trip(gpu_us=30), trip(service=1, gpu_us=70, send_us=2)), turn(1)]
+    assert play([lane], 0.0) == pytest.approx(10 + 2 + 70 + 1)
+
+
+def test_two_lanes_overlap_once_both_have_begun() -> None:
+    lane = [turn(100, trip(gpu_us=100)) for _ in range(6)] + [turn(100)]
+    assert play([lane], 0.0) == pytest.approx(1300)
+    # The TEE is never idle but for the first reply and the last: 14 pieces of work, and 2.
+    assert play([lane, lane], 0.0) == pytest.approx(1600)
+
+
+def test_lanes_wait_for_each_other_at_a_slow_accelerator_and_on_the_link() -> None:
+    slow = [turn(10, trip(gpu_us=100)), turn(10, trip(gpu_us=100)), turn(10)]
+    narrow = [turn(10, trip(up_us=100)), turn(10, trip(up_us=100)), turn(10)]
+    # The second begins at 120, and its first request has to wait for the first's until 220.
+    for lane in (slow, narrow):
+        assert play([lane, lane], 0.0) == pytest.approx(220 + 100 + 10 + 100 + 10)
+
+
+def test_layers_are_counted_and_the_device_computed() -> None:
+    found = predict_decode(costs(section(50.0, rpc())), hardware("h100"))
+    gpu_us = request_us(find_profile("h100"), PLAN, 2)
+    layer_us = 50 + 1 + 2 + 40 + 10 + gpu_us + 3
+    assert found.total_us == pytest.approx(5 + 4 * layer_us + 100)
+    assert part(found, "GPU").busy_us == pytest.approx(4 * gpu_us)
+    assert part(found, "TEE operators").busy_us == pytest.approx(5 + 4 * 50 + 100)
+    assert part(found, "messages").busy_us == pytest.approx(4 * (1 + 3 + 10))
+    assert part(found, "transport").busy_us == pytest.approx(4 * 42)
+    assert sum(one.busy_us for one in found.parts) == pytest.approx(found.total_us)
+    assert (found.rpcs, found.bytes_sent, found.bytes_received) == (4, 16800, 17200)
+
+
+def test_without_a_part_a_lane_alone_takes_that_much_less() -> None:
+    layer = section(50.0, rpc(), mask_share=0.3, product_share=0.2)
+    found = predict_decode(costs(layer), hardware("h100"))
+    assert {one.name for one in found.parts if one.busy_us == 0} == {
+        "link bandwidth",
+        "link latency",
+    }
+    for one in found.parts:
+        assert one.without_us == pytest.approx(found.total_us - one.busy_us), one.name
+
+
+def test_the_bottleneck_is_what_would_help_most() -> None:
+    layer = section(50.0, rpc(wire_us=500.0), mask_share=0.5)
+    found = predict_decode(costs(layer), hardware())
+    assert found.bottleneck == "transport"
+    assert part(found, "masks and checks").busy_us == pytest.approx(4 * 25)
+    found = predict_decode(costs(section(5000.0, rpc(), mask_share=0.9)), hardware())
+    assert found.bottleneck == "masks and checks"
+    tail = section(9000.0, product_share=0.9)
+    found = predict_decode(costs(layer, tail=tail), hardware())
+    assert found.bottleneck == "TEE weights"
+    assert part(found, "TEE weights").busy_us == pytest.approx(8100)
+    assert part(found, "TEE weights").without_us == pytest.approx(found.total_us - 8100)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layer_us", "tail_us"),
+    [
+        # A small step runs on one thread, but for the weights that stay.
+        (1, 50.0, 100 * (1 - 0.8 * 0.75)),
+        (63, 50.0, 100 * (1 - 0.8 * 0.75)),
+        (64, 50.0 / 4, 100 / 4),
+    ],
+)
+def test_only_what_scales_is_scaled_to_more_cores(
+    rows: int, layer_us: float, tail_us: float
+) -> None:
+    measured = costs(section(50.0, rpc()), rows=rows, tail=section(100.0, product_share=0.8))
+    here, more = (predict_decode(measured, hardware(cores=cores)) for cores in (2, 8))
+    saved = here.total_us - more.total_us
+    head_us = 5 * (0.75 if rows >= 64 else 0)
+    assert saved == pytest.approx(head_us + 4 * (50 - layer_us) + 100 - tail_us)
+    assert part(more, "transport").busy_us == part(here, "transport").busy_us
+    # More threads were measured than there will be cores: nothing is known of that.
+    assert predict_decode(measured, hardware(cores=1)).total_us == here.total_us

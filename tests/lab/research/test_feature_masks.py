@@ -1,0 +1,199 @@
+"""Feature masks: exact at every site's shapes, bound to their randomness, as broken as they say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from protocol.errors import MaskError
+from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform
+from tee_side.protect.randomness import Randomness
+from tsqp.lab.research.feature_permutation import FeaturePermutation
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.privacy import gaussian_epsilon
+
+MASKS = [
+    FeaturePermutation(),
+    FeaturePermutation(block=5),
+    FeatureRotation(),
+    FeatureRotation(block=7),
+    FeatureRotation(block=16),
+]
+# q/k/v with grouped heads, o, gate/up and down of a model whose sizes no block divides.
+SITES = {
+    "qkv_proj": (50, (96, 32, 32), True),
+    "o_proj": (96, (50,), False),
+    "gate_up_proj": (50, (97, 97), True),
+    "down_proj": (97, (50,), False),
+}
+IDS = [f"{mask.name}-{mask.block}" for mask in MASKS]
+
+
+def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _site(operator: str, key: int = 1, gain: torch.Tensor | None = None) -> FeatureSite:
+    in_features, outputs, normed = SITES[operator]
+    if gain is None and normed:
+        gain = 1 + 0.3 * _randn(in_features, seed=9)
+    return FeatureSite(in_features, outputs, gain, Randomness(bytes([key]) * 32))
+
+
+def _input(site: FeatureSite, rows: int) -> torch.Tensor:
+    """Rows as an RMSNorm gives them, or of no particular norm where there is none."""
+    x = _randn(rows, site.in_features, seed=3)
+    if site.gain is None:
+        return x * torch.linspace(0.1, 3, rows)[:, None]
+    return site.gain * x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def _weight(site: FeatureSite) -> torch.Tensor:
+    return _randn(sum(site.outputs), site.in_features, seed=4) / site.in_features**0.5
+
+
+def _served(transform: KeyedTransform, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What the server answers: it has the transformed weights in float32."""
+    (sent,) = transform.mask(x, Randomness()).sent
+    return sent @ transform.weight(weight.double()).float().t()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=IDS)
+def test_bfloat16_loses_what_rounding_loses(mask: FeatureMask) -> None:
+    site = _site("qkv_proj")
+    x, weight, transform = (
+        _input(site, 5).bfloat16(),
+        _weight(site).bfloat16(),
+        mask.transform(site),
+    )
+    masked = transform.mask(x, Randomness())
+    (sent,) = masked.sent
+    assert sent.dtype == torch.bfloat16
+    result = masked.unmask(sent @ transform.weight(weight.double()).bfloat16().t())
+    plain = x.double() @ weight.double().t()
+    assert result.dtype == torch.bfloat16
+    assert (result - plain).abs().max() <= 2**-6 * plain.abs().max()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=IDS)
+def test_each_module_has_a_map_of_its_own_and_keeps_its_rows(mask: FeatureMask) -> None:
+    site = _site("gate_up_proj")
+    x, transform = _input(site, 3), mask.transform(site)
+    gate = _weight(site)[:97]
+    alike = _served(transform, x, torch.cat([gate, gate]))
+    assert (alike[:, :97] - alike[:, 97:]).abs().max() > 0.5
+    # With up at zero, nothing of gate may turn up in up's place.
+    alone = _served(transform, x, torch.cat([gate, torch.zeros_like(gate)]))
+    assert alone[:, 97:].abs().max() == 0
+    assert alone[:, :97].norm().item() == pytest.approx((x @ gate.t()).norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("operator", ["qkv_proj", "gate_up_proj"])
+def test_folding_makes_norms_constant(operator: str) -> None:
+    site = _site(operator)
+    (sent,) = FeatureRotation(block=8).transform(site).mask(_input(site, 6), Randomness()).sent
+    assert torch.allclose(sent.norm(dim=-1), torch.full((6,), 50**0.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_gain_that_cannot_be_folded_is_refused(bad: float) -> None:
+    gain = torch.zeros(50)
+    gain[7] = bad
+    with pytest.raises(MaskError, match="gain: got"):
+        FeatureRotation().transform(_site("qkv_proj", gain=gain))
+
+
+def _noise(operator: str, sigma: float) -> torch.Tensor:
+    site = _site(operator)
+    x = _input(site, 2000)
+    (noisy,) = FeatureRotation(sigma=sigma).transform(site).mask(x, Randomness(bytes(32))).sent
+    (clean,) = FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
+    return (noisy - clean) / (
+        1 if site.gain is not None else clean.square().mean(-1).sqrt()[:, None]
+    )
+
+
+@pytest.mark.parametrize("operator", SITES)
+def test_noise_has_the_deviation_that_was_asked_for(operator: str) -> None:
+    noise = _noise(operator, 0.5)
+    # 100,000 draws or more: four deviations of their mean and of their deviation.
+    assert noise.std().item() == pytest.approx(0.5, rel=0.01)
+    assert noise.mean().item() == pytest.approx(0, abs=0.0065)
+    assert noise.std(0).min() > 0.45
+
+
+def test_noise_is_fresh_in_every_call() -> None:
+    site = _site("qkv_proj")
+    x, transform = _input(site, 2), FeatureRotation(sigma=1).transform(site)
+    fresh = Randomness(bytes(32))
+    first, second = transform.mask(x, fresh).sent[0], transform.mask(x, fresh).sent[0]
+    assert not bool((first == second).any())
+
+
+def test_rows_are_cut_to_the_length_that_epsilon_is_stated_for() -> None:
+    site = _site("qkv_proj")
+    transform = FeatureRotation(sigma=1e-6).transform(site)
+    (sent,) = transform.mask(3 * _input(site, 4), Randomness()).sent
+    assert sent.norm(dim=-1).max() <= 50**0.5 * (1 + 1e-4)
+    (shorter,) = transform.mask(0.5 * _input(site, 4), Randomness()).sent
+    assert torch.allclose(shorter.norm(dim=-1), torch.full((4,), 0.5 * 50**0.5), rtol=1e-4)
+
+
+def _hockey_stick(mu: float, epsilon: float) -> float:
+    """delta at epsilon by integration of max(0, p - e^epsilon q), p = N(mu, 1), q = N(0, 1)."""
+    t = torch.linspace(-14.0, mu + 14, 2_000_001, dtype=torch.float64)
+    p = torch.exp(-((t - mu) ** 2) / 2)
+    q = torch.exp(epsilon - t**2 / 2)
+    excess = torch.trapezoid((p - q).clamp(min=0), t) / math.sqrt(2 * math.pi)
+    return float(excess)
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-9])
+@pytest.mark.parametrize("mu", [0.05, 0.7, 3.0, 12.0])
+def test_epsilon_is_the_smallest_one(mu: float, delta: float) -> None:
+    epsilon = gaussian_epsilon(mu, delta)
+    assert _hockey_stick(mu, epsilon) == pytest.approx(delta, rel=1e-4)
+    assert _hockey_stick(mu, 0.999 * epsilon) > delta
+
+
+def test_a_masks_epsilon_counts_rows_and_features() -> None:
+    mask = FeatureRotation(sigma=64, delta=1e-6)
+    assert mask.epsilon(1024) == gaussian_epsilon(1.0, 1e-6)
+    assert mask.epsilon(1024, rows=9) == gaussian_epsilon(3.0, 1e-6)
+    assert FeatureRotation().epsilon(1024) == math.inf
+    said = mask.statement(1024)
+    assert f"epsilon {mask.epsilon(1024):.4g} at delta 1e-06 for one row of one call" in said
+    assert f"100 rows are epsilon {mask.epsilon(1024, 100):.4g}" in said
+    assert "o_proj and down_proj: none" in said
+
+
+def test_broken_a_permutation_keeps_sorted_vectors() -> None:
+    site = _site("qkv_proj")
+    x = _input(site, 4)
+    (sent,) = FeaturePermutation().transform(site).mask(x, Randomness()).sent
+    assert torch.equal(sent.sort(-1).values, x.sort(-1).values)
+
+
+def test_broken_a_rotation_keeps_inner_products() -> None:
+    site = _site("qkv_proj")
+    x = _input(site, 4)
+    (sent,) = FeatureRotation(block=8).transform(site).mask(x, Randomness()).sent
+    normed = x / site.gain
+    assert torch.allclose(sent @ sent.t(), normed @ normed.t(), atol=1e-3)
+
+
+def test_broken_public_weights_give_the_output_up_to_signs() -> None:
+    site = _site("qkv_proj")
+    x, weight = _input(site, 4).double(), _weight(site).double()
+    transform = FeatureRotation(block=8).transform(site)
+    served = transform.weight(weight)[96:128]
+    folded = (weight * site.gain)[96:128]
+    theirs = torch.linalg.eigh(served @ served.t()).eigenvectors
+    public = torch.linalg.eigh(folded @ folded.t()).eigenvectors
+    (sent,) = transform.mask(x, Randomness()).sent
+    seen = (sent @ served.t() @ theirs).abs()
+    assert torch.allclose(seen, (x @ weight[96:128].t() @ public).abs(), atol=1e-4)
+    # It differs from token to token.
+    assert (seen[0] - seen[1]).abs().max() > 0.1

@@ -1,0 +1,296 @@
+"""What the server gets, what it does not get, and that a failed run leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_side.provision import PROVISION_FILE, Provision, read_provision
+from protocol.errors import FeatureKeyError, MaskError, ModelError, TsqpError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, linear_tensors
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.weights import CPU, load_linear
+from tee_side.model.layers import load_tee_model
+from tee_side.protect.masks.mask import FeatureMask
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.randomness import Randomness
+from tee_side.words import Operator
+from tests.kit.model import SavedModel
+from tsqp.lab.research import provisioning
+from tsqp.lab.research.feature_key import FeatureKey
+from tsqp.lab.research.feature_permutation import FeaturePermutation
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.provisioning import provision
+
+Models = Callable[..., SavedModel]
+MASKS = [FeaturePermutation(), FeatureRotation(block=20)]
+IDS = [mask.name for mask in MASKS]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where outputs go: an empty folder."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def _left(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir())
+
+
+def _as_dtype(source: Path, directory: Path, dtype: torch.dtype) -> Path:
+    """Copy a model and convert its weights."""
+    shutil.copytree(source, directory)
+    tensors = {name: t.to(dtype) for name, t in load_file(source / SINGLE_FILE).items()}
+    save_file(tensors, directory / SINGLE_FILE)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("mask", MASKS, ids=IDS)
+def test_key_and_server_weights_give_the_plain_products(
+    saved_model: Models, out: Path, mask: FeatureMask, kind: str, dtype: torch.dtype
+) -> None:
+    source = _as_dtype(saved_model(kind).directory, out / "model", dtype)
+    provision(source, mask, out / "server", out / "key")
+    config, plain, served = read_config(source), Checkpoint(source), Checkpoint(out / "server")
+    norms = load_tee_model(config, plain, dtype).norms
+    gains = [(n.input_layernorm, n.post_attention_layernorm) for n in norms]
+    key = FeatureKey.load(out / "key")
+    key.check(config, plain, mask)
+    transforms = key.transforms(mask, config, gains)
+    for (layer, operator), transform in transforms.items():
+        original, transformed = (
+            load_linear(checkpoint, config, layer, operator, dtype=torch.float32, device=CPU)
+            for checkpoint in (plain, served)
+        )
+        x = torch.randn(4, original.weight.shape[1], generator=torch.Generator().manual_seed(layer))
+        masked = transform.mask(x, Randomness())
+        result = masked.unmask(transformed(masked.sent[0]))
+        expected = x.double() @ original.weight.double().t()
+        rounding = mask.tolerance if dtype == torch.float32 else 2**-7
+        assert (result - expected).abs().max() <= rounding * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("mask", MASKS, ids=IDS)
+def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
+    saved_model: Models, out: Path, mask: FeatureMask, kind: str
+) -> None:
+    source = saved_model(kind).directory
+    made = provision(source, mask, out / "server", out / "key")
+    config = read_config(source)
+    originals = list(load_file(source / SINGLE_FILE).values())
+    found: dict[str, torch.Tensor] = {}
+    for shard in sorted((out / "server").glob("*.safetensors")):
+        found |= load_file(shard)
+    expected = linear_tensors(config, FUSED_MODULES)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
+    for name, tensor in found.items():
+        if name.endswith(".bias"):
+            assert tensor.dtype == torch.float32
+            assert not bool(tensor.any())
+        else:
+            assert not any(torch.equal(tensor, original) for original in originals), name
+    assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
+    assert _left(out / "server") == [
+        "config.json",
+        *[f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")],
+        INDEX_FILE,
+        PROVISION_FILE,
+    ]
+    assert _left(out) == ["key", "server"]
+
+
+def test_marker_and_key_belong_together_and_name_the_model(saved_model: Models, out: Path) -> None:
+    source, mask = saved_model().directory, FeatureRotation(block=20)
+    made = provision(source, mask, out / "server", out / "key")
+    key, config = FeatureKey.load(out / "key"), read_config(source)
+    assert key == made.key
+    assert (key.mask, key.options) == (mask.name, mask.model_dump())
+    assert key.model_digest == model_digest(config, Checkpoint(source))
+    assert key.linear_digest == linear_digest(config, Checkpoint(source))
+    assert key.server_linear_digest == linear_digest(config, Checkpoint(out / "server"))
+    assert key.server_linear_digest != key.linear_digest
+    marker = read_provision(out / "server")
+    assert marker == Provision(mask=mask.name, provision_id=key.provision_id)
+    assert read_config(out / "server") == config
+    seed = key.seed.encode()
+    assert all(seed not in path.read_bytes() for path in (out / "server").iterdir())
+
+
+def test_two_runs_have_different_keys_and_weights(saved_model: Models, out: Path) -> None:
+    source = saved_model().directory
+    first, second = (
+        provision(source, FeatureRotation(), out / f"server{n}", out / f"key{n}").key
+        for n in (1, 2)
+    )
+    assert first.seed != second.seed
+    assert first.server_linear_digest != second.server_linear_digest
+
+
+def test_others_may_read_the_servers_files_and_not_the_key(saved_model: Models, out: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        provision(saved_model().directory, FeaturePermutation(), out / "server", out / "key")
+    finally:
+        os.umask(before)
+    assert (out / "server").stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in (out / "server").iterdir()} == {0o644}
+    assert (out / "key").stat().st_mode & 0o777 == 0o600
+
+
+class Half(FeaturePermutation):
+    """Supports one operator only."""
+
+    name: ClassVar[str] = "half"
+
+    @classmethod
+    def supports(cls, operator: Operator) -> bool:
+        return operator == "o_proj"
+
+
+class Shouting(FeaturePermutation):
+    """Has a name that the marker cannot hold."""
+
+    name: ClassVar[str] = "LOUD mask"
+
+
+def _refusal(
+    source: Path, out: Path, error: type[TsqpError], **changes: Any
+) -> tuple[TsqpError, list[str]]:
+    """Provision with settings that are wrong; return the error and what it left."""
+    before = _left(out)
+    settings: dict[str, Any] = {
+        "mask": FeaturePermutation(),
+        "server_dir": out / "server",
+        "key_path": out / "key",
+    }
+    with pytest.raises(error) as caught:
+        provision(source, **{**settings, **changes})
+    assert _left(out) == before
+    return caught.value, before
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: Any) -> None:
+        raise AssertionError("a refusal must come before any work")
+
+    monkeypatch.setattr(provisioning, "read_config", work)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        (Pad(), "a mask of kind additive"),
+        (Half(), "no support for qkv_proj, gate_up_proj, down_proj"),
+        (Shouting(), "this name"),
+    ],
+)
+def test_a_mask_that_cannot_be_provisioned_is_refused(
+    saved_model: Models, out: Path, mask: Any, got: str
+) -> None:
+    error, _ = _refusal(saved_model().directory, out, MaskError, mask=mask)
+    assert (error.where, error.got) == (f"mask {mask.name}", got)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_key_that_exists_is_refused_and_kept(saved_model: Models, out: Path) -> None:
+    (out / "key").write_text("mine")
+    _refusal(saved_model().directory, out, FeatureKeyError)
+    assert (out / "key").read_text() == "mine"
+    (out / "link").symlink_to("nowhere")
+    _refusal(saved_model().directory, out, FeatureKeyError, key_path=out / "link")
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_server_directory_with_anything_in_it_is_refused(saved_model: Models, out: Path) -> None:
+    (out / "server").mkdir()
+    (out / "server" / ".hidden").touch()
+    error, _ = _refusal(saved_model().directory, out, ModelError)
+    assert error.where == str(out / "server")
+    (out / "file").touch()
+    _refusal(saved_model().directory, out, ModelError, server_dir=out / "file")
+    (out / "link").symlink_to("nowhere/at/all")
+    _refusal(saved_model().directory, out, ModelError, server_dir=out / "link")
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_key_in_the_servers_directory_is_refused(saved_model: Models, out: Path) -> None:
+    (out / "server").mkdir()
+    for key in (out / "server" / "key", out / "other" / ".." / "server" / "key", out / "server"):
+        error, _ = _refusal(saved_model().directory, out, FeatureKeyError, key_path=key)
+        assert "within the server's directory" in error.got
+
+
+def test_weights_that_overflow_once_they_are_transformed_are_named(
+    saved_model: Models, out: Path
+) -> None:
+    """All that the model holds is finite; a rotation adds up what float16 then cannot hold."""
+    source = _as_dtype(saved_model().directory, out / "model", torch.float16)
+    tensors = load_file(source / SINGLE_FILE)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 60_000.0)
+    save_file(tensors, source / SINGLE_FILE)
+    error, _ = _refusal(source, out, ModelError, mask=FeatureRotation())
+    assert error.where.endswith(f": {name}")
+    assert error.got == "values that are not finite, transformed"
+    assert error.expected == "weights that mask feature-rotation leaves within torch.float16"
+
+
+def test_a_run_that_is_ended_leaves_nothing(saved_model: Models, out: Path) -> None:
+    def end(done: int, total: int) -> None:
+        if done == 2:
+            # Something is there by now, and under another name.
+            (partial,) = out.iterdir()
+            assert partial.name.startswith(".server.")
+            raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        provision(saved_model().directory, FeaturePermutation(), out / "server", out / "key", end)
+    assert _left(out) == []
+
+
+def test_the_key_is_there_before_the_directory(
+    saved_model: Models, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[list[str]] = []
+    rename = Path.rename
+
+    def renaming(self: Path, target: Path) -> Path:
+        before.append(_left(out))
+        FeatureKey.load(out / "key")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renaming)
+    provision(saved_model().directory, FeaturePermutation(), out / "server", out / "key")
+    ((partial, *rest),) = before
+    assert partial.startswith(".server.")
+    assert rest == ["key"]
+
+
+def test_a_directory_that_appears_meanwhile_is_kept_and_the_key_taken_back(
+    saved_model: Models, out: Path
+) -> None:
+    def appear(done: int, total: int) -> None:
+        (out / "server").mkdir(exist_ok=True)
+        (out / "server" / "theirs").touch()
+
+    with pytest.raises(ModelError, match="not empty"):
+        provision(
+            saved_model().directory, FeaturePermutation(), out / "server", out / "key", appear
+        )
+    assert _left(out) == ["server"]
+    assert _left(out / "server") == ["theirs"]

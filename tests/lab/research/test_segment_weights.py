@@ -1,0 +1,172 @@
+"""What the server of a segment mask gets, what it does not get, and how much is in memory."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_side.provision import read_provision
+from protocol.errors import ModelError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    SINGLE_FILE,
+    Checkpoint,
+    light_tensors,
+    linear_tensors,
+)
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest
+from protocol.model.weights import load_tensor
+from tee_side.protect.masks.mask import SegmentMask
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+from tsqp.lab.research import segment_weights
+from tsqp.lab.research.feature_key import FeatureKey
+from tsqp.lab.research.provisioning import provision
+from tsqp.lab.research.segment_permutation import SegmentPermutation
+from tsqp.lab.research.segment_rotation import SegmentRotation
+
+Models = Callable[..., SavedModel]
+STIP, CLOAK = SegmentPermutation(), SegmentRotation()
+MASKS: list[SegmentMask] = [STIP, CLOAK]
+
+
+def _as_dtype(source: Path, directory: Path, dtype: torch.dtype) -> Path:
+    shutil.copytree(source, directory)
+    tensors = {name: t.to(dtype) for name, t in load_file(source / SINGLE_FILE).items()}
+    save_file(tensors, directory / SINGLE_FILE)
+    return directory
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        found |= load_file(shard)
+    return found
+
+
+@each_row(
+    ("mask", "kind", "tied"),
+    [
+        (mask, kind, tied)
+        for mask in MASKS
+        for kind, tied in (("llama", False), ("llama", True), ("qwen2", False), ("qwen3", True))
+    ],
+    str,
+)
+def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
+    saved_model: Models, tmp_path: Path, mask: SegmentMask, kind: str, tied: bool
+) -> None:
+    source = saved_model(kind, tie_word_embeddings=tied).directory
+    server = tmp_path / f"{mask.name}-{kind}-{tied}"
+    made = provision(source, mask, server, server.with_suffix(".key"))
+    config, found = read_config(source), _weights(server)
+    H, K, C = config.heads
+    norms = {n: s for n, s in light_tensors(config).items() if ".layers." in n}
+    expected = norms | linear_tensors(config, FUSED_MODULES)
+    if mask is STIP:
+        heads = {"q_norm.weight": H, "k_norm.weight": K}
+        for name in [n for n in norms if "_norm" in n]:
+            expected[name] = (heads[name.split("self_attn.")[1]], C)
+        for layer in range(config.num_hidden_layers):
+            expected[f"model.layers.{layer}.self_attn.rope_order"] = (K, C // 2)
+        expected[FINAL_NORM] = (config.hidden_size,)
+        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
+    assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
+    assert made.holds == ("model" if mask is STIP else "layers")
+    assert read_config(server).tie_word_embeddings == (tied and mask is CLOAK)
+    assert read_config(server).model_copy(update={"tie_word_embeddings": tied}) == config
+    marker = read_provision(server)
+    assert marker is not None
+    assert (marker.mask, marker.holds) == (mask.name, made.holds)
+    assert marker.provision_id == made.key.provision_id
+    assert made.key.server_linear_digest == linear_digest(config, Checkpoint(server))
+    seed = made.key.seed.encode()
+    assert all(seed not in path.read_bytes() for path in server.iterdir())
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_no_tensor_is_the_models_own_but_what_a_rotation_leaves(
+    saved_model: Models, tmp_path: Path, mask: SegmentMask
+) -> None:
+    source = saved_model("llama", attention_bias=True, mlp_bias=True).directory
+    provision(source, mask, tmp_path / "server", tmp_path / "key")
+    originals = load_file(source / SINGLE_FILE)
+    found = _weights(tmp_path / "server")
+    same = {n for n in found if n in originals and torch.equal(found[n], originals[n])}
+    inner = {
+        n for n in found if n.endswith(".bias") and not n.split(".")[-2].startswith(("o_", "d"))
+    }
+    assert same == (inner if mask is CLOAK else set())
+    assert EMBEDDING not in found
+
+
+def test_what_the_models_dtype_cannot_hold_is_refused_by_name(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    source = _as_dtype(saved_model().directory, tmp_path / "model", torch.float16)
+    tensors = load_file(source / SINGLE_FILE)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 60_000.0)
+    save_file(tensors, source / SINGLE_FILE)
+    with pytest.raises(ModelError) as caught:
+        provision(source, CLOAK, tmp_path / "server", tmp_path / "key")
+    assert caught.value.where.endswith(f": {name}")
+    assert caught.value.expected == "weights that mask cloak-segment leaves within torch.float16"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_one_module_is_in_float64_at_a_time_and_one_layer_in_memory(
+    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: SegmentMask
+) -> None:
+    wide: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    stored: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def module(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    def layer(name: str) -> str:
+        return name.split(".")[2] if ".layers." in name else "behind all"
+
+    def loading(checkpoint: Checkpoint, name: str, *rest: Any, **settings: Any) -> torch.Tensor:
+        alive = {module(other) for other, tensor in wide if tensor() is not None}
+        assert {other for other in alive if "norm" not in other} <= {module(name)}
+        kept = {other for other, tensor in stored if tensor() is not None}
+        assert {layer(other) for other in kept} <= {layer(name)}
+        tensor = load_tensor(checkpoint, name, *rest, **settings)
+        wide.append((name, weakref.ref(tensor)))
+        return tensor
+
+    def storing(checkpoint: Any, mask: Any, name: str, made: torch.Tensor) -> torch.Tensor:
+        tensor = as_stored(checkpoint, mask, name, made)
+        wide.append((name, weakref.ref(made)))
+        stored.append((name, weakref.ref(tensor)))
+        return tensor
+
+    as_stored = segment_weights.as_stored
+    monkeypatch.setattr(segment_weights, "load_tensor", loading)
+    monkeypatch.setattr(segment_weights, "as_stored", storing)
+    provision(saved_model("qwen2").directory, mask, tmp_path / "server", tmp_path / "key")
+    assert {layer(name) for name, _ in stored} == {"0", "1", "2"}
+
+
+def test_the_noise_is_stated_for_the_longest_row_of_the_embedding(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    source, mask = saved_model().directory, SegmentRotation(sigma=0.5)
+    made = provision(source, mask, tmp_path / "server", tmp_path / "key")
+    longest = load_file(source / SINGLE_FILE)[EMBEDDING].norm(dim=1).max().item()
+    assert made.noise == mask.statement(longest)
+    assert FeatureKey.load(tmp_path / "key").options["sigma"] == 0.5
+    assert provision(source, CLOAK, tmp_path / "other", tmp_path / "key2").noise is None

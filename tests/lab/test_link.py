@@ -1,0 +1,174 @@
+"""Tests of the modelled link, over a channel that answers at once and on a clock of the test's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.channel import Exchange, Traffic
+from protocol.errors import DeadlineExceededError, ErrorCode, ServiceError, SettingsError
+from protocol.messages import InitRequest, LMHeadRequest, Request, TensorReply, Timing
+from protocol.tensors import from_torch
+from tsqp.lab import link as link_module
+from tsqp.lab.link import Link, ModelledLink
+
+REPLY = TensorReply(output=from_torch(torch.ones(1)))
+HEADER = link_module._HEADER_BYTES
+MEGABYTE = LMHeadRequest(hidden_states=from_torch(torch.zeros(250_000)))
+
+
+class Clock:
+    """Time that passes only where somebody sleeps, or the test lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns = 1_000_000_000
+        monkeypatch.setattr(time, "perf_counter_ns", self.read)
+        monkeypatch.setattr(link_module, "wait_until", self.wait_until)
+
+    def read(self) -> int:
+        self.now_ns += 1  # so that looking at it often enough ends
+        return self.now_ns
+
+    def wait_until(self, deadline_ns: int) -> None:
+        self.now_ns = max(self.now_ns, deadline_ns)
+
+
+class Instant:
+    """A channel whose replies are there at once, of the size that the test says."""
+
+    endpoint = "instant"
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.received_bytes = 1000
+        self.timing: Timing | None = None
+        self.elapsed_ns = 1000
+        self.error: Exception | None = None
+        self.calls: list[tuple[Any, ...]] = []
+        self._sent_ns: dict[int, int] = {}
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        self.calls.append(("submit", request.method, timeout_s))
+        self._sent_ns[len(self._sent_ns) + 1] = time.perf_counter_ns()
+        return len(self._sent_ns)
+
+    def wait(self, request_id: int) -> Exchange:
+        if self.error is not None:
+            raise self.error
+        sent_ns = self._sent_ns[request_id]
+        return Exchange(
+            REPLY,
+            10,
+            self.received_bytes,
+            1,
+            self.elapsed_ns,
+            3,
+            self.timing,
+            sent_ns,
+            self.endpoint,
+        )
+
+    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
+        return self.wait(self.submit(request, timeout_s))
+
+    def abandon(self, request_id: int) -> None:
+        self.calls.append(("abandon", request_id))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("gbps", "rtt_us"),
+    [
+        (0.0, 1.0),
+        (-1.0, 1.0),
+        (float("nan"), 1.0),
+        (float("inf"), 1.0),
+        (1.0, -1.0),
+        (None, float("nan")),
+        (None, float("inf")),
+    ],
+)
+def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None:
+    with pytest.raises(SettingsError, match="link"):
+        Link(gbps, rtt_us)
+
+
+@pytest.mark.parametrize(
+    ("link", "timing", "elapsed_ns", "expected_ns"),
+    [
+        (Link(None, 200.0), None, 1000, 200_000),
+        (Link(None, 0.0), None, 1000, 1000),  # the real transport's own time remains
+        (Link(8.0, 0.0), None, 1000, HEADER + 1_000_000 + 1000),  # a byte a nanosecond
+        (Link(8.0, 200.0), None, 1000, HEADER + 1_000_000 + 1000 + 200_000),
+        (Link(None, 200.0), Timing(queue_us=30, compute_us=40), 90_000, 270_000),
+        # It cannot have taken longer than until the reply was really there.
+        (Link(None, 200.0), Timing(queue_us=10**9, compute_us=40), 90_000, 290_000),
+    ],
+)
+def test_a_reply_comes_when_the_link_has_carried_it(
+    clock: Clock, link: Link, timing: Timing | None, elapsed_ns: int, expected_ns: int
+) -> None:
+    inner = Instant()
+    inner.timing, inner.elapsed_ns = timing, elapsed_ns
+    channel = ModelledLink(inner, link)
+    exchange = channel.wait(channel.submit(MEGABYTE))
+    assert expected_ns <= exchange.elapsed_ns < expected_ns + 100
+    assert clock.now_ns >= exchange.sent_ns + expected_ns * (link.gbps is not None)
+    assert exchange.response is REPLY
+    assert (exchange.bytes_sent, exchange.bytes_received) == (10, 1000)
+
+
+def test_requests_and_replies_queue_behind_each_other(clock: Clock) -> None:
+    inner = Instant()
+    channel = ModelledLink(inner, Link(8.0, 100.0))
+    size = 1_000_000 + HEADER
+    first, second = channel.submit(MEGABYTE), channel.submit(MEGABYTE)
+    began_ns = channel.wait(first).sent_ns
+    assert began_ns + size + 1000 + 100_000 <= clock.now_ns
+    channel.wait(second)
+    arrived_ns = clock.now_ns - began_ns
+    assert 2 * size + 1000 + 100_000 <= arrived_ns < 2 * size + 1000 + 102_000
+    # Replies too: here they are what fills the link.
+    inner.received_bytes = 5_000_000
+    ids = [channel.submit(InitRequest()) for _ in range(3)]
+    began_ns = clock.now_ns
+    for request_id in ids:
+        channel.wait(request_id)
+    assert clock.now_ns - began_ns >= 15_000_000
+
+
+def test_a_claim_that_is_not_true_does_not_occupy_the_link(clock: Clock) -> None:
+    inner = Instant()
+    channel = ModelledLink(inner, Link(8.0, 100.0))
+    inner.timing = Timing(queue_us=10**9, compute_us=10**9)
+    channel.call(InitRequest())
+    inner.timing = None
+    assert channel.call(InitRequest()).elapsed_ns < 110_000
+
+
+def test_deadline_holds_over_the_link(clock: Clock) -> None:
+    channel = ModelledLink(Instant(), Link(None, 3e6), timeout_s=1.0)
+    began_ns = clock.now_ns
+    with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 1 s over a modelled"):
+        channel.call(InitRequest())
+    assert 10**9 <= clock.now_ns - began_ns < 1.001e9
+    with pytest.raises(DeadlineExceededError, match=r"within 2 s"):
+        channel.call(InitRequest(), timeout_s=2.0)
+    channel.call(InitRequest(), timeout_s=4.0)
+
+
+def test_errors_of_the_channel_pass(clock: Clock) -> None:
+    inner = Instant()
+    inner.error = ServiceError("here", code=ErrorCode.INTERNAL)
+    with pytest.raises(ServiceError):
+        ModelledLink(inner, Link(None, 1.0)).call(InitRequest())

@@ -1,0 +1,98 @@
+"""Recording: each in a process of its own, small files, and a failure that stays alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import record
+from benchmarks.record import (
+    RECORDINGS,
+    Recording,
+    main,
+    record_all,
+    with_machine,
+    without_layers,
+)
+from protocol.errors import SettingsError
+from tests.kit.report import recorded_report
+from tsqp.cli.bench import bench
+
+
+def _writes(text: str, status: int = 0) -> tuple[str, ...]:
+    """A command that writes text to the file behind `--json`."""
+    code = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({status})"
+    return ("python", "-c", code)
+
+
+def _read(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_an_incomplete_report_is_not_recorded() -> None:
+    whole = recorded_report().model_copy(update={"incomplete": "no service"})
+    with pytest.raises(SettingsError, match="got no service, expected a complete report"):
+        without_layers(whole.model_dump(mode="json"))
+
+
+def test_a_failure_stops_nothing_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("status", "nothing", "text"):
+        (tmp_path / f"{name}.json").write_text('"as it was"', encoding="utf-8")
+    recordings = [
+        Recording("status", _writes('{"a": 1}', 3)),
+        Recording("nothing", ("python", "-c", "pass")),
+        Recording("text", _writes("no JSON")),
+        Recording("list", _writes("[1]")),
+        Recording("missed", _writes('{"a": 0.3333333333}', 1), may_miss=True),
+        Recording("good", _writes("[1.5]"), with_machine),
+    ]
+    failed = record_all(recordings, tmp_path)
+    assert failed == ["status", "nothing", "text", "list", "missed"]
+    for name in ("status", "nothing", "text"):
+        assert _read(tmp_path, name) == "as it was"
+    assert not (tmp_path / "list.json").exists()
+    missed, good = _read(tmp_path, "missed"), _read(tmp_path, "good")
+    assert (missed["a"], missed["recorded"]["exit_status"]) == (0.333333, 1)
+    assert (good["results"], good["recorded"]["exit_status"]) == ([1.5], 0)
+    assert good["machine"]["cores"] >= 1
+    assert good["recorded"]["command"].startswith("python -c ")
+    assert "--json" not in good["recorded"]["command"]
+    assert not list(tmp_path.glob("*.part"))
+    said = capsys.readouterr().err
+    assert "record: 6 of 6: good: python" in said
+    assert "got exit status 3, expected 0 and a result" in said
+
+
+def test_the_exit_status_and_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Recording("good", _writes("{}")), Recording("bad", _writes("{}", 1))
+    monkeypatch.setattr(record, "RECORDINGS", (bad, good))
+    for only, status in (["good"], 0), (["bad"], 1), ([], 1):
+        chosen = [word for name in only for word in ("--only", name)]
+        with pytest.raises(SystemExit) as ended:
+            main([*chosen, "--results", str(tmp_path)])
+        assert ended.value.code == status
+        assert (tmp_path / "good.json").exists()
+        assert not (tmp_path / "bad.json").exists()
+
+
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda one: one.name)
+def test_commands_exist_and_take_their_options(recording: Recording) -> None:
+    first, second, *rest = recording.command
+    if first == "python":
+        module, *options = rest
+        assert second == "-m"
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.origin is not None
+        source = Path(found.origin).read_text(encoding="utf-8")
+        assert all(f'"{option}"' in source for option in options[0::2])
+        return
+    assert (first, second) == ("tsqp", "bench")
+    context = bench.make_context("bench", [*rest, "--json", "out.json"])
+    assert context.params["shape"] == "llama-3.2-1b"
