@@ -10,8 +10,7 @@ import torch
 from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.e2e.reference import greedy
-from tests.kit.model import ARCHITECTURES, make_model
+from tests.kit.model import ARCHITECTURES, greedy, make_model
 from tests.kit.service import running_service
 
 PROMPT = [1, 17, 5, 290, 33, 8, 120, 64, 9]

@@ -111,31 +111,3 @@ def test_a_service_without_evidence_is_asked_for_nothing(folder: Path, silent: S
     status, _, errors = generate(folder, silent, key="silent")
     assert status != 0
     assert "got none, expected simulated evidence (gpu-service --attest)" in errors
-
-
-def test_links_have_keys_and_files_have_a_use(folder: Path, attested: Service) -> None:
-    policy = ("--policy", str(folder / "policy.toml"))
-    found = run("tee-runner", "generate", "demo", *policy, "--gpu", attested.endpoint, *PROMPT)
-    assert "without keys, expected --identity and --service-key" in found.stderr
-    appraisal = ("--service-appraisal", str(folder / "appraisal.toml"))
-    found = run("tee-runner", "generate", "demo", "--policy", "tee-only", *appraisal, *PROMPT)
-    assert "--service-appraisal: got" in found.stderr
-    found = run("gpu-service", "demo", "--bind", "tcp://127.0.0.1:*", "--attest", "simulated")
-    assert "--attest: got other options of keys, expected --allow alone" in found.stderr
-    identity = ("--identity", str(folder / "silent.key"), "--allow", str(folder / "runner.pub"))
-    found = run("gpu-service", "demo", "--attest", "simulated", *identity)
-    assert "--attest: got other options of keys, expected --allow alone" in found.stderr
-    found = run("gpu-service", "demo", "--attest", "simulated", "--device", "cuda", *identity)
-    assert "--attest: got --device cuda, expected --attest-gpus" in found.stderr
-    found = run("gpu-service", "demo", "--bind", "tcp://127.0.0.1:*", "--attest-gpus")
-    assert "--attest-gpus: got it alone, expected --attest as well" in found.stderr
-
-
-def test_doctor_has_the_service_prove_itself(folder: Path, attested: Service) -> None:
-    keys = ("--identity", str(folder / "runner.key"), "--service-key", str(folder / "attested.pub"))
-    given = ("doctor", "demo", "--policy", str(folder / "policy.toml"), *keys)
-    given += ("--gpu", attested.endpoint, "--service-appraisal")
-    assert run("tsqp", *given, str(folder / "appraisal.toml")).returncode == 0
-    found = run("tsqp", *given, str(folder / "wrong.toml"))
-    assert found.returncode != 0
-    assert "measurement: got" in found.stdout

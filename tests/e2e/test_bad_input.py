@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import subprocess
 from pathlib import Path
@@ -104,39 +103,6 @@ def copy_of_demo(directory: Path) -> Path:
     return directory
 
 
-def test_no_tokenizer_is_named_and_token_ids_work_without(tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    (model / "tokenizer.json").unlink()
-    arguments = ("generate", str(model), "--policy", "tee-only", "--max-new-tokens", "3")
-    refused(call("tee-runner", *arguments, "--prompt", "x"), str(model), "tokenizer.json")
-    assert call("tee-runner", *arguments, "--prompt-token-ids", "1,2").returncode == 0
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_missing_tokenizer_is_noticed_before_connecting(command: str, tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    (model / "tokenizer.json").unlink()
-    nobody = ("--gpu", "tcp://127.0.0.1:9", "--connect-timeout-s", "0.2")
-    prompt = ("--prompt", "x") if command == "generate" else ()
-    refused(call("tee-runner", command, str(model), *nobody, *prompt), "no tokenizer.json")
-
-
-def test_text_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_bytes(b"Once \xff")
-    refused(
-        call("tee-runner", "generate", "demo", "--prompt-file", str(file)),
-        str(file),
-        "not UTF-8 at offset 5",
-    )
-    for arguments in (["generate", "demo", "--prompt-file", "-"], ["chat", "demo"]):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xe9t\xe9\n")))
-        result = call("tee-runner", *arguments, "--policy", "tee-only")
-        refused(result, "standard input", "not UTF-8 at offset 0")
-    refused(call("tee-runner", "chat", "demo", "--system", "\udcff"), "--system", "not UTF-8")
-    refused(call("tsqp", "demo", "--prompt", "\udcff"), "--prompt", "not UTF-8")
-
-
 def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
     model = copy_of_demo(tmp_path / "model")
     weights = model / "model.safetensors"
@@ -158,36 +124,6 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    config = model / "config.json"
-    config.write_text(config.read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel"))
-    refused(
-        call("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
-        "config.json: architectures",
-        "'GPT2LMHeadModel'",
-        *(name for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")),
-    )
-
-
-def test_empty_directory_is_refused(tmp_path: Path) -> None:
-    refused(call("gpu-service", str(tmp_path)), str(tmp_path), "no config.json")
-
-
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_address_in_use_is_named(scheme: str, demo_service: Service, tmp_path: Path) -> None:
-    if scheme == "tcp":
-        refused(
-            call("gpu-service", "demo", "--bind", demo_service.endpoint),
-            demo_service.endpoint,
-            "in use",
-        )
-        return
-    endpoint = f"ipc://{tmp_path}/s"
-    with running_service("demo", endpoint):
-        refused(call("gpu-service", "demo", "--bind", endpoint), endpoint, "in use")
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_service_with_another_model_is_noticed(
     kind: str, demo_service: Service, tmp_path: Path
@@ -199,31 +135,6 @@ def test_service_with_another_model_is_noticed(
         *("--policy", "attention-in-tee"),
     )
     refused(result, demo_service.endpoint, "num_layers", "same model")
-
-
-def test_unknown_device_and_missing_cuda_are_refused() -> None:
-    refused(call("gpu-service", "demo", "--device", "tpu"), "--device", "'tpu'")
-    refused(call("gpu-service", "demo", "--device", "cuda:99"), "--device", "cuda:99")
-
-
-def test_unwritable_report_is_named(tmp_path: Path) -> None:
-    result = call(
-        "tee-runner",
-        *("generate", "demo", "--policy", "tee-only", "--prompt", "x", "--max-new-tokens", "1"),
-        *("--report", str(tmp_path / "none" / "report.json")),
-    )
-    refused(result, "report.json")
-
-
-@pytest.mark.parametrize("option", ["--report", "--save-logits"])
-def test_a_report_on_a_full_disk_is_noticed(option: str) -> None:
-    result = call(
-        "tee-runner",
-        *("generate", "demo", "--policy", "tee-only", "--prompt", "x", "--max-new-tokens", "1"),
-        *(option, "/dev/full"),
-    )
-    assert result.returncode == 1
-    assert "error: /dev/full: got the error 'No space left on device'" in result.stderr
 
 
 def test_a_message_over_the_services_limit_names_both_sizes(tmp_path: Path) -> None:

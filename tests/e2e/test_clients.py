@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import random
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.error import URLError
 
-import numpy as np
 import openai
 import pytest
 from cryptography import x509
@@ -107,44 +105,6 @@ def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == completed != text
 
 
-def test_the_asynchronous_client_gets_the_same(client: openai.OpenAI, tee_only: Server) -> None:
-    async def ask() -> tuple[str | None, str]:
-        async with openai.AsyncOpenAI(base_url=tee_only.base_url, api_key="unused") as other:
-            whole = await other.chat.completions.create(messages=CHAT, **OPTIONS)
-            chunks = await other.chat.completions.create(messages=CHAT, stream=True, **OPTIONS)
-            pieces = [chunk.choices[0].delta.content or "" async for chunk in chunks]
-            return whole.choices[0].message.content, "".join(pieces)
-
-    expected = client.chat.completions.create(messages=CHAT, **OPTIONS).choices[0].message.content
-    assert asyncio.run(ask()) == (expected, expected)
-
-
-def test_samples_and_log_probabilities(client: openai.OpenAI) -> None:
-    options: Any = {**OPTIONS, "n": 2, "messages": CHAT, "logprobs": True, "top_logprobs": 3}
-    whole = client.chat.completions.create(**options)
-    assert len({choice.message.content for choice in whole.choices}) == 2
-    for choice in whole.choices:
-        assert choice.logprobs is not None
-        tokens = choice.logprobs.content or []
-        said = b"".join(bytes(token.bytes or ()) for token in tokens)
-        assert said.decode() == choice.message.content
-        for token in tokens:
-            top = [other.logprob for other in token.top_logprobs]
-            assert top == sorted(top, reverse=True)
-            assert 0 >= top[0] >= token.logprob
-    again: dict[int, list[Any]] = {0: [], 1: []}
-    for chunk in client.chat.completions.create(stream=True, **options):
-        for part in chunk.choices:
-            again[part.index] += (part.logprobs and part.logprobs.content) or []
-    for choice in whole.choices:
-        assert choice.logprobs is not None
-        assert again[choice.index] == choice.logprobs.content
-
-    completed = client.completions.create(prompt=PROMPT, logprobs=2, **OPTIONS).choices[0]
-    assert completed.logprobs is not None
-    assert "".join(completed.logprobs.tokens or []) == completed.text
-
-
 def test_an_answer_follows_a_schema(client: openai.OpenAI) -> None:
     options: Any = {**OPTIONS, "max_tokens": 450, "messages": CHAT}
     for seed in range(3):
@@ -156,25 +116,6 @@ def test_an_answer_follows_a_schema(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": schema}
     whole = client.chat.completions.create(response_format=form, **options).choices[0].message
     Animal.model_validate_json(whole.content or "")
-
-
-def test_embeddings_are_the_same_in_both_encodings(client: openai.OpenAI) -> None:
-    inputs = ["a fox", "an owl and a fox"]
-    given = client.embeddings.create(model="demo", input=inputs)  # the SDK asks for base64
-    as_float = client.embeddings.create(model="demo", input=inputs, encoding_format="float")
-    raw = client.embeddings.create(model="demo", input=inputs, encoding_format="base64")
-    for one, floats, text in zip(given.data, as_float.data, raw.data, strict=True):
-        assert np.linalg.norm(floats.embedding) == pytest.approx(1, abs=1e-5)
-        assert one.embedding == pytest.approx(floats.embedding, abs=1e-7)
-        content = base64.b64decode(text.embedding)  # type: ignore[arg-type]
-        assert np.frombuffer(content, "<f4").tolist() == one.embedding
-    assert given.data[0].embedding != given.data[1].embedding
-
-
-def test_models_are_listed(client: openai.OpenAI) -> None:
-    (listed,) = client.models.list()
-    assert listed == client.models.retrieve("demo")
-    assert (listed.id, listed.owned_by) == ("demo", "tsqp")
 
 
 @pytest.mark.parametrize(
@@ -198,11 +139,6 @@ def test_errors_are_the_sdks_own(
     assert caught.value.code == code
     assert param is None or caught.value.param == param
     assert "fox" not in str(caught.value)
-
-
-def test_what_is_no_path_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.images.generate(prompt="a fox")
 
 
 # ------------------------------------------------------------------------------------------- curl
@@ -324,26 +260,6 @@ def test_every_option_of_answers_reaches_the_server(tmp_path: Path) -> None:
     shown = call("tsqp", "audit", "show", str(log), "--key", str(key), "--json")
     counts = [json.loads(line).get("completion_tokens") for line in shown.stdout.splitlines()]
     assert 3 in counts
-
-
-@pytest.mark.parametrize("option", [(), ("--prefix-reuse", "--speculative", "ngram")])
-def test_what_adds_to_lengths_and_timing_is_off_until_it_is_asked_for(
-    endpoint: str, option: tuple[str, ...]
-) -> None:
-    with running_server("--gpu", endpoint, *option) as server, client_of(server) as client:
-        said = [line for line in server.log if "adds to lengths and timing" in line]
-        assert [line.split(" adds")[0] for line in said] == (
-            ["speculation", "prefix reuse"] if option else []
-        )
-        cached = []
-        for turn in range(2):
-            said_before = f"{PROMPT} there was a fox. " * (3 + turn)
-            fields: Any = {**OPTIONS, "max_tokens": 2, "prompt": said_before}
-            usage = client.completions.create(**fields).usage
-            assert usage is not None
-            details = usage.prompt_tokens_details
-            cached.append(details.cached_tokens if details is not None else 0)
-        assert [bool(count) for count in cached] == [False, bool(option)]
 
 
 # ------------------------------------------------------------------------------- the same tokens

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from protocol.tensors import to_torch
 from tee_side import runner as runner_module
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.kit.service import CALM_S, Service, call, running_service
+from tests.kit.service import CALM_S, Service, running_service
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")
@@ -97,25 +95,6 @@ def test_two_parts_give_the_tokens_of_one_service(
     with _runner(policy, demo_service.endpoint) as alone:
         assert found == _tokens(alone)
         assert trips > alone.traffic.round_trips
-
-
-def test_parts_of_some_layers_beside_one_service_for_the_rest(
-    demo_service: Service, parts: list[str]
-) -> None:
-    first, second = (part.replace(",", "=0-1,", 1) for part in parts)
-    gpu = (first, second, f"{demo_service.endpoint}=2-")
-    assert _generate("shielded", *gpu) == _generate("shielded", demo_service.endpoint)
-
-
-@pytest.mark.slow
-def test_each_share_in_parts_of_its_own_owner(
-    demo_service: Service, parts: list[str], others: list[str]
-) -> None:
-    gpu = [f"{part},share=1" for part in parts] + [f"{part},share=2" for part in others]
-    with _runner("two-server", *gpu) as runner:
-        assert runner.assignments[3].endswith("columns 1/2, share 2 of 2, no key")
-        found = _tokens(runner)
-    assert found == _generate("quantized-clear", demo_service.endpoint)
 
 
 @pytest.mark.parametrize(
@@ -199,20 +178,3 @@ def test_a_part_is_not_taken_for_the_whole_nor_for_another(
     ):
         with pytest.raises(ModelMismatchError, match=r"columns.*gpu-service --columns"):
             _generate("shielded", *gpu)
-
-
-def test_the_command_line_takes_parts(
-    demo_service: Service, parts: list[str], tmp_path: Path
-) -> None:
-    def generated(*gpu: str) -> list[int]:
-        options = [word for one in gpu for word in ("--gpu", one)]
-        found = call(
-            "tee-runner",
-            *("generate", "demo", "--policy", "quantized-clear", "--prompt", "Once", "--json"),
-            *("--max-new-tokens", "8", *options),
-        )
-        assert found.returncode == 0, found.stderr
-        ids: list[int] = json.loads(found.stdout)["token_ids"]
-        return ids
-
-    assert generated(*parts) == generated(demo_service.endpoint)

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol import native
 from tee_side.policy.placement import load_policy
 from tests.kit.service import ENVIRONMENT, call, run
-from tsqp import processes
 from tsqp.demo import acts
-from tsqp.demo.processes import Reach, Services
+from tsqp.demo.processes import Services
 from tsqp.demo.verdict import Tokens
-from tsqp.processes import ProcessError
 
 
 def words(text: str) -> str:
@@ -108,22 +105,6 @@ def test_other_tokens_than_those_of_transformers_are_a_failure(
     assert "FAIL tee-only 3 token ids NOT identical from token 2 on" in words(result.stdout)
 
 
-def test_generation_ends_with_the_context() -> None:
-    prompt = "Once upon a time there was a lamp. " * 50
-    result = run(
-        *("tsqp", "demo", "--policy", "tee-only", "--prompt", prompt), "--max-new-tokens", "240"
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "identical to transformers" in words(result.stdout)
-
-
-def test_a_refusal_of_the_runner_is_quoted() -> None:
-    result = run("tsqp", "demo", "--policy", "tee-only", "--prompt", "lamp " * 600)
-    assert result.returncode == 2
-    assert result.stderr.startswith("tsqp: error: tee-runner: got tee-runner: error: ")
-    assert "Verdict" not in result.stdout
-
-
 def test_a_signal_ends_the_service_too() -> None:
     program = Path(sys.executable).parent / "tsqp"
     with subprocess.Popen(
@@ -142,69 +123,6 @@ def test_a_signal_ends_the_service_too() -> None:
         os.kill(service, 0)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> None:
-    """Let the demo start this shell script instead of gpu-service."""
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(processes, "program", lambda name: str(path))
-
-
 def start(folder: Path) -> tuple[str, ...]:
     with Services(folder, lambda line: None) as services:
         return services.reach(load_policy("tsqp")).endpoints
-
-
-def test_a_service_that_says_nothing_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(monkeypatch, tmp_path / "service", "exec sleep 60")
-    monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.2)
-    with pytest.raises(ProcessError, match="gpu-service: got no output, expected a line that says"):
-        start(tmp_path)
-
-
-def test_a_service_that_ends_early_is_quoted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(monkeypatch, tmp_path / "service", "echo first >&2; echo 'no memory' >&2; exit 3")
-    with pytest.raises(ProcessError, match="gpu-service: got no memory, expected"):
-        start(tmp_path)
-
-
-def test_a_talkative_service_is_not_blocked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = tmp_path / "done"
-    os.mkfifo(done)
-    stand_in(
-        monkeypatch,
-        tmp_path / "service",
-        "echo 'info ready endpoint=tcp://127.0.0.1:1 start_s=0' >&2\n"
-        f"head -c 1000000 /dev/zero | tr '\\0' '\\n' >&2; echo all > {done}; exec sleep 60",
-    )
-    with Services(tmp_path, lambda line: None) as services:
-        assert services.reach(load_policy("tsqp")).endpoints == ("tcp://127.0.0.1:1",)
-        # Opening a fifo waits for its other end, which the script opens once it has said it all.
-        assert done.read_text() == "all\n"
-
-
-def test_without_compiled_kernels_it_takes_sockets_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ready = "echo 'info ready endpoint=tcp://127.0.0.1:1 start_s=0' >&2; exec sleep 60"
-    stand_in(monkeypatch, tmp_path / "service", ready)
-    for library, scheme, told in ((None, "unix", 1), (native.library, "shm", 0)):
-        said: list[str] = []
-        monkeypatch.setattr(native, "library", library)
-        with Services(tmp_path, said.append) as services:
-            services.reach(load_policy("two-server"))
-            assert services.tap_endpoint() == f"{scheme}://{tmp_path}/tap-1"
-        assert sum("kernels are not compiled here" in line for line in said) == told
-        assert len(said) == 2 + told
-
-
-def test_endpoints_and_key_become_options(tmp_path: Path) -> None:
-    reach = Reach(("tcp://a", "tcp://b"), tmp_path / "key")
-    key = ["--key", str(tmp_path / "key")]
-    assert reach.options() == ["--gpu", "tcp://a", "--gpu", "tcp://b", *key]
-    assert reach.options("tcp://tap") == ["--gpu", "tcp://tap", "--gpu", "tcp://b", *key]

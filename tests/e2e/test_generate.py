@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
-import signal
 import stat
 import subprocess
-import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -22,12 +18,10 @@ from safetensors.torch import load_file
 from protocol import native
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
-from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner
-from tests.e2e.reference import greedy
+from tests.kit.model import greedy
 from tests.kit.service import CALM, ENVIRONMENT, Forked, Service, call, run
 from tsqp.cli.program import model_directory
-from tsqp.cli.running import policy_digest
 
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 CLEAR = ("--policy", "attention-in-tee")
@@ -160,14 +154,6 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(
     assert total == report["rpc"]["bytes_sent"]
 
 
-def test_chunked_prefill_gives_the_same_tokens(demo_service: Service) -> None:
-    arguments = (*CLEAR, "--prompt", PROMPT * 8, "--max-new-tokens", "12", "--json")
-    whole = json.loads(generate(demo_service, *arguments).stdout)
-    chunked = json.loads(generate(demo_service, *arguments, "--step-tokens", "5").stdout)
-    assert chunked["token_ids"] == whole["token_ids"]
-    assert chunked["rpc"]["count"] > whole["rpc"]["count"]
-
-
 def test_a_seed_repeats_and_sampling_differs_from_greedy(demo_service: Service) -> None:
     def text(*arguments: str) -> str:
         common = ("--prompt", PROMPT, "--max-new-tokens", "32", "--policy", "tee-only")
@@ -212,18 +198,6 @@ sys.stdin = open(0)
         assert status == 0, errors
         output.seek(0)
         return output.read()
-
-
-def test_prompt_from_standard_input_equals_prompt_argument(demo_service: Service) -> None:
-    piped = given(
-        PROMPT,
-        *("generate", "demo", "--policy", "tee-only", "--prompt-file", "-"),
-        *("--max-new-tokens", "8", "--dtype", "float32"),
-    )
-    direct = generate(
-        demo_service, "--policy", "tee-only", "--prompt", PROMPT, "--max-new-tokens", "8"
-    )
-    assert piped == direct.stdout
 
 
 def test_chat_keeps_the_conversation(demo_service: Service, reference_tokenizer: Any) -> None:
@@ -279,15 +253,6 @@ def test_json_says_what_it_takes_to_get_the_same_again() -> None:
     assert by_torch["token_ids"] == by_native["token_ids"]
 
 
-def test_the_digest_of_a_policy_is_that_of_what_it_says() -> None:
-    names = ("tee-only", "attention-in-tee", "shielded", "shielded-prefill")
-    assert len({policy_digest(load_policy(name)) for name in names}) == len(names)
-    policy = load_policy("shielded")
-    assert policy_digest(policy) == policy_digest(load_policy("shielded"))
-    kept = dict(policy.operators) | {"o_proj": load_policy("tee-only").operators["o_proj"]}
-    assert policy_digest(policy.model_copy(update={"operators": kept})) != policy_digest(policy)
-
-
 def test_an_error_in_json_has_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Runner.step
     steps = iter(range(100))
@@ -316,95 +281,3 @@ def test_an_error_in_json_has_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch)
         "token_ids": whole["token_ids"],
         "text": whole["text"],
     }
-
-
-def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
-    def ids(content: bytes) -> list[int]:
-        path = tmp_path / "prompt.txt"
-        path.write_bytes(content)
-        arguments = ("--prompt-file", str(path), "--max-new-tokens", "1", "--json")
-        found: list[int] = json.loads(call("tee-runner", *TEE_ONLY, *arguments).stdout)[
-            "prompt_token_ids"
-        ]
-        return found
-
-    assert ids(b"\xef\xbb\xbf" + PROMPT.encode()) == ids(PROMPT.encode())
-
-
-@pytest.mark.parametrize("stats", [True, False])
-def test_statistics_are_an_option(stats: bool) -> None:
-    arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--stats" if stats else "--no-stats")
-    assert call("tee-runner", *TEE_ONLY, *arguments).stderr.startswith("tee-only: ") == stats
-
-
-# What prompt_toolkit switches on before it reads a line: bracketed paste.
-PROMPT_READY = "\x1b[?2004h"
-
-
-class Terminal:
-    """A program in a terminal of its own."""
-
-    def __init__(self, *command: str) -> None:
-        self._ours, theirs = pty.openpty()
-        program, *arguments = command
-        self._process = subprocess.Popen(
-            [str(Path(sys.executable).parent / program), *arguments],
-            **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
-            env=ENVIRONMENT | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
-        )
-        os.close(theirs)
-        self.seen = ""
-
-    def until(self, text: str) -> str:
-        """Read until this is shown, and return what was shown up to it."""
-        while text not in self.seen:
-            assert select.select([self._ours], [], [], 60)[0], self.seen
-            self.seen += os.read(self._ours, 4096).decode(errors="replace")
-        shown, self.seen = self.seen.split(text, 1)
-        return shown
-
-    def interrupt(self) -> None:
-        """Send what Ctrl-C sends, but where the program reads keys itself."""
-        self._process.send_signal(signal.SIGINT)
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def ended(self) -> int:
-        """Read to the end, and return the exit status."""
-        with suppress(OSError):  # how Linux says that the other end is closed
-            while os.read(self._ours, 4096):
-                pass
-        return self._process.wait(30)
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._ours)
-
-
-def test_a_chat_in_a_terminal() -> None:
-    """Lines are called back, commands obeyed, and Ctrl-C stops an answer and not the chat."""
-    with Terminal("tee-runner", "chat", "demo", "--policy", "tee-only") as terminal:
-        terminal.until(PROMPT_READY)
-        terminal.type("/help\r")
-        terminal.until("/clear")
-        terminal.until(PROMPT_READY)
-        terminal.type("Tell me a story about a fox.\r")
-        terminal.until("tokens (")
-        terminal.until(PROMPT_READY)
-        terminal.type("\x1b[A")  # the line before
-        terminal.until("Tell me a story about a fox.")
-        terminal.type("\r")
-        terminal.until("tokens 1")  # the status line: the answer has begun
-        terminal.interrupt()
-        terminal.until("tokens (stop)")
-        terminal.until(PROMPT_READY)
-        terminal.type("not sent\x03")
-        terminal.until("(Ctrl-D or /quit ends the chat)")
-        terminal.until(PROMPT_READY)
-        terminal.type("/quit\r")
-        assert terminal.ended() == 0

@@ -23,8 +23,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.images import build, missing
-from tests.e2e.unstable import unpack
+from tests.kit.guest import build, missing, unpack
 from tests.kit.service import ENVIRONMENT, Forked, Service, run, running_server, running_service
 from tsqp.cli.program import model_directory
 from tsqp.client import NotAttestedError, connect

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.buffering_proxy import buffering_proxy
-from tests.e2e.tls_ending_proxy import _contexts
-from tests.kit.service import Service, call, run, running_service
+from tests.kit.http_proxy import buffering_proxy, certificate
+from tests.kit.service import Service, run, running_service
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "6", "--json")
 
@@ -36,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         digests.append(found.stdout)
     (made / "tokens").write_text("".join(digests[:2]))
     (made / "none").write_text(digests[0])
-    _contexts(made)
+    certificate(made)
     (made / "proxy.pem").chmod(0o600)
     return made
 
@@ -80,44 +78,7 @@ def test_a_proxy_that_cuts_connections_costs_retries_alone(
         status, ids, said = _generate("--gpu", proxy.url, "--policy", "shielded", *known)
         assert status == 0, said
         assert ids == over_unix
-        assert proxy.cut > 2
-
-
-@pytest.mark.slow
-def test_a_service_that_is_gone_is_stood_in_for(
-    service: Service, folder: Path, over_unix: list[int]
-) -> None:
-    known = ("--http-token", str(folder / "first"))
-    both = ("--gpu", "http://127.0.0.1:9", "--gpu", service.endpoint, "--policy", "shielded")
-    status, ids, said = _generate(*both, "--http-token", str(folder / "second"), *known)
-    assert status == 0, said
-    assert ids == over_unix
-    status, _, said = _generate(*both, *known)
-    assert status != 0
-    assert "--http-token: got one for several hosts" in said
-
-
-@pytest.mark.parametrize("token", ["stranger", None])
-def test_a_stranger_is_told_at_once(service: Service, folder: Path, token: str | None) -> None:
-    known = () if token is None else ("--http-token", str(folder / token))
-    status, _, said = _generate("--gpu", service.endpoint, "--policy", "shielded", *known)
-    assert status != 0
-    assert "got HTTP status 401, expected a token that the service lists (--http-token)" in said
-    for path in folder.iterdir():
-        text = path.read_text()
-        assert not text.startswith("tsqp-") or text.strip() not in said + "\n".join(service.log)
-
-
-def test_health_and_doctor_know_it(service: Service, folder: Path) -> None:
-    known = ("--http-token", str(folder / "first"))
-    found = run("tsqp", "health", service.endpoint, *known)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("ready")
-    assert run("tsqp", "health", service.endpoint).returncode == 1
-    found = run("tsqp", "doctor", "demo", "--gpu", service.endpoint, *known)
-    assert "the same model" in found.stdout
-    with urllib.request.urlopen(f"{service.endpoint}/health", timeout=20) as answer:
-        assert answer.read() == b"ready\n"
+        assert proxy.dropped > 2
 
 
 @pytest.mark.slow
@@ -150,20 +111,3 @@ def test_tls_of_the_service_itself(folder: Path, over_unix: list[int]) -> None:
         status, _, said = _generate(*asked, *known)
         assert status != 0
         assert "got TLS that fails" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--http", "0.0.0.0:0"), "expected --http-tokens (tsqp api-key NAME --digest makes one)"),
-        (("--http", "0", "--bind", "tcp://127.0.0.1:*"), "expected one of them"),
-        (("--http-tokens", "tokens"), "expected --http"),
-        (("--http", "0", "--identity", "k", "--allow", "a"), "which has tokens and certificates"),
-        (("--http", "0", "--http-cert", "c"), "expected --http-cert and --http-key, or neither"),
-        (("--http", "nonsense:x"), "expected"),
-    ],
-)
-def test_what_does_not_go_together(options: tuple[str, ...], said: str) -> None:
-    found = call("gpu-service", "demo", *options)
-    assert found.returncode == 2, found.stderr
-    assert said in found.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.images import BOOT_S, build, missing, small_guest
+from tests.kit.guest import BOOT_S, build, missing, small_guest
 from tsqp.deploy.image import LOCK, first_difference
 
 BUILD_S = 900

@@ -68,10 +68,3 @@ def test_tables_come_with_the_base_install_and_the_reference_with_an_extra() -> 
     assert not base & {"transformers", "matplotlib", "prometheus-client"}
     assert names(extras["demo"]) == {"transformers", "tsqp[serve]"}
     assert names(extras["bench"]) == {"matplotlib", "transformers"}
-
-
-def test_python_m_runs_the_program() -> None:
-    command = [sys.executable, "-m", "tsqp", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("tsqp ")

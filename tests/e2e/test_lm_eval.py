@@ -81,7 +81,7 @@ def test_the_harness_gets_the_numbers_of_transformers(tmp_path: Path) -> None:
             ("local-completions", with_bos | ours | {"tokenized_requests": False}, ["story"]),
         ]
         subprocess.run(
-            [sys.executable, "-m", "tests.e2e.evaluation", str(tmp_path), json.dumps(runs)],
+            [sys.executable, "-m", "tests.kit.lm_eval_reference", str(tmp_path), json.dumps(runs)],
             check=True,
             env={**ENVIRONMENT, **OFFLINE, "HF_HOME": str(tmp_path / "hf")},
         )

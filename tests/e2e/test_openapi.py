@@ -51,7 +51,7 @@ def test_what_is_promised_is_kept(server: Server, tmp_path: Path) -> None:
         *("--checks", "all", "--exclude-checks", "positive_data_acceptance"),
         *("--phases", "coverage,fuzzing", "--max-examples", "150"),
     ]
-    environment = {"SCHEMATHESIS_HOOKS": "tests.e2e.known_model", "PYTHONPATH": str(ROOT)}
+    environment = {"SCHEMATHESIS_HOOKS": "tests.kit.known_model", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command,
         env=ENVIRONMENT | environment,

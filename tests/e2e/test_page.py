@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.page_server import BREAK, ENDLESS, REFUSE, running
+from tests.kit.page_server import BREAK, ENDLESS, REFUSE, running
 from tests.kit.service import running_server, running_service
 
 pytest.importorskip("selenium", reason="no selenium: pip install '.[dev]'")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tee_side.policy.placement import ServiceTerms, builtin_policies, load_policy
 from tee_side.protect.pads import bank_files
-from tests.e2e.reference import greedy
+from tests.kit.model import greedy
 from tests.kit.service import CALM, Service, call, running_service
 from tsqp.cli.program import model_directory
 
@@ -144,18 +144,6 @@ def test_integer_policies_give_the_same_bits(policy: str, generate: Any, tmp_pat
     assert torch.equal(logits, clear_logits)
 
 
-def test_int8_with_a_scale_for_each_row_is_near_the_floats(
-    generate: Any, reference: Any, tmp_path: Path
-) -> None:
-    """Seven bits and a sign: the logits of its own tokens are 2.2 % from those of transformers."""
-    answer, logits, _ = generate("tee-only-int8", tmp_path)
-    prompt = answer["prompt_token_ids"]
-    with torch.inference_mode():
-        all_logits = reference(torch.tensor([prompt + answer["token_ids"][:-1]])).logits[0]
-    expected = all_logits[len(prompt) - 1 :]
-    assert 1e-3 < ((logits - expected).norm() / expected.norm()).item() < 0.04
-
-
 @pytest.mark.parametrize("policy", builtin_policies())
 def test_every_policy_says_first_what_the_gpu_sees(
     policy: str, generate: Any, tmp_path: Path
@@ -263,21 +251,6 @@ def test_pads_of_another_model_say_whose_they_are(demo_service: Service, tmp_pat
     assert "model: got pads for demo_model, expected pads for other: its own" in result.stderr
 
 
-def test_a_bank_keeps_the_capacity_that_it_was_made_with(tmp_path: Path) -> None:
-    bank = tmp_path / "bank"
-    make = ("tee-runner", "pads", "make", "demo", *_bank(bank), "--tokens")
-    assert call(*make, "2", "--capacity", "5").returncode == 0
-    before = bank.read_bytes()
-    refused = call(*make, "1", "--capacity", "9")
-    assert refused.returncode == 2
-    assert f"--capacity: got 9, expected 5, as {bank} has" in refused.stderr
-    assert bank.read_bytes() == before
-    for capacity in ((), ("--capacity", "5")):
-        made = call(*make, "1", *capacity)
-        assert made.returncode == 0, made.stderr
-    assert "4 of 5 tokens available" in made.stdout
-
-
 def test_a_bank_that_was_touched_is_refused(demo_service: Service, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
     made = call("tee-runner", "pads", "make", "demo", "--tokens", "8", *_bank(bank))
@@ -311,56 +284,3 @@ def test_one_service_under_two_names_does_not_get_both_shares(demo_service: Serv
     )
     assert result.returncode == 2
     assert "one and the same, expected two that do not collude" in result.stderr
-
-
-@pytest.mark.parametrize("when_out", ["tee", "fail"])
-def test_pads_that_never_would_be_are_refused_before_anything_runs(when_out: str) -> None:
-    result = call("tee-runner", *("generate", "demo", "--prompt", PROMPT, "--when-out", when_out))
-    assert result.returncode == 2
-    assert f"--when-out: got {when_out} without --bank, expected wait" in result.stderr
-
-
-def test_services_of_a_policy_that_needs_none_are_refused(demo_service: Service) -> None:
-    result = call(
-        "tee-runner",
-        *("generate", "demo", "--prompt", PROMPT, "--policy", "tee-only"),
-        *("--gpu", demo_service.endpoint, "--gpu", "tcp://127.0.0.1:9"),
-    )
-    assert result.returncode == 2
-    assert "--gpu: got 2 endpoints, expected none: nothing leaves" in result.stderr
-
-
-def test_pads_are_not_made_from_a_directory_without_an_embedding(
-    provisioned: dict[str, tuple[str, ...]], tmp_path: Path
-) -> None:
-    key = Path(provisioned["stip"][-1])
-    server, bank = key.parent / "stip", tmp_path / "bank"
-    result = call("tee-runner", "pads", "make", str(server), "--tokens", "4", *_bank(bank))
-    assert result.returncode == 2
-    assert "model.embed_tokens.weight: got no such tensor" in result.stderr
-    assert not bank.exists()
-
-
-def test_a_refused_run_leaves_an_old_report_as_it_was(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    report.write_text("old")
-    result = call(
-        "tee-runner",
-        *("generate", "demo", "--policy", "nope", "--prompt", PROMPT, "--report", str(report)),
-    )
-    assert result.returncode == 2
-    assert report.read_text() == "old"
-
-
-def test_no_bank_is_made_where_int8_products_saturate(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    exact = torch._int_mm
-    monkeypatch.setattr(
-        torch, "_int_mm", lambda *given, **out: exact(*given, **out).clamp_(-(2**15), 2**15 - 1)
-    )
-    bank = tmp_path / "bank"
-    result = call("tee-runner", "pads", "make", "demo", "--tokens", "4", *_bank(bank))
-    assert result.returncode == 2
-    assert "int8 products on cpu: got wrong numbers" in result.stderr
-    assert not bank.exists()

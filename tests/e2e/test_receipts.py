@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import socket
@@ -17,7 +16,6 @@ import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from openai.lib.streaming.chat import ContentDeltaEvent
 
-from protocol.errors import EndpointError
 from tee_side.attest.receipts import Receipt, verify
 from tee_side.serve.app import create_app
 from tee_side.serve.receipt_chain import ReceiptChain
@@ -27,8 +25,6 @@ from tests.kit.serve import SAID, FakeEngine, serving
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()
 CHAT: Any = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
-LINE, DONE = b": tsqp-receipt ", b"data: [DONE]\n\n"
-GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 
 
 @contextmanager
@@ -107,51 +103,3 @@ def test_a_stream_is_read_to_its_end_and_nothing_of_it_is_the_receipt(
             said[choice.index] += choice.text
     assert said == [text + SAID for text in texts]
     assert completed[-1].usage is not None
-
-
-def test_the_bytes_of_a_stream_have_its_receipt(client: openai.OpenAI) -> None:
-    streamed = client.chat.completions.with_streaming_response
-    with streamed.create(**CHAT, stream=True) as raw:
-        content = b"".join(raw.iter_bytes())
-        request = raw.http_request.content
-    answer, _, rest = content.partition(LINE)
-    text, _, end = rest.partition(b"\n\n")
-    assert end == DONE
-    signed = base64.b64decode(text, validate=True)
-    checked(signed, request, answer)
-    for other in (request + b" ", request.replace(b"Hello", b"Hallo")):
-        with pytest.raises(AssertionError):
-            checked(signed, other, answer)
-    with pytest.raises(AssertionError):
-        checked(signed, request, answer.replace(b"stop", b"post"))
-
-
-def test_the_asynchronous_client_reads_the_same_and_asks_again_on_its_connection(
-    url: str,
-) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key="unused") as client:
-            found = []
-            for _ in range(3):
-                chunks = await client.chat.completions.create(**CHAT, stream=True)
-                pieces = [chunk.choices[0].delta.content or "" async for chunk in chunks]
-                found.append("".join(pieces))
-            return found
-
-    assert asyncio.run(ask()) == [SAID] * 3
-
-
-def test_an_error_in_a_stream_is_the_sdks_own_still() -> None:
-    with (
-        listening(signing(FakeEngine(error=GONE, fail_after=2))) as url,
-        openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client,
-    ):
-        chunks, found = client.chat.completions.create(**CHAT, stream=True), []
-        with pytest.raises(openai.APIError, match="EndpointError"):
-            found += list(chunks)
-        with client.chat.completions.with_streaming_response.create(**CHAT, stream=True) as raw:
-            content = b"".join(raw.iter_bytes())
-            request = raw.http_request.content
-    answer, _, text = content.partition(LINE)
-    assert text.endswith(b"\n\n")
-    checked(base64.b64decode(text.strip(), validate=True), request, answer)

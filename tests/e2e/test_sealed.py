@@ -17,11 +17,8 @@ import pytest
 from protocol.model.files import use_seal
 from tests.e2e.test_bad_input import refused
 from tests.kit.rows import each_row
-from tests.kit.service import call, run
-from tsqp.cli.program import model_directory
-from tsqp.llm import LLM, SamplingParams
+from tests.kit.service import call
 
-DEMO = model_directory("demo")
 PROMPT = ("--policy", "tee-only", "--prompt", "Once upon a time", "--max-new-tokens", "8", "--json")
 
 
@@ -113,57 +110,6 @@ def test_every_provider_opens_it(sealed: Sealed, tokens: list[int]) -> None:
         assert generated(directory, *options) == tokens
     given = {"TSQP_SEAL_KEY_FD": str(os.open(sealed.key, os.O_RDONLY))}
     assert generated(directory, "--seal-digest", sealed.digest, **given) == tokens
-
-
-def test_a_process_of_its_own_by_environment(sealed: Sealed, tokens: list[int]) -> None:
-    result = run(
-        "tee-runner",
-        *("generate", str(sealed.directory), *PROMPT, "--threads", "1"),
-        TSQP_SEAL_KEY=str(sealed.key),
-        TSQP_SEAL_DIGEST=sealed.digest,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["token_ids"] == tokens
-    assert "seal" not in result.stderr
-
-
-def test_a_seal_without_a_digest_is_taken_and_said_so(sealed: Sealed) -> None:
-    arguments = (str(sealed.directory), "--seal-key", str(sealed.key), *PROMPT)
-    result = call("tee-runner", "generate", *arguments)
-    assert result.returncode == 0
-    assert f"without --seal-digest {sealed.digest}: an older seal" in result.stderr
-
-
-def test_pads_a_manifest_inside_and_int8(sealed: Sealed, tmp_path: Path) -> None:
-    plain, directory = tmp_path / "plain", tmp_path / "sealed"
-    shutil.copytree(DEMO, plain)
-    made = call("tsqp", "manifest", str(plain))
-    pinned = ("--manifest", str(directory / "manifest.json"), "--manifest-digest")
-    pinned += (made.stdout.split()[-1],)
-    done = call("tsqp", "seal", str(plain), "--to", str(sealed.key), "-o", str(directory))
-    options = (*sealed.options[:2], "--seal-digest", done.stdout.split()[-1], *pinned)
-    text = ("--policy", "tee-only-int8", *PROMPT[2:])
-    ids = []
-    for where in ((str(plain),), (str(directory), *options)):
-        result = call("tee-runner", "generate", *where, *text)
-        assert result.returncode == 0, result.stderr
-        ids.append(json.loads(result.stdout)["token_ids"])
-    assert ids[0] == ids[1]
-    use_seal(directory, None)
-    bank = ("--bank", str(tmp_path / "bank"), "--bank-key-beside-bank", "--tokens", "2")
-    pads = call("tee-runner", "pads", "make", str(directory), *options, *bank)
-    assert pads.returncode == 0, pads.stderr
-    assert "2 of 2 tokens available" in pads.stdout
-
-
-def test_in_python(sealed: Sealed) -> None:
-    options = {"policy": "tee-only", "seal_key": sealed.key, "seal_digest": sealed.digest}
-    texts = []
-    for model, more in (("demo", {"policy": "tee-only"}), (str(sealed.directory), options)):
-        with LLM(model, **more) as llm:
-            greedy = SamplingParams(max_tokens=4, temperature=0)
-            texts.append(llm.generate("Once", greedy)[0].outputs[0].text)
-    assert texts[0] == texts[1]
 
 
 def test_what_is_refused(sealed: Sealed, tmp_path: Path) -> None:

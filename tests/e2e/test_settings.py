@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import os
-import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import click
 import pytest
-import zmq
 from click.testing import CliRunner
 
 from gpu_side.service import ServiceSettings
 from gpu_side.session_settings import SessionSettings
-from protocol.errors import SettingsError
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
-from tee_side.policy.placement import _BUILTIN, load_policy
+from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.remote.attested import ServiceAppraisal
 from tee_side.runner import RunnerSettings
 from tests.e2e.test_bad_input import refused
 from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, call, run
-from tsqp.cli import settings as module
-from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
@@ -110,24 +99,6 @@ def test_bad_settings_files_are_refused(
     refused(call(program, "--config", str(config), *command), *fragments)
 
 
-@pytest.mark.parametrize("value", ['"udp://a b"', '["udp://a b"]'])
-def test_an_option_that_may_be_repeated_takes_a_string_or_a_list(
-    value: str, tmp_path: Path
-) -> None:
-    """No such endpoint can be, so the error quotes what was read: the file's text, whole."""
-    config = tmp_path / "settings.toml"
-    config.write_text(f"gpu = {value}\n")
-    command = ("--config", str(config), "generate", "demo", "--policy", "quantized-clear")
-    result = call("tee-runner", *command, "--prompt-token-ids", "1", "--max-new-tokens", "1")
-    refused(result, "udp://a b")
-
-
-def test_an_integer_in_the_file_is_a_number_for_a_float_option(tmp_path: Path) -> None:
-    config = tmp_path / "settings.toml"
-    config.write_text("top-p = 1\ntemperature = 0\nmax-new-tokens = 2\n")
-    assert new_tokens("--config", str(config), "generate", "demo", *TEE_ONLY) == 2
-
-
 def test_one_file_is_for_all_commands_and_programs_and_a_table_for_one(tmp_path: Path) -> None:
     """What another command or program has is ignored; a table goes before what is outside it."""
     config = tmp_path / "tsqp.toml"
@@ -162,64 +133,6 @@ def test_a_variable_that_no_option_has_is_refused(program: str, arguments: tuple
     """It would have been ignored: with the default policy for the one that was meant."""
     result = call(program, *arguments, TSQP_POLCY="tee-only")
     refused(result, "TSQP_POLCY: got an unknown name", "did you mean TSQP_POLICY?")
-
-
-@each_row(
-    ("old", "new"),
-    [
-        ("TEE_RUNNER_GENERATE_POLICY", "TSQP_POLICY"),
-        ("TEE_RUNNER_PADS_MAKE_BANK", "TSQP_BANK"),
-        ("GPU_SERVICE_BIND", "TSQP_BIND"),
-        ("GPU_SERVICE_CONFIG", "TSQP_CONFIG"),
-    ],
-)
-def test_a_variable_of_an_old_name_is_refused(old: str, new: str) -> None:
-    refused(call("tee-runner", "generate", "demo", **{old: "x"}), f"{old}: got", f"expected {new}")
-
-
-def test_a_variable_of_another_program_is_ignored() -> None:
-    environment = {"TSQP_BIND": "unix:///none", "TSQP_SHAPE": "none", "TSQP_MAX_NEW_TOKENS": "2"}
-    environment["GPU_SERVICE_SERVICE_HOST"] = "10.0.0.1"  # as Kubernetes says it
-    assert new_tokens("generate", "demo", *TEE_ONLY, **environment) == 2
-
-
-def _commands(name: str) -> Iterator[tuple[str, click.Command]]:
-    def walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-        yield path, command
-        if isinstance(command, click.Group):
-            context = click.Context(command)
-            for sub in command.list_commands(context):
-                found = command.get_command(context, sub)
-                assert found is not None, sub
-                yield from walk(f"{path} {sub}", found)
-
-    program = importlib.import_module(f"tsqp.cli.{module.PROGRAMS[name]}").command
-    assert program.name == name  # by which its table is found
-    return walk(name, program)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_command_takes_one_flat_set_of_names(program: str) -> None:
-    for path, command in _commands(program):
-        assert "config" in {parameter.name for parameter in command.params}, path
-        assert command.context_settings["auto_envvar_prefix"] == "TSQP", path
-        for parameter in module._settable(command):
-            variable = module._variable(module._name(parameter))
-            assert parameter.name is not None
-            assert parameter.envvar or f"TSQP_{parameter.name.upper()}" == variable, path
-            assert parameter.envvar in (None, variable), path
-
-
-def test_stop_strings_in_the_environment_are_lines() -> None:
-    seen: list[tuple[str, ...]] = []
-    options = {option.name: option for option in generate.params}
-    probe = click.Command(
-        "probe", params=[options["stop"]], callback=lambda **given: seen.append(given["stop"])
-    )
-    for value in ("the end", "the end\n a b \n"):
-        with mock.patch.dict(os.environ, {"PROBE_STOP": value}):
-            probe.main([], "probe", auto_envvar_prefix="PROBE", standalone_mode=False)
-    assert seen == [("the end",), ("the end", " a b ")]
 
 
 def _service_settings(*arguments: str) -> ServiceSettings:
@@ -315,28 +228,6 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
     assert settings.bind == "http://127.0.0.1:8080"
 
 
-def test_an_attested_service_makes_its_key_each_time(tmp_path: Path) -> None:
-    public = tmp_path / "service.pub"
-    keys = ("--allow", str(tmp_path / "allow"), "--public-key", str(public))
-    secrets = set()
-    for _ in range(2):
-        made = _service_settings("--attest", "simulated", *keys)
-        assert made.secret is not None
-        assert made.identity is None
-        assert zmq.curve_public(made.secret) == public_key_of(public)
-        secrets.add(made.secret)
-    assert len(secrets) == 2
-
-
-def test_what_services_must_be_is_told_where_a_policy_asks(tmp_path: Path) -> None:
-    text = (_BUILTIN / "attention-in-tee.toml").read_text()
-    policy = tmp_path / "policy.toml"
-    policy.write_text(text.replace("[operators]", '[service]\nattested = "simulated"\n[operators]'))
-    settings, said = _runner_settings("--policy", str(policy), "--gpu", "tcp://127.0.0.1:1")
-    assert isinstance(settings.appraise_service, ServiceAppraisal)
-    assert said == ""
-
-
 def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
     for name in ("runner", "service"):
         new_key_pair(tmp_path / name)
@@ -410,27 +301,6 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "layers"),
-    [("0-7", (0, 7)), ("3-3", (3, 3)), ("0-4095", (0, 4095)), ("3", (3, 3)), ("2-", (2, 4))],
-)
-def test_the_service_reads_layers_as_the_runner_does(text: str, layers: tuple[int, int]) -> None:
-    """The demo model has five of them."""
-    assert _service_settings("--layers", text).layers == layers
-
-
-@each_row("text", ["", "2-1", "0-1,2", "-1-2", "0-99999", "a-b", "0 - 1", "-"])
-def test_what_is_no_range_of_layers_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"--layers: got .*, expected (layers such as|a range)"):
-        _service_settings("--layers", text)
-
-
-def test_layers_to_the_end_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
-    endpoint = f"unix://{tmp_path}/s"
-    command = ("--bind", endpoint, "--layers", "5-", "--log-level", "error")
-    refused(call("gpu-service", "demo", *command), "got 5-5, expected a range within 0-4")
-
-
-@pytest.mark.parametrize(
     ("policy", "endpoints", "named"),
     [
         (
@@ -456,24 +326,6 @@ def test_a_runner_says_that_a_network_is_used_without_keys(
         assert line.startswith(f"{named}: the connection is not encrypted, and anyone may answer")
 
 
-def test_a_prompt_on_the_command_line_comes_before_the_others(tmp_path: Path) -> None:
-    config = tmp_path / "settings.toml"
-    config.write_text('prompt = "from the file"\n')
-    environment = {"TSQP_PROMPT_FILE": str(tmp_path / "none.txt")}
-    command = ("--config", str(config), "generate", "demo", *TEE_ONLY, "--max-new-tokens", "2")
-    assert new_tokens(*command, **environment) == 2
-    without = command[: command.index("--prompt-token-ids")]
-    refused(
-        call("tee-runner", *without, **environment), "--prompt and --prompt-file", "exactly one"
-    )
-    refused(call("tee-runner", *without, "--prompt", "x", "--prompt-token-ids", "1"), "exactly one")
-    assert new_tokens(*without, "--max-new-tokens", "2", "--json") == 2
-
-
-def test_missing_settings_file_is_refused(tmp_path: Path) -> None:
-    refused(call("gpu-service", "--config", str(tmp_path / "none.toml"), "demo"), "none.toml")
-
-
 @pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("chat", "--help")])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_imports_nothing_heavy(program: str, arguments: tuple[str, ...]) -> None:
@@ -493,14 +345,6 @@ def test_help_imports_nothing_heavy(program: str, arguments: tuple[str, ...]) ->
     assert result.stdout.splitlines()[-1] == "heavy [] 0"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_covers_all_three_programs(shell: str) -> None:
-    result = call("tsqp", "completion", shell)
-    assert result.returncode == 0
-    for program in PROGRAMS:
-        assert f"_{program.replace('-', '_').upper()}_COMPLETE" in result.stdout
-
-
 def test_completion_offers_the_policies() -> None:
     result = run(
         "tee-runner",
@@ -512,39 +356,3 @@ def test_completion_offers_the_policies() -> None:
         f"plain,{name}"
         for name in ("tee-only", "tee-only-int8", "tsqp", "tsqp-permuted", "two-server")
     ]
-
-
-def _completed(*words: str) -> list[str]:
-    program = words[0]
-    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
-    environment = {variable: "bash_complete", "COMP_WORDS": " ".join(words)}
-    result = run(program, **environment, COMP_CWORD=str(len(words) - 1))
-    return result.stdout.split()
-
-
-def test_completion_knows_directories_and_files() -> None:
-    """The shell completes what it is told is one; `dir,` is followed by what was typed so far."""
-    assert _completed("tee-runner", "generate", "mod") == ["dir,mod"]
-    assert _completed("gpu-service", "de") == ["dir,de", "plain,demo"]
-    assert _completed("tee-runner", "generate", "demo", "--policy", "./my") == ["file,./my"]
-    assert _completed("tee-runner", "generate", "demo", "--report", "r") == ["file,r"]
-
-
-def test_doctor_reports_every_topic() -> None:
-    result = call("tsqp", "doctor", "--json")
-    findings = json.loads(result.stdout)["findings"]
-    topics = {finding["topic"] for finding in findings}
-    assert topics == {"versions", "processor", "memory", "gpu", "tee", "ports"}
-    torch_version = next(f for f in findings if f["name"] == "torch")["detail"]
-    assert torch_version.startswith("2.")
-    assert call("tsqp", "doctor").stdout.startswith("versions:\n")
-
-
-def test_doctor_looks_for_what_computes_and_encrypts() -> None:
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    needed = tomllib.loads(project.read_text("utf-8"))["project"]["dependencies"]
-    names = {re.split("[<>=]", requirement)[0] for requirement in needed}
-    findings = json.loads(call("tsqp", "doctor", "--json").stdout)["findings"]
-    versions = {found["name"]: found["state"] for found in findings if found["topic"] == "versions"}
-    assert names <= versions.keys()
-    assert versions["cryptography"] == "ok"

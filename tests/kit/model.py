@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -428,3 +428,19 @@ def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return ids
+
+
+def greedy(
+    model: Any, prompt_ids: Sequence[int], max_new_tokens: int
+) -> tuple[list[int], torch.Tensor]:
+    """Return the new token ids, and the logits [new tokens, vocab] that each was taken from."""
+    prompt = torch.tensor([list(prompt_ids)])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, prompt.shape[1] :].tolist(), torch.cat(output.logits)

@@ -32,7 +32,7 @@ from protocol.messages import LMHeadRequest, TensorReply
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch, to_torch
-from tests.e2e.tls_ending_proxy import _contexts
+from tests.kit.http_proxy import certificate
 from tests.kit.rows import each_row
 
 TOKEN = "tsqp-" + "t" * 43
@@ -287,7 +287,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_certificate_is_verified(tmp_path: Path) -> None:
-    serving, _ = _contexts(tmp_path)
+    serving, _ = certificate(tmp_path)
     ca = (tmp_path / "proxy.pem").read_text()
     with http_peer(_good, tls=serving) as peer:
         assert _ask(peer.url, access=HttpAccess(TOKEN, ca)).tolist() == [1.0] * 4

@@ -30,7 +30,7 @@ from protocol.http_channel import HttpChannel
 from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
-from tests.e2e.tls_ending_proxy import _contexts
+from tests.kit.http_proxy import certificate
 from tests.kit.rows import each_row
 from tests.kit.service import until
 
@@ -425,7 +425,7 @@ def test_what_is_no_address_of_ours_is_refused() -> None:
 
 
 def _pem(folder: Path) -> Path:
-    _contexts(folder)
+    certificate(folder)
     (folder / "proxy.pem").chmod(0o600)
     return folder / "proxy.pem"
 

@@ -1,6 +1,6 @@
 """Runs lm-evaluation-harness on tasks of a folder, in a process of its own without a network.
 
-    python -m tests.e2e.evaluation FOLDER '[["local-completions", {...}, ["task"]], ...]'
+    python -m tests.kit.lm_eval_reference FOLDER '[["local-completions", {...}, ["task"]], ...]'
 
 Writes FOLDER/results.json: for each run its metrics, and what was answered to each request.
 """

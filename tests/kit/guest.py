@@ -1,4 +1,4 @@
-"""Images of a guest, for tests that build and start them."""
+"""Images of a guest and packages of Debian unstable, for tests that build and start guests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tsqp.deploy.debian import _APT, ARCHIVE, KEYRING
 from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL
 
 BOOT_S = 180
@@ -132,3 +133,25 @@ def small_guest(
         made = SmallGuest(control, console)
         opened.callback(made.close)
         yield made
+
+
+# A mirror may stand still for longer than unstable's index is good for; its signature is checked.
+_AT_ANY_TIME = 'Acquire::Check-Valid-Until "false";\n'
+
+
+def unpack(names: tuple[str, ...], directory: Path) -> Path:
+    """Unpack packages, none of which is installed, and return the directory tree of them all."""
+    for name in ("state/lists/partial", "cache/archives/partial", "etc", "packages"):
+        (directory / name).mkdir(parents=True)
+    (directory / "status").touch()
+    source = f"deb [signed-by={KEYRING}] {ARCHIVE}/debian sid main\n"
+    (directory / "etc" / "sources.list").write_text(source)
+    configuration = directory / "apt.conf"
+    configuration.write_text(_APT.format(directory) + _AT_ANY_TIME)
+    environment = {**os.environ, "APT_CONFIG": str(configuration)}
+    packages = directory / "packages"
+    for command in (["update"], ["download", *names]):
+        subprocess.run(["apt-get", "-qq", *command], cwd=packages, env=environment, check=True)
+    for package in packages.iterdir():
+        subprocess.run(["dpkg-deb", "--extract", package, directory / "tree"], check=True)
+    return directory / "tree"

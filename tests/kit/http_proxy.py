@@ -1,0 +1,192 @@
+"""Reverse proxies before a server: one ends TLS, one buffers as serverless hosts do."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+_WAIT_S = 30
+
+
+@dataclass
+class HttpProxy:
+    """What a proxy has read, and what it does to it; `trusting`: of a client that comes by TLS.
+
+    `cut_after`: so many bytes of an answer's body come through, before an end like every other.
+    `cut_every`: the connection of one request in so many is dropped, before or after its answer;
+    `passed`, `dropped`: how many were answered, and how many not.
+    """
+
+    server: tuple[str, int]
+    trusting: ssl.SSLContext | None = None
+    url: str = ""
+    path_of: Callable[[str], str] = str
+    change: Callable[[bytes], bytes] = bytes
+    cut_after: int | None = None
+    cut_every: int = 0
+    requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+    answers: list[list[bytes]] = field(default_factory=list)
+    passed: int = 0
+    dropped: int = 0
+
+    @property
+    def seen(self) -> bytes:
+        """Everything that it has read."""
+        parts = [part for pieces in self.answers for part in pieces]
+        for method, path, headers, body in self.requests:
+            parts += [f"{method} {path} {headers}".encode(), body]
+        return b"\n".join(parts)
+
+    def send(self, method: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
+        """Send a request of its own to the server, and return what it answers."""
+        with closing(HTTPConnection(*self.server, timeout=_WAIT_S)) as upstream:
+            upstream.request(method, path, body, headers)
+            return upstream.getresponse().read()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    proxy: HttpProxy
+    lock: threading.Lock
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def read(self) -> tuple[dict[str, str], bytes]:
+        """Read and note a request."""
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = self.rfile.read(int(headers.get("content-length", 0)))
+        self.proxy.requests.append((self.command, self.path, dict(headers), body))
+        return headers, body
+
+
+class _Streaming(_Handler):
+    """Passes on each piece of an answer at once; an answer's end is the connection's (HTTP/1.0)."""
+
+    def do_POST(self) -> None:
+        proxy = self.proxy
+        headers, body = self.read()
+        pieces: list[bytes] = [b""]
+        proxy.answers.append(pieces)
+        with closing(HTTPConnection(*proxy.server, timeout=_WAIT_S)) as upstream:
+            body = proxy.change(body)
+            headers |= {"x-forwarded-for": "192.0.2.1", "content-length": str(len(body))}
+            upstream.request(self.command, proxy.path_of(self.path), body, headers)
+            reply = upstream.getresponse()
+            self.send_response(reply.status)
+            for name, value in reply.getheaders():
+                pieces[0] += f"{name}: {value}\n".encode()
+                if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                    self.send_header(name, value)
+            self.end_headers()
+            left = 2**30 if proxy.cut_after is None else proxy.cut_after
+            while left and (piece := reply.read1(min(left, 2**16))):
+                pieces.append(piece)
+                left -= len(piece)
+                self.wfile.write(piece)
+
+    do_GET = do_POST
+
+
+class _Buffering(_Handler):
+    """Passes on whole requests and whole answers."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is two writes: 40 ms each
+
+    def do_POST(self) -> None:
+        proxy = self.proxy
+        headers, body = self.read()
+        with self.lock:
+            cuts = proxy.cut_every and len(proxy.requests) % proxy.cut_every == 0
+            proxy.dropped += bool(cuts)
+            self.close_connection = bool(cuts)
+            before = cuts and proxy.dropped % 2
+        if before:
+            return
+        try:
+            # A connection of its own for each: no request of a client follows another there.
+            with closing(HTTPConnection(*proxy.server, timeout=_WAIT_S)) as upstream:
+                upstream.request("POST", self.path, body, headers)
+                reply = upstream.getresponse()
+                status, answered, content = reply.status, reply.getheaders(), reply.read()
+        except (OSError, HTTPException):
+            status, answered, content = 502, [], b""
+        if cuts:
+            return
+        self.send_response(status)
+        for name, value in answered:
+            if name.lower() not in ("content-length", "connection", "date", "server"):
+                self.send_header(name.title(), value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        with self.lock:
+            proxy.passed += 1
+
+
+@contextmanager
+def tls_ending_proxy(server: tuple[str, int], folder: Path) -> Iterator[HttpProxy]:
+    """Run one as load balancers are: it ends TLS, and reads what it carries."""
+    serving, trusting = certificate(folder)
+    with _running(HttpProxy(server, trusting), _Streaming, serving) as proxy:
+        yield proxy
+
+
+@contextmanager
+def buffering_proxy(url: str, cut_every: int = 0) -> Iterator[HttpProxy]:
+    """Run one as serverless hosts have it, in front of a service with a URL."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with _running(HttpProxy((host, int(port)), cut_every=cut_every), _Buffering) as proxy:
+        yield proxy
+
+
+@contextmanager
+def _running(
+    proxy: HttpProxy, kind: type[_Handler], context: ssl.SSLContext | None = None
+) -> Iterator[HttpProxy]:
+    handler = type("Handler", (kind,), {"proxy": proxy, "lock": threading.Lock()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        listening.daemon_threads = context is None
+        proxy.url = f"http{'s' * bool(context)}://127.0.0.1:{listening.server_port}"
+        if context is not None:
+            listening.socket = context.wrap_socket(listening.socket, server_side=True)
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def certificate(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Make one of 127.0.0.1 in FOLDER/proxy.pem; return contexts that serve and that trust it."""
+    key, now = generate_private_key(SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "proxy")])
+    names = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(names, critical=False)
+        .sign(key, SHA256())
+    )
+    both = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    both += made.public_bytes(Encoding.PEM)
+    (folder / "proxy.pem").write_bytes(both)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "proxy.pem")
+    return serving, ssl.create_default_context(cafile=str(folder / "proxy.pem"))
