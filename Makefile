@@ -77,7 +77,7 @@ test-kernels: $(STAMP)  ## run what compares whole passes with each other kernel
 sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and with faults on purpose
 	$(BIN)/python -m pytest -q tests/native
 
-fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 20 minutes
+fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 10 minutes
 	$(BIN)/python -m tests.fuzz
 
 soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
@@ -134,7 +134,7 @@ bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); O
 
 bench-check: $(STAMP)  ## run the short recordings into build/bench, and write the page from what is recorded
 	rm -rf build/bench && mkdir -p build/bench
-	$(BIN)/python -m benchmarks.record --results build/bench $(addprefix --only ,ping_pong overlap pad_draws)
+	$(BIN)/python -m benchmarks.record --results build/bench $(addprefix --only ,ping_pong overlap attestation)
 	$(BIN)/python -m benchmarks.tables build/bench/benchmarks.md
 
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
