@@ -34,7 +34,7 @@ from tsqp.client.connection import Address, prove
 from tsqp.client.proxy import Proxy
 
 OTHER = bytes(32)
-WAIT_S = 30
+WAIT_S = 20  # less than `serving` leaves a silent connection open
 REQUEST = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
