@@ -1,0 +1,243 @@
+"""Units, containers and the page on scale: hardened, and what they start and name is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections import defaultdict
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from tee_side.policy.placement import load_policy
+from tee_side.remote.services.plan import ServiceSpec, plan_services
+from tests.kit.rows import each_row
+from tsqp.cli.settings import PROGRAMS, _names_of
+
+ROOT = Path(__file__).resolve().parents[4]
+DEPLOY = Path(str(files("tsqp.deploy")))
+UNITS = {
+    "gpu-service": DEPLOY / "host/gpu-service.service",
+    "tee-runner": DEPLOY / "host/tee-runner.service",
+    "tsqp-guest": DEPLOY / "host/tsqp-guest.service",
+    "guest": DEPLOY / "guest/tsqp.service",
+}
+PROGRAM = {"gpu-service": "gpu-service", "tee-runner": "tee-runner", "tsqp-guest": "tsqp"}
+# It has no /tmp of others, no other user's objects, and what ends its program ends the VM.
+NOT_IN_THE_IMAGE = ("DevicePolicy", "PrivateTmp", "ProtectProc", "RemoveIPC", "Restart")
+EVERYWHERE = {
+    "KeyringMode": "private",
+    "LimitCORE": "0",
+    "LockPersonality": "yes",
+    "NoNewPrivileges": "yes",
+    "PrivateMounts": "yes",
+    "PrivateTmp": "yes",
+    "ProtectClock": "yes",
+    "ProtectControlGroups": "yes",
+    "ProtectHome": "yes",
+    "ProtectHostname": "yes",
+    "ProtectKernelModules": "yes",
+    "ProtectKernelTunables": "yes",
+    "ProtectProc": "invisible",
+    "ProtectSystem": "strict",
+    "RemoveIPC": "yes",
+    "Restart": "on-failure",
+    "RestrictNamespaces": "yes",
+    "RestrictRealtime": "yes",
+    "RestrictSUIDSGID": "yes",
+    "SystemCallArchitectures": "native",
+    "SystemCallErrorNumber": "EPERM",
+    "DevicePolicy": "closed",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_VSOCK",
+}
+
+
+def read_unit(path: Path) -> dict[str, dict[str, list[str]]]:
+    """Return all values of every setting of every section, in order."""
+    sections: dict[str, dict[str, list[str]]] = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("["):
+            settings = sections[line.strip("[]")] = defaultdict(list)
+        elif line and not line.startswith("#"):
+            name, equals, value = line.partition("=")
+            assert equals, line
+            settings[name].append(value)
+    return sections
+
+
+def unknown_words(words: Sequence[str]) -> list[str]:
+    """Return the options, or the name of a command, that our program does not have."""
+    program, *rest = words
+    command: click.Command = import_module(f"tsqp.cli.{PROGRAMS[program]}").command
+    while isinstance(command, click.Group):
+        name, *rest = rest
+        found = command.get_command(click.Context(command), name)
+        if found is None:
+            return [name]
+        command = found
+    known = {option for parameter in command.params for option in parameter.opts}
+    return [word for word in rest if word.startswith("-") and word.partition("=")[0] not in known]
+
+
+@each_row("side", list(UNITS))
+def test_hardening_that_all_units_have(side: str) -> None:
+    service, expected = read_unit(UNITS[side])["Service"], dict(EVERYWHERE)
+    if side == "guest":
+        expected = {name: expected[name] for name in expected if name not in NOT_IN_THE_IMAGE}
+    if side == "tsqp-guest":  # a guest that ends itself is off, and QEMU has done what it should
+        expected["Restart"] = "always"
+    assert {name: service[name] for name in expected} == {
+        name: [value] for name, value in expected.items()
+    }
+    assert service["SystemCallFilter"] == ["@system-service", "~@privileged"]
+
+
+@each_row(
+    ("side", "name", "expected"),
+    [
+        # The service's own network is this machine until a drop-in says more.
+        ("gpu-service", "IPAddressDeny", ["any"]),
+        ("gpu-service", "IPAddressAllow", ["localhost"]),
+        ("gpu-service", "DeviceAllow", ["char-nvidia* rw"]),
+        ("gpu-service", "CapabilityBoundingSet", [""]),
+        ("gpu-service", "AmbientCapabilities", [""]),
+        ("gpu-service", "ProtectKernelLogs", ["yes"]),
+        # Whoever may connect is in the group.
+        ("gpu-service", "RuntimeDirectoryMode", ["0750"]),
+        ("gpu-service", "UMask", ["0007"]),
+        ("tee-runner", "RuntimeDirectoryMode", ["0700"]),
+        ("tee-runner", "StateDirectoryMode", ["0700"]),
+        ("tee-runner", "UMask", ["0077"]),
+        ("tee-runner", "LimitMEMLOCK", ["infinity"]),
+        ("tee-runner", "MemorySwapMax", ["0"]),
+        ("tee-runner", "SuccessExitStatus", ["143"]),
+        # Reading the kernel's log, which says that the VM was resumed, needs this capability.
+        ("tee-runner", "CapabilityBoundingSet", ["CAP_SYSLOG"]),
+        ("tee-runner", "AmbientCapabilities", ["CAP_SYSLOG"]),
+        ("tee-runner", "DeviceAllow", ["/dev/sev-guest rw", "/dev/kmsg r"]),
+        ("tee-runner", "ProtectKernelLogs", None),
+        # ProtectKernelTunables makes all of /sys read-only, and reports are asked for there.
+        ("tee-runner", "ReadWritePaths", ["-/sys/kernel/config -/sys/devices"]),
+        ("tsqp-guest", "CapabilityBoundingSet", [""]),
+        ("tsqp-guest", "DeviceAllow", ["/dev/kvm rw", "/dev/sev rw", "/dev/vhost-vsock rw"]),
+        ("tsqp-guest", "UMask", ["0077"]),
+        ("guest", "CapabilityBoundingSet", ["CAP_SYSLOG"]),
+        ("guest", "UMask", ["0077"]),
+        ("guest", "RuntimeDirectoryMode", ["0700"]),
+    ],
+)
+def test_what_one_side_needs(side: str, name: str, expected: list[str] | None) -> None:
+    assert read_unit(UNITS[side])["Service"].get(name) == expected
+
+
+@each_row("side", list(PROGRAM))
+def test_what_a_unit_starts_is_ours_by_a_user_of_its_own(side: str) -> None:
+    service = read_unit(UNITS[side])["Service"]
+    path, *words = shlex.split(service["ExecStart"][0])
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert (Path(path).name, Path(path).name in scripts) == (PROGRAM[side], True)
+    assert unknown_words([PROGRAM[side], *words]) == []
+    users = (DEPLOY / "host/tsqp.sysusers").read_text()
+    assert re.search(rf"^u!? {service['User'][0]} ", users, re.MULTILINE)
+    others = [read_unit(UNITS[other])["Service"]["User"] for other in PROGRAM if other != side]
+    assert service["User"] not in [*others, ["root"]]
+
+
+def test_a_wheel_has_every_file_for_deployment() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    patterns = tools["setuptools"]["package-data"]["tsqp"]
+    there = [
+        path for folder in ("host", "container", "guest") for path in (DEPLOY / folder).iterdir()
+    ]
+    names = [f"deploy/{path.parent.name}/{path.name}" for path in there if path.is_file()]
+    assert len(names) > 5
+    assert [name for name in names if not any(fnmatchcase(name, each) for each in patterns)] == []
+
+
+# ------------------------------------------------------------------------------------ containers
+
+
+def read_stages() -> dict[str, list[tuple[str, str]]]:
+    """Return the instructions of each stage of the Containerfile."""
+    text = (DEPLOY / "container/Containerfile").read_text()
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    found: dict[str, list[tuple[str, str]]] = {"": []}
+    for line in filter(None, text.splitlines()):
+        name, _, value = line.partition(" ")
+        if name == "FROM":
+            found[value.partition(" AS ")[2]] = [(name, value.partition(" ")[0])]
+        else:
+            list(found.values())[-1].append((name, value.strip()))
+    return found
+
+
+@each_row("side", ["gpu-service", "tee-runner"])
+def test_a_container_runs_one_program_without_rights(side: str) -> None:
+    stages = read_stages()
+    run, own = (dict(stages[name]) for name in ("run", side))
+    # No later instruction takes it back.
+    assert run["USER"] == "65532:65532"
+    assert own["FROM"] == "run"
+    assert not own.keys() & {"USER", "RUN"}
+    assert json.loads(own["ENTRYPOINT"]) == [side]
+    tools = {"g++", "gcc", "clang", "make", "pip", "python3-pip", "python3-dev", "git", "curl"}
+    assert not tools & set(shlex.split(run["RUN"].partition("install")[2].partition("&&")[0]))
+    assert "-perm /6000 -exec chmod a-s" in run["RUN"]
+    service = yaml.safe_load((DEPLOY / "container/compose.yaml").read_text())["services"][side]
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["ulimits"]["core"] == 0
+    assert not service.keys() & {"privileged", "cap_add", "user", "devices", "pid", "ipc"}
+    assert service["volumes"] == ["link:/run/tsqp" + (":ro" if side == "tee-runner" else "")]
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    assert service.get("network_mode") == ("none" if side == "gpu-service" else None)
+    assert unknown_words([side, *service["command"]]) == []
+    health = json.loads(own["HEALTHCHECK"].partition("CMD")[2])
+    assert service["healthcheck"]["test"] == ["CMD", *health]
+    assert health[0] != "tsqp" or unknown_words(health) == []
+
+
+def test_what_an_image_copies_is_there_and_of_the_tested_versions() -> None:
+    build = read_stages()["build"]
+    sources = [word for name, value in build if name == "COPY" for word in value.split()[:-1]]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [one for one in sources if not (ROOT / one).exists() or f"!{one}" not in ignored] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {one.rstrip("*") for one in project["packages"]["find"]["include"]} <= set(sources)
+    assert dict(build)["ENV"].startswith("PIP_CONSTRAINT=/source/constraints.txt")
+
+
+# ---------------------------------------------------------------------- docs/operate/scale.md
+
+
+def test_the_page_on_scale_has_settings_and_commands_of_ours() -> None:
+    page = (ROOT / "docs/operate/scale.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    manifest: dict[str, Any] = {one["kind"]: one for one in yaml.safe_load_all(text)}
+    pod = manifest["Deployment"]["spec"]["template"]["spec"]
+    (runner,) = pod["containers"]
+    settings = tomllib.loads(manifest["ConfigMap"]["data"]["tsqp.toml"])
+    assert settings.keys() <= _names_of(["tee-runner"])
+    specs = [ServiceSpec.parse(text) for text in settings["gpu"]]
+    assert len(plan_services(specs, load_policy(settings["policy"]), 16)) == 2
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["keys"]["emptyDir"] == {"medium": "Memory"}
+    at = {mount["name"]: mount["mountPath"] for mount in runner["volumeMounts"]}
+    for name in ("identity", "api-keys"):  # what only their owner may read
+        assert settings[name].startswith(f"{at['keys']}/")
+    assert volumes["secret"]["secret"]["defaultMode"] == 0o440
+    assert unknown_words(["tee-runner", *runner["args"]]) == []
+    lines = re.findall(r"^    (?:gpu-service|tee-runner) .*", page, flags=re.MULTILINE)
+    assert len(lines) >= 4
+    for line in lines:
+        assert (
+            unknown_words([one for one in shlex.split(line, comments=True) if one != "..."]) == []
+        )
