@@ -260,8 +260,8 @@ def test_clients_get_a_policy_with_it(image: Path, tmp_path: Path) -> None:
 
 
 def machine(image: Path, **changes: Any) -> Machine:
-    usual = {"image": image, "launch": launch(image), "vcpus": 2, "memory_mib": 2048}
-    return Machine(**(usual | changes))
+    usual: dict[str, Any] = {"launch": launch(image), "vcpus": 2, "memory_mib": 2048}
+    return Machine(image=image, **(usual | changes))
 
 
 def test_an_encrypted_guest_is_started_as_it_is_measured(image: Path) -> None:
