@@ -1,0 +1,166 @@
+"""What the demo shows was measured on the wire, and its verdict can be negative."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from gpu_side.encoding import Form, encode_reply
+from protocol.encoding import decode_reply, encode_request
+from protocol.errors import ErrorCode
+from protocol.messages import TensorReply, Timing
+from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_names
+from protocol.model.config import read_config
+from protocol.tensors import from_torch, to_torch
+from tests.kit.ask import ring
+from tests.kit.rows import each_row
+from tsqp.cli.program import model_directory
+from tsqp.demo.feed import Feed
+from tsqp.demo.intercepting_proxy import Seen, Tap
+from tsqp.demo.lie import Liar, Lie
+from tsqp.demo.matching import Matcher
+from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_integers
+from tsqp.tools.train_demo.conversation import documents
+from tsqp.tools.train_demo.grammar import PLANS, story
+from tsqp.tools.train_demo.train import OutputDirectoryError, train_demo
+
+DEMO = model_directory("demo")
+ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
+REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+
+def test_uniform_words_are_even_and_others_are_not() -> None:
+    def even(tensor: torch.Tensor) -> bool:
+        feed = Feed(kept=1)
+        feed.add(Seen("q_proj k_proj v_proj", 0, (tensor,)))
+        found = feed.bytes()
+        return found is not None and found.even
+
+    uniform = words(250_000)
+    assert even(uniform)
+    # One byte in fifty is 0 beyond what chance would make of it: not visible, but not even.
+    tampered = uniform.view(torch.uint8).clone()
+    tampered[::50] = 0
+    assert not even(tampered.view(torch.int32))
+    assert not even(torch.randn(250_000))
+    # Every value once is as even as it gets, but too little to say so.
+    assert not even(torch.arange(256).to(torch.uint8).view(torch.int32))
+
+
+def test_rows_in_the_clear_are_read_and_padded_ones_are_not() -> None:
+    config, checkpoint, matcher = read_config(DEMO), Checkpoint(DEMO), Matcher()
+    ids = matcher.tokenizer.encode("Once upon a time there was a lamp")
+    gain_D = torch.empty(config.hidden_size)
+    checkpoint.copy_into(norm_names(config, 0)["input_layernorm"], gain_D)
+    rows_TD = checkpoint.rows(EMBEDDING, 0, config.vocab_size).float()[ids] * gain_D
+    integers_TD = (rows_TD * 100).round().to(torch.int32)
+    for sent in ([rows_TD[:3], rows_TD[3:]], [integers_TD], [rows_TD[4:]]):
+        found = matcher.read(sent, ids)
+        assert found is not None
+        assert found.right == found.tokens == sum(map(len, sent))
+    padded = matcher.read([integers_TD + words(*integers_TD.shape)], ids)
+    assert padded is not None
+    assert padded.right is not None
+    assert padded.right <= 1
+
+
+def test_the_tap_passes_frames_unchanged_in_both_directions() -> None:
+    heard: list[Seen] = []
+    sent = torch.tensor([[-1, 2**31 - 1, -(2**31)]], dtype=torch.int32)
+    context = zmq.Context()
+    service, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    for socket in (service, client):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+    try:
+        service.bind("tcp://127.0.0.1:*")
+        request = encode_request(ring(sent, "down_proj"), 1, timeout_ms=1000)
+        with Tap(service.getsockopt_string(zmq.LAST_ENDPOINT), heard.append) as tap:
+            client.connect(tap.endpoint)
+            # Not a request at all: passes, too, and is not shown.
+            for frames in ([bytes(frame) for frame in request], [b"nonsense"]):
+                client.send_multipart(frames)
+                sender, *arrived = service.recv_multipart()
+                assert arrived == frames
+                service.send_multipart([sender, b"reply", b"\x00\xff"])
+                assert client.recv_multipart() == [b"reply", b"\x00\xff"]
+    finally:
+        service.close()
+        client.close()
+        context.term()
+    assert [(seen.what, seen.layer) for seen in heard] == [("down_proj", 1)]
+    assert torch.equal(heard[0].first, sent)
+
+
+def test_one_number_of_one_reply_is_changed_by_one_and_no_other() -> None:
+    liar, honest = Liar(at=2), torch.tensor([[4, 5, 2**31 - 1, 7, 8]], dtype=torch.int32)
+    answer = TensorReply(output=from_torch(honest))
+    reply = encode_reply(Form.FRAMED, 7, "RingLinear", answer, Timing(queue_us=1, compute_us=2))
+    told = []
+    for _ in range(3):
+        liar.hear(ASKED)
+        frames = [memoryview(bytearray(one)) for one in liar.answer([bytes(f) for f in reply])]
+        response = decode_reply(frames).response
+        assert isinstance(response, TensorReply)
+        told.append(to_torch(response.output).tolist()[0])
+    assert told == [honest.tolist()[0], [4, 5, -(2**31), 7, 8], honest.tolist()[0]]
+    assert liar.lie == Lie(ASKED, 2, 5, 2**31 - 1, -(2**31))
+    for other in ([b"garbage"], encode_reply(Form.FRAMED, 7, "", ErrorCode.INTERNAL)):
+        liar = Liar(at=1)
+        liar.hear(ASKED)
+        passed = [bytes(frame) for frame in other]
+        assert (liar.answer(passed), liar.lie) == (passed, None)
+
+
+@each_row(
+    ("status", "complaint", "story", "finding"),
+    [
+        (1, REFUSAL, " was a lamp", "no token came of it"),
+        (0, REFUSAL, " was a lamp", "NOT noticed"),
+        (1, "tee-runner: error: tcp://x:1: got a lost connection", " was", "NOT noticed"),
+        (1, REFUSAL, " was a lamb", "NOT the honest story's beginning"),
+    ],
+)
+def test_a_lie_counts_as_refused_only_if_nothing_came_of_it(
+    status: int, complaint: str, story: str, finding: str
+) -> None:
+    lie = Lie(ASKED, 2, 5, 1, 2)
+    check = check_refusal("shielded", lie, status, complaint, story, " was a lamp. It shone.")
+    assert (check.passed, finding in check.finding) == ("NOT" not in finding, True)
+
+
+def test_floats_may_differ_by_rounding_and_integers_by_no_bit() -> None:
+    logits_TV = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    reference = Tokens("reference", [5, 6, 7], logits_TV)
+    near = logits_TV.clone()
+    near[2, 3] = torch.nextafter(near[2, 3], torch.tensor(100.0))
+    for ids, logits, floats, integers in (
+        ([5, 6, 7], logits_TV.clone(), True, True),
+        ([5, 6, 7], near, True, False),
+        ([5, 6, 9], logits_TV, False, False),
+        ([5, 6], logits_TV[:2], False, False),
+    ):
+        ours = Tokens("p", ids, logits)
+        assert compare_floats(ours, reference).passed == floats
+        assert compare_integers(ours, reference, reference).passed == integers
+
+
+def test_stories_of_a_seed_are_the_same_and_whole(tmp_path: Path) -> None:
+    one, two = (list(itertools.islice(documents(random.Random(3)), 20)) for _ in range(2))
+    assert one == two
+    for plan in PLANS:
+        told = story(random.Random(5), plan=plan)
+        assert not re.search(r"[\[\]{}|~]|  | [,.!?]|\.\.", told.text), plan.topic
+    (tmp_path / "notes.txt").write_text("keep me", "utf-8")
+    with pytest.raises(OutputDirectoryError, match="not empty"):
+        train_demo(tmp_path)
