@@ -19,7 +19,6 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized, quantize_rows
-from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site
 from tests.kit.model import SavedModel, make_model, token_ids
@@ -32,10 +31,7 @@ from tsqp.calibrate import (
     check_error,
     choose_scales,
     coarse,
-    default_text,
-    parse_ids,
     relative_error,
-    sequences,
     typical_input,
 )
 from tsqp.cli.calibrate import calibrate as command
@@ -192,20 +188,6 @@ def test_the_shipped_file_is_what_the_command_makes() -> None:
 # ------------------------------------------------------------------------------- text and command
 
 
-@each_row(("tokens", "context"), [(2048, 512), (700, 512), (700, 4096), (90, 128)])
-def test_sequences_start_as_the_models_own_do(tokens: int, context: int) -> None:
-    tokenizer = Tokenizer(DEMO)
-    (bos,) = tokenizer.encode("")
-    chat, *rest = sequences(tokenizer, default_text(), tokens, context)
-    assert sum(map(len, [chat, *rest])) == tokens
-    assert all(len(ids) <= min(512, context) for ids in [chat, *rest])
-    assert all(ids[0] == bos for ids in rest)
-    text = [token_id for ids in rest for token_id in ids[1:]]
-    assert text == tokenizer.encode(default_text(), add_special_tokens=False)[: len(text)]
-    with pytest.raises(PromptError, match="calibration text: got no tokens"):
-        sequences(tokenizer, "", tokens, context)
-
-
 def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(command, [str(one) for one in arguments])
 
@@ -227,44 +209,3 @@ def test_the_command_writes_a_file_and_over_none(tmp_path: Path) -> None:
     config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     assert Calibration.load(output, config, model_digest(config, checkpoint)).tokens == 64
     assert printed.startswith(f"{output}: 20 sites, 64 tokens\n")
-
-
-def test_a_model_without_a_tokenizer_is_calibrated_from_token_ids(
-    saved_model: Callable[..., SavedModel], tmp_path: Path
-) -> None:
-    model, ids, output = saved_model().directory, tmp_path / "ids", tmp_path / "scales"
-    run = (model, "--token-ids", ids, "--tokens", "50", "--output", output)
-    for token in (320, -1, 2**40):
-        ids.write_text(f"[[1], [2, 3, {token}]]")
-        refused = invoke(*run).exception
-        assert isinstance(refused, PromptError)
-        assert "sequence 1, position 2" in str(refused)
-    ids.write_text(" ".join(map(str, token_ids(60, seed=1))))
-    assert invoke(*run).exit_code == 0
-    config, checkpoint = read_config(model), Checkpoint(model)
-    expected = calibrate_on(config, checkpoint, [token_ids(60, seed=1)[:50]])
-    loaded = Calibration.load(output, config, model_digest(config, checkpoint))
-    assert {site: one.max_norm for site, one in loaded.sites.items()} == {
-        site: pytest.approx(one.max_norm) for site, one in expected.sites.items()
-    }
-    assert parse_ids("[[1, 2], [3]]", "ids") == [[1, 2], [3]]
-
-
-@each_row(
-    ("content", "said"),
-    [
-        ("", "ids: got no token ids"),
-        ("[[]]", "ids: got no token ids"),
-        ("[1, 2]", "ids: got no token ids, expected numbers, or a JSON list of lists"),
-        ("[" * 100_000, "ids: got no token ids"),
-        ("1 two 3", "ids: sequence 0, position 1: got no whole number"),
-        ("9" * 5000, "ids: sequence 0, position 0: got no whole number"),
-        ("[[1], [2, true]]", "ids: sequence 1, position 1: got no whole number"),
-        ("[[1.5]]", "ids: sequence 0, position 0: got no whole number"),
-    ],
-)
-def test_what_is_no_token_id_is_refused_by_its_position(content: str, said: str) -> None:
-    with pytest.raises(PromptError) as caught:
-        parse_ids(content, "ids")
-    assert said in str(caught.value)
-    assert "two" not in str(caught.value)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import EndpointError, PromptError
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
@@ -27,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "as_json": True,
     "stats": True,
     "stop": (),
-    "max_new_tokens": 12,
+    "max_new_tokens": 100,
     "seed": None,
     "temperature": 0.0,
     "top_k": 0,
@@ -45,75 +44,12 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
-def conversation(
-    runner: Runner, *, system: str | None = None, in_terminal: bool = True, **settings: Any
-) -> Conversation:
-    return Conversation(runner, SETTINGS | settings, system, in_terminal=in_terminal)
-
-
-def told(made: Conversation, *lines: str) -> None:
-    """Have a conversation of these lines."""
-    left = iter(lines)
-    made.run(lambda: next(left, None))
-
-
-def test_the_oldest_turns_are_forgotten_when_the_context_is_full(
-    runner: Runner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    templates: list[list[dict[str, str]]] = []
-    render = runner.tokenizer.apply_chat_template
-
-    def watched(messages: list[dict[str, str]]) -> list[int]:
-        templates.append(messages)
-        return render(messages)
-
-    monkeypatch.setattr(runner.tokenizer, "apply_chat_template", watched)
-    made = conversation(runner, system="Tell stories.")
-    lines = [f"Tell me a story about a fox and a dog and a kite, number {n}." * 3 for n in range(9)]
-    told(made, *lines)
-    # All of it is in the transcript, and the model was told the system message and the end.
-    assert [one["content"] for one in made.messages[1::2]] == lines
-    last = templates[-1]
-    assert last[0] == {"role": "system", "content": "Tell stories."}
-    assert last[1:-1] == made.messages[-len(last) :][:-2]
-    assert last[-1]["content"] == lines[-1]
-    assert 2 < len(last) < 12
-    context = runner.config.context_length
-    assert all(turn.usage.prompt_tokens <= context - 12 for turn in made.turns)
-    assert "the context is full: the oldest" in capsys.readouterr().err
-
-
-def test_what_fails_does_not_end_a_chat_in_a_terminal(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, too_long = conversation(runner), "story " * 600
-    told(made, "/system Be kind.", too_long, "Another one.")
-    assert [one["content"] for one in made.messages[:2]] == ["Be kind.", "Another one."]
-    script = conversation(runner, in_terminal=False)
-    with pytest.raises(PromptError):
-        told(script, too_long)
-    lost = EndpointError("unix:///s", got="a lost connection", expected="a gpu-service")
-    with monkeypatch.context() as patched:
-        patched.setattr(runner, "generate", lambda *_, **__: (_ for _ in ()).throw(lost))
-        told(made, "Tell me a story.")
-        with pytest.raises(EndpointError):
-            told(script, "Tell me a story.")
-    told(made, "/clear", "Tell me a story.", "/quit", "Never read.")
-    assert [one["role"] for one in made.messages] == ["system", "user", "assistant"]
-    # Lines of a script are messages, whatever they begin with.
-    told(script, "/quit")
-    assert [one["content"] for one in script.messages[::2]] == ["/quit"]
-    said = capsys.readouterr().err
-    assert "prompt: got" in said
-    assert "a lost connection" in said
-
-
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_stops_the_answer_and_a_second_one_the_chat(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:
     """A step that waits for a service must not hold a person who gives up."""
-    made = conversation(runner, max_new_tokens=100)
+    made = Conversation(runner, SETTINGS, None, in_terminal=True)
     before, step, steps = signal.getsignal(signal.SIGINT), runner.step, SimpleNamespace(count=0)
 
     def interrupted() -> None:
@@ -124,12 +60,12 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_the_chat(
         step()
 
     monkeypatch.setattr(runner, "step", interrupted)
-    lines = ("Tell me a story about a fox.", "Tell me another one.")
+    lines = iter(("Tell me a story about a fox.", "Tell me another one."))
     if signals == 2:
         with pytest.raises(KeyboardInterrupt):
-            told(made, *lines)
+            made.run(lambda: next(lines, None))
     else:
-        told(made, *lines)
+        made.run(lambda: next(lines, None))
         first, second = made.turns
         assert (len(first.token_ids), first.finish_reason) == (3, "stop")
         assert len(second.token_ids) > 3

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from gpu_side.access import ServiceKeys
-from gpu_side.encoding import encode_reply, open_request
-from gpu_side.transport.bind import open_listener
-from gpu_side.transport.listener import Listener
 from protocol.errors import (
-    EndpointError,
-    ErrorCode,
     KeyFileError,
     ModelError,
     SealError,
     SettingsError,
 )
-from protocol.messages import HealthReply, Response
 from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
@@ -33,11 +22,7 @@ from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
-from tsqp.key_files import new_key_pair
 from tsqp.seal_keys import read_key
-
-READY = HealthReply(status="ready", uptime_s=61.4, queued_requests=3, queued_bytes=4096)
-DRAINING = READY.model_copy(update={"status": "draining"})
 
 
 def run(*arguments: object, **environment: str) -> Result:
@@ -151,72 +136,3 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
         ((output, "--to", key, "-o", tmp_path / "twice"), SealError),
     ):
         assert isinstance(run("seal", *arguments).exception, error), arguments
-
-
-# ---------------------------------------------------------------------------------------- health
-
-
-@contextmanager
-def answering(
-    endpoint: str, reply: Response | ErrorCode | None, keys: ServiceKeys | None = None
-) -> Iterator[str]:
-    """Answer everything with one reply, or nothing."""
-    listener = open_listener(endpoint, keys=keys)
-    reader, writer = socket.socketpair()
-    thread = threading.Thread(target=_answer, args=(listener, reader, reply))
-    thread.start()
-    try:
-        yield listener.endpoint
-    finally:
-        writer.send(b"x")
-        thread.join()
-        reader.close()
-        writer.close()
-        listener.close()
-
-
-def _answer(listener: Listener, wakeup: socket.socket, reply: Response | ErrorCode | None) -> None:
-    while listener.wait(wakeup=wakeup):
-        incoming = listener.receive()
-        if incoming is not None and reply is not None:
-            opened = open_request(incoming.frames, 2**20)
-            frames = encode_reply(opened.form, opened.request_id, opened.method, reply)
-            listener.send(incoming.route, frames)
-
-
-@each_row(
-    ("endpoint", "reply", "status", "out", "error"),
-    [
-        ("tcp://127.0.0.1:*", READY, 0, "ready, up 61 s, queued 3 requests of 4096 bytes\n", ""),
-        ("unix://{0}/a", DRAINING, 1, "draining, up 61 s, queued 3 requests of 4096 bytes\n", ""),
-        ("unix://{0}/b", ErrorCode.UNKNOWN_METHOD, 1, "", "UNKNOWN_METHOD"),
-        ("ipc://{0}/c", None, 1, "", "0.1 s"),
-    ],
-)
-def test_a_service_is_ready_or_not(
-    endpoint: str,
-    reply: HealthReply | ErrorCode | None,
-    status: int,
-    out: str,
-    error: str,
-    tmp_path: Path,
-) -> None:
-    with answering(endpoint.format(tmp_path), reply) as found:
-        result = run("health", found, *(["--timeout-s", "0.1"] if reply is None else []))
-    assert (result.exit_code, result.stdout) == (status, out)
-    assert error in result.stderr
-
-
-def test_a_service_with_keys_is_asked_with_keys(tmp_path: Path) -> None:
-    for name in ("service", "watcher", "stranger"):
-        new_key_pair(tmp_path / name)
-    keys = ServiceKeys.read(tmp_path / "service.key", tmp_path / "watcher.pub")
-    given = ("--service-key", tmp_path / "service.pub", "--identity")
-    with answering(f"ipc://{tmp_path}/s", READY, keys) as endpoint:
-        let_in = run("health", endpoint, *given, tmp_path / "watcher.key")
-        turned_away = run("health", endpoint, *given, tmp_path / "stranger.key")
-    assert (let_in.exit_code, let_in.stdout.split(",")[0]) == (0, "ready")
-    assert (turned_away.exit_code, "allow" in turned_away.stderr) == (1, True)
-    assert isinstance(run("health", "ftp://there").exception, EndpointError)
-    unix = run("health", f"unix://{tmp_path}/s", *given, tmp_path / "watcher.key")
-    assert isinstance(unix.exception, SettingsError)

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-import re
-from pathlib import Path
-
-import pytest
 import torch
-import zmq
 
 from gpu_side.encoding import Form, encode_reply
-from protocol.encoding import decode_reply, encode_request
+from protocol.encoding import decode_reply
 from protocol.errors import ErrorCode
 from protocol.messages import TensorReply, Timing
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_names
 from protocol.model.config import read_config
 from protocol.tensors import from_torch, to_torch
-from tests.kit.ask import ring
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.demo.feed import Feed
-from tsqp.demo.intercepting_proxy import Seen, Tap
+from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Liar, Lie
 from tsqp.demo.matching import Matcher
 from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_integers
-from tsqp.tools.train_demo.conversation import documents
-from tsqp.tools.train_demo.grammar import PLANS, story
-from tsqp.tools.train_demo.train import OutputDirectoryError, train_demo
 
 DEMO = model_directory("demo")
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
@@ -72,34 +61,6 @@ def test_rows_in_the_clear_are_read_and_padded_ones_are_not() -> None:
     assert padded is not None
     assert padded.right is not None
     assert padded.right <= 1
-
-
-def test_the_tap_passes_frames_unchanged_in_both_directions() -> None:
-    heard: list[Seen] = []
-    sent = torch.tensor([[-1, 2**31 - 1, -(2**31)]], dtype=torch.int32)
-    context = zmq.Context()
-    service, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    for socket in (service, client):
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
-    try:
-        service.bind("tcp://127.0.0.1:*")
-        request = encode_request(ring(sent, "down_proj"), 1, timeout_ms=1000)
-        with Tap(service.getsockopt_string(zmq.LAST_ENDPOINT), heard.append) as tap:
-            client.connect(tap.endpoint)
-            # Not a request at all: passes, too, and is not shown.
-            for frames in ([bytes(frame) for frame in request], [b"nonsense"]):
-                client.send_multipart(frames)
-                sender, *arrived = service.recv_multipart()
-                assert arrived == frames
-                service.send_multipart([sender, b"reply", b"\x00\xff"])
-                assert client.recv_multipart() == [b"reply", b"\x00\xff"]
-    finally:
-        service.close()
-        client.close()
-        context.term()
-    assert [(seen.what, seen.layer) for seen in heard] == [("down_proj", 1)]
-    assert torch.equal(heard[0].first, sent)
 
 
 def test_one_number_of_one_reply_is_changed_by_one_and_no_other() -> None:
@@ -153,14 +114,3 @@ def test_floats_may_differ_by_rounding_and_integers_by_no_bit() -> None:
         ours = Tokens("p", ids, logits)
         assert compare_floats(ours, reference).passed == floats
         assert compare_integers(ours, reference, reference).passed == integers
-
-
-def test_stories_of_a_seed_are_the_same_and_whole(tmp_path: Path) -> None:
-    one, two = (list(itertools.islice(documents(random.Random(3)), 20)) for _ in range(2))
-    assert one == two
-    for plan in PLANS:
-        told = story(random.Random(5), plan=plan)
-        assert not re.search(r"[\[\]{}|~]|  | [,.!?]|\.\.", told.text), plan.topic
-    (tmp_path / "notes.txt").write_text("keep me", "utf-8")
-    with pytest.raises(OutputDirectoryError, match="not empty"):
-        train_demo(tmp_path)

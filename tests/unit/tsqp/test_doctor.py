@@ -11,16 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from protocol import native
-from tests.kit.fake_tsm import FakeKernel
-from tests.kit.model import make_model
 from tests.kit.rows import each_row
 from tests.kit.service import Service, running_service
 from tsqp import doctor
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
-from tsqp.key_files import new_key_pair
 
 Found = dict[str, dict[str, str]]
 pytestmark = pytest.mark.usefixtures("patient_streams")
@@ -85,35 +81,6 @@ def test_a_file_that_is_missing_is_named_with_what_makes_it(
     assert remedy in found[name]["remedy"]
 
 
-def test_a_service_that_is_not_there_or_holds_another_model_is_named(
-    service: Service, tmp_path: Path
-) -> None:
-    nowhere = f"unix://{tmp_path}/none"
-    status, found = examined("demo", "--gpu", nowhere, "--timeout-s", "0.1")
-    remedy = f"gpu-service {model_directory('demo')} --bind {nowhere}"
-    assert (status, found[f"service {nowhere}"]["remedy"]) == (1, remedy)
-    make_model(tmp_path / "other")
-    status, found = examined(tmp_path / "other", "--gpu", service.endpoint)
-    said = found[f"service {service.endpoint}"]["detail"]
-    assert (status, said) == (1, "holds another model")
-
-
-def test_links_that_give_secrets_away_are_named(service: Service, tmp_path: Path) -> None:
-    given = ("--policy", "two-server", "--gpu", service.endpoint, "--gpu", f"{service.endpoint}x")
-    status, found = examined("demo", *given, "--timeout-s", "0.1")
-    assert status == 1
-    assert "without keys" in found["services"]["detail"]
-    alone = ("--gpu", "tcp://192.0.2.1:1", "--timeout-s", "0.05")
-    _, found = examined("demo", *alone)
-    assert found["keys"]["state"] == "note"
-    assert "not encrypted" in found["keys"]["detail"]
-    status, found = examined("demo", *alone, "--identity", str(tmp_path / "none.key"))
-    assert (status, found["keys"]["state"]) == (1, "missing")
-    secret, public, _ = new_key_pair(tmp_path / "k")
-    keys = ("--identity", str(secret), "--service-key", str(public))
-    assert examined("demo", *alone, *keys)[1]["keys"]["state"] == "ok"
-
-
 def test_a_generator_without_a_seed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def unseeded(_size: int, _flags: int) -> bytes:
         raise BlockingIOError
@@ -141,29 +108,3 @@ def test_it_says_whether_a_resumed_snapshot_is_noticed(
     (found,) = (one for one in doctor.examine() if one.name == "generation id")
     assert (found.topic, found.state, bool(found.remedy)) == ("tee", state, device and not log)
     assert found.detail.endswith(said)
-
-
-def test_kernels_and_attesters_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found() -> dict[str, doctor.Finding]:
-        return {one.name: one for one in doctor.examine()}
-
-    for choice, state in (
-        (native.Choice("avx2", (), True), "ok"),
-        (native.Choice("torch", (), False), "note"),
-    ):
-        monkeypatch.setattr(native, "choice", lambda choice=choice: choice)
-        assert found()["kernels"].state == state
-    monkeypatch.setattr(native, "choice", lambda: native.Choice("portable", ("avx2",), True))
-    assert "wrong results" in found()["kernels avx2"].detail
-    for kernel, states in (
-        (FakeKernel(configfs=False), ("note", "note", "ok")),
-        (FakeKernel(), ("ok", "note", "ok")),
-        (FakeKernel(configfs=False, sev_guest=True), ("ok", "note", "ok")),
-        (FakeKernel(provider="tdx_guest"), ("note", "ok", "ok")),
-    ):
-        with monkeypatch.context() as patched:
-            kernel.install(patched)
-            listed = found()
-        assert states == tuple(listed[f"attester {n}"].state for n in ("snp", "tdx", "simulated"))
-        assert kernel.entries == {}
-    assert "proves nothing" in listed["attester simulated"].detail

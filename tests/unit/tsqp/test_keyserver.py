@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tee_side.serve.hpke_key import HpkeKey, seal
 from tee_side.serve.sealed_bodies import open_secret, seal_secret
 from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE, policy_text
 from tests.kit.rows import each_row
-from tsqp import seal_keys
 from tsqp.keyserver import KeyRelease, KeyServer
 from tsqp.seal_keys import _STEP, key_of_server, release_info
 
@@ -136,15 +134,6 @@ def test_another_program_gets_no_key(
     releasing: Releasing, other: dict[str, Any], step: str
 ) -> None:
     assert releasing.refused(stated(**{"nonce": releasing.by.nonce(), **other}).encode()) == step
-
-
-@each_row("mode", ["production", "gpu-confidential"])
-def test_a_simulated_tee_gets_no_key_but_in_development(tmp_path: Path, mode: str) -> None:
-    path = tmp_path / "appraisal.toml"
-    claims = policy_text().partition("[claims]")[2]
-    path.write_text(f'mode = "{mode}"\nmax_age_s = 600\n[claims]{claims}')
-    releasing = Releasing(AppraisalPolicy.load(path))
-    assert releasing.refused(stated(releasing.by.nonce()).encode()) == "kind of TEE"
 
 
 def test_a_nonce_is_of_this_server_and_not_old(
@@ -417,27 +406,6 @@ def test_a_false_key_server_is_refused_and_not_quoted() -> None:
             assert "secret" not in str(failed.value)
     with pytest.raises(EndpointError, match=f"{url}: got Connection refused"):
         key_of_server(url, answers.state)
-
-
-def test_a_key_server_that_is_silent_or_slow_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(seal_keys, "_SERVER_TIMEOUT_S", 0.1)
-    pause = threading.Event()
-
-    def slowly_to_its_end() -> Iterator[bytes]:
-        """Give a body, as a reply that is the last one of its connection."""
-        yield b"HTTP/1.1 200 x\r\nconnection: close\r\ncontent-length: 1000\r\n\r\n"
-        for _ in range(1000):
-            pause.wait(0.01)
-            yield b"0"
-
-    answers = Answers()
-    answers.key = answers.sealed()
-    with answering(answers) as url:
-        for answers.nonce in (b"", slowly_to_its_end):
-            with pytest.raises(EndpointError, match=r"got no whole answer within 0\.1 s"):
-                key_of_server(url, answers.state)
 
 
 @each_row(

@@ -10,7 +10,6 @@ import pytest
 
 from protocol.errors import EngineError, LimitError, PromptError, SettingsError
 from tests.kit.rows import each_row
-from tests.kit.service import run, running_service
 from tsqp import LLM, SamplingParams
 
 PROMPT = "Once upon a time"
@@ -33,19 +32,6 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
         assert alone.outputs[0].text == output.outputs[0].text
     assert llm.stats.running == llm.stats.waiting == 0
-
-
-def test_samples_logprobs_and_the_prompt_s(llm: LLM) -> None:
-    params = SamplingParams(n=3, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1)
-    (output,) = llm.generate(PROMPT, params)
-    assert [sample.index for sample in output.outputs] == [0, 1, 2]
-    assert len({sample.text for sample in output.outputs}) > 1
-    for sample in output.outputs:
-        assert [one.token_id for one in sample.logprobs or []] == sample.token_ids
-        assert all(len(one.top) == 2 for one in sample.logprobs or [])
-    first, *others = output.prompt_logprobs or []
-    assert first is None
-    assert [one.token_id for one in others if one] == output.prompt_token_ids[1:]
 
 
 def test_a_stream_is_the_same_text(llm: LLM) -> None:
@@ -74,18 +60,6 @@ def test_a_prompt_that_is_refused_ends_those_before_it(llm: LLM) -> None:
     while llm.stats.running + llm.stats.waiting:
         time.sleep(0.01)
     assert llm.stats.generation_tokens - before < 400
-
-
-def test_under_a_service_it_is_the_command_s_text() -> None:
-    options = ("--temperature", "0.8", "--seed", "5", "--max-new-tokens", "10")
-    with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as service:
-        with LLM("demo", gpu=[service.endpoint], policy="shielded", threads=1) as llm:
-            params = SamplingParams(max_tokens=10, temperature=0.8, seed=5)
-            (output,) = llm.generate(PROMPT, params)
-            assert llm.stats.round_trips > 0
-        command = ("generate", "demo", "--prompt", PROMPT, "--gpu", service.endpoint, *options)
-        said = run("tee-runner", *command, "--no-stats")
-    assert said.stdout.rstrip("\n") == output.outputs[0].text
 
 
 @each_row(

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,7 +19,7 @@ from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
-from tsqp.cli.trust import load_manifest, load_pinned_policy, read_client_keys
+from tsqp.cli.trust import load_pinned_policy, read_client_keys
 from tsqp.key_files import new_key_pair
 
 GENERATE = ("--policy", "tee-only", "--prompt", "Once", "--max-new-tokens", "2", "--json")
@@ -126,20 +125,6 @@ def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
             made = CliRunner().invoke(tee_runner, [*pads, str(tmp_path / "bad")])
             assert isinstance(made.exception, ManifestError)
         path.write_bytes(before)
-
-
-@each_row(
-    ("settings", "where"),
-    [
-        ({"manifest_digest": "ab" * 32}, "--manifest-digest"),
-        ({"manifest": Path("m"), "manifest_digest": "xyz"}, "--manifest-digest"),
-        ({"manifest": Path("m"), "manifest_digest": ""}, "--manifest-digest"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], where: str) -> None:
-    with pytest.raises(SettingsError) as caught:
-        load_manifest(Path(), {"manifest": None, "manifest_digest": None} | settings)
-    assert caught.value.where == where
 
 
 # ------------------------------------------------------------- files that say whom the TEE trusts

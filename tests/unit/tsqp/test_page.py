@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import time
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ from tee_side.engine.generation import PadTotals
 from tee_side.policy.placement import load_policy
 from tests.kit.ask import QKV, linear, ring
 from tsqp.cli.program import model_directory
-from tsqp.page import feed as feed_module
-from tsqp.page.feed import MAX_PAGES, Feed
+from tsqp.page.feed import Feed
 from tsqp.page.routes import PAGE_HEADER, PageRequests, Tee, page_routes
 
 MINE, OTHERS = "a" * 32, "b" * 32
@@ -104,25 +102,6 @@ def test_what_crosses_while_others_are_answered_is_counted_and_not_shown(other: 
     assert (found["requests"], found["others"], len(found["samples"])) == (2, 2, 2)
     assert other is None or shown(feed, other)["requests"] == 0
     assert feed.inputs(OTHERS) == []
-
-
-def test_after_an_answer_was_broken_off_others_steps_may_still_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, feed = 100.0, Feed()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    channel = tapped(feed)
-    with feed.answering(OTHERS):
-        pass
-    with feed.answering(MINE):
-        channel.submit(rows_of(1))
-        now += feed_module._SETTLING_S
-        channel.submit(rows_of(1))
-    assert (shown(feed)["others"], shown(feed)["requests"]) == (1, 1)
-    for number in range(MAX_PAGES):  # only the last pages are kept
-        with feed.answering(f"{number:032x}"):
-            pass
-    assert feed.described(MINE, 0) is None
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.rows import each_row
 from tsqp import end_with_parent
-from tsqp.processes import child, failure
+from tsqp.processes import child
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a child of its parent's end"
@@ -95,20 +94,3 @@ def test_a_child_gets_no_settings_of_ours_and_what_it_is_is_said(
         assert process.wait() == 1
         errors.join()
     assert errors.last == "/no/such/program: got No such file or directory, expected a program"
-
-
-@each_row(
-    ("status", "last", "message"),
-    [
-        (-9, "loading", "w: got a process killed by SIGKILL, expected e"),
-        (-99, "loading", "w: got a process killed by signal 99, expected e"),
-        (1, "ImportError: no torch", "w: got ImportError: no torch, expected e"),
-        (2, "gpu-service: error: --bind: got 'x', expected y", "w: --bind: got 'x', expected y"),
-        (1, "protocol.errors.ModelError: m: got a, expected b", "w: m: got a, expected b"),
-        (None, "m: got a, expected b", "w: m: got a, expected b"),
-    ],
-)
-def test_an_error_of_ours_is_passed_on_as_it_is(
-    status: int | None, last: str, message: str
-) -> None:
-    assert str(failure("w", status, last, expected="e")) == message

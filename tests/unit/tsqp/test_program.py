@@ -77,26 +77,6 @@ def test_a_signal_runs_every_finally(number: signal.Signals, said: str) -> None:
     assert (process.returncode, out, err) == (128 + number, "cleaned\n", said)
 
 
-def test_handlers_are_taken_back_and_ignored_signals_stay_ignored(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    inside: dict[str, object] = {}
-
-    def body() -> None:
-        inside["hup"] = signal.getsignal(signal.SIGHUP)
-        inside["term"] = signal.getsignal(signal.SIGTERM)
-
-    try:
-        usual = signal.getsignal(signal.SIGTERM)
-        assert end_of(body, capsys) == (0, "")
-        assert inside["hup"] == signal.SIG_IGN
-        assert inside["term"] != usual
-        assert signal.getsignal(signal.SIGTERM) == usual
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_an_unforeseen_error_is_one_line_without_its_text_and_has_its_traceback_on_demand(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import http.client
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,59 +15,14 @@ import torch
 
 from tee_side.policy.placement import load_policy
 from tests.kit.rows import each_row
-from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, run, until
+from tests.kit.service import run
 from tsqp import server
 from tsqp.server import note_failure
 
 # Weights are read when the test says so.
-SLOW = """
-import pathlib, tee_side.assembly as assembly, time
-load = assembly.load_local_operators
-def wait(*arguments, **named):
-    while not pathlib.Path({file!r}).exists():
-        time.sleep(0.01)
-    return load(*arguments, **named)
-assembly.load_local_operators = wait
-"""
 # Says so in a file.
-TRIMMED = """
-import pathlib, tsqp.server
-tsqp.server._TRIM_S = 0.01
-tsqp.server._memory_trimmer = lambda: pathlib.Path({file!r}).touch
-"""
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
-
-
-def test_a_hangup_while_the_model_is_loaded_ends_nothing(tmp_path: Path) -> None:
-    file, trimmed = tmp_path / "go on", tmp_path / "trimmed"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    arguments = ("serve", "demo", *TEE_ONLY, "--threads", "1", "--port", str(port))
-    before = SLOW.format(file=str(file)) + TRIMMED.format(file=str(trimmed))
-    process = Forked("tee-runner", arguments, ENVIRONMENT, before=before)
-    try:
-        assert "loading demo under policy tee-only" in process.stderr.readline()
-        until(lambda: _health(port) == 503)
-        process.send_signal(signal.SIGHUP)
-        file.touch()
-        until(lambda: _health(port) == 200)
-        # Nobody answers beside the server itself any more.
-        assert {_health(port) for _ in range(50)} == {200}
-        until(trimmed.exists)
-    finally:
-        process.kill()
-
-
-def _health(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status
-    except ConnectionError:  # refused before it listens; reset at the moment of the change
-        return 0
-    finally:
-        connection.close()
 
 
 @each_row(

@@ -1,4 +1,4 @@
-"""Units, containers and the page on scale: hardened, and what they start and name is there."""
+"""Units and containers: hardened, and what they start is ours."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
 
-from tee_side.policy.placement import load_policy
-from tee_side.remote.services.plan import ServiceSpec, plan_services
 from tests.kit.rows import each_row
-from tsqp.cli.settings import PROGRAMS, _names_of
+from tsqp.cli.settings import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[4]
 DEPLOY = Path(str(files("tsqp.deploy")))
@@ -203,41 +200,3 @@ def test_a_container_runs_one_program_without_rights(side: str) -> None:
     health = json.loads(own["HEALTHCHECK"].partition("CMD")[2])
     assert service["healthcheck"]["test"] == ["CMD", *health]
     assert health[0] != "tsqp" or unknown_words(health) == []
-
-
-def test_what_an_image_copies_is_there_and_of_the_tested_versions() -> None:
-    build = read_stages()["build"]
-    sources = [word for name, value in build if name == "COPY" for word in value.split()[:-1]]
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert [one for one in sources if not (ROOT / one).exists() or f"!{one}" not in ignored] == []
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert {one.rstrip("*") for one in project["packages"]["find"]["include"]} <= set(sources)
-    assert dict(build)["ENV"].startswith("PIP_CONSTRAINT=/source/constraints.txt")
-
-
-# ---------------------------------------------------------------------- docs/operate/scale.md
-
-
-def test_the_page_on_scale_has_settings_and_commands_of_ours() -> None:
-    page = (ROOT / "docs/operate/scale.md").read_text()
-    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
-    manifest: dict[str, Any] = {one["kind"]: one for one in yaml.safe_load_all(text)}
-    pod = manifest["Deployment"]["spec"]["template"]["spec"]
-    (runner,) = pod["containers"]
-    settings = tomllib.loads(manifest["ConfigMap"]["data"]["tsqp.toml"])
-    assert settings.keys() <= _names_of(["tee-runner"])
-    specs = [ServiceSpec.parse(text) for text in settings["gpu"]]
-    assert len(plan_services(specs, load_policy(settings["policy"]), 16)) == 2
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes["keys"]["emptyDir"] == {"medium": "Memory"}
-    at = {mount["name"]: mount["mountPath"] for mount in runner["volumeMounts"]}
-    for name in ("identity", "api-keys"):  # what only their owner may read
-        assert settings[name].startswith(f"{at['keys']}/")
-    assert volumes["secret"]["secret"]["defaultMode"] == 0o440
-    assert unknown_words(["tee-runner", *runner["args"]]) == []
-    lines = re.findall(r"^    (?:gpu-service|tee-runner) .*", page, flags=re.MULTILINE)
-    assert len(lines) >= 4
-    for line in lines:
-        assert (
-            unknown_words([one for one in shlex.split(line, comments=True) if one != "..."]) == []
-        )
