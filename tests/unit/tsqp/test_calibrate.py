@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError
@@ -75,15 +73,6 @@ def test_steps_are_fine_until_the_ring_binds_and_the_headroom_is_kept() -> None:
     x_TI[:, 0] = 5_000.0
     x_TI[4] = 1e6
     assert typical_input(x_TI) == 2.0
-
-
-@given(st.floats(1e-30, 1e30))
-def test_a_size_is_rounded_to_few_values_and_never_the_wrong_way(size: float) -> None:
-    up, down = coarse(size), coarse(size, up=False)
-    assert down <= size <= up <= size * 2**0.25 * (1 + 1e-12)
-    assert up <= down * 2**0.25 * (1 + 1e-12)
-    assert coarse(up) == coarse(up, up=False) == up
-    assert coarse(0.0) == 0.0
 
 
 @each_row("factor", [1, 30, 1_000, 10_000, 100_000, 1_000_000])

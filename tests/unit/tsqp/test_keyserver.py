@@ -216,26 +216,6 @@ def serving(release: KeyRelease, **limits: Any) -> Iterator[Serving]:
         found.server.server_close()
 
 
-def test_a_runner_gets_the_key_and_another_a_name(releasing: Releasing) -> None:
-    asked: list[HpkeKey] = []
-
-    def state(nonce: bytes, key: HpkeKey) -> Statement:
-        asked.append(key)
-        return stated(nonce, key=key)
-
-    with serving(releasing.by) as found:
-        for end in ("", "/"):
-            assert key_of_server(found.url + end, state) == KEY
-        with pytest.raises(
-            KeyFileError, match=r"^--seal-key-server http.*: got a refusal: the step 'model' failed"
-        ) as refused:
-            key_of_server(found.url, lambda nonce, key: stated(nonce, key=key, model=OTHER))
-    assert len({key.public for key in asked}) == 2
-    assert OTHER.hex() not in str(refused.value)  # which is told to the server's owner alone
-    assert f"model: got {OTHER.hex()}" in releasing.said[-1]
-    assert found.said == []
-
-
 def test_what_is_no_request_of_the_two_is_refused(releasing: Releasing) -> None:
     with serving(releasing.by) as found:
         for method, path, length, status in (

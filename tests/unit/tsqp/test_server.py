@@ -7,16 +7,11 @@ import gc
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from tee_side.policy.placement import load_policy
 from tests.kit.rows import each_row
 from tests.kit.service import run
-from tsqp import server
 from tsqp.server import note_failure
 
 # Weights are read when the test says so.
@@ -88,35 +83,3 @@ def test_what_fails_on_the_loop_is_logged_without_its_words(
     assert fields["error"] == "ValueError"
     assert "test_server.py:" in fields["at"]
     assert SECRET not in str(vars(record))
-
-
-def test_the_fingerprint_is_another_where_the_bits_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "calibration"
-    file.write_bytes(b"scales")
-    given = {
-        "model_digest": "a",
-        "policy": load_policy("shielded"),
-        "dtype": torch.float32,
-        "model_directory": tmp_path,
-    }
-
-    def of(**changes: Any) -> str:
-        runner: Any = SimpleNamespace(**(given | changes))
-        return server._fingerprint(runner, file)
-
-    first = of()
-    others = [
-        of(model_digest="b"),
-        of(dtype=torch.bfloat16),
-        of(policy=load_policy("quantized-clear")),
-    ]
-    assert of() == first
-    file.write_bytes(b"other scales")
-    others.append(of())
-    file.write_bytes(b"scales")
-    # What samples, and says log-probabilities: torch, by the instructions that it has chosen.
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
-    others.append(of())
-    assert len({first, *others}) == 6

@@ -225,12 +225,10 @@ def test_nothing_is_sent_before_a_proof_or_past_tls(
     context = AttestedContext(policy)
     with serving(honest) as server:
         address = ("127.0.0.1", server.port)
-        for options in ({"do_handshake_on_connect": False}, {"server_side": True}):
-            with (
-                socket.create_connection(address) as plain,
-                pytest.raises(ValueError, match="whose handshake comes first"),
-            ):
-                context.wrap_socket(plain, **options)
+        with socket.create_connection(address) as plain:
+            for option in ({"do_handshake_on_connect": False}, {"server_side": True}):
+                with pytest.raises(ValueError, match="whose handshake comes first"):
+                    context.wrap_socket(plain, **option)
         with context.wrap_socket(socket.create_connection(address)) as connection:
             # As another thread may leave it at any time: `SSLSocket` would send past TLS now.
             connection._sslobj = None  # type: ignore[attr-defined]
@@ -239,8 +237,6 @@ def test_nothing_is_sent_before_a_proof_or_past_tls(
                     send(b"a prompt")
             with pytest.raises(NotImplementedError):
                 connection.sendto(b"a prompt", address)
-            with pytest.raises(NotImplementedError):
-                connection.sendfile(None)  # type: ignore[arg-type]
     unconnected = context.wrap_socket(socket.socket())
     with unconnected, pytest.raises(OSError, match="before the other end has proved itself"):
         unconnected.send(b"a prompt")
@@ -248,16 +244,10 @@ def test_nothing_is_sent_before_a_proof_or_past_tls(
         context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO())
 
 
-def test_other_addresses_are_refused(policy: AppraisalPolicy, honest: Identity) -> None:
+def test_other_addresses_are_refused() -> None:
     for url in ("http://127.0.0.1:1", "127.0.0.1:1", "https://", "https://host:port", "ftp://a"):
         with pytest.raises(SettingsError, match="https://HOST"):
             Address.of(url)
-    with serving(honest) as server, socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(EndpointError, match=f"--listen 127.0.0.1:{port}"):
-            Proxy(("127.0.0.1", port), Address.of(server.url), AttestedContext(policy), print)
-    with pytest.raises(EndpointError, match="Connection refused"):
-        prove(Address("127.0.0.1", port), AttestedContext(policy))
 
 
 # ------------------------------------------------------------------------ the proxy on this machine

@@ -1,76 +1,18 @@
-"""A conversation goes on, and what is shown is written by the clock and not by tokens."""
+"""What is shown is decoded and written by a thread of its own, by the clock and not by tokens."""
 
 from __future__ import annotations
 
 import io
-import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from tee_side.engine.tokenizer import Tokenizer
-from tee_side.policy.placement import load_policy
-from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli import printing
-from tsqp.cli.chat import Conversation
 from tsqp.cli.printing import Printer
-from tsqp.cli.program import model_directory
 from tsqp.cli.status import StatusLine
-
-SETTINGS: dict[str, Any] = {
-    "as_json": True,
-    "stats": True,
-    "stop": (),
-    "max_new_tokens": 100,
-    "seed": None,
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    directory = model_directory("demo")
-    settings = RunnerSettings(directory, load_policy("tee-only"))
-    with Runner(settings, tokenizer=Tokenizer(directory)) as started:
-        yield started
-
-
-@pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_stops_the_answer_and_a_second_one_the_chat(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, signals: int
-) -> None:
-    """A step that waits for a service must not hold a person who gives up."""
-    made = Conversation(runner, SETTINGS, None, in_terminal=True)
-    before, step, steps = signal.getsignal(signal.SIGINT), runner.step, SimpleNamespace(count=0)
-
-    def interrupted() -> None:
-        steps.count += 1
-        if steps.count == 4:
-            for _ in range(signals):
-                os.kill(os.getpid(), signal.SIGINT)
-        step()
-
-    monkeypatch.setattr(runner, "step", interrupted)
-    lines = iter(("Tell me a story about a fox.", "Tell me another one."))
-    if signals == 2:
-        with pytest.raises(KeyboardInterrupt):
-            made.run(lambda: next(lines, None))
-    else:
-        made.run(lambda: next(lines, None))
-        first, second = made.turns
-        assert (len(first.token_ids), first.finish_reason) == (3, "stop")
-        assert len(second.token_ids) > 3
-        assert made.messages[1]["content"] == first.text != ""
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 class Text:
