@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError
 from protocol.integer import exact_product, ring_product
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized, quantize_rows
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site
-from tests.kit.model import SavedModel, make_model, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
 from tsqp.calibrate import (
     MIN_STEPS,
@@ -143,20 +141,6 @@ def test_every_site_sees_what_transformers_multiplies(
     assert calibration.tokens == 69
     assert calibration.model_digest == model_digest(config, checkpoint)
     assert calibration.linear_digest == linear_digest(config, checkpoint)
-
-
-def test_a_model_whose_weights_hide_outliers_is_refused(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name, tensor in tensors.items():
-        if name.endswith("input_layernorm.weight"):
-            tensor[5:13] *= 1000
-        if any(f"{module}.weight" in name for module in FUSED_MODULES["qkv_proj"]):
-            tensor[:, 5:13] /= 1000
-    save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(CalibrationError, match="qkv_proj in layer 0: error of the integer product"):
-        calibrate_on(read_config(tmp_path), Checkpoint(tmp_path), [token_ids(100)])
 
 
 def test_the_shipped_file_is_what_the_command_makes() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from gpu_side.metrics import StateCollector
 from gpu_side.state import ServiceState
-from tee_side.policy.placement import builtin_policies, load_policy
 from tests.kit.rows import each_row
-from tsqp.catalogue import masks_page, policy_entry
+from tsqp.catalogue import masks_page
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -50,19 +49,6 @@ def test_the_readme_is_a_page_and_the_documentation_says_each_thing_once() -> No
 def test_the_page_on_masks_is_what_the_classes_say() -> None:
     page = (DOCS / "masks.md").read_text(encoding="utf-8")
     assert page == masks_page(), "stale: make docs"
-
-
-@each_row("name", builtin_policies())
-def test_the_page_on_policies_agrees_with_their_files(name: str) -> None:
-    lines = (DOCS / "policies.md").read_text(encoding="utf-8").splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
-    (about,) = (row for row in cells if f"`{name}`" in row[0] and len(row) == 6)
-    entry = policy_entry(load_policy(name))
-    assert about[-1] == entry.standing
-    for mask in entry.masks:
-        assert f"under `{mask}`" in about[3]
-    assert about[4].replace("no service", "0 services").startswith(str(entry.services))
-    assert ("`tsqp calibrate`" in about[4]) == (entry.arithmetic == "int8")
 
 
 def test_the_page_for_operators_names_all_metrics_and_events() -> None:

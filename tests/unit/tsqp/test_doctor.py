@@ -51,34 +51,14 @@ def test_a_run_that_would_start_lacks_nothing(service: Service, tmp_path: Path) 
     expected = {"model", "policy", "linear weights", "tokenizer", "calibration", "bank", "entropy"}
     assert states == dict.fromkeys([*expected, f"service {service.endpoint}"], "ok")
     assert found["bank"]["detail"] == "2 of 2 pads left"
+    copy = tmp_path / "copy"
+    shutil.copytree(model_directory("demo"), copy)
+    (copy / "calibration.safetensors").unlink()
+    status, found = examined(copy, "--gpu", service.endpoint)
+    assert (status, found["calibration"]["remedy"]) == (1, f"tsqp calibrate {copy}")
     status, found = examined("demo", "--policy", "tee-only")  # nothing leaves
     assert status == 0
     assert not {"calibration", "bank", "keys"} & found.keys()
-
-
-@each_row(
-    ("removed", "name", "state", "remedy"),
-    [
-        ("calibration.safetensors", "calibration", "missing", "tsqp calibrate "),
-        ("config.json", "model", "missing", "Hugging Face directory"),
-        ("model.safetensors", "model", "missing", "Hugging Face directory"),
-        ("tokenizer.json", "tokenizer", "note", ""),
-    ],
-)
-def test_a_file_that_is_missing_is_named_with_what_makes_it(
-    service: Service,
-    tmp_path_factory: pytest.TempPathFactory,
-    removed: str,
-    name: str,
-    state: str,
-    remedy: str,
-) -> None:
-    model = tmp_path_factory.mktemp("copy") / "model"
-    shutil.copytree(model_directory("demo"), model)
-    (model / removed).unlink()
-    status, found = examined(model, "--gpu", service.endpoint)
-    assert (status, found[name]["state"]) == (int(state == "missing"), state)
-    assert remedy in found[name]["remedy"]
 
 
 def test_a_generator_without_a_seed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

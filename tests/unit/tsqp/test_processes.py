@@ -7,8 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -51,30 +49,6 @@ def test_a_child_whose_parent_is_gone_ends_before_it_begins(tmp_path: Path) -> N
     ended = subprocess.run(command, check=False)
     assert ended.returncode == -signal.SIGTERM
     assert not mark.exists()
-
-
-@linux_only
-def test_a_child_outlives_the_thread_that_started_it() -> None:
-    def start() -> None:
-        process, _ = running.enter_context(child(["sh", "-c", "echo up; exec cat"], **pipes))
-        started.append(process)
-        assert process.stdout is not None
-        first.append(process.stdout.readline())
-
-    started: list[subprocess.Popen[bytes]] = []
-    first: list[bytes] = []
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with ExitStack() as running:
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        (process,) = started
-        assert first == [b"up\n"]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin:
-            process.stdin.write(b"here")
-        assert process.stdout.read() == b"here"
 
 
 @linux_only

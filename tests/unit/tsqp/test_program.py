@@ -23,7 +23,6 @@ from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT
 from tsqp.cli.main import command as tsqp
 from tsqp.cli.program import run
-from tsqp.extras import needing, require
 
 WAITS = """
 import sys, time, click
@@ -41,9 +40,6 @@ def command():
 
 run(command, "tee-runner")
 """
-
-
-MISSING = ("no_such_module", "tsqp x", "the extra y")
 
 
 def end_of(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
@@ -186,11 +182,6 @@ def test_output_that_cannot_be_written_and_an_extra_that_is_missing_are_one_line
         result = subprocess.run(words, stdout=full, stderr=pipe, env=ENVIRONMENT, check=False)
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
-    for failed in (lambda: importlib.import_module("no_such_module"), lambda: require(*MISSING)):
-        with pytest.raises(SettingsError) as refused, needing(*MISSING[1:]):
-            failed()
-        said = "tsqp x: got no module no_such_module, expected the extra y"
-        assert str(refused.value) == said
     with mock.patch.dict(sys.modules, {"transformers": None}):
         asked = CliRunner().invoke(tsqp, ["demo"])
     assert isinstance(asked.exception, SettingsError)
