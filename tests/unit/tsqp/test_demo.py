@@ -8,15 +8,12 @@ from gpu_side.encoding import Form, encode_reply
 from protocol.encoding import decode_reply
 from protocol.errors import ErrorCode
 from protocol.messages import TensorReply, Timing
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_names
-from protocol.model.config import read_config
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.demo.feed import Feed
 from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Liar, Lie
-from tsqp.demo.matching import Matcher
 from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_integers
 
 DEMO = model_directory("demo")
@@ -44,23 +41,6 @@ def test_uniform_words_are_even_and_others_are_not() -> None:
     assert not even(torch.randn(250_000))
     # Every value once is as even as it gets, but too little to say so.
     assert not even(torch.arange(256).to(torch.uint8).view(torch.int32))
-
-
-def test_rows_in_the_clear_are_read_and_padded_ones_are_not() -> None:
-    config, checkpoint, matcher = read_config(DEMO), Checkpoint(DEMO), Matcher()
-    ids = matcher.tokenizer.encode("Once upon a time there was a lamp")
-    gain_D = torch.empty(config.hidden_size)
-    checkpoint.copy_into(norm_names(config, 0)["input_layernorm"], gain_D)
-    rows_TD = checkpoint.rows(EMBEDDING, 0, config.vocab_size).float()[ids] * gain_D
-    integers_TD = (rows_TD * 100).round().to(torch.int32)
-    for sent in ([rows_TD[:3], rows_TD[3:]], [integers_TD], [rows_TD[4:]]):
-        found = matcher.read(sent, ids)
-        assert found is not None
-        assert found.right == found.tokens == sum(map(len, sent))
-    padded = matcher.read([integers_TD + words(*integers_TD.shape)], ids)
-    assert padded is not None
-    assert padded.right is not None
-    assert padded.right <= 1
 
 
 def test_one_number_of_one_reply_is_changed_by_one_and_no_other() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import EngineError, LimitError, PromptError, SettingsError
+from protocol.errors import EngineError, LimitError, PromptError
 from tests.kit.rows import each_row
 from tsqp import LLM, SamplingParams
 
@@ -93,17 +93,6 @@ def test_what_is_of_another_kind_is_refused_and_ends_nothing(llm: LLM, wrong: An
     with pytest.raises((PromptError, LimitError)):
         wrong(llm)
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "length"
-
-
-def test_what_is_no_setting_is_refused() -> None:
-    for given, said in (
-        ({"colour": "red"}, "the option 'colour'"),
-        ({"threads": 0}, "--threads"),
-        ({"seed": 1}, "option 'seed', expected .* SamplingParams"),
-        ({"max_new_tokens": 1}, "option 'max_new_tokens', expected .* SamplingParams"),
-    ):
-        with pytest.raises(SettingsError, match=said):
-            LLM("demo", policy="tee-only-int8", **given)
 
 
 def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> None:

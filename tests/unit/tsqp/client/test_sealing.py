@@ -149,9 +149,8 @@ def test_a_request_is_sealed_to_its_path_and_query_and_each_time_anew(
     assert one[: KEY.sealed_bytes] != two[: KEY.sealed_bytes]
 
 
-def test_a_piece_is_there_before_the_next_one_comes() -> None:
+def test_a_piece_is_there_before_the_next_one_comes_and_an_answer_that_is_left_is_closed() -> None:
     server = Server()
-    # One that is left is closed.
     with server.client() as client, client.stream("POST", URL) as answer:
         assert next(answer.iter_raw()) == PIECES[0]
     assert server.stream.closed
