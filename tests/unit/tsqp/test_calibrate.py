@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,14 @@ from protocol.integer import exact_product, ring_product
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.quantized import load_quantized, quantize_rows
+from protocol.model.quantized import quantize_rows
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site
-from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
 from tsqp.calibrate import (
     MIN_STEPS,
     STEPS,
     calibrate,
-    calibrate_on,
     check_error,
     choose_scales,
     coarse,
@@ -105,42 +102,6 @@ def test_inputs_without_a_size_and_errors_beyond_the_bound_are_refused() -> None
 
 
 # ------------------------------------------------------------------------------------- whole models
-
-
-def test_every_site_sees_what_transformers_multiplies(
-    saved_model: Callable[..., SavedModel],
-) -> None:
-    model = saved_model("qwen2")
-    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    chunks = [token_ids(60, seed=1), token_ids(9, seed=2)]
-    calibration, hooks = calibrate_on(config, checkpoint, chunks), []
-    expected: dict[tuple[int, str], float] = {}
-
-    def hook_of(site: tuple[int, str]) -> Callable[..., None]:
-        def hook(_module: object, arguments: tuple[torch.Tensor, ...]) -> None:
-            largest = arguments[0].norm(dim=-1).max().item()
-            expected[site] = max(expected.get(site, 0.0), largest)
-
-        return hook
-
-    for layer, block in enumerate(model.reference.model.layers):
-        modules = {"qkv_proj": block.self_attn.k_proj, "o_proj": block.self_attn.o_proj}
-        modules |= {"gate_up_proj": block.mlp.up_proj, "down_proj": block.mlp.down_proj}
-        for operator, module in modules.items():
-            hooks.append(module.register_forward_pre_hook(hook_of((layer, operator))))
-    for ids in chunks:
-        model.logits(ids)
-    for hook in hooks:
-        hook.remove()
-    assert calibration.sites.keys() == expected.keys()
-    for site, scales in calibration.sites.items():
-        largest, max_norm = expected[site], scales.max_norm
-        assert largest * (1 - 1e-4) <= max_norm <= largest * 2**0.25 * (1 + 1e-4)
-        weights = load_quantized(checkpoint, config, *site)
-        calibration.check_weights(site, weights.scale, weights.max_row_norm())
-    assert calibration.tokens == 69
-    assert calibration.model_digest == model_digest(config, checkpoint)
-    assert calibration.linear_digest == linear_digest(config, checkpoint)
 
 
 def test_the_shipped_file_is_what_the_command_makes() -> None:

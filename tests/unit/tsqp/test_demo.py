@@ -11,7 +11,6 @@ from protocol.messages import TensorReply, Timing
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
-from tsqp.demo.feed import Feed
 from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Liar, Lie
 from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_integers
@@ -19,28 +18,6 @@ from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_int
 DEMO = model_directory("demo")
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
 REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"
-
-
-def words(*shape: int) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
-
-
-def test_uniform_words_are_even_and_others_are_not() -> None:
-    def even(tensor: torch.Tensor) -> bool:
-        feed = Feed(kept=1)
-        feed.add(Seen("q_proj k_proj v_proj", 0, (tensor,)))
-        found = feed.bytes()
-        return found is not None and found.even
-
-    uniform = words(250_000)
-    assert even(uniform)
-    # One byte in fifty is 0 beyond what chance would make of it: not visible, but not even.
-    tampered = uniform.view(torch.uint8).clone()
-    tampered[::50] = 0
-    assert not even(tampered.view(torch.int32))
-    assert not even(torch.randn(250_000))
-    # Every value once is as even as it gets, but too little to say so.
-    assert not even(torch.arange(256).to(torch.uint8).view(torch.int32))
 
 
 def test_one_number_of_one_reply_is_changed_by_one_and_no_other() -> None:

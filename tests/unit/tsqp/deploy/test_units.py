@@ -1,8 +1,7 @@
-"""Units and containers: hardened, and what they start is ours."""
+"""Units of systemd and containers: hardened, and what they start is ours."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import tomllib
@@ -148,6 +147,23 @@ def test_what_a_unit_starts_is_ours_by_a_user_of_its_own(side: str) -> None:
     assert service["User"] not in [*others, ["root"]]
 
 
+@each_row("side", ["gpu-service", "tee-runner"])
+def test_a_container_has_no_rights_and_starts_what_is_ours(side: str) -> None:
+    content = yaml.safe_load((DEPLOY / "container/compose.yaml").read_text())
+    service = content["services"][side]
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["ulimits"]["core"] == 0
+    assert not service.keys() & {"privileged", "cap_add", "user", "devices", "pid", "ipc"}
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    assert service.get("network_mode") == ("none" if side == "gpu-service" else None)
+    assert unknown_words([side, *service["command"]]) == []
+    users = re.findall(
+        r"^USER (.*)", (DEPLOY / "container/Containerfile").read_text(), re.MULTILINE
+    )
+    assert users == ["65532:65532"]
+
+
 def test_a_wheel_has_every_file_for_deployment() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     patterns = tools["setuptools"]["package-data"]["tsqp"]
@@ -157,46 +173,3 @@ def test_a_wheel_has_every_file_for_deployment() -> None:
     names = [f"deploy/{path.parent.name}/{path.name}" for path in there if path.is_file()]
     assert len(names) > 5
     assert [name for name in names if not any(fnmatchcase(name, each) for each in patterns)] == []
-
-
-# ------------------------------------------------------------------------------------ containers
-
-
-def read_stages() -> dict[str, list[tuple[str, str]]]:
-    """Return the instructions of each stage of the Containerfile."""
-    text = (DEPLOY / "container/Containerfile").read_text()
-    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
-    found: dict[str, list[tuple[str, str]]] = {"": []}
-    for line in filter(None, text.splitlines()):
-        name, _, value = line.partition(" ")
-        if name == "FROM":
-            found[value.partition(" AS ")[2]] = [(name, value.partition(" ")[0])]
-        else:
-            list(found.values())[-1].append((name, value.strip()))
-    return found
-
-
-@each_row("side", ["gpu-service", "tee-runner"])
-def test_a_container_runs_one_program_without_rights(side: str) -> None:
-    stages = read_stages()
-    run, own = (dict(stages[name]) for name in ("run", side))
-    # No later instruction takes it back.
-    assert run["USER"] == "65532:65532"
-    assert own["FROM"] == "run"
-    assert not own.keys() & {"USER", "RUN"}
-    assert json.loads(own["ENTRYPOINT"]) == [side]
-    tools = {"g++", "gcc", "clang", "make", "pip", "python3-pip", "python3-dev", "git", "curl"}
-    assert not tools & set(shlex.split(run["RUN"].partition("install")[2].partition("&&")[0]))
-    assert "-perm /6000 -exec chmod a-s" in run["RUN"]
-    service = yaml.safe_load((DEPLOY / "container/compose.yaml").read_text())["services"][side]
-    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["ulimits"]["core"] == 0
-    assert not service.keys() & {"privileged", "cap_add", "user", "devices", "pid", "ipc"}
-    assert service["volumes"] == ["link:/run/tsqp" + (":ro" if side == "tee-runner" else "")]
-    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
-    assert service.get("network_mode") == ("none" if side == "gpu-service" else None)
-    assert unknown_words([side, *service["command"]]) == []
-    health = json.loads(own["HEALTHCHECK"].partition("CMD")[2])
-    assert service["healthcheck"]["test"] == ["CMD", *health]
-    assert health[0] != "tsqp" or unknown_words(health) == []
