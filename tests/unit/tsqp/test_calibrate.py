@@ -101,9 +101,6 @@ def test_inputs_without_a_size_and_errors_beyond_the_bound_are_refused() -> None
             check_error(error, SITE)
 
 
-# ------------------------------------------------------------------------------------- whole models
-
-
 def test_the_shipped_file_is_what_the_command_makes() -> None:
     config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     digests = (model_digest(config, checkpoint), linear_digest(config, checkpoint))
