@@ -1,4 +1,4 @@
-"""Children end with their parent, and what they say is passed on."""
+"""Children end with their parent, and get no settings of ours."""
 
 from __future__ import annotations
 

@@ -34,15 +34,13 @@ URL = "https://proxy.example/v1/completions?a=b%20c"
 class Pieces(httpx2.SyncByteStream):
     """A body that comes in pieces. `gone`: pieces that were asked for; `closed`: by the reader."""
 
-    def __init__(self, pieces: list[bytes], error: Exception | None = None) -> None:
-        self.pieces, self.error, self.gone, self.closed = pieces, error, 0, False
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces, self.gone, self.closed = pieces, 0, False
 
     def __iter__(self) -> Iterator[bytes]:
         for piece in self.pieces:
             self.gone += 1
             yield piece
-        if self.error is not None:
-            raise self.error
 
     def close(self) -> None:
         self.closed = True
@@ -74,7 +72,7 @@ class Server(httpx2.BaseTransport):
         said = self.said or ResponseHead(status=self.inner, headers=headers).encode()
         self.parts = [SALT + direction.seal(said), *map(direction.seal, PIECES)]
         self.parts.append(direction.seal(b"", final=True))
-        self.stream = Pieces(self.change(self.parts), self.outer.get("error"))
+        self.stream = Pieces(self.change(self.parts))
         return httpx2.Response(
             self.outer.get("status", 200),
             headers=self.outer.get("headers", {"content-type": CONTENT_TYPE}),
