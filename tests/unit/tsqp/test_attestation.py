@@ -1,4 +1,4 @@
-"""Tests of what a server claims: each claim is of what runs."""
+"""What a program claims is what runs, and evidence for one reader is none for another."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import httpx2
+import pynvml
 import pytest
 import zmq
 from click.testing import CliRunner
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding
 from zmq.utils import z85
 
 from protocol.codec import pack
@@ -23,7 +29,7 @@ from protocol.model.manifest import Manifest
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, Purpose, report_data
 from tee_side.attest.evidence import Evidence
-from tee_side.attest.receipts import Receipt
+from tee_side.attest.receipts import DOMAIN, Receipt
 from tee_side.attest.simulated import simulate, verify_simulated
 from tee_side.attest.statement import Statement
 from tee_side.policy.placement import ServiceTerms, load_policy
@@ -31,10 +37,10 @@ from tee_side.remote.attested import ServiceAppraisal
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
 from tests.kit.evidence import serving
+from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
-from tests.unit.tee_side.attest.test_receipts import forged
 from tsqp import attestation
-from tsqp.attestation import _NOT_CLAIMED, identify, release_key, tls_files
+from tsqp.attestation import _NOT_CLAIMED, identify, release_key, settings_digest, tls_files
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.cli.running import Loaded, policy_digest
@@ -43,21 +49,12 @@ from tsqp.client import NotAttestedError
 from tsqp.client.attested_tls import AttestedContext
 from tsqp.client.connection import Address, prove
 from tsqp.client.sealed_connection import ProvedTransport
+from tsqp.gpu_evidence import ask_gpus
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease
 from tsqp.manifest import make_manifest
 from tsqp.seal_keys import State
 from tsqp.service_attestation import attested_service
-
-MASK = """
-from tee_side.protect.masks.mask import RowMask
-
-
-class Mine(RowMask):
-    '''{}'''
-
-    name = "mine"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +73,7 @@ def claims(loaded: Loaded, **changes: Any) -> Claims:
     return Claims.decode(identify(usual() | changes, loaded).state(b"").claims)
 
 
-def test_an_emulated_guest_repeats_what_its_host_computed(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = tmp_path / "raw"
-    said.write_text(bytes(range(48)).hex())
-    monkeypatch.setattr(attestation, "_EMULATED", said)
-    evidence = Evidence.decode(identify(usual(), loaded).state(b"").evidence)
-    assert verify_simulated(evidence.report).measurement == bytes(range(48))
-    said.unlink()
-    evidence = Evidence.decode(identify(usual(), loaded).state(b"").evidence)
-    assert verify_simulated(evidence.report).measurement != bytes(range(48))
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loaded(manifest: Manifest) -> Loaded:
     """Under tee-only."""
     return Loaded(manifest, load_policy("tee-only"), None)
@@ -99,11 +83,9 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded, manifest: M
     found = claims(loaded)
     assert found.model == hashlib.sha256(manifest.to_bytes()).digest()
     assert found.policy.hex() == policy_digest(loaded.policy)
+    assert found.settings == settings_digest(usual())
     other = replace(loaded, policy=load_policy("shielded"))
     assert claims(other).policy.hex() == policy_digest(other.policy) != found.policy.hex()
-
-
-def test_without_a_manifest_nothing_is_claimed(loaded: Loaded) -> None:
     with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
         claims(replace(loaded, manifest=None))
 
@@ -128,9 +110,19 @@ def test_without_a_manifest_nothing_is_claimed(loaded: Loaded) -> None:
         ("prefix_reuse", False),
     ],
 )
-def test_an_option_that_matters_is_claimed(loaded: Loaded, name: str, value: object) -> None:
-    assert usual()[name] != value
-    assert claims(loaded, **{name: value}).settings != claims(loaded).settings
+def test_an_option_that_matters_is_claimed(name: str, value: object) -> None:
+    given = usual()
+    assert given[name] != value
+    assert settings_digest(given | {name: value}) != settings_digest(given)
+
+
+def test_where_things_are_is_not_claimed() -> None:
+    """A key server is told of the options before MODEL opens; the manifest pins calibration."""
+    given = usual() | {"api_keys": Path("a")}
+    elsewhere = {"port": 1, "model": "/nowhere", "calibration": Path("/nowhere/scales")}
+    assert settings_digest(given | elsewhere) == settings_digest(given)
+    assert settings_digest(given | {"api_keys": Path("b")}) == settings_digest(given)
+    assert given.keys() >= _NOT_CLAIMED
 
 
 def test_what_services_have_to_prove_is_claimed(loaded: Loaded, tmp_path: Path) -> None:
@@ -148,22 +140,35 @@ def test_what_services_have_to_prove_is_claimed(loaded: Loaded, tmp_path: Path) 
     assert found.plugins == {"service appraisal": hashlib.sha256(b"a policy").digest()}
 
 
-def test_where_a_file_is_does_not_matter(loaded: Loaded) -> None:
-    one, other = (claims(loaded, api_keys=Path(name)).settings for name in ("a.toml", "b.toml"))
-    assert one == other
-    assert claims(loaded, port=1).settings == claims(loaded, port=2).settings
-
-
-def test_each_option_is_claimed_or_known_not_to_be() -> None:
-    assert usual().keys() >= _NOT_CLAIMED
-
-
-def test_nothing_of_the_model_is_read(loaded: Loaded) -> None:
-    """A key server is told before it opens; the manifest pins the calibration as well."""
+def test_keys_of_services_are_claimed_and_those_without_as_well(
+    loaded: Loaded, tmp_path: Path
+) -> None:
     shielded = replace(loaded, policy=load_policy("shielded"))
-    path = Path("/nowhere/calibration.safetensors")
-    elsewhere = claims(shielded, model="/nowhere", calibration=path)
-    assert elsewhere.settings == claims(shielded).settings
+    gpu = ("tcp://a:1", "tcp://b:1")
+    without = {"service 1": bytes(32), "service 2": bytes(32)}
+    assert claims(shielded, gpu=gpu).curve_keys == without
+    secret, _, public = new_key_pair(tmp_path / "runner")
+    service, _ = zmq.curve_keypair()
+    keyed = {"identity": secret, "service_key": (service.decode(),)}
+    assert claims(shielded, gpu=gpu, **keyed).curve_keys == {
+        "runner": z85.decode(public.encode()),
+        "service 1": z85.decode(service),
+        "service 2": z85.decode(service),
+    }
+    # Nothing leaves under tee-only, whatever is named.
+    assert "service 1" not in claims(loaded, gpu=gpu).curve_keys
+    with pytest.raises(SettingsError, match=r"nowhere\.pem: got No such file"):
+        claims(loaded, attest_certificate=(tmp_path / "nowhere.pem",))
+
+
+def test_the_key_of_a_connection_is_not_on_a_disk(loaded: Loaded) -> None:
+    made = identify(usual(), loaded)
+    with tls_files(made) as names:
+        for name in names:
+            assert Path(name).resolve().name.startswith("memfd:")
+        assert b"PRIVATE KEY" in Path(names[1]).read_bytes()
+    for name in names:
+        assert not Path(name).exists()
 
 
 def test_a_key_server_is_told_what_clients_are(
@@ -177,6 +182,11 @@ def test_a_key_server_is_told_what_clients_are(
     key, policy = HpkeKey(), loaded.policy
     monkeypatch.setattr(attestation, "key_of_server", server)
     settings = usual() | {"seal_key_server": "http://a", "dtype": "float32"}
+    with pytest.raises(SettingsError, match="--seal-key-server: got no --attest"):
+        release_key(settings | {"attest": None}, loaded.manifest, policy, "http://a")
+    with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
+        release_key(settings, None, policy, "http://a")
+    assert not said
     assert release_key(settings, loaded.manifest, policy, "http://a") == b"the key"
     told = Claims.decode(said["http://a"].claims)
     evidence = Evidence.decode(said["http://a"].evidence)
@@ -188,6 +198,9 @@ def test_a_key_server_is_told_what_clients_are(
     assert told.model_dump(exclude=own) == theirs.model_dump(exclude=own)
     shown = capsys.readouterr().err
     assert all(one.hex() in shown for one in (told.model, told.policy, told.settings))
+
+
+# ------------------------------------------------------------------------ evidence has one reader
 
 
 class Programs(NamedTuple):
@@ -309,6 +322,25 @@ def test_evidence_for_one_reader_is_none_for_another(
             assert f"purpose: got {purpose}, expected {wanted}" in found
 
 
+def forged(key: bytes, claims: Claims) -> bytes:
+    """Make a receipt that passes under a key of small order, for which there is no secret.
+
+    The equation is S B = R + h A. With S = 0 and the neutral point as R, it holds for each hash h
+    that the order of A divides: some times of one are tried.
+    """
+    said = {"model": claims.model, "policy": claims.policy}
+    said |= dict.fromkeys(("previous", "request", "response"), NONE)
+    counts = dict.fromkeys(("sequence", "prompt_tokens", "completion_tokens"), 1)
+    signature = (1).to_bytes(32, "little") + bytes(32)
+    for time in range(200):
+        fields = {**said, **counts, "time": time, "sampling": {}, "seed": None}
+        packed = Receipt.model_validate(fields).encode()
+        with suppress(InvalidSignature):
+            Ed25519PublicKey.from_public_bytes(key).verify(signature, DOMAIN + packed)
+            return packed + signature
+    raise AssertionError("the library refuses this key")
+
+
 @each_row("purpose", ["key", "service"])
 def test_evidence_that_goes_in_the_clear_makes_no_receipt(
     programs: Programs, tmp_path: Path, purpose: Purpose
@@ -324,9 +356,7 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
     lines = [f"{name} = {json.dumps(value)}" for name, value in pinned.items()]
     lines = [f'[simulated]\nmeasurements = ["{measured.hex()}"]\n[claims]', *lines]
     policy.write_text("\n".join(['mode = "development"\nmax_age_s = 60', *lines]))
-    signed = forged(bytes(32), model=claims.model, policy=claims.policy)
-    file.write_bytes(b64encode(signed))
-    assert Receipt.decode(signed[:-64]).model == claims.model
+    file.write_bytes(b64encode(forged(bytes(32), claims)))
 
     def stated(**fields: Any) -> Statement:
         said = pack(dict(sorted(fields.items())))
@@ -349,44 +379,65 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
         assert str(file) not in result.stdout
 
 
-def test_without_attest_or_a_manifest_no_key_server_is_asked(loaded: Loaded) -> None:
-    with pytest.raises(SettingsError, match="--seal-key-server: got no --attest"):
-        release_key(usual() | {"attest": None}, loaded.manifest, loaded.policy, "http://a")
-    with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
-        release_key(usual(), None, loaded.policy, "http://a")
+# ------------------------------------------------------------------------ evidence of GPUs
 
 
-def test_keys_of_services_are_claimed_and_those_without_as_well(
-    loaded: Loaded, tmp_path: Path
+NONCE = bytes(range(32))
+
+
+def driver_of(gpus: list[NvidiaGpu], patch: pytest.MonkeyPatch) -> None:
+    """Have pynvml find these."""
+
+    def said(found: Any, size: str, at: str, content: bytes) -> Any:
+        setattr(found, size, len(content))
+        getattr(found, at)[: len(content)] = content
+        return found
+
+    def certificate(gpu: NvidiaGpu) -> Any:
+        chain = map(x509.load_der_x509_certificate, gpu.certificates)
+        pem = b"".join(one.public_bytes(Encoding.PEM) for one in chain)
+        found = pynvml.c_nvmlConfComputeGpuCertificate_t()
+        return said(found, "attestationCertChainSize", "attestationCertChain", pem)
+
+    def report(gpu: NvidiaGpu, nonce: bytes) -> Any:
+        found = pynvml.c_nvmlConfComputeGpuAttestationReport_t()
+        signed = gpu.sign(messages(nonce))
+        return said(found, "attestationReportSize", "attestationReport", signed)
+
+    patch.setattr(pynvml, "nvmlInit", lambda: None)
+    patch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    patch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(gpus))
+    patch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", gpus.__getitem__)
+    patch.setattr(pynvml, "nvmlDeviceGetConfComputeGpuCertificate", certificate)
+    patch.setattr(pynvml, "nvmlDeviceGetConfComputeGpuAttestationReport", report)
+
+
+def test_a_service_with_gpus_is_what_a_runner_accepts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shielded = replace(loaded, policy=load_policy("shielded"))
-    gpu = ("tcp://a:1", "tcp://b:1")
-    assert claims(shielded, gpu=gpu).curve_keys == {
-        "service 1": bytes(32),
-        "service 2": bytes(32),
-    }
-    secret, _, public = new_key_pair(tmp_path / "runner")
-    service, _ = zmq.curve_keypair()
-    keyed = {"identity": secret, "service_key": (service.decode(),)}
-    assert claims(shielded, gpu=gpu, **keyed).curve_keys == {
-        "runner": z85.decode(public.encode()),
-        "service 1": z85.decode(service),
-        "service 2": z85.decode(service),
-    }
-    # Nothing leaves under tee-only, whatever is named.
-    assert "service 1" not in claims(loaded, gpu=gpu).curve_keys
-
-
-def test_the_key_of_a_connection_is_not_on_a_disk(loaded: Loaded) -> None:
-    made = identify(usual(), loaded)
-    with tls_files(made) as names:
-        for name in names:
-            assert Path(name).resolve().name.startswith("memfd:")
-        assert b"PRIVATE KEY" in Path(names[1]).read_bytes()
-    for name in names:
-        assert not Path(name).exists()
-
-
-def test_certificates_are_read_in_both_forms(loaded: Loaded, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"nowhere\.pem: got No such file"):
-        claims(loaded, attest_certificate=(tmp_path / "nowhere.pem",))
+    gpus = [make_gpu(), make_blackwell()]
+    driver_of(gpus, monkeypatch)
+    options = {"attest": "simulated", "attest_gpus": True, "public_key": tmp_path / "service.pub"}
+    options |= {"attest_certificate": (), "attest_collateral": None}
+    made = attested_service(options, {"device": "cuda"})
+    assert made is not None
+    keys = ClientKeys(made.secret, public_key_of(tmp_path / "service.pub"))
+    said = AppraisalPolicy.development().model_dump(exclude={"nvidia"})
+    any_gpu = dict.fromkeys(("measurements", "driver", "vbios"), "any")
+    policy = AppraisalPolicy.model_validate(said | {"nvidia": any_gpu}, strict=False)
+    appraise = ServiceAppraisal("simulated+nvidia", policy)  # type: ignore[arg-type]
+    weights = "ab" * 32
+    stated = made.attest(NONCE, weights)
+    with ExitStack() as stack:
+        for gpu in gpus:
+            stack.enter_context(gpu.pinned())
+        appraise("tcp://gpu:1", keys, stated, NONCE)
+        with pytest.raises(EvidenceError, match="nonce"):
+            appraise("tcp://gpu:1", keys, stated, bytes(32))
+        without = AppraisalPolicy.model_validate(said, strict=False)
+        with pytest.raises(EvidenceError, match="GPUs: got 0, 1, expected"):
+            ServiceAppraisal("simulated", without)("tcp://gpu:1", keys, stated, NONCE)
+    assert Claims.decode(Statement.decode(stated).claims).model.hex() == weights
+    gpus.clear()
+    with pytest.raises(EvidenceError, match="evidence of GPUs: got no GPU, expected GPUs of"):
+        ask_gpus(NONCE)

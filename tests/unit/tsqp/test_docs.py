@@ -1,0 +1,41 @@
+"""Links of all pages lead somewhere, and docs/masks.md is what the classes say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.kit.rows import each_row
+from tsqp.catalogue import masks_page
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *DOCS.glob("**/*.md")])
+
+
+def prose(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and the site make of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        is_there = target.exists() and (not anchor or anchor in anchors(target))
+        if "://" not in link and not is_there:
+            dead.append(link)
+    assert dead == []
+
+
+def test_the_page_on_masks_is_what_the_classes_say() -> None:
+    page = (DOCS / "masks.md").read_text(encoding="utf-8")
+    assert page == masks_page(), "stale: make docs"
