@@ -5,7 +5,6 @@ What it has in common with the other transports is in `tests/contract/test_trans
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import threading
@@ -21,7 +20,7 @@ import torch
 
 from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import stream, stream_wire
+from protocol import stream
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -78,34 +77,14 @@ def _taken(reader: MessageReader) -> list[list[bytes]]:
     return taken
 
 
-# --------------------------------------------------------------------------------- how it is laid
-
-
 def test_every_frame_begins_at_a_multiple_of_64_behind_the_sizes() -> None:
     expected = struct.pack("<IQQ", 2, 3, 70).ljust(64, b"\0") + b"abc".ljust(64, b"\0") + b"x" * 70
     assert _stream([b"abc", b"x" * 70]) == expected
-    for sizes in [(0,), (1,), (64,), (0, 0), (44, 44, 1), (63, 64, 65), tuple(range(12))]:
-        places, gaps, total = layout(sizes)
-        assert [place.stop - place.start for place in places] == list(sizes)
-        assert all(place.start % 64 == 0 for place in places)
-        assert places[-1].stop == total == sum(sizes) + sum(map(len, gaps))
-        assert struct.unpack_from(f"<I{len(sizes)}Q", gaps[0]) == (len(sizes), *sizes)
     tensor = memoryview(bytes(JOIN_BYTES))
     pieces, total = to_pieces([b"header", tensor])
     assert any(piece is tensor for piece in pieces)  # not copied
     assert total == 128 + JOIN_BYTES
 
-
-def test_remembered_layouts_are_bounded() -> None:
-    for size in range(1000):
-        layout((size, size + 1))
-        layout(tuple(range(size, size + 20)))
-    information = stream_wire._remembered_layout.cache_info()
-    assert information.maxsize is not None
-    assert information.currsize <= information.maxsize
-
-
-# ------------------------------------------------------------------------------------ how it comes
 
 SIZES = st.sampled_from([0, 1, 63, 64, 1000, COPY_BYTES, BUFFER_BYTES, BUFFER_BYTES + 1, 300_000])
 
@@ -213,8 +192,6 @@ def test_what_the_kernel_does_not_take_waits_in_order(pair: Pair, count: int) ->
     assert done
     assert received == expected
     assert (len(writer.unsent), writer.unsent_bytes) == (0, 0)
-    assert writer.send([b"small"])
-    assert len(right.recv(200)) == 69
 
 
 def test_a_small_message_does_not_overtake_one_that_waits(pair: Pair) -> None:
@@ -232,7 +209,6 @@ def test_a_small_message_does_not_overtake_one_that_waits(pair: Pair) -> None:
     assert received == expected
 
 
-GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 LARGE_REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
 
 
@@ -243,23 +219,6 @@ def test_an_address_that_can_never_answer_is_told_at_once(tmp_path: Path) -> Non
         pytest.raises(EndpointError, match="got Not a directory"),
     ):
         channel.submit(InitRequest())
-
-
-def test_a_socket_of_vsock_gets_its_timeout(channel: StreamChannel) -> None:
-    """Python gives options of that family numbers alone."""
-    try:
-        vsock = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-    except OSError as error:
-        pytest.skip(f"no vsock here: {error}")
-    with vsock, socket.socket(socket.AF_UNIX, fileno=os.dup(vsock.fileno())) as same:
-        channel._socket = vsock
-        channel._set_read_timeout(1.5)
-        channel._socket = None
-        value = same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
-    assert struct.unpack("@ll", value) == (1, 500_000)
-
-
-# -------------------------------------------------------------------- a service that does not read
 
 
 @pytest.mark.usefixtures("small_buffers")
@@ -328,9 +287,6 @@ def test_deadline_holds_while_a_large_request_is_read_a_little_at_a_time(
         reader.join()
 
 
-# ------------------------------------------------------------------------------- wrong messages
-
-
 def test_deadline_holds_while_a_large_reply_comes_a_little_at_a_time(
     listening: socket.socket, channel: StreamChannel
 ) -> None:
@@ -359,26 +315,15 @@ def test_deadline_holds_while_a_large_reply_comes_a_little_at_a_time(
     assert not unnoticed.is_set()
 
 
-@pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize(
-    ("sent", "code", "said"),
-    [
-        (GARBAGE, ErrorCode.MALFORMED_MESSAGE, "got 1347703880 frames"),
-        (struct.pack("<IQ", 1, 500 * 2**20), ErrorCode.LIMIT_EXCEEDED, "what fits into memory"),
-    ],
-)
 def test_what_is_no_message_ends_the_connection(
-    listening: socket.socket, channel: StreamChannel, sent: bytes, code: ErrorCode, said: str
+    listening: socket.socket, channel: StreamChannel
 ) -> None:
     listening.setblocking(True)
     first, second = channel.submit(InitRequest()), channel.submit(InitRequest())
     with accepted(listening) as served:
-        served.sendall(sent)
-        with pytest.raises(
-            ProtocolError, match=f"message from {channel.endpoint}: .*{said}"
-        ) as info:
+        served.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        with pytest.raises(ProtocolError, match=f"{channel.endpoint}: got 1347703880 frames"):
             channel.wait(first)
-        assert info.value.code is code
         assert channel._socket is None  # at once
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             channel.wait(second)
@@ -386,26 +331,6 @@ def test_what_is_no_message_ends_the_connection(
     channel.submit(InitRequest(), timeout_s=1.0)
     with accepted(listening) as again:
         assert again.recv(2**16) == request_bytes(channel._last_id)
-
-
-@pytest.mark.usefixtures("small_buffers")
-def test_garbage_while_a_request_waits_to_be_sent_ends_the_connection(
-    listening: socket.socket, channel: StreamChannel
-) -> None:
-    listening.setblocking(True)
-    channel.submit(LARGE_REQUEST)
-    with accepted(listening) as served:
-        served.sendall(GARBAGE)
-        with pytest.raises(ProtocolError, match="got 1347703880 frames"):
-            channel.submit(InitRequest())
-    channel.submit(InitRequest(), timeout_s=1.0)
-    with accepted(listening) as again:
-        again.settimeout(10)
-        # A whole message, from its beginning.
-        assert again.recv(2**16) == request_bytes(channel._last_id)
-
-
-# ----------------------------------------------------------------------------- lost connections
 
 
 def test_replies_that_came_before_the_connection_was_lost_count(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,7 +148,7 @@ def test_a_reply_of_too_many_frames_ends_the_connection(peer: Peer, spin_us: flo
         _one_round_trip(peer, channel)
 
 
-@each_row("seconds", [3600, 5])
+@pytest.mark.parametrize("seconds", [3600, 5])
 def test_where_a_socket_is_replaced_what_is_kept_is_bounded(
     channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
@@ -244,23 +243,6 @@ def _taken(listener: ZmqListener) -> tuple[bytes, ...]:
     return tuple(incoming.route)
 
 
-def test_an_address_that_is_taken_or_not_ours_is_refused(tmp_path: Path) -> None:
-    for endpoint in ("ipc:///no/such/directory/s", "tcp://192.0.2.1:5555"):
-        with pytest.raises(EndpointError, match="expected an address to bind"):
-            ZmqListener(endpoint)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(f"{tmp_path}/s")  # a file that is left over is replaced
-    for endpoint in ("tcp://127.0.0.1:*", f"ipc://{tmp_path}/s"):
-        with _listening(endpoint) as first:
-            with pytest.raises(EndpointError, match="got Address already in use") as info:
-                ZmqListener(first.endpoint)
-            assert info.value.where == first.endpoint
-            assert info.value.retryable
-            with ZmqChannel(first.endpoint) as channel:
-                channel.submit(InitRequest())
-                assert _taken(first)
-
-
 def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) -> None:
     """ZeroMQ alone would take 128 of them."""
     context = zmq.Context()
@@ -278,17 +260,11 @@ def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) ->
         while listener.send(route, [small, reply]):
             sent += 1
             assert sent < 64
-        # Two of them, and one more; and what ZeroMQ and the kernel take at the other end.
         assert sent >= 3
-        # Whoever reads gets all of them, and more after that.
+        # Whoever reads gets all of them.
         for _ in range(sent):
             assert client.poll(10_000)
             assert client.recv_multipart() == [small, reply]
-        until = time.monotonic() + 30
-        while not listener.send(route, [small]):
-            assert time.monotonic() < until
-        assert client.poll(10_000)
-        assert client.recv() == small
     context.term()
 
 
