@@ -40,9 +40,6 @@ def _opened() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# ------------------------------------------------------------------------------- what is adopted
-
-
 def test_a_segment_is_adopted_as_it_was_made() -> None:
     before = _opened()
     client, file = create(1000, 3 * MAX_AREA_BYTES)
@@ -125,9 +122,6 @@ def test_huge_pages_are_refused_but_transparent_ones(monkeypatch: pytest.MonkeyP
     os.close(file)
 
 
-# ------------------------------------------------------------------------------------- messages
-
-
 def test_what_is_put_is_seen_once_by_an_end_that_is_woken_up(ends: tuple[Lane, Lane]) -> None:
     for us, peer in (ends, ends[::-1]):
         assert peer.look() == -1
@@ -143,19 +137,11 @@ def test_what_is_put_is_seen_once_by_an_end_that_is_woken_up(ends: tuple[Lane, L
         us.put(5, ())  # no message gives the slot back
         assert peer.look() == 5
         assert not peer.view(5)
-
-
-def test_a_message_larger_than_its_area_is_not_put(ends: tuple[Lane, Lane]) -> None:
     client, service = ends
-    largest = 2 * PAGE - 64
-    assert client.put(0, [bytes(largest)]) is False
-    assert client.put(1, [bytes(largest + 1)]) is None
-    assert (service.look(), service.look()) == (0, -1)
-
-
-def test_messages_in_several_slots_say_their_order(ends: tuple[Lane, Lane]) -> None:
-    client, service = ends
-    client._put = 2**32 - 2  # also when the numbers begin anew
+    assert client.put(2, [bytes(2 * PAGE - 64)]) is False
+    assert client.put(6, [bytes(2 * PAGE - 63)]) is None
+    assert (service.look(), service.look()) == (2, -1)
+    client._put = 2**32 - 2  # the numbers begin anew, without a zero
     for slot in (4, 1, 6):
         client.put(slot, FRAMES)
     assert [service.look() for _ in range(3)] == [1, 4, 6]
