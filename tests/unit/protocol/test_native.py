@@ -49,9 +49,6 @@ class Library:
         return lambda *_: 0  # does nothing: what was in memory before stays
 
 
-# ------------------------------------------------------------------------------ what is chosen
-
-
 @compiled_only
 def test_every_variant_of_this_processor_proves_itself() -> None:
     assert KERNELS[:2] == ("torch", PORTABLE)
@@ -89,8 +86,6 @@ def test_without_a_library_torch_computes_and_the_log_says_so(
             native.use(PORTABLE)
 
 
-# ------------------------------------------------------------------------ a library that is broken
-
 _MACHINE = 18  # in an ELF header
 _SHORT, _OTHER = "cut short, or no library", "built for another processor or system"
 
@@ -126,20 +121,10 @@ def test_a_library_that_does_not_load_is_of_no_use_and_named(
     assert load("protocol.native._none") == (None, "")
 
 
-# --------------------------------------------------------------------------------- threads, forks
-
-
 @pytest.fixture
 def _threads_again() -> Iterator[None]:
     yield
     native.set_threads(1)
-
-
-def _exit_status_in_a_fork(work: Callable[[], object]) -> int | None:
-    child = multiprocessing.get_context("fork").Process(target=work)
-    child.start()
-    child.join(60)
-    return child.exitcode
 
 
 @compiled_only
@@ -175,24 +160,8 @@ def test_threads_and_forked_children_have_pools_of_their_own() -> None:
     for thread in threads:
         thread.join()
     compute(3)
-    assert _exit_status_in_a_fork(compute_and_exit) == 0
+    child = multiprocessing.get_context("fork").Process(target=compute_and_exit)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
     assert not wrong
-
-
-@compiled_only
-@pytest.mark.usefixtures("_threads_again")
-def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
-    made, forked = threading.Event(), threading.Event()
-
-    def keep_a_pool() -> None:
-        assert native.own.pool
-        made.set()
-        forked.wait(60)
-
-    native.set_threads(3)
-    thread = threading.Thread(target=keep_a_pool)
-    thread.start()
-    made.wait(60)
-    assert _exit_status_in_a_fork(lambda: native.own.pool) == 0
-    forked.set()
-    thread.join()
