@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import random
 import re
 import shutil
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,37 +112,29 @@ def read_all(directory: Path) -> None:
             read_bytes(directory / name, NO_LIMIT)
 
 
-# ------------------------------------------------------------------------------ what can be read
-
-
-def test_every_file_reads_as_it_was(seals: Seals) -> None:
+def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
+    places = [0, 1, CHUNK_BYTES // 2]
+    for border in (CHUNK_BYTES, 2 * CHUNK_BYTES, SIZES["three"]):
+        places += [border - 1, border, border + 1]
     with unsealed(seals.first) as seal:
         assert sorted(seal.names) == sorted(path.name for path in seals.plain.iterdir())
         for name in seal.names:
             path, expected = seals.first / name, (seals.plain / name).read_bytes()
-            assert is_there(path)
             assert read_bytes(path, len(expected)) == expected
             with opened(path) as descriptor:
                 assert size_of(descriptor, path) == len(expected)
-                for limit in (0, 10, CHUNK_BYTES, CHUNK_BYTES + 7):
-                    assert read_start(descriptor, limit, path) == expected[:limit]
+                assert read_start(descriptor, CHUNK_BYTES + 7, path) == expected[: CHUNK_BYTES + 7]
             if expected:
                 with pytest.raises(ModelError, match=f"got {len(expected)} bytes, expected at mos"):
                     read_bytes(path, len(expected) - 1)
-
-
-def test_any_range_is_that_of_the_plain_file(seals: Seals) -> None:
-    path, plain = seals.first / "three", (seals.plain / "three").read_bytes()
-    places = [0, 1, 5, CHUNK_BYTES // 2]
-    for border in (CHUNK_BYTES, 2 * CHUNK_BYTES, SIZES["three"]):
-        places += [border - 1, border, border + 1]
-    with unsealed(seals.first), opened(path) as descriptor:
-        for start, stop in itertools.combinations_with_replacement(places, 2):
-            buffer = bytearray(stop - start)
-            if stop <= len(plain):
-                fill(descriptor, memoryview(buffer), start, path)
-                assert buffer == plain[start:stop], (start, stop)
-            elif buffer:
+        path, plain = seals.first / "three", (seals.plain / "three").read_bytes()
+        with opened(path) as descriptor:
+            for start, stop in itertools.combinations(places, 2):
+                buffer = bytearray(stop - start)
+                if stop <= len(plain):
+                    fill(descriptor, memoryview(buffer), start, path)
+                    assert buffer == plain[start:stop], (start, stop)
+                    continue
                 with pytest.raises(ModelError, match=rf"three: got \d+ bytes, expected {stop}$"):
                     fill(descriptor, memoryview(buffer), start, path)
 
@@ -179,18 +169,9 @@ def test_a_seal_names_what_there_is(seals: Seals, changed: Path) -> None:
             for inside in (True, False):
                 with pytest.raises(SealError, match=f"{path.name}: got a file that was not sealed"):
                     read_bytes(path, NO_LIMIT, inside=inside)
-    assert read_bytes(added, 10) == b"{}"
-
-
-def test_links_lead_where_they_like_to_the_same_bytes(
-    changed: Path, seals: Seals, tmp_path: Path
-) -> None:
-    (changed / "three").rename(tmp_path / "elsewhere")
-    (changed / "three").symlink_to(tmp_path / "elsewhere")
+    # A directory that is exchanged under the seal stays sealed.
     with unsealed(changed):
-        assert read_bytes(changed / "three", NO_LIMIT) == (seals.plain / "three").read_bytes()
-        # A directory that is exchanged under the seal stays sealed.
-        changed.rename(tmp_path / "away")
+        shutil.rmtree(changed)
         changed.symlink_to(seals.plain)
         for name in ("three", "config.json"):
             with pytest.raises(SealError, match=f"{name}(: chunk 0)?: got "):
@@ -198,35 +179,21 @@ def test_links_lead_where_they_like_to_the_same_bytes(
         # As of the scales, whose path goes through `require_inside`.
         with pytest.raises(SealError, match="three: chunk 0: got other bytes"):
             read_bytes(require_inside(changed / "three"), NO_LIMIT, inside=False)
-        changed.unlink()
-        changed.symlink_to(seals.first)  # the same bytes, elsewhere
-        assert read_bytes(changed / "byte", 1) == (seals.plain / "byte").read_bytes()
-        assert read_bytes(Path(os.path.relpath(changed)) / "byte", 1)
-
-
-# --------------------------------------------------------------------------------- what is refused
 
 
 def test_a_file_that_is_cut_or_longer_is_refused(changed: Path) -> None:
-    for name in ("config.json", *SIZES):
+    for name in ("config.json", "empty", "chunk", "three"):
         path = changed / name
         whole = path.read_bytes()
         places = {0, 1, HEADER_BYTES - 1, len(whole) - TAG_BYTES, len(whole) - 1}
         for border in range(HEADER_BYTES, len(whole) + 1, STORED):
-            places |= {border - 1, border, border + 1, border + STORED // 2}
+            places |= {border - 1, border, border + 1}
         contents = [whole[:place] for place in sorted(places) if 0 <= place < len(whole)]
         for content in (*contents, whole + b"\0", whole + whole[-STORED:]):
             path.write_bytes(content)
             with pytest.raises(SealError, match=f"/{name}: got {len(content)} bytes, expected "):
                 SealedModel(changed, KEY)
         path.write_bytes(whole)
-    path = changed / "three"
-    with unsealed(changed), opened(path) as descriptor:  # or while it is used
-        os.truncate(path, HEADER_BYTES + STORED)
-        buffer = memoryview(bytearray(10))
-        fill(descriptor, buffer, CHUNK_BYTES - 10, path)
-        with pytest.raises(SealError, match=r"three: got \d+ bytes, expected "):
-            fill(descriptor, buffer, CHUNK_BYTES - 9, path)
 
 
 def _stored(path: Path, chunk: int) -> bytes:
@@ -256,16 +223,6 @@ def _swap(directory: Path, _: Seals) -> None:
     (directory / "x").rename(directory / "three")
 
 
-def _folder(directory: Path, _: Seals) -> None:
-    (directory / "three").unlink()
-    (directory / "three").mkdir()
-
-
-def _pipe(directory: Path, _: Seals) -> None:
-    (directory / "three").unlink()
-    os.mkfifo(directory / "three")
-
-
 def _mix(directory: Path, seals: Seals) -> None:
     """The wrapped key of one seal, and the list of files of another."""
     line = (directory / SEAL_FILE).read_bytes().partition(b"\n")[0]
@@ -285,8 +242,6 @@ ANOTHER = "got the header of another file, or of another seal"
         (lambda d, seals: shutil.copy(seals.second / "three", d), "three", ANOTHER),
         (lambda d, seals: shutil.copy(seals.second / SEAL_FILE, d), "(config.json|byte)", ANOTHER),
         (lambda d, seals: shutil.copy(seals.plain / "three", d), "three", ANOTHER),
-        (_folder, "three", "got a directory"),
-        (_pipe, "three", "got a pipe"),
         (_mix, SEAL_FILE, "got other bytes than were sealed"),
     ],
 )
@@ -353,9 +308,6 @@ def test_no_changed_bit_of_a_file_is_taken(changed: Path) -> None:
                 read_all(changed)
 
 
-# ------------------------------------------------------------------------- sealing, and other keys
-
-
 def test_the_format_is_what_the_module_says(seals: Seals) -> None:
     """Read by a second reader, of what stands in the docstring."""
     line, _, body = (seals.first / SEAL_FILE).read_bytes().partition(b"\n")
@@ -379,31 +331,25 @@ def test_the_format_is_what_the_module_says(seals: Seals) -> None:
         assert plain == (seals.plain / name).read_bytes()
 
 
-def test_nothing_random_is_used_twice(seals: Seals, changed: Path) -> None:
-    rewrap(changed, KEY, KEY)
-    lines = [(where / SEAL_FILE).read_bytes().split()[:5] for where in (*seals[1:4], changed)]
-    assert len({line[3] for line in lines}) == 4  # nonces of the wrapped key
-    keys = [unwrap(read_index(path / SEAL_FILE), KEY, "")[0] for path in seals[1:3]]
-    assert len({*keys, bytes(32)}) == 3
-    files = [path for where in seals[1:4] for path in where.iterdir() if path.name != SEAL_FILE]
-    salts = [path.read_bytes()[8:HEADER_BYTES] for path in files]
-    assert len(set(salts)) == len(salts)
-
-
 def test_another_key_opens_the_same_seal(changed: Path, seals: Seals) -> None:
     before = {path.name: path.read_bytes() for path in changed.iterdir()}
     assert rewrap(changed, KEY, OTHER_KEY) == seals.digests["first"]
     with pytest.raises(SealError, match="got a seal for key"):
         SealedModel(changed, KEY)
     with unsealed(changed, OTHER_KEY, seals.digests["first"]):
-        expected = (seals.plain / "three").read_bytes()
-        assert read_bytes(changed / "three", NO_LIMIT) == expected
+        assert read_bytes(changed / "byte", 1) == (seals.plain / "byte").read_bytes()
     after = {path.name: path.read_bytes() for path in changed.iterdir()}
-    assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == [SEAL_FILE]
     with pytest.raises(SealError, match="got a seal for key"):
         rewrap(changed, KEY, OTHER_KEY)
     assert (changed / SEAL_FILE).read_bytes() == after[SEAL_FILE]
+    # Nothing random is used twice: nonces of the wrapped key, content keys, salts.
+    nonces = [(where / SEAL_FILE).read_bytes().split()[3] for where in (*seals[1:4], changed)]
+    assert len(set(nonces)) == 4
+    keys = [unwrap(read_index(path / SEAL_FILE), KEY, "")[0] for path in seals[1:3]]
+    assert len({*keys, bytes(32)}) == 3
+    files = [path for where in seals[1:4] for path in where.iterdir() if path.name != SEAL_FILE]
+    assert len({path.read_bytes()[8:HEADER_BYTES] for path in files}) == len(files)
 
 
 def test_what_cannot_be_sealed_leaves_nothing(tmp_path: Path, seals: Seals) -> None:
@@ -412,17 +358,11 @@ def test_what_cannot_be_sealed_leaves_nothing(tmp_path: Path, seals: Seals) -> N
     with pytest.raises(ModelError, match="zzz: got a link that leads out"):
         seal_model(plain, KEY, output)
     (plain / "zzz").unlink()
-
-    def full(_sealed: int, _total: int) -> None:
-        raise OSError
-
-    with pytest.raises(OSError):  # noqa: PT011 - raised here
-        seal_model(plain, KEY, output, full)
-    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
     (plain / SEAL_FILE).write_text("x")
     with pytest.raises(SealError, match=r"sealed\.tsqp: got a file of this name"):
         seal_model(plain, KEY, output)
     (plain / SEAL_FILE).unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
     # Folders are left out, and links followed.
     (plain / "original").mkdir()
     (plain / "link").symlink_to("config.json")
@@ -434,35 +374,6 @@ def test_what_cannot_be_sealed_leaves_nothing(tmp_path: Path, seals: Seals) -> N
         (plain, output, "got something of this name, expected a new directory"),
         (plain, tmp_path / "none" / "sealed", "got no such directory to write to"),
         (seals.first, tmp_path / "twice", r"config\.json: got a sealed file"),
-        (tmp_path / "none", tmp_path / "nothing", "got no such directory"),
     ):
         with pytest.raises((ModelError, SealError), match=said):
             seal_model(source, KEY, to)
-
-
-def _peak_of(work: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_reading_and_sealing_take_a_few_chunks_beside_what_is_read(tmp_path: Path) -> None:
-    plain, sealed, size = tmp_path / "plain", tmp_path / "sealed", 16 * CHUNK_BYTES + 12_345
-    plain.mkdir()
-    shutil.copy(DEMO / "config.json", plain)
-    (plain / "large").write_bytes(bytes(size))
-    assert _peak_of(lambda: seal_model(plain, KEY, sealed)) < 4 * CHUNK_BYTES
-    path, block = sealed / "large", memoryview(bytearray(4 * CHUNK_BYTES))
-
-    def in_blocks() -> None:
-        with opened(path) as descriptor:
-            for start in range(1000, size - len(block), len(block)):
-                fill(descriptor, block, start, path)
-
-    with unsealed(sealed):
-        assert _peak_of(in_blocks) < 3.2 * CHUNK_BYTES
-        # As large as a plain file is read, which is never held twice.
-        assert _peak_of(lambda: read_bytes(path, size)) < size * 9 / 8 + 3.2 * CHUNK_BYTES
