@@ -57,11 +57,6 @@ def test_links_are_followed_within_the_directory_alone(directory: Path, tmp_path
     assert read_bytes(link, 100) == b"inside"
     (tmp_path / "other").symlink_to(directory)  # the directory itself may be a link
     assert read_bytes(tmp_path / "other" / "link", 100) == b"inside"
-    link.unlink()
-    link.symlink_to("circle")
-    (directory / "circle").symlink_to("link")
-    with pytest.raises(ModelError, match="link: got "):
-        read_bytes(link, 100)
 
 
 def test_a_snapshot_of_hugging_faces_cache_is_links_to_blobs(tmp_path: Path) -> None:
@@ -80,7 +75,7 @@ def test_a_snapshot_of_hugging_faces_cache_is_links_to_blobs(tmp_path: Path) -> 
         read_bytes(link, 100)
 
 
-def test_what_is_no_file_is_refused_without_waiting(directory: Path) -> None:
+def test_what_is_no_file_or_too_short_is_refused_without_waiting(directory: Path) -> None:
     os.mkfifo(directory / "pipe")
     (directory / "folder").mkdir()
     for name, kind in (("pipe", "a pipe"), ("folder", "a directory"), ("/dev/zero", "a device")):
@@ -90,18 +85,12 @@ def test_what_is_no_file_is_refused_without_waiting(directory: Path) -> None:
         with pytest.raises(ModelError), opened(directory / name, inside=False):
             pass
         assert not is_there(directory / name)
-
-
-def test_a_buffer_is_filled_or_the_file_is_too_short(directory: Path) -> None:
-    path, buffer = directory / "a", bytearray(4)
+    path, buffer = directory / "a", memoryview(bytearray(4))
     with opened(path) as descriptor:
-        fill(descriptor, memoryview(buffer), 1, path)
+        fill(descriptor, buffer, 1, path)
         assert buffer == b"nsid"
-        for offset, got in ((5, 6), (99, 99)):
-            with pytest.raises(ModelError, match=f"a: got {got} bytes, expected {offset + 4}$"):
-                fill(descriptor, memoryview(buffer), offset, path)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+        with pytest.raises(ModelError, match=r"a: got 6 bytes, expected 9$"):
+            fill(descriptor, buffer, 5, path)
 
 
 @each_row(

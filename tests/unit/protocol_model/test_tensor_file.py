@@ -66,26 +66,20 @@ FILES: list[tuple[bytes, str]] = [
     (_file({}, b""), ""),
     (_file({"a": ENTRY}), ""),
     (_file({"a": ENTRY, "__metadata__": {"k": "v"}}), ""),
-    (_file({"a": ENTRY, "b": {"dtype": "F16", "shape": [0], "data_offsets": [24, 24]}}), ""),
     (_file(json.dumps({"a": ENTRY}).encode() + b"   "), ""),
     (_file(_with(data_offsets=[0, 20])), "a"),
     (_file(_with(data_offsets=[0, 25]), bytes(25)), "a"),
     (_file(_with(data_offsets=[24, 0])), "a"),
     (_file(_with(data_offsets=[4, 28]), bytes(28)), "a: data_offsets"),
     (_file(_with(data_offsets=[-24, 0])), "a: data_offsets.0"),
-    (_file(_with(data_offsets=[0.0, 24.0])), "a: data_offsets.0"),
     (_file(_with(data_offsets=[0])), "a: data_offsets.1"),
     (_file({"a": ENTRY, "b": ENTRY}), "b: data_offsets"),
     (_file(_with(shape=[2, -3])), "a: shape.1"),
     (_file(_with(shape=[2**64, 2**64])), "a: shape.0"),
     (_file(_with(shape=[True, 6])), "a: shape.0"),
-    (_file(_with(shape=None)), "a: shape"),
     (_file(_with(dtype="F33")), "a: dtype"),
-    (_file(_with(dtype=["F32"])), "a: dtype"),
     (_file(_with(extra=0)), "a: extra"),
-    (_file({"a": []}), "a"),
     (_file({"__metadata__": {"k": 1}, "a": ENTRY}), "__metadata__"),
-    (_file({"__metadata__": [], "a": ENTRY}), "__metadata__"),
     (_file(b'{"a": {}, "a": {}}'), "header: a"),
     *((_file(raw), "header") for raw in (b"", b"[]", b"{", b"\xff", b"\0\0", b"[" * 5_000)),
     (_file({"a": ENTRY}, bytes(25)), "!"),
@@ -112,11 +106,6 @@ def test_a_header_that_is_too_long_is_not_even_read(tmp_path: Path) -> None:
     path.write_bytes(_file(b"{}" + b" " * (MAX_HEADER_BYTES - 1), b""))
     with pytest.raises(ModelError, match=f"f: header length: got {MAX_HEADER_BYTES + 1}, expected"):
         TensorFile(path)
-    # A length that begins like a pickle is none.
-    for length in (640, 896, 1152, 1408):
-        path.write_bytes(_file(json.dumps({"a": ENTRY}).encode().ljust(length)))
-        assert path.read_bytes()[:1] == b"\x80"
-        assert set(TensorFile(path).header.entries) == {"a"}
 
 
 def test_a_file_that_has_changed_is_not_read_by_the_old_header(tmp_path: Path) -> None:
