@@ -7,7 +7,6 @@ reached. Compiled code computes on bytes of the other side, at any address, as t
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -31,46 +30,7 @@ from tests.fuzz.engine import Target
 from tests.fuzz.mutate import Case, Mutator
 from tests.kit import snp_chain
 from tests.kit.kernels import KERNELS, using_kernels
-from tests.kit.snp_chain import children, element, make_chain, make_report, span
-
-# Tags of every kind that certificates have, and whether an element holds others.
-_TAGS = (1, 2, 3, 4, 5, 6, 12, 19, 23, 24, 0x30, 0x31, 0xA0, 0xA3)
-_CONSTRUCTED = 0x20
-
-
-def _parts(encoded: bytes) -> list[bytes]:
-    return [encoded[at : span(encoded, at)[1]] for at in children(encoded)]
-
-
-def _changed(mutator: Mutator, encoded: bytes, other: bytes) -> bytes:
-    """Change something inside an element, and write the lengths around it anew."""
-    content = encoded[span(encoded)[0] :]
-    if encoded[0] & _CONSTRUCTED and content and mutator.chance(0.9):
-        parts, others = _parts(encoded), _parts(other)
-        at, kind = mutator.below(len(parts)), mutator.below(12)
-        if kind == 0:
-            del parts[at]
-        elif kind == 1:
-            parts.insert(at, mutator.pick(parts))
-        elif kind == 2:
-            parts[at] = mutator.pick(others or parts)
-        elif kind == 3:
-            parts[at], parts[0] = parts[0], parts[at]
-        else:
-            parts[at] = _changed(mutator, parts[at], others[at] if at < len(others) else other)
-        return element(encoded[0], *parts)
-    if mutator.chance(0.2):
-        return element(mutator.pick(_TAGS), content)
-    return element(encoded[0], mutator.bytes(content))
-
-
-def _der(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change an element of a certificate, or any bytes."""
-    if mutator.chance(0.7):
-        # Where an element is no longer one, its length leads nowhere.
-        with suppress(IndexError):
-            return (_changed(mutator, case[0], other[0]),)
-    return mutate.raw(mutator, case, other)
+from tests.kit.snp_chain import make_chain, make_report
 
 
 def _same_size(mutator: Mutator, case: Case, other: Case) -> Case:
@@ -195,11 +155,11 @@ def _kernels(case: Case) -> str:
 _target = partial(Target, errors=(EvidenceError,), weight=1.0)
 
 EVIDENCE = (
-    _target("amd-certificates", _leaf, _der, made=_leaves),
+    _target("amd-certificates", _leaf, mutate.one, made=_leaves),
     _target("snp-report", _snp_report, _same_size),
-    _target("attestation-claims", _claims, mutate.frames),
-    _target("attestation-evidence", _evidence, mutate.frames),
-    _target("server-certificate", _certificate, _der),
-    _target("sealed-body", _body, mutate.pieces, errors=(ProtocolError,)),
-    _target("kernels", _kernels, mutate.raw, errors=(KernelError,)),
+    _target("attestation-claims", _claims, mutate.parts),
+    _target("attestation-evidence", _evidence, mutate.parts),
+    _target("server-certificate", _certificate, mutate.one),
+    _target("sealed-body", _body, mutate.parts, errors=(ProtocolError,)),
+    _target("kernels", _kernels, mutate.one, errors=(KernelError,)),
 )
