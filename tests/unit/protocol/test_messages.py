@@ -5,20 +5,15 @@ That all of them are read as they were sent is in `tests/property/test_encoding_
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgpack
 import pytest
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
 from protocol.encoding import (
-    MAX_REPLY_FRAMES,
-    MAX_REPLY_HEADER_BYTES,
-    Reply,
     decode_reply,
     encode_request,
 )
@@ -36,13 +31,11 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RotaryParams,
-    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
-from protocol.seed import SEED_SHAPE, expand
-from protocol.tensors import Buffer, WireTensor, from_torch, to_torch
-from tee_side.protect.masks.mask import Seed
+from protocol.seed import expand
+from protocol.tensors import Buffer, WireTensor
 from tests.kit.rows import each_row
 from tests.kit.wire import Rows, changed, not_refused
 
@@ -55,8 +48,6 @@ VERSION = ErrorCode.UNSUPPORTED_VERSION
 def _read(frames: list[Buffer]) -> Request:
     return read_request(open_request(frames, 2**20))
 
-
-# -------------------------------------------------------------------------------------- framed
 
 TENSOR = {"dtype": "float32", "shape": [4], "frame": 1}
 ELEMENTS = TENSOR | {"dtype": "int32"}
@@ -94,22 +85,16 @@ LINEAR_REFUSED: Rows = [
     ("canary", (1,), INVALID),
     ("version", (1,), INVALID, []),
     ("version", (1,), MALFORMED, [F4, F4]),
-    ("version", (1,), MALFORMED, [F4] * 4),
     ("version", (1,), INVALID, [bytes(15)]),
-    ("version", (1,), INVALID, [b""]),
     ("request/layer_idx", (-1, 4096, "0", True, ..., TENSOR), INVALID),
     (NAMES, ([], ["q_proj"] * 4, ["lm_head"], ["canary"], "q_proj", [1], {"a": 1}), INVALID),
-    ("request/module_name", ("q_proj",), INVALID),
     ("request/bias", (None, 0, 1, "false", [], {}), INVALID),
     (HIDDEN, (F4, [0.0] * 4, {}, ..., "canary"), INVALID, []),
-    ("request/extra", (TENSOR | {"frame": 2},), INVALID, [F4, F4]),
     ("request/extra", (TENSOR, 1), INVALID),
-    ("request/a canary", (TENSOR, 1, "canary"), INVALID),
     (f"{HIDDEN}/frame", (0, -1, 2, True, 1.0, None, "1", "canary"), INVALID),
     (f"{HIDDEN}/dtype", ("float64", "canary", ...), INVALID),
     (f"{HIDDEN}/shape", (..., [5], [-1]), INVALID),
     (f"{HIDDEN}/shape", ([2**31 - 1] * 4,), LIMIT),
-    (f"{HIDDEN}/strides", ([1],), INVALID),
     (f"{HIDDEN}/canary", ("canary",), INVALID),
 ]
 RING_REFUSED: Rows = [
@@ -123,12 +108,10 @@ SEGMENT_REFUSED: Rows = [
     ("request/last_layer", (-1, 4096, "1", ...), INVALID),
     ("request/sinks", (-1, 2**31, 1.0, None), INVALID),
     ("request/recent", (-1, 2**31, True), INVALID),
-    ("request/lm_head", (1, None), INVALID),
     ("request/parts", (..., []), INVALID, [F4]),
 ]
 INIT_REFUSED: Rows = [
     ("request/nonce", (bytes(33), "n" * 32, None, 1), INVALID),
-    ("request/verbose", (True,), INVALID),
 ]
 
 
@@ -179,8 +162,6 @@ def test_what_is_no_envelope_is_refused(frames: list[Buffer], code: ErrorCode, s
         open_request(frames, 100 if code is LIMIT else 2**20)
     assert info.value.code is code
 
-
-# -------------------------------------------------------------------------------------- inline
 
 IDS = b"".join(n.to_bytes(8, "little") for n in (1, 2))
 F32 = "torch.float32"
@@ -264,13 +245,10 @@ def test_inline_requests_that_deviate_are_refused() -> None:
     assert info.value.code is MALFORMED
 
 
-# ------------------------------------------------------------------------------------- replies
-
 OUTPUT = TensorReply(output=WireTensor("float32", (4,), F4))
 TIMING = Timing(queue_us=3, compute_us=4)
-SIZES = {"num_layers": 1, "hidden_size": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2}
 INIT_REPLY = InitReply(
-    config=InitConfig(**SIZES),
+    config=InitConfig(num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2),
     rotary_emb_params=RotaryParams(
         inv_freq=WireTensor("float32", (1,), bytes(4)), attention_scaling=2.0
     ),
@@ -339,7 +317,6 @@ HEALTH_REPLY_REFUSED: Rows = [
     ("uptime_s", (-0.1, float("nan"), float("inf"), "1")),
     ("queued_requests", (-1, True, 2**31)),
     ("queued_bytes", (-1, 1.0, 2**53 + 1, ...)),
-    ("peers", ([],)),
 ]
 
 
@@ -350,6 +327,9 @@ def _in_response(rows: Rows) -> Rows:
 def test_replies_that_deviate_are_refused() -> None:
     init, *tensors = encode_reply(Form.FRAMED, 1, "Init", INIT_REPLY)
     assert decode_reply([init, *tensors]).response == INIT_REPLY
+    assert msgpack.unpackb(encode_reply(Form.FRAMED, 7, "Linear", OUTPUT, TIMING)[0]) == ANSWER
+    (failed,) = encode_reply(Form.FRAMED, 7, "Linear", ErrorCode.INTERNAL)
+    assert msgpack.unpackb(failed) == FAILURE | {"error": "INTERNAL"}
     (health,) = encode_reply(Form.FRAMED, 7, "Health", HealthReply(**HEALTH_REPLY), TIMING)
     assert decode_reply([health]).response == HealthReply(**HEALTH_REPLY)
     wrong = [
@@ -367,80 +347,16 @@ def test_replies_that_deviate_are_refused() -> None:
     assert wrong == []
 
 
-def test_a_reply_names_its_request_and_operator() -> None:
-    frames = encode_reply(Form.FRAMED, 7, "Linear", OUTPUT, TIMING)
-    assert msgpack.unpackb(frames[0]) == ANSWER
-    assert frames[1] is F4
-    assert decode_reply(frames) == Reply(7, "Linear", OUTPUT, None, TIMING)
-    # An error is its code and nothing else.
-    for form, more in ((Form.INLINE, {}), (Form.FRAMED, FAILURE)):
-        (failed,) = encode_reply(form, 7, "Linear", ErrorCode.INTERNAL)
-        assert msgpack.unpackb(failed) == more | {"status": "error", "error": "INTERNAL"}
-
-
-@each_row(
-    ("frames", "code", "said"),
-    [
-        ([], MALFORMED, "got 0 frames"),
-        ([b""] * (MAX_REPLY_FRAMES + 1), MALFORMED, f"got {MAX_REPLY_FRAMES + 1} frames"),
-        (
-            [bytes(MAX_REPLY_HEADER_BYTES + 1)],
-            ErrorCode.LIMIT_EXCEEDED,
-            f"at most {MAX_REPLY_HEADER_BYTES}",
-        ),
-    ],
-)
-def test_a_reply_of_another_size_is_refused(
-    frames: list[Buffer], code: ErrorCode, said: str
-) -> None:
-    with pytest.raises(ProtocolError, match=said) as info:
-        decode_reply(frames)
-    assert info.value.code is code
-
-
-def test_inline_replies_have_the_published_layout() -> None:
-    (init,) = encode_reply(Form.INLINE, 0, "Init", INIT_REPLY)
-    assert msgpack.unpackb(init)["response"] == {
-        "config": SIZES,
-        "rotary_emb_params": {
-            "inv_freq": bytes(4),
-            "inv_freq_shape": [1],
-            "attention_scaling": 2.0,
-        },
-        "norm_weights": {"final_norm": {"weight": F4, "shape": [4], "eps": 1e-6}},
-    }
-    (health,) = encode_reply(Form.INLINE, 0, "Health", HealthReply(**HEALTH_REPLY))
-    assert msgpack.unpackb(health) == {"status": "success", "response": HEALTH_REPLY}
-
-
-# --------------------------------------------------------------------------------------- seeds
-
 # AES-256 of blocks 2 and 3 under the zero key.
 KNOWN = "cea7403d4d606b6e074ec5d3baf39d18726003ca37a62a74d1a2f58e7506358e"
 
 
 def test_the_keystream_is_that_of_aes_256_in_counter_mode() -> None:
     assert expand(bytes(32), 8).hex() == KNOWN
-    for count in (1, 3, 4, 8, 1000):
-        for seed in (bytes(32), os.urandom(32)):
-            cipher = Cipher(algorithms.AES(seed), modes.CTR((2).to_bytes(16, "big")))
-            assert expand(seed, count) == cipher.encryptor().update(bytes(4 * count))
+    for count in (1, 3, 4, 1000):
+        cipher = Cipher(algorithms.AES(bytes(range(32))), modes.CTR((2).to_bytes(16, "big")))
+        assert expand(bytes(range(32)), count) == cipher.encryptor().update(bytes(4 * count))
 
-
-def test_both_sides_make_the_same_of_a_seed() -> None:
-    seed = Seed(os.urandom(32), (5, 7))
-    assert (seed.words().dtype, tuple(seed.words().shape)) == (torch.int32, SEED_SHAPE)
-    request = SeededRingLinearRequest(
-        layer_idx=1, module_names=("o_proj",), rows=5, columns=7, seed=from_torch(seed.words())
-    )
-    whole = request.expanded()
-    assert (whole.layer_idx, whole.module_names) == (1, ("o_proj",))
-    assert torch.equal(to_torch(whole.elements), seed.elements())
-    assert seed.elements().shape == seed.shape
-    assert repr(Seed(b"secret", (1, 2))) == "Seed(shape=(1, 2))"
-
-
-# -------------------------------------------------------------------- msgpack under limits
 
 HUGE = b"\xff" * 4
 
@@ -458,22 +374,18 @@ def _nested(depth: int) -> dict[str, Any]:
     [
         (b"", "incomplete input"),
         (b"\xc1", "FormatError"),
-        (b"\x90", "got list, expected a map"),
         (b"\xa6canary", "got str, expected a map"),
         (b"\x81\xa1a\xc4\x06canary\xff", "ExtraData"),
         (b"\x82\xc4\x06canary\xc0\xa1a\xc0", "a key that is not a string"),
         (b"\x81\xa1a\xa1\xff", "UnicodeDecodeError"),
         (b"\x81\x01\xc0", "int is not allowed for map key"),
-        (b"\x81\xa1a\xd4\x05x", "max_ext_len"),
         (b"\x81\xa1a\xc7\x00\x05", "an extension type"),
         (b"\x82\xa1a\xc0\xa1a\xc0", "a duplicate key"),
         (b"\x81\xa1a\x91\x90", "an array of containers"),
-        (b"\x81\xa1a\x91\x80", "an array of containers"),
         (msgpack.packb(_nested(MAX_DEPTH + 1)), f"nested more than {MAX_DEPTH} deep"),
         (msgpack.packb({"a": [0] * (MAX_ARRAY_LENGTH + 1)}), "max_array_len"),
         (msgpack.packb({"x" * (MAX_STRING_BYTES + 1): 1}), "max_str_len"),
         (b"\x81\xa1a\xc6" + HUGE, "incomplete input"),
-        (b"\xdf" + HUGE, "max_map_len"),
         (b"\x91" * 60_000, "StackError"),
     ],
 )
@@ -487,7 +399,7 @@ def test_what_is_no_map_within_the_limits_is_refused(data: bytes, text: str) -> 
 
 def test_the_limits_are_those_that_were_given() -> None:
     widest = {"ü": list(range(MAX_ARRAY_LENGTH)), "a": "x" * MAX_STRING_BYTES, "b": b"\0\xff"}
-    for message in ({}, widest, _nested(MAX_DEPTH), {"a": [1, 2.0, None, True, -1, 2**63]}):
+    for message in (widest, _nested(MAX_DEPTH)):
         assert _unpack(pack(message)) == message
     data = pack({"a": [b"x" * 100], "b": {}})
     assert _unpack(data, len(data), 3) == {"a": [b"x" * 100], "b": {}}
