@@ -15,7 +15,6 @@ import torch
 
 from gpu_side.encoding import Form, encode_reply, open_request
 from protocol.errors import (
-    DeadlineExceededError,
     EndpointError,
     ErrorCode,
     KeyFileError,
@@ -121,7 +120,6 @@ def _ask(url: str, *, timeout_s: float = 20.0, access: HttpAccess | None = None)
         (_says(404, b"", OURS), EndpointError, "status 404, expected gpu-service --http"),
         (_says(200, b"<html>"), EndpointError, "status 200 of another server"),
         (_says(200, b"<html>", OURS), ProtocolError, "0 frames|1819568188 frames"),
-        (_says(200, b"", OURS), ProtocolError, "0 frames in 0 bytes"),
         (
             _says(200, bytes(to_pieces([b"x"])[0][0]) + b"y", OURS),
             ProtocolError,
@@ -129,9 +127,6 @@ def _ask(url: str, *, timeout_s: float = 20.0, access: HttpAccess | None = None)
         ),
         (lambda body: _good(body)[:-1], EndpointError, LOST),
         (_says(500), EndpointError, "lost connection .* HTTP status 500"),
-        (_says(413, b"", OURS), EndpointError, "lost connection .* HTTP status 413"),
-        (_says(503, b"", OURS), EndpointError, "lost connection .* HTTP status 503"),
-        (lambda _: b"", EndpointError, LOST),
         (lambda _: b"SSH-2.0-x\r\n\r\n", EndpointError, LOST),
         (lambda _: b"HTTP/1.1 200 X\r\n" + b"a: b\r\n" * 30_000, EndpointError, LOST),
     ],
@@ -177,15 +172,6 @@ def test_a_reply_is_bounded_while_it_is_read(chunked: bool) -> None:
         thread.join()
 
 
-def test_a_proxy_whose_service_is_not_there_is_waited_for_until_it_was() -> None:
-    """As a host does that starts a machine when it is asked."""
-    with http_peer(*(_says(status) for status in (502, 503, 504)), _good) as peer:
-        assert _ask(peer.url).tolist() == [1.0] * 4
-    assert len(peer.heads) == 4
-    with http_peer(_says(503)) as peer, pytest.raises(DeadlineExceededError):
-        _ask(peer.url, timeout_s=0.2)
-
-
 def test_another_process_is_no_successor_where_one_is_asked_for() -> None:
     """A host may put several processes behind one URL; the handshake was with one of them."""
     replies = (_good, _good, lambda body: _good(body, "bb"))
@@ -206,11 +192,12 @@ def test_another_process_is_no_successor_where_one_is_asked_for() -> None:
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with http_peer(_says(500)) as proxy, http_peer(_good) as peer:
+    # A proxy whose service is not there yet is waited for.
+    with http_peer(_says(500)) as proxy, http_peer(_says(502), _says(504), _good) as peer:
         for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "https_proxy"):
             monkeypatch.setenv(name, proxy.url)
         _ask(peer.url)
-    assert not proxy.heads
+    assert (len(proxy.heads), len(peer.heads)) == (0, 3)
 
 
 def test_a_certificate_is_verified(tmp_path: Path) -> None:
@@ -242,26 +229,16 @@ def test_a_token_is_sent_where_it_stays_secret_and_stands_in_no_error() -> None:
         HttpChannel(url, access=access).close()
 
 
-@each_row(
-    ("text", "mode", "said"),
-    [
-        (TOKEN + "\n", 0o600, None),
-        (TOKEN, 0o640, "mode 0640"),
-        *(
-            (text, 0o600, "that are no token")
-            for text in ("", "t" * 31, TOKEN + "\n\n", TOKEN + "\r\nX: y", "tok en" * 10, "ä" * 40)
-        ),
-    ],
-)
-def test_a_token_is_a_line_of_a_file_of_its_owner_alone(
-    text: str, mode: int, said: str | None, tmp_path: Path
-) -> None:
+def test_a_token_is_a_line_of_a_file_of_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    path.write_text(text)
-    path.chmod(mode)
-    if said is None:
-        assert read_token(path) == TOKEN
-        return
-    with pytest.raises(KeyFileError, match=said) as info:
+    path.write_text(TOKEN + "\n")
+    path.chmod(0o640)
+    with pytest.raises(KeyFileError, match="mode 0640"):
         read_token(path)
-    assert len(text) < 6 or text.strip() not in str(info.value)
+    path.chmod(0o600)
+    assert read_token(path) == TOKEN
+    for text in ("", "t" * 31, TOKEN + "\n\n", TOKEN + "\r\nX: y", "tok en" * 10, "ä" * 40):
+        path.write_text(text)
+        with pytest.raises(KeyFileError, match="that are no token") as info:
+            read_token(path)
+        assert not text or text.strip() not in str(info.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from gpu_side.encoding import open_request
-from gpu_side.transport.zmq_listener import Unread, ZmqListener
+from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest
@@ -24,7 +24,7 @@ from protocol.tensors import Buffer, from_torch
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import QUEUED_MESSAGES
 from tests.kit.rows import each_row
-from tests.kit.wire import tensor_reply
+from tests.kit.wire import connected, tensor_reply
 
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
 LOST = "a lost connection while LMHead was waiting"
@@ -224,69 +224,21 @@ def test_a_full_send_queue_is_an_endpoint_error(
     assert channel._context.closed
 
 
-# ------------------------------------------------------------------------------- the listener
-
-
-@contextmanager
-def _listening(endpoint: str, max_message_bytes: int = 2**29) -> Iterator[ZmqListener]:
-    listener = ZmqListener(endpoint, max_message_bytes=max_message_bytes)
-    try:
-        yield listener
-    finally:
-        listener.close()
-
-
-def _taken(listener: ZmqListener) -> tuple[bytes, ...]:
-    assert listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    return tuple(incoming.route)
-
-
 def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) -> None:
     """ZeroMQ alone would take 128 of them."""
-    context = zmq.Context()
     reply, small = bytes(2**19), bytes(1000)
-    with (
-        _listening(f"ipc://{tmp_path}/s", max_message_bytes=2**20) as listener,
-        context.socket(zmq.DEALER) as client,
-    ):
-        client.setsockopt(zmq.LINGER, 0)
+    listener = ZmqListener(f"ipc://{tmp_path}/s", max_message_bytes=2**20)
+    with closing(listener), connected(zmq.DEALER, listener.endpoint) as client:
         client.setsockopt(zmq.RCVHWM, 1)
-        client.connect(listener.endpoint)
         client.send(b"x")
-        route = _taken(listener)
+        assert listener.wait(timeout_ms=10_000)
+        incoming = listener.receive()
+        assert incoming is not None
         sent = 0
-        while listener.send(route, [small, reply]):
+        while listener.send(incoming.route, [small, reply]):
             sent += 1
             assert sent < 64
         assert sent >= 3
         # Whoever reads gets all of them.
         for _ in range(sent):
-            assert client.poll(10_000)
             assert client.recv_multipart() == [small, reply]
-    context.term()
-
-
-class Tracker:
-    """Of a frame that is sent when a test says so."""
-
-    done = False
-
-
-def test_bytes_count_until_they_are_sent_and_for_their_client_only() -> None:
-    unread = Unread()
-    trackers = [Tracker() for _ in range(3)]
-    unread.add(b"a", [(trackers[0], 10), (trackers[1], 5)])
-    unread.add(b"b", [(trackers[2], 7)])
-    unread.add(b"c", [])
-    assert [unread.bytes_of(name) for name in (b"a", b"b", b"c")] == [15, 7, 0]
-    trackers[0].done = True
-    assert unread.bytes_of(b"a") == 5
-    trackers[1].done = True
-    assert [unread.bytes_of(name) for name in (b"a", b"b")] == [0, 7]
-    # Clients that have gone are forgotten.
-    for n in range(10_000):
-        unread.add(b"gone %d" % n, [(trackers[0], 1)])
-        assert unread.clients <= 300
-    assert unread.bytes_of(b"b") == 7
