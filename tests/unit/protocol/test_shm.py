@@ -15,13 +15,11 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import native
 from protocol.errors import (
-    EndpointError,
     ErrorCode,
     ProtocolError,
 )
-from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.messages import LMHeadRequest, TensorReply
 from protocol.shared_memory import SLOTS, Lane
 from protocol.shm import ShmChannel
 from protocol.tensors import from_torch, to_torch
@@ -89,31 +87,6 @@ def test_no_wake_up_is_lost(endpoint: str) -> None:
             channel.call(REQUEST)
     thread.join()
     listener.close()
-
-
-def test_replies_that_came_before_a_loss_count(service: RawService, channel: ShmChannel) -> None:
-    request_id, slot = _submit(channel, service)
-    lost = channel.submit(REQUEST)
-    service.lane.put(slot, _good(request_id))
-    service.socket.close()
-    with pytest.raises(EndpointError, match="a lost connection while LMHead"):
-        channel.wait(lost)
-    assert _value(channel, request_id) == 1.0
-
-
-def test_without_compiled_kernels_it_is_said(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "library", None)
-    with pytest.raises(EndpointError, match="shm://: got no compiled kernels, expected them"):
-        StreamListener(endpoint)
-    plain = StreamListener(endpoint.replace("shm://", "unix://"))
-    with (
-        ShmChannel(endpoint) as channel,
-        pytest.raises(EndpointError, match="got no compiled kernels"),
-    ):
-        channel.submit(InitRequest())
-    plain.close()
 
 
 def test_numbers_of_slots_that_are_ours_say_nothing(
