@@ -14,15 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
-from protocol.messages import FUSED_MODULES
 from protocol.model import manifest as manifest_module
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
     SINGLE_FILE,
     Checkpoint,
-    light_tensors,
-    linear_tensors,
 )
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
@@ -34,7 +31,7 @@ from protocol.model.manifest import (
 )
 from protocol.model.quantized import load_quantized
 from protocol.model.tensor_file import Entry, TensorFile
-from protocol.model.weights import load_linear, load_tensor
+from protocol.model.weights import load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import SavedModel
@@ -99,34 +96,12 @@ def test_it_pins_files_and_blocks_of_rows_as_stored(directory: Path, pinned: Man
         make_manifest(directory)
 
 
-def test_an_unchanged_directory_reads_as_without_a_manifest(
-    directory: Path, pinned: Manifest
-) -> None:
-    config = read_config(directory)
-    assert read_config(directory, pinned) == config
-    plain, verified = Checkpoint(directory), Checkpoint(directory, pinned)
-    verified.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
-    for name, tensor in load_file(directory / SINGLE_FILE).items():
-        size = len(tensor)
-        for start, stop, step in ((0, size, 1), (3, 9, 1), (1, size, 5), (8, 8, 1)):
-            for checkpoint in (plain, verified):
-                rows = checkpoint.rows(name, start, stop, step)
-                assert torch.equal(rows, tensor[start:stop:step])
-    assert model_digest(config, plain) == model_digest(config, verified)
-    assert linear_digest(config, plain) == linear_digest(config, verified)
-    Tokenizer(directory, pinned).apply_chat_template([{"role": "user", "content": "a"}])
-
-
 READERS: dict[str, Callable[[Checkpoint, Any], object]] = {
     "load_tensor": lambda c, _: load_tensor(c, DOWN, (48, 96), dtype=torch.float32),
     "copy_into": lambda c, _: c.copy_into(DOWN, torch.empty(48, 96, dtype=torch.float16)),
     "rows": lambda c, _: c.rows(DOWN, 0, 48),
-    "one row": lambda c, _: c.rows(DOWN, 36, 37),
     "rows of a sample": lambda c, _: c.rows(DOWN, 0, 48, 12),
     "blocks": lambda c, _: list(c.blocks(DOWN, (48, 96))),
-    "load_linear": lambda c, config: load_linear(
-        c, config, 1, "down_proj", dtype=torch.float32, device=torch.device("cpu")
-    ),
     "load_quantized": lambda c, config: load_quantized(c, config, 1, "down_proj"),
     "linear_digest": lambda c, config: linear_digest(config, c),
 }
@@ -136,6 +111,9 @@ def test_no_reader_hands_out_a_byte_that_differs(directory: Path, pinned: Manife
     config = read_config(directory)
     tensors = {name: pin for name, pin in pinned.tensors.items() if name != DOWN}
     unnamed = pinned.model_copy(update={"tensors": tensors})
+    down = load_file(directory / SINGLE_FILE)[DOWN]
+    for rows in ((0, 48), (3, 9), (1, 48, 5), (8, 8)):
+        assert torch.equal(Checkpoint(directory, pinned).rows(DOWN, *rows), down[slice(*rows)])
     for reader, read in READERS.items():
         read(Checkpoint(directory, pinned), config)
         with pytest.raises(ManifestError, match=f"{DOWN}: got a tensor that the manifest does not"):
@@ -235,11 +213,9 @@ def test_a_file_that_is_not_pinned_counts_as_absent(directory: Path, pinned: Man
     [
         (lambda m: m.pop("version"), "version", "got nothing, expected a value"),
         (lambda m: m.update(version=2), "version", "got 2, expected less than or equal to 1"),
-        (lambda m: m.update(extra=1), "extra", "expected no such key"),
         (lambda m: m["files"].pop("config.json"), "", "expected a digest of config.json"),
         (lambda m: m["files"].update({"../x": SHA}), "files.../x", "got '../x'"),
         (lambda m: m["files"].update({"config.json": SHA[:-1] + "A"}), "files.config.json", "got"),
-        (lambda m: m["tensors"].update(a=7), "tensors.a", "got 7"),
         (lambda m: m["tensors"][DOWN].update(dtype="I8"), f"tensors.{DOWN}.dtype", "got 'I8'"),
         (lambda m: m["tensors"][DOWN].update(shape=[2**40, 1]), f"tensors.{DOWN}.shape.0", "got"),
         (lambda m: m["tensors"][DOWN].update(shape=[-1, 96]), f"tensors.{DOWN}.shape.0", "got -1"),
@@ -263,12 +239,9 @@ def test_a_malformed_manifest_is_refused_by_field(
 @each_row(
     ("content", "said"),
     [
-        (b"", "Expecting value"),
         (b"[]", "got [], expected"),
-        (b"\xff", "codec can't decode"),
         (b"[" * 20_000, "got nested too deeply, expected a JSON object"),
         (b"[{" * 10_001, "got 20002 lists, expected at most 20000"),
-        (b"," * 300_001, "got 300001 items, expected at most 300000"),
         (b":" * 20_001, "got 20001 keys, expected at most 20000"),
         (b'{"version": 1, "version": 1}', "version: got this key twice"),
         (b" " * (MAX_MANIFEST_BYTES + 1), f"{MAX_MANIFEST_BYTES + 1} bytes, expected at most"),

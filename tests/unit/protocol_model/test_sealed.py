@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ModelError, SealError
-from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.files import (
     fill,
@@ -31,8 +30,6 @@ from protocol.model.files import (
     size_of,
     use_seal,
 )
-from protocol.model.identity import linear_digest, model_digest
-from protocol.model.manifest import MANIFEST_FILE, Manifest
 from protocol.model.sealed import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -43,25 +40,16 @@ from protocol.model.sealed import (
     read_index,
     unwrap,
 )
-from tee_side.engine.tokenizer import Tokenizer
-from tee_side.protect.calibration import CALIBRATION_FILE, Calibration, calibration_path
+from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
-from tsqp.manifest import make_manifest
 from tsqp.seal import rewrap, seal_model
 
 DEMO = model_directory("demo")
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 STORED = CHUNK_BYTES + TAG_BYTES
-SIZES = {
-    "empty": 0,
-    "byte": 1,
-    "short": CHUNK_BYTES - 1,
-    "chunk": CHUNK_BYTES,
-    "long": CHUNK_BYTES + 1,
-    "two": 2 * CHUNK_BYTES,
-    "three": 2 * CHUNK_BYTES + 12_345,
-}
+SIZES = {"empty": 0, "byte": 1, "short": CHUNK_BYTES - 1, "chunk": CHUNK_BYTES}
+SIZES |= {"long": CHUNK_BYTES + 1, "two": 2 * CHUNK_BYTES, "three": 2 * CHUNK_BYTES + 12_345}
 NO_LIMIT = 2**26
 
 
@@ -139,24 +127,6 @@ def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
                     fill(descriptor, memoryview(buffer), start, path)
 
 
-def test_a_model_with_weights_tokenizer_scales_and_manifest(tmp_path: Path) -> None:
-    plain, sealed = shutil.copytree(DEMO, tmp_path / "plain"), tmp_path / "sealed"
-    (plain / MANIFEST_FILE).write_bytes(make_manifest(plain).to_bytes())
-    seal_model(plain, KEY, sealed)
-    config = read_config(plain)
-    with unsealed(sealed):
-        manifest = Manifest.load(sealed / MANIFEST_FILE)
-        assert read_config(sealed, manifest) == config
-        digests = {
-            (model_digest(config, checkpoint), linear_digest(config, checkpoint))
-            for checkpoint in (Checkpoint(plain), Checkpoint(sealed), Checkpoint(sealed, manifest))
-        }
-        ((digest, linears),) = digests
-        scales = calibration_path(sealed, None)
-        assert Calibration.load(scales, config, digest, linears, manifest).sites
-        assert Tokenizer(sealed, manifest).to_json() == Tokenizer(plain).to_json()
-
-
 def test_a_seal_names_what_there_is(seals: Seals, changed: Path) -> None:
     with pytest.raises(SealError, match=r"config.json: got a sealed file, expected .*--seal-key"):
         read_config(seals.first)
@@ -196,25 +166,17 @@ def test_a_file_that_is_cut_or_longer_is_refused(changed: Path) -> None:
         path.write_bytes(whole)
 
 
-def _stored(path: Path, chunk: int) -> bytes:
-    return path.read_bytes()[HEADER_BYTES + chunk * STORED :][:STORED]
-
-
 def test_a_chunk_in_the_place_of_another_is_refused(changed: Path, seals: Seals) -> None:
-    path = changed / "three"
-    whole, first, second = path.read_bytes(), _stored(path, 0), _stored(path, 1)
-    for chunk, content in (
-        (0, second),
-        (1, first),
-        (0, _stored(changed / "two", 0)),
-        (0, _stored(seals.second / "three", 0)),
-        (0, _stored(seals.other / "three", 0)),
-        (0, bytes(STORED)),
-    ):
-        start = HEADER_BYTES + chunk * STORED
-        path.write_bytes(whole[:start] + content + whole[start + STORED :])
-        with pytest.raises(SealError, match=f"/three: chunk {chunk}: got other bytes than were "):
+    path, first = changed / "three", slice(HEADER_BYTES, HEADER_BYTES + STORED)
+    whole = path.read_bytes()
+    for other in (changed / "two", seals.second / "three", seals.other / "three"):
+        path.write_bytes(whole[:HEADER_BYTES] + other.read_bytes()[first] + whole[first.stop :])
+        with pytest.raises(SealError, match="/three: chunk 0: got other bytes than were "):
             read_all(changed)
+    second = whole[first.stop :][:STORED]
+    path.write_bytes(whole[:HEADER_BYTES] + second + whole[first] + whole[first.stop + STORED :])
+    with pytest.raises(SealError, match="/three: chunk 0: got other bytes than were "):
+        read_all(changed)
 
 
 def _swap(directory: Path, _: Seals) -> None:
@@ -261,13 +223,11 @@ def test_an_older_seal_is_told_by_its_digest_and_another_key_by_its_name(seals: 
     with pytest.raises(SealError, match=r"sealed\.tsqp: SHA-256 of the seal: got ") as refused:
         SealedModel(seals.first, KEY, seals.digests["second"])
     assert refused.value.got == seals.digests["first"]
-    assert seals.digests["second"] in refused.value.expected
-    for directory, key, of in ((seals.first, OTHER_KEY, KEY), (seals.other, KEY, OTHER_KEY)):
-        with pytest.raises(SealError, match=r"sealed\.tsqp: got a seal for key") as refused:
-            SealedModel(directory, key)
-        assert key_id(of) in refused.value.got
-        assert key_id(key) in refused.value.expected
-        assert key.hex() not in str(refused.value)
+    with pytest.raises(SealError, match=r"sealed\.tsqp: got a seal for key") as refused:
+        SealedModel(seals.first, OTHER_KEY)
+    assert key_id(KEY) in refused.value.got
+    assert key_id(OTHER_KEY) in refused.value.expected
+    assert OTHER_KEY.hex() not in str(refused.value)
 
 
 def test_no_changed_bit_of_the_index_is_taken(changed: Path) -> None:
@@ -278,11 +238,7 @@ def test_no_changed_bit_of_the_index_is_taken(changed: Path) -> None:
         flipped[place] ^= 1 << place % 8
         with pytest.raises(SealError, match=r"^index: got "):
             unwrap(bytes(flipped), KEY, "index")
-    end = whole.index(b"\n")
-    for content in (
-        *(b"", whole[:end], whole[: end + 1], whole[end + 1 :], whole[:-1], whole + b" "),
-        *(whole[:40] + b"x" + whole[41:], b"x" * 2**20),
-    ):
+    for content in (b"", whole[:-1], whole + b" ", b"x" * 2**20):
         path.write_bytes(content)
         with pytest.raises(SealError, match=r"sealed\.tsqp: got "):
             SealedModel(changed, KEY)
@@ -294,18 +250,16 @@ def test_no_changed_bit_of_a_file_is_taken(changed: Path) -> None:
     first, end = HEADER_BYTES + CHUNK_BYTES, len(whole)
     for place in (
         *(0, 7, 8, HEADER_BYTES - 1),  # magic and salt
-        *(HEADER_BYTES, HEADER_BYTES + CHUNK_BYTES // 2, first - 1),
-        *(first, first + TAG_BYTES - 1, HEADER_BYTES + STORED, HEADER_BYTES + 2 * STORED),
+        *(HEADER_BYTES, first - 1, first, HEADER_BYTES + STORED, HEADER_BYTES + 2 * STORED),
         *(end - 1, end - TAG_BYTES, end - TAG_BYTES - 1),
     ):
-        for bit in (0, 7):
-            flipped = bytearray(whole)
-            flipped[place] ^= 1 << bit
-            path.write_bytes(flipped)
-            chunk = (place - HEADER_BYTES) // STORED
-            said = ANOTHER if place < HEADER_BYTES else f"chunk {chunk}: got other"
-            with pytest.raises(SealError, match=f"/three: {re.escape(said)}"):
-                read_all(changed)
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x80
+        path.write_bytes(flipped)
+        chunk = (place - HEADER_BYTES) // STORED
+        said = ANOTHER if place < HEADER_BYTES else f"chunk {chunk}: got other"
+        with pytest.raises(SealError, match=f"/three: {re.escape(said)}"):
+            read_all(changed)
 
 
 def test_the_format_is_what_the_module_says(seals: Seals) -> None:
