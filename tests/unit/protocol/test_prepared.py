@@ -6,19 +6,15 @@ Compiled code takes a reply only where decoding it would say the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply, open_request, read_request
-from gpu_side.transport.bind import open_listener
+from gpu_side.encoding import Form, encode_reply
 from protocol import native
 from protocol.channel import Exchange
-from protocol.connect import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError, ReplyError, ServiceError, TsqpError
 from protocol.header_numbers import (
@@ -213,42 +209,3 @@ def test_compiled_code_takes_the_expected_reply_and_no_other() -> None:
     for size in (0, len(message) - 1, len(message) + 1, 2**63):
         assert taking.take(message, size) == -1
     assert taking.take(b"".join(to_pieces(_reply(ID + 1))[0])) == -1
-
-
-@contextmanager
-def _started(
-    link: str, folder: Path
-) -> Iterator[Callable[[Callable[[int], list[Buffer]]], Exchange]]:
-    """Start a request over a link; yield what answers it, and returns the exchange."""
-    endpoint, payload = f"{link}://{folder}/s", _payload()
-    with open_channel(endpoint, timeout_s=20, spin_us=100_000) as channel:
-        listener = open_listener(endpoint)
-        try:
-            request_id = channel.start(_ring(), payload)
-            assert listener.wait(timeout_ms=10_000)
-            incoming = listener.receive()
-            assert incoming is not None
-            message = read_request(open_request(incoming.frames, 2**20))
-            assert isinstance(message, RingLinearRequest)
-            assert bytes(message.elements.data) == payload.numpy().tobytes()
-
-            def answered(answer: Callable[[int], list[Buffer]]) -> Exchange:
-                listener.send(incoming.route, answer(request_id))
-                return channel.wait(request_id)
-
-            yield answered
-        finally:
-            listener.close()
-
-
-@compiled_only
-@pytest.mark.parametrize("link", ["unix", "shm"])
-def test_a_reply_over_a_link_is_taken_or_refused(link: str, tmp_path: Path) -> None:
-    with _started(link, tmp_path) as answered:
-        exchange = answered(_reply)
-        assert exchange.output is not None
-        assert torch.equal(_ring().output(exchange), OUTPUT)
-        assert exchange.timing == TIMING
-    for answer, error in (*WRONG[:8], WRONG[10]):
-        with _started(link, tmp_path) as answered, pytest.raises(error):
-            _ring().output(answered(answer))
