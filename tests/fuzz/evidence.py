@@ -1,7 +1,7 @@
-"""What reads evidence of attestation, sealed bodies, and elements for compiled kernels.
+"""What reads evidence of attestation, and sealed bodies.
 
 Leaves of certificates are read as if every signature were right, so that what lies behind it is
-reached. Compiled code computes on bytes of the other side, at any address, as torch does.
+reached.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.utils import CryptographyDeprecationWarning
 
-from protocol.errors import EvidenceError, KernelError, ProtocolError
-from protocol.integer import ring_product
+from protocol.errors import EvidenceError, ProtocolError
 from tee_side.attest import amd_certificates
 from tee_side.attest.claims import Claims
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.snp_report import SnpReport, Tcb
 from tee_side.attest.statement import read_certificate
-from tee_side.native import sites
 from tee_side.serve.sealed_bodies import Direction
 from tests.fuzz import mutate
 from tests.fuzz.engine import Target
 from tests.fuzz.mutate import Case, Mutator
 from tests.kit import snp_chain
-from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.snp_chain import make_chain, make_report
 
 
@@ -116,42 +112,6 @@ def _body(case: Case) -> str:
     return f"{len(opened)} chunks of {min(len(case), 4)} pieces"
 
 
-def _kernels(case: Case) -> str:
-    """Multiply elements of a request, and take a service's product of as many apart."""
-    (data,) = case
-    rows, shift = (data or b"\0")[0], len(data) % 2
-    columns = (len(data) - 2) // (4 * rows) if 1 <= rows <= 40 else 0
-    if columns < 2:
-        raise KernelError("case", got="no size", expected="1 to 40 rows of 2 or more")
-    memory = bytearray(shift) + data[2 : 2 + 4 * rows * columns]
-    y = torch.frombuffer(memory, dtype=torch.int32, offset=shift).view(rows, columns)
-    generator = torch.Generator().manual_seed(columns)
-    weight = torch.randint(-128, 128, (19, columns), generator=generator).to(torch.int8)
-    ring = torch.randint(-(2**31), 2**31, (2 + rows, columns), generator=generator).int()
-    factor, bias = torch.rand(2, columns, generator=generator).unbind(0)
-    has_bias, has_pad, is_half, has_scale = (data[1] >> bit & 1 for bit in (0, 1, 2, 5))
-    dtype = torch.bfloat16 if is_half else torch.float32
-    pad = ring[2:].contiguous() if has_pad else None
-    scale = torch.arange(1, rows + 1) / 7 if has_scale else None
-    plain = y.clone() if pad is None else y.clone() - pad
-    product = (y.clone().long() @ weight.long().t()).int()
-    decoded = plain * (factor if scale is None else scale[:, None])
-    decoded = (decoded if scale is None else decoded * factor).to(dtype)
-    added = bias.to(dtype) if has_bias else None
-    decoded = decoded if added is None else decoded + added
-    right = plain.long() @ ring[:2].long().t()
-    around = (pad, scale, factor, added, dtype, ring[:2].contiguous())
-    for name in KERNELS[1:]:
-        with using_kernels(name):
-            found = sites.decode(y, *around, right)
-            wrong = sites.decode(y, *around, right + 1)
-            if found is None or wrong is not None or not torch.equal(found, decoded):
-                raise ValueError(f"{name} decodes other numbers, or checks otherwise")
-            if not torch.equal(ring_product(y, weight), product):
-                raise ValueError(f"{name} multiplies to other numbers")
-    return f"{min(rows, 3)} rows {columns % 16 and 'odd'} {shift} {data[1] & 39}"
-
-
 _target = partial(Target, errors=(EvidenceError,), weight=1.0)
 
 EVIDENCE = (
@@ -161,5 +121,4 @@ EVIDENCE = (
     _target("attestation-evidence", _evidence, mutate.parts),
     _target("server-certificate", _certificate, mutate.one),
     _target("sealed-body", _body, mutate.parts, errors=(ProtocolError,)),
-    _target("kernels", _kernels, mutate.one, errors=(KernelError,)),
 )

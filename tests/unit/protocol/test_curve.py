@@ -15,11 +15,10 @@ from protocol.curve import (
     ClientKeys,
     is_beyond_loopback,
     is_exposed,
-    one_for_each,
     read_public_key,
     read_secret_key,
 )
-from protocol.errors import KeyFileError, SettingsError
+from protocol.errors import KeyFileError
 from tests.kit.rows import each_row
 from tsqp.key_files import new_key_pair, public_key_of
 
@@ -185,28 +184,3 @@ def test_what_may_cross_a_network_in_the_clear_is_known() -> None:
         for endpoint in endpoints:
             said = is_beyond_loopback(endpoint), is_exposed(endpoint)
             assert said == (beyond, exposed), endpoint
-
-
-URLS = ["a", "https://b", "c", "http://d"]
-
-
-@each_row(
-    ("keys", "endpoints", "expected"),
-    [
-        ([], ["a", "b"], [None, None]),
-        ([1], ["a", "b"], [1, 1]),
-        ([1, 2], ["a", "b"], [1, 2]),
-        ([1, 2], ["a"], "got 2 for 1 endpoints"),
-        # A URL has no key, and counts for none.
-        ([1, 2], URLS, [1, None, 2, None]),
-        ([1, 2, 3, 4], URLS, "got 4 for 2 endpoints"),
-    ],
-)
-def test_keys_go_with_endpoints_in_order(
-    keys: list[int], endpoints: list[str], expected: list[int | None] | str
-) -> None:
-    if isinstance(expected, list):
-        assert one_for_each(keys, endpoints) == expected
-        return
-    with pytest.raises(SettingsError, match=expected):
-        one_for_each(keys, endpoints)

@@ -142,25 +142,6 @@ def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models,
     assert mixed is None or (mixed[-24:].any() and not mixed[:-24].any())
 
 
-@each_row(
-    ("damage", "got"),
-    [
-        *((lambda c, n=n: c[:n], f"{n} bytes that do not parse") for n in (0, 7, 8, 100)),
-        (lambda c: c[:-1], "{} bytes"),
-        (lambda c: c + b"x", "{} bytes"),
-        (lambda c: (2**63 - 1).to_bytes(8, "little") + b"{}", f"{2**63 - 1}"),
-    ],
-)
-def test_a_damaged_file_is_refused(
-    saved_model: Models, tmp_path: Path, damage: Callable[[bytes], bytes], got: str
-) -> None:
-    shutil.copytree(saved_model("llama").directory, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / SINGLE_FILE
-    content = damage(path.read_bytes())
-    path.write_bytes(content)
-    assert _refusal(tmp_path, SINGLE_FILE).got.startswith(got.format(len(content)))
-
-
 def test_pickled_weights_are_refused_and_not_run(directory: Path) -> None:
     for zipped in (True, False):
         tensors = {"a": torch.ones(2)}
@@ -183,11 +164,10 @@ def test_a_file_that_changes_after_the_check_is_refused_when_it_is_read(director
     before = loaded.clone()
     with pytest.raises(ModelError, match="since the file was checked"):
         load_tensor(checkpoint, EMBEDDING, (1, config.hidden_size), dtype=torch.float32)
-    for content in (b"", (directory / SINGLE_FILE).read_bytes()[:-1]):
-        (directory / SINGLE_FILE).unlink()
-        (directory / SINGLE_FILE).write_bytes(content)
-        with pytest.raises(ModelError, match=EMBEDDING):
-            load_tensor(checkpoint, EMBEDDING, shape, dtype=torch.float32)
+    (directory / SINGLE_FILE).unlink()
+    (directory / SINGLE_FILE).write_bytes(b"")
+    with pytest.raises(ModelError, match=EMBEDDING):
+        load_tensor(checkpoint, EMBEDDING, shape, dtype=torch.float32)
     assert torch.equal(loaded, before)  # it is no mapping
 
 
