@@ -1,21 +1,33 @@
-"""Int8 weights: the rounding, which both sides must agree on, and what is refused."""
+"""Int8 weights, which both sides must round alike, and digests that tell models apart."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES, Projection
 from protocol.model import manifest, quantized
-from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, lm_head_name, module_name
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    SINGLE_FILE,
+    Checkpoint,
+    lm_head_name,
+    module_name,
+)
 from protocol.model.config import read_config
+from protocol.model.identity import model_digest
 from protocol.model.quantized import (
     QuantizedLinear,
     load_head_scale,
@@ -105,3 +117,72 @@ def test_the_largest_row_norm_is_exact(
     for block in (1, 2**21):
         monkeypatch.setattr(quantized, "_BLOCK_ELEMENTS", block)
         assert linear.max_row_norm() == math.sqrt(squared)
+
+
+LAYERS = ["sliding_attention"] * 3
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": LAYERS}
+
+
+@pytest.fixture
+def copy(saved_model: Models, tmp_path: Path) -> Path:
+    """A copy of a model to change."""
+    return shutil.copytree(saved_model("qwen2").directory, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def original(saved_model: Models) -> str:
+    """The digest of the unchanged model."""
+    return _digest(saved_model("qwen2").directory)
+
+
+def _digest(directory: Path) -> str:
+    return model_digest(read_config(directory), Checkpoint(directory))
+
+
+def test_the_digest_of_shards_is_that_of_one_file(saved_model: Models, sharded: Path) -> None:
+    assert _digest(sharded) == _digest(saved_model("llama").directory)
+
+
+@each_row(
+    "change",
+    [
+        *(lambda tensors, row=row: tensors[EMBEDDING][row, 7].add_(1e-3) for row in (0, 5, 315)),
+        lambda tensors: tensors[FINAL_NORM][17].add_(1e-3),
+        lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.bfloat16)}),
+    ],
+)
+def test_other_weights_have_another_digest(
+    copy: Path, original: str, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    tensors = load_file(copy / SINGLE_FILE)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, copy / SINGLE_FILE)
+    assert _digest(copy) != original
+    save_file(before, copy / SINGLE_FILE)
+    assert _digest(copy) == original
+
+
+@each_row(
+    ("changes", "same"),
+    [
+        ({"rms_norm_eps": 1e-3}, False),
+        ({"max_position_embeddings": 512}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, False),
+        (WINDOWS, False),
+        ({"tie_word_embeddings": True}, False),
+        ({"architectures": ["MistralForCausalLM"]}, False),
+        # What does not change the forward pass.
+        ({"eos_token_id": [7, 8], "dtype": "bfloat16", "use_cache": False}, True),
+        ({"rope_parameters": None, "rope_theta": 10000.0}, True),
+    ],
+)
+def test_a_configuration_has_another_digest_where_it_computes_otherwise(
+    copy: Path, original: str, changes: dict[str, Any], same: bool
+) -> None:
+    whole = (copy / "config.json").read_text()
+    other = read_config(copy).model_copy(update={"biased_modules": frozenset(["q_proj"])})
+    assert model_digest(other, Checkpoint(copy)) != original
+    (copy / "config.json").write_text(json.dumps({**json.loads(whole), **changes}))
+    assert (_digest(copy) == original) == same
+    (copy / "config.json").write_text(whole)
