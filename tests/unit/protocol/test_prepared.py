@@ -7,14 +7,18 @@ Compiled code takes a reply only where decoding it would say the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.transport.bind import open_listener
 from protocol import native
 from protocol.channel import Exchange
+from protocol.connect import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError, ReplyError, ServiceError, TsqpError
 from protocol.header_numbers import (
@@ -209,3 +213,29 @@ def test_compiled_code_takes_the_expected_reply_and_no_other() -> None:
     for size in (0, len(message) - 1, len(message) + 1, 2**63):
         assert taking.take(message, size) == -1
     assert taking.take(b"".join(to_pieces(_reply(ID + 1))[0])) == -1
+
+
+@compiled_only
+@pytest.mark.parametrize("link", ["unix", "shm"])
+def test_a_reply_over_a_link_is_taken_or_refused(link: str, tmp_path: Path) -> None:
+    endpoint, prepared = f"{link}://{tmp_path}/s", _ring()
+    for answer, error in ((_reply, None), *WRONG[:8], WRONG[10]):
+        with (
+            open_channel(endpoint, timeout_s=20, spin_us=100_000) as channel,
+            closing(open_listener(endpoint)) as listener,
+        ):
+            request_id = channel.start(prepared, _payload())
+            assert listener.wait(timeout_ms=10_000)
+            incoming = listener.receive()
+            assert incoming is not None
+            sent = read_request(open_request(incoming.frames, 2**20))
+            assert sent == prepared.request(_payload())
+            listener.send(incoming.route, answer(request_id))
+            if error is not None:
+                with pytest.raises(error):
+                    prepared.output(channel.wait(request_id))
+                continue
+            exchange = channel.wait(request_id)
+            assert exchange.output is not None
+            assert torch.equal(exchange.output, OUTPUT)
+            assert exchange.timing == TIMING
