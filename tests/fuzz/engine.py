@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import base64
 import re
+import resource
 import time
 import tracemalloc
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,6 @@ MAX_BYTES = 64 * 1024 * 1024
 _MAX_TEXT = 3100
 # Read between two looks at the memory of the process.
 BATCH = 2000
-_SAMPLED_EVERY = 1000
 # Kept on disk, for each target, beside its seeds.
 _MAX_KEPT = 120
 _MAX_KEPT_BYTES = 1536
@@ -131,7 +130,7 @@ class Fuzzer:
 
     def run(self, executions: int) -> None:
         """Read so many changed cases."""
-        before, pick = _reset_peak(), self._mutator.pick
+        before, pick = _peak(), self._mutator.pick
         # What is refused already hides what would be refused later: half start from what is not.
         cases, good = list(self.kept.values()), list(self.good.values())
         for _ in range(executions):
@@ -156,7 +155,7 @@ class Fuzzer:
             self.kept[outcome] = case
             if good:
                 self.good[outcome] = case
-        if kept is None or report.executions[self.target.name] % _SAMPLED_EVERY == 0:
+        if kept is None or report.executions[self.target.name] % 1000 == 0:
             self._measure(case)
 
     def _outcome(self, case: Case) -> tuple[str, bool]:
@@ -209,13 +208,5 @@ def kind_of(finding: str) -> str:
 
 
 def _peak() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-def _reset_peak() -> int:
-    """Set the peak of resident memory back to what it is now, and return that."""
-    # Where that is not allowed it is the peak since the process began, and a growth of that.
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _peak()
+    """Return the most memory that the process has had so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -57,7 +57,7 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tests.fuzz import mutate
 from tests.fuzz.engine import Target
-from tests.fuzz.mutate import Case, Change
+from tests.fuzz.mutate import Case
 from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.key_files import public_key_of
 from tsqp.lab.research.feature_key import FeatureKey
@@ -108,9 +108,6 @@ def tiny_model() -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------- of models
-
-
 def _config(case: Case) -> str:
     config = read_config(_put("config", "config.json", case[0]).parent)
     return f"{config.architecture} {config.rope.rope_type} {len(config.biased_modules)}"
@@ -135,6 +132,14 @@ def _weights(folder: str, name: str, case: Case) -> str:
 def _manifest(case: Case) -> str:
     tensors = Manifest.load(_put("manifest", "manifest.json", case[0])).tensors
     return f"{min(3, len(tensors))} tensors"
+
+
+def _provision(case: Case) -> str:
+    return str(read_provision(_put("p", PROVISION_FILE, case[0]).parent) is not None)
+
+
+def _feature_key(case: Case) -> str:
+    return f"key {FeatureKey.load(_put('feature', 'key', case[0])).version}"
 
 
 def _tokenizer(case: Case) -> str:
@@ -170,8 +175,6 @@ def _calibration(case: Case) -> str:
     return "calibration"
 
 
-# --------------------------------------------------------------------- of pads, keys and people
-
 _LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
 _PURPOSE = bank_format.Purpose.of(
     _LAYOUT, mask="pad", model="tiny", model_digest="a" * 64, linear_digest="b" * 64
@@ -203,9 +206,9 @@ def _bank(changed: str, case: Case) -> str:
         return f"{min(9, bank.available)} left"
 
 
-def _header() -> bytes:
+def _headers() -> list[Case]:
     bank, size = _bank_files()["bank"], bank_format._PREAMBLE.size
-    return bank[size : size + int.from_bytes(bank[size - 4 : size], "big")]
+    return [(bank[size : size + int.from_bytes(bank[size - 4 : size], "big")],)]
 
 
 def _bank_sealed(case: Case) -> str:
@@ -221,6 +224,10 @@ def _bank_sealed(case: Case) -> str:
 def _secret_key(case: Case) -> str:
     path = _put("keys", "name.key", case[0])
     return f"a secret key of {len(curve.read_secret_key(path))}, {len(public_key_of(path))} public"
+
+
+def _public_key(case: Case) -> str:
+    return f"{len(curve.read_public_key(_put('keys', 'name.pub', case[0])))}"
 
 
 def _allow_list(case: Case) -> str:
@@ -265,64 +272,30 @@ def _settings(case: Case) -> str:
 def _bank_target(changed: str) -> Target:
     made = lambda: [(_bank_files()[changed],)]  # noqa: E731
     name = f"pad-{changed.replace('.', '-')}"
-    return Target(name, partial(_bank, changed), mutate.raw, (PadBankError,), 0.05, made)
+    return Target(name, partial(_bank, changed), mutate.one, (PadBankError,), 0.05, made)
 
 
-def _target(
-    name: str,
-    read: Callable[[Case], str],
-    error: type[TsqpError],
-    change: Change = mutate.json_file,
-    weight: float = 0.1,
-) -> Target:
-    return Target(name, read, change, (error,), weight)
-
-
-CONFIG = _target("config", _config, ModelError, weight=0.2)
-TOKENIZER = _target("tokenizer", _tokenizer, ModelError)
-FILES = (
-    CONFIG,
-    TOKENIZER,
-    Target("chat-template", _template, mutate.text, (ModelError, PromptError), 0.05),
-    _target("generation-config", _generation, ModelError, weight=0.05),
-    _target(
-        "safetensors",
-        partial(_weights, "weights", SINGLE_FILE),
-        ModelError,
-        mutate.safetensors,
-        0.2,
-    ),
-    _target("safetensors-index", partial(_weights, "index", INDEX_FILE), ModelError),
-    _target("manifest", _manifest, ManifestError, weight=0.2),
-    _target(
-        "provision",
-        lambda case: str(read_provision(_put("p", PROVISION_FILE, case[0]).parent) is not None),
-        ModelError,
-    ),
-    _target(
-        "feature-key",
-        lambda case: f"key {FeatureKey.load(_put('feature', 'key', case[0])).version}",
-        FeatureKeyError,
-    ),
-    _target("calibration", _calibration, CalibrationError, mutate.safetensors, 0.2),
-    _bank_target("bank"),
-    _bank_target("bank.key"),
-    _bank_target("bank.index"),
-    Target(
-        "pad-bank-sealed",
-        _bank_sealed,
-        mutate.json_file,
-        (PadBankError,),
-        made=lambda: [(_header(),)],
-    ),
-    _target("curve-secret-key", _secret_key, KeyFileError, mutate.text),
-    _target(
-        "curve-public-key",
-        lambda case: f"{len(curve.read_public_key(_put('keys', 'name.pub', case[0])))}",
-        KeyFileError,
-        mutate.text,
-    ),
-    _target("curve-allow-list", _allow_list, KeyFileError, mutate.text),
-    Target("policy", _policy, mutate.text, (PolicyError,), 0.2, _policies),
-    _target("settings", _settings, SettingsError, mutate.text),
+# A name, a reader, its error, and how many of all executions in proportion.
+_ROWS: tuple[tuple[str, Callable[[Case], str], type[TsqpError], float], ...] = (
+    ("config", _config, ModelError, 0.2),
+    ("tokenizer", _tokenizer, ModelError, 0.1),
+    ("generation-config", _generation, ModelError, 0.05),
+    ("safetensors", partial(_weights, "weights", SINGLE_FILE), ModelError, 0.2),
+    ("safetensors-index", partial(_weights, "index", INDEX_FILE), ModelError, 0.1),
+    ("manifest", _manifest, ManifestError, 0.2),
+    ("provision", _provision, ModelError, 0.1),
+    ("feature-key", _feature_key, FeatureKeyError, 0.1),
+    ("calibration", _calibration, CalibrationError, 0.2),
+    ("curve-secret-key", _secret_key, KeyFileError, 0.1),
+    ("curve-public-key", _public_key, KeyFileError, 0.1),
+    ("curve-allow-list", _allow_list, KeyFileError, 0.1),
+    ("settings", _settings, SettingsError, 0.1),
 )
+FILES = (
+    *(Target(name, read, mutate.one, (error,), weight) for name, read, error, weight in _ROWS),
+    Target("chat-template", _template, mutate.one, (ModelError, PromptError), 0.05),
+    Target("pad-bank-sealed", _bank_sealed, mutate.one, (PadBankError,), 0.1, _headers),
+    Target("policy", _policy, mutate.one, (PolicyError,), 0.2, _policies),
+    *map(_bank_target, ("bank", "bank.key", "bank.index")),
+)
+CONFIG, TOKENIZER = FILES[:2]

@@ -32,6 +32,7 @@ _ODD_WORDS = ("", "x", "\n", "\0", "\ud7ff", "\x1b[31m", "\u202e", "x" * 300, ".
 _FLOATS = (0.0, -1.5, 0.5, 1e-6, float("nan"), float("inf"), -float("inf"), 1e308)
 # What JSON cannot say.
 _NO_JSON = (msgpack.ExtType(5, b"x"), msgpack.Timestamp(1, 1), {1: 2}, {b"x": 1}, [[]], [{}], b"xy")
+_NO_TREE = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
 class Mutator(random.Random):
@@ -63,7 +64,12 @@ class Mutator(random.Random):
             elif kind == 2:
                 changed[at : at + 1] = self.pick((b"\0", b"\1", b"\x7f", b"\x80", b"\xc1", b"\xff"))
             elif kind == 3:
-                self.number(changed, at, self.pick(("<H", ">H", "<I", ">I", "<Q", ">Q")))
+                # A number that is often a border; those of our headers and streams stand in front.
+                form = self.pick(("<H", ">H", "<I", ">I", "<Q", ">Q"))
+                at, size = self.pick((at, 0, 4, 12, 33, 35, 55)), struct.calcsize(form)
+                if at + size <= len(changed):
+                    number = self.pick(NUMBERS) & (256**size - 1)
+                    struct.pack_into(form, changed, at, number)
             elif kind == 4:
                 changed[at:at] = self.randbytes(1 + self.below(8))
             elif kind == 5:
@@ -75,12 +81,6 @@ class Mutator(random.Random):
             elif kind > 7:
                 changed[at : at + self.pick((0, 0, 1, 5))] = self.pick(tokens)
         return bytes(changed)
-
-    def number(self, data: bytearray, at: int, form: str) -> None:
-        """Write a number that is often a border over some bytes."""
-        size = struct.calcsize(form)
-        if at + size <= len(data):
-            struct.pack_into(form, data, at, self.pick(NUMBERS) & (256**size - 1))
 
     def tree(self, value: Any, odd: Sequence[Any] = ()) -> Any:
         """Return a tree with one place changed; nothing of the given one is. `odd`: more to say."""
@@ -100,37 +100,37 @@ class Mutator(random.Random):
         elif kind == 1:
             changed += [value[key]] * (1 + self.below(70 if self.chance(0.05) else 4))
         elif kind == 2 and isinstance(changed, dict):
-            changed[self.pick(self.words)] = self._junk(odd)
-        elif kind == 3:
-            other = self.pick(list(changed) if isinstance(changed, dict) else range(len(changed)))
-            changed[key], changed[other] = changed[other], changed[key]
+            changed[self.pick(self.words)] = self._other(None, odd)
         else:
             changed[key] = self._at(value[key], rest, odd)
         return changed
 
     def _other(self, value: Any, odd: Sequence[Any]) -> Any:
-        kind = self.below(4)
-        if kind == 0 and isinstance(value, bytes):
-            return self.bytes(value)
-        if kind == 0 and isinstance(value, str):
-            return self.pick(self.words)
-        if kind == 0 and type(value) is int:
+        if type(value) is int and self.chance(0.25):
             return value + self.pick((-1, 1, 2, 256, -256))
-        if kind == 1:
-            return [value] if self.chance(0.5) else {self.pick(self.words): value}
-        return self._junk(odd)
+        if isinstance(value, bytes) and self.chance(0.25):
+            return self.bytes(value)
+        others = (
+            *(self.pick(NUMBERS), self.pick(self.words), self.pick(NUMBERS), self.pick(self.words)),
+            *([value], {self.pick(self.words): value}, [self.pick(NUMBERS)] * self.below(6)),
+            self.pick((None, True, False, *_FLOATS, *odd)),
+        )
+        return self.pick(others)
 
-    def _junk(self, odd: Sequence[Any]) -> Any:
-        kind = self.below(8)
-        if kind < 2:
-            return self.pick(NUMBERS)
-        if kind < 4:
-            return self.pick(self.words)
-        if kind == 4:
-            return [self.pick(NUMBERS) for _ in range(self.below(6))]
-        if kind == 5:
-            return {self.pick(self.words): self.pick(NUMBERS) for _ in range(self.below(4))}
-        return self.pick([None, True, False, *_FLOATS, *odd])
+    def structured(self, data: bytes) -> bytes:
+        """Change what a message, a JSON document or a header of tensors says; or else its bytes."""
+        size = int.from_bytes(data[:8], "little")
+        with suppress(*_NO_TREE):
+            if data[:1] == b"{":
+                return json.dumps(self.tree(self.tree(json.loads(data)))).encode()
+            if data[8:9] == b"{":
+                header = json.dumps(self.tree(json.loads(data[8 : 8 + size]))).encode()
+                header += b" " * (-len(header) % 8 if self.chance(0.7) else 0)
+                return len(header).to_bytes(8, "little") + header + data[8 + size :]
+            fields = msgpack.unpackb(data, strict_map_key=False)
+            if isinstance(fields, dict):
+                return bytes(msgpack.packb(self.tree(self.tree(fields, _NO_JSON))))
+        return self.bytes(data)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, ...]]:
@@ -142,96 +142,28 @@ def _places(value: Any) -> Iterator[tuple[Any, ...]]:
                 yield (key, *path)
 
 
-# --------------------------------------------------------------------------------- whole cases
-
-
-def raw(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change bytes of the first part."""
-    return (mutator.bytes(case[0]), *case[1:])
-
-
-def text(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change text: tokens of any parser, and of the other case."""
+def one(mutator: Mutator, case: Case, other: Case) -> Case:
+    """Change a case of one part: as a tree, or as text, with tokens of any parser and the other."""
+    if mutator.chance(0.6):
+        return (mutator.structured(case[0]),)
     return (mutator.bytes(case[0], (*_TOKENS, *other[0].split()[:50])),)
 
 
-def json_file(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change a JSON document, decoded or as text."""
-    if mutator.chance(0.6):
-        with suppress(ValueError, RecursionError):
-            return (json.dumps(mutator.tree(mutator.tree(json.loads(case[0])))).encode(),)
-    return text(mutator, case, other)
-
-
-def safetensors(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change the header of a file of tensors, its length, or any bytes."""
-    content = case[0]
-    if mutator.chance(0.25) or len(content) < 10:
-        return raw(mutator, case, other)
-    size = int.from_bytes(content[:8], "little")
-    (header,) = json_file(mutator, (content[8 : 8 + size],), (b"",))
-    header += b" " * (-len(header) % 8 if mutator.chance(0.7) else 0)
-    claimed = len(header) if mutator.chance(0.95) else mutator.pick((0, 2**40, 2**63, 10**8))
-    return (claimed.to_bytes(8, "little") + header + content[8 + size :],)
-
-
-def frames(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change the header of a message, its frames, or both; or give it those of another."""
-    header, *rest = case or (b"",)
-    kind = mutator.below(20)
-    if kind < 11:
-        with suppress(ValueError, TypeError, OverflowError, msgpack.UnpackException):
-            fields = msgpack.unpackb(header, strict_map_key=False)
-            return (msgpack.packb(mutator.tree(mutator.tree(fields, _NO_JSON))), *rest)
-    if kind < 14:
-        header = mutator.bytes(header)
-    elif kind == 14 and header:
-        # A pair more in the outermost map: one that it has already.
-        header = bytes([(header[0] + 1) & 0xFF]) + header[1:] + header[1 : mutator.below(60)]
-    elif kind == 15:
-        # The numbers of our own headers stand in the same places.
-        numbers = bytearray(header)
-        for at in mutator.pick(((12, 33), (12, 35, 55))):
-            mutator.number(numbers, at, ">Q")
-        header = bytes(numbers)
-    elif kind == 16 or not rest:
-        rest = list(other[1:])
-    elif (at := mutator.below(len(rest) + 1)) < len(rest) and mutator.chance(0.7):
-        rest[at] = mutator.bytes(rest[at])
-    else:
-        rest[at : at + mutator.below(2)] = [bytes(mutator.below(33))] * mutator.below(3)
-    return (header, *rest)
-
-
-def stream(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change a stream, and cut it into pieces, none larger than a socket takes at once."""
-    data, kind = bytearray(b"".join(case)), mutator.below(10)
-    if kind < 3:
-        mutator.number(data, *mutator.pick(((0, "<I"), (4, "<Q"), (12, "<Q"))))
-    elif kind < 6:
-        data = bytearray(mutator.bytes(bytes(data)))
-    elif kind < 8:
-        data += b"".join(other)
-    cut, at = [], 0
-    while at < min(len(data), 600_000):
-        most = mutator.pick((1, 7, 64, 1000, 60_000)) if len(cut) < 6 else 60_000
-        size = 1 + mutator.below(most)
-        cut.append(bytes(data[at : at + size]))
-        at += size
-    return tuple(cut)
-
-
-def pieces(mutator: Mutator, case: Case, other: Case) -> Case:
-    """Change one piece of several, leave it out, cut it in two, or put one of another before it."""
-    changed = list(case)
-    at, kind = mutator.below(len(changed)), mutator.below(4)
-    middle = mutator.below(len(changed[at]) + 1)
-    if kind == 0:
+def parts(mutator: Mutator, case: Case, other: Case) -> Case:
+    """Change frames, or pieces of a stream: one of them, how many, or those of another case."""
+    changed = list(case) or [b""]
+    at, kind = mutator.below(len(changed)), mutator.below(20)
+    if kind < 9:
+        changed[0] = mutator.structured(changed[0])
+    elif kind < 14:
+        changed[at] = mutator.bytes(changed[at])
+    elif kind < 16:
+        middle = mutator.below(len(changed[at]) + 1)
         changed[at : at + 1] = [changed[at][:middle], changed[at][middle:]]
-    elif kind == 1:
-        changed.insert(at, mutator.pick(other))
-    elif kind == 2 and len(changed) > 1:
+    elif kind < 18:
+        changed.insert(at + mutator.below(2), mutator.pick(other or (b"",)))
+    elif kind == 18 and len(changed) > 1:
         del changed[at]
     else:
-        changed[at] = mutator.bytes(changed[at])
+        changed[1:] = other[1:]
     return tuple(changed[:8])

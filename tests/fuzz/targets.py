@@ -84,16 +84,16 @@ def fuzz(
             target.keep([case for case in new.values() if case not in seeds])
 
 
-def read_executions(path: Path = EXECUTIONS) -> dict[str, int]:
+def read_executions() -> dict[str, int]:
     """Return how often each target was executed by all full runs together."""
-    counts: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    counts: dict[str, int] = json.loads(EXECUTIONS.read_text(encoding="utf-8"))
     return counts
 
 
-def count_executions(report: Report, path: Path = EXECUTIONS) -> int:
+def count_executions(report: Report) -> int:
     """Add a run to the count, and return the sum of all."""
-    counts = read_executions(path)
+    counts = read_executions()
     for name, count in report.executions.items():
         counts[name] = counts.get(name, 0) + count
-    path.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    EXECUTIONS.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return sum(counts.values())

@@ -187,12 +187,12 @@ def _stream(max_frames: int, read: Callable[[Case], str]) -> Callable[[Case], st
         refused: ProtocolError | None = None
         writer, reading = socket.socketpair()
         with writer, reading:
-            writer.setblocking(False)
             reader = MessageReader(reading, pool, where="peer", **limits)
             try:
-                for piece in filter(None, case):
-                    writer.send(piece)
-                    _drain(reader)
+                for piece in case:
+                    for at in range(0, len(piece), 60_000):  # which a socket takes at once
+                        writer.sendall(piece[at : at + 60_000])
+                        _drain(reader)
             except ProtocolError as error:
                 refused = error
             found = [[bytes(frame) for frame in frames] for frames, _ in reader.messages]
@@ -268,8 +268,8 @@ def operators(case: Case) -> str:
     return type(response).__name__
 
 
-_target = partial(Target, change=mutate.frames, errors=(ProtocolError,))
-_stream_target = partial(Target, change=mutate.stream, errors=(ProtocolError,), weight=1)
+_target = partial(Target, change=mutate.parts, errors=(ProtocolError,))
+_stream_target = partial(Target, change=mutate.parts, errors=(ProtocolError,), weight=1)
 _REFUSES = (ProtocolError, ReplyError, ServiceError, ModelMismatchError)
 REPLY = _target("reply", reply, weight=6)
 

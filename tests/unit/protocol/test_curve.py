@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
 
 from gpu_side.access import ServiceKeys, read_allow_list
-from protocol import curve
 from protocol.curve import (
-    PUBLIC_HEADER,
     SECRET_HEADER,
     ClientKeys,
     is_beyond_loopback,
     is_exposed,
-    one_for_each,
     read_public_key,
     read_secret_key,
 )
-from protocol.errors import KeyFileError, SettingsError
+from protocol.errors import KeyFileError
 from tests.kit.rows import each_row
 from tsqp.key_files import new_key_pair, public_key_of
 
@@ -43,15 +39,8 @@ def _file(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 def _public() -> str:
     return zmq.curve_keypair()[0].decode()
-
-
-# ----------------------------------------------------------------------------------- key pairs
 
 
 @each_row("umask", [0, 0o077])
@@ -63,28 +52,19 @@ def test_a_new_pair_is_read_as_it_was_written_and_only_its_public_half_is(
         secret_path, public_path, public = new_key_pair(tmp_path / f"vm.{umask}")
     finally:
         os.umask(previous)
-    assert (secret_path.name, public_path.name) == (f"vm.{umask}.key", f"vm.{umask}.pub")
-    assert (_mode(secret_path), _mode(public_path)) == (0o600, 0o644)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (secret_path, public_path)]
+    assert modes == [0o600, 0o644]
     secret = read_secret_key(secret_path)
     assert zmq.curve_public(secret) == public.encode() == read_public_key(public_path)
     assert public_key_of(secret_path) == public_key_of(public_path) == public.encode()
     client = ClientKeys(secret, read_public_key(public_path))
     service = ServiceKeys.read(secret_path, public_path)
-    assert client.public == client.service == service.public == public.encode()
-    assert service.allowed == {public.encode()}
+    assert (client.public, service.allowed) == (public.encode(), {public.encode()})
     shown = f"{client!r} {service!r} {client} {service} {public_path.read_text()}"
     assert secret.decode() not in shown
-    assert new_key_pair(tmp_path / f"other.{umask}")[2] != public
-    for taken in (secret_path, public_path):
-        before = taken.read_bytes()
-        with pytest.raises(KeyFileError, match="got File exists, expected a new file"):
-            new_key_pair(tmp_path / f"vm.{umask}")
-        assert taken.read_bytes() == before
-        assert secret_path.exists() == (taken is secret_path)
-        taken.unlink()
-
-
-# ----------------------------------------------------------------------------- what is refused
+    with pytest.raises(KeyFileError, match="got File exists, expected a new file"):
+        new_key_pair(tmp_path / f"vm.{umask}")
+    assert read_secret_key(secret_path) == secret
 
 
 def test_files_that_others_may_use_or_change_are_refused(pair: Pair) -> None:
@@ -102,29 +82,22 @@ def test_files_that_others_may_use_or_change_are_refused(pair: Pair) -> None:
 
 def test_a_file_of_another_user_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mode says that only its owner can change it: that must be us, or root."""
-    us, other = 1000, 1001
-    owner = {"user": us}
-    fstat = os.fstat
+    owner, fstat = 1000, os.fstat
 
     def owned(descriptor: int) -> os.stat_result:
         fields = list(fstat(descriptor))
-        fields[stat.ST_UID] = owner["user"]
+        fields[stat.ST_UID] = owner
         return os.stat_result(fields)
 
-    monkeypatch.setattr(os, "geteuid", lambda: us)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "fstat", owned)
-    readers: list[tuple[Callable[[Path], object], Path]] = [
-        (read_secret_key, pair[0]),
-        (read_public_key, pair[1]),
-        (read_allow_list, pair[1]),
-    ]
-    for read, path in readers:
-        for user in (us, 0):
-            owner["user"] = user
-            assert read(path)
-        owner["user"] = other
-        with pytest.raises(KeyFileError, match="got a file of user 1001, expected one of root or"):
-            read(path)
+    for owner in (1000, 0, 1001):
+        for read, path in ((read_secret_key, pair[0]), (read_public_key, pair[1])):
+            if owner != 1001:
+                assert read(path)
+                continue
+            with pytest.raises(KeyFileError, match="got a file of user 1001, expected one of root"):
+                read(path)
 
 
 def test_swapped_keys_and_what_is_no_file_are_named(pair: Pair, tmp_path: Path) -> None:
@@ -136,8 +109,7 @@ def test_swapped_keys_and_what_is_no_file_are_named(pair: Pair, tmp_path: Path) 
     with pytest.raises(KeyFileError, match=r"mine.key: line 1: got a secret key, expected public"):
         read_allow_list(secret_path)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    said = {"none": "No such file or dir", "pipe": "no regular file", ".": "Is a directory"}
-    for name, got in said.items():
+    for name, got in (("none", "No such file or dir"), ("pipe", "no regular file")):
         for read in (read_secret_key, read_public_key, read_allow_list, public_key_of):
             with pytest.raises(KeyFileError, match=f"got {got}"):
                 read(tmp_path / name)
@@ -147,20 +119,16 @@ def test_swapped_keys_and_what_is_no_file_are_named(pair: Pair, tmp_path: Path) 
     ("content", "message"),
     [
         ("", "got an empty file, expected a secret key"),
-        (GOOD, "got another first line"),
         ("# a key\n" + GOOD, "got another first line"),
         (f"{SECRET_HEADER} \n{GOOD}\n", "got another first line"),
         (f"{SECRET_HEADER}\n", "line 2: got 0 characters, expected a key of 40"),
         (f"{SECRET_HEADER}", "got 0 lines after the first, expected one"),
         (f"{SECRET_HEADER}\n{GOOD}\n{GOOD}\n", "got 3 lines after the first, expected one"),
         (f"{SECRET_HEADER}\n{GOOD[1:]}\n", "line 2: got 39 characters"),
-        (f"{SECRET_HEADER}\n{GOOD}a\n", "line 2: got 41 characters"),
         (f"{SECRET_HEADER}\n {GOOD}\n", "line 2: got 41 characters"),
         (f"{SECRET_HEADER}\n{GOOD[1:]}~\n", "line 2: got a character that Z85 has not"),
-        (f"{SECRET_HEADER}\n{GOOD[1:]}\u00e9\n", "line 2: got a character that Z85 has not"),
         (f"{SECRET_HEADER}\n{GOOD[5:]}{TOO_LARGE}\n", "line 2: got five characters beyond 32"),
         (b"\xff" * 50, "got bytes that are no text"),
-        (bytes(32), "got another first line"),
         ("x" * 2000, "got a larger file, expected at most 1024 bytes"),
     ],
 )
@@ -176,57 +144,23 @@ def test_a_malformed_key_file_is_refused(
     assert GOOD[5:] not in str(info.value)
 
 
-# --------------------------------------------------------------------------------- allow-lists
-
-
-def test_an_allow_list_has_keys_and_comments_or_public_key_files(
-    pair: Pair, tmp_path: Path
-) -> None:
-    first, second, third = _public(), _public(), _public()
-    text = (
-        f"# who may use it\n\n{first}\n  {second}   # the other VM\n#\n#{third}\n"
-        f"{PUBLIC_HEADER}\n{third}\n{first}\n{pair[1].read_text()}"
-    )
-    expected = {key.encode() for key in (first, second, third, pair[2])}
-    assert read_allow_list(_file(tmp_path / "allow", text, 0o644)) == expected
-    assert read_allow_list(_file(tmp_path / "allow", text.replace("\n", "\r\n"))) == expected
-
-
-@each_row(
-    ("line", "message"),
-    [
-        ("hello", "line 2: got 5 characters, expected a key of 40 Z85 characters"),
+def test_an_allow_list_is_keys_and_comments_or_it_is_refused(pair: Pair, tmp_path: Path) -> None:
+    path, (first, second, third) = tmp_path / "allow", (_public() for _ in range(3))
+    text = f"# who\n\n{first}\n  {second}   # the other VM\n#{third}\n{pair[1].read_text()}"
+    assert read_allow_list(_file(path, text, 0o644)) == {
+        key.encode() for key in (first, second, pair[2])
+    }
+    for line, said in (
         (GOOD + " the other VM", "line 2: got more after the key, expected nothing, or # a comm"),
         (GOOD + "," + GOOD, "line 2: got 81 characters"),
         (TOO_LARGE.replace("#", "$") + GOOD[5:], "line 2: got five characters beyond 32 bits"),
         (SECRET_HEADER, "line 2: got a secret key"),
-    ],
-)
-def test_a_malformed_allow_list_is_refused_as_a_whole(
-    tmp_path: Path, line: str, message: str
-) -> None:
-    with pytest.raises(KeyFileError) as info:
-        read_allow_list(_file(tmp_path / "allow", f"{_public()}\n{line}\n{_public()}\n"))
-    assert message in str(info.value)
-    for text in ("", "# nobody\n", f"\n#{_public()}\n"):
+    ):
+        with pytest.raises(KeyFileError, match=said):
+            read_allow_list(_file(path, f"{first}\n{line}\n{second}\n"))
+    for text in ("", f"# nobody\n#{first}\n"):
         with pytest.raises(KeyFileError, match=r"allow: got no key, expected a client's public"):
-            read_allow_list(_file(tmp_path / "allow", text))
-
-
-# ------------------------------------------------------------------------------ which need keys
-
-
-def test_keys_are_refused_where_there_are_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with pytest.raises(SettingsError, match="got a URL, which has tokens and certificates"):
-        curve.require_zmq_keys("https://gpu.example/path")
-    monkeypatch.setattr(curve.zmq, "has", lambda capability: capability != "curve")
-    with pytest.raises(SettingsError, match="without CURVE, expected one built with it"):
-        new_key_pair(tmp_path / "mine")
-    with pytest.raises(SettingsError, match="without CURVE"):
-        curve.require_zmq_keys("tcp://127.0.0.1:5555")
-    assert list(tmp_path.iterdir()) == []
+            read_allow_list(_file(path, text))
 
 
 HERE = [
@@ -250,33 +184,3 @@ def test_what_may_cross_a_network_in_the_clear_is_known() -> None:
         for endpoint in endpoints:
             said = is_beyond_loopback(endpoint), is_exposed(endpoint)
             assert said == (beyond, exposed), endpoint
-
-
-URLS = ["a", "https://b", "c", "http://d"]
-
-
-@each_row(
-    ("keys", "endpoints", "expected"),
-    [
-        ([], ["a", "b"], [None, None]),
-        ([1], ["a", "b"], [1, 1]),
-        ([1, 2], ["a", "b"], [1, 2]),
-        ([1, 2], ["a"], "got 2 for 1 endpoints"),
-        ([1, 2], ["a", "b", "c"], "got 2 for 3 endpoints"),
-        ([1, 2], [], "got 2 for 0 endpoints"),
-        # A URL has no key, and counts for none.
-        ([1, 2], URLS, [1, None, 2, None]),
-        ([1], URLS, [1, None, 1, None]),
-        ([], URLS, [None] * 4),
-        ([1], ["https://b"], "got 1 for 0 endpoints"),
-        ([1, 2, 3, 4], URLS, "got 4 for 2 endpoints"),
-    ],
-)
-def test_keys_go_with_endpoints_in_order(
-    keys: list[int], endpoints: list[str], expected: list[int | None] | str
-) -> None:
-    if isinstance(expected, list):
-        assert one_for_each(keys, endpoints) == expected
-        return
-    with pytest.raises(SettingsError, match=expected):
-        one_for_each(keys, endpoints)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from protocol import integer
 from protocol.errors import KernelError
 from protocol.integer import (
     DIGITS,
     MAX_IN_FEATURES,
     check_kernels,
-    combine_digits,
     digits_below,
     digits_needed,
     empty_weight,
     exact_product,
-    int8_product,
     ring_product,
     to_digits,
 )
@@ -49,9 +46,6 @@ def _reference(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return ((exact + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
-# ---------------------------------------------------------------------------------------- digits
-
-
 def _summed(digits: torch.Tensor) -> torch.Tensor:
     """Add digits up in int64: sum of 256^i digits[i]."""
     places = torch.tensor([256**index for index in range(len(digits))])[:, None, None]
@@ -59,8 +53,7 @@ def _summed(digits: torch.Tensor) -> torch.Tensor:
 
 
 def test_digits_add_up_to_the_elements() -> None:
-    named = [0, 1, -1, 127, 128, -128, -129, 255, 256, 32767, -32768, *EXTREMES]
-    for elements in (torch.tensor([named], dtype=torch.int32), _elements(7, 33)):
+    for elements in (torch.tensor([[0, -1, 128, -129, *EXTREMES]]).int(), _elements(7, 33)):
         before = elements.clone()
         digits = to_digits(elements)
         assert (digits.dtype, digits.shape) == (torch.int8, (DIGITS, *elements.shape))
@@ -71,7 +64,6 @@ def test_digits_add_up_to_the_elements() -> None:
 @each_row(
     ("low", "high", "count"),
     [
-        (0, 0, 1),
         (-128, 127, 1),
         (0, 128, 2),
         (-129, 0, 2),
@@ -80,37 +72,20 @@ def test_digits_add_up_to_the_elements() -> None:
         (-0x8081, 0, 3),
         (-0x808080, 0x7F7F7F, 3),
         (0, 0x7F7F80, 4),
-        (-0x808081, 0, 4),
         (LOW, HIGH, 4),
     ],
 )
 def test_as_few_digits_as_hold_the_values(low: int, high: int, count: int) -> None:
     values = torch.tensor([[low, 0, high]], dtype=torch.int32)
     assert digits_needed(values) == count
+    assert digits_below(high) <= count <= digits_below(max(-low, high) + 1)
     # Exactly, not only modulo 2^32, wherever fewer than all digits are used.
     if count < DIGITS:
         assert torch.equal(_summed(to_digits(values, count)), values.long())
 
 
-def test_digits_below_a_bound_hold_every_value_within_it() -> None:
-    bounds = {0: 1, 127: 1, 127.5: 2, 0x7F7F: 2, 0x7F80: 3, 0x7F7F7F: 3, 0x7F7F80: 4, 2e9: 4}
-    assert {bound: digits_below(bound) for bound in bounds} == bounds
-
-
-@each_row("count", [1, 2, 3, 4])
-def test_digits_combine_modulo_the_ring(count: int) -> None:
-    products = _elements(count, 5, 9)
-    expected = _summed(products).to(torch.int32)
-    out = torch.empty(5, 9, dtype=torch.int32)
-    assert combine_digits(products.clone(), out) is out
-    assert torch.equal(out, expected)
-    assert torch.equal(combine_digits(products), expected)
-
-
-# -------------------------------------------------------------------------------------- products
-
-ROWS = (0, 1, 2, 3, 4, 7, 16, 17, 31, 64, 100, 255, 300)
-SHAPES = [(2, 1), (3, 5), (37, 19), (48, 96), (256, 64), (513, 130)]
+ROWS = (0, 1, 2, 3, 7, 16, 17, 64, 255)
+SHAPES = [(2, 1), (37, 19), (48, 96), (513, 130)]
 
 
 @each_row("kernels", KERNELS)
@@ -153,35 +128,6 @@ def test_a_product_that_could_be_wrong_is_refused_and_the_longest_other_is_exact
         assert caught.value.expected == f"2 to {MAX_IN_FEATURES}"
 
 
-@pytest.fixture
-def counted(torch_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of digits in each product of torch."""
-    rows: list[int] = []
-
-    def product(part: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
-        rows.append(len(part))
-        return int8_product(part, *arguments)
-
-    monkeypatch.setattr(integer, "int8_product", product)
-    return rows
-
-
-@each_row("rows", [1, 5, 32, 33, 64, 65, 97])
-def test_rows_in_blocks_give_the_same_numbers(
-    rows: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elements, weight = _elements(rows, 40), _weight(24, 40)
-    monkeypatch.setattr(integer, "_BLOCK_ELEMENTS", 1)
-    counted.clear()
-    assert torch.equal(ring_product(elements, weight), _reference(elements, weight))
-    assert sum(counted) == rows * DIGITS
-    assert len(counted) == -(-rows // 32)
-    assert max(counted) <= 32 * DIGITS
-
-
-# ----------------------------------------------------------------- a processor that is not exact
-
-
 def _exact(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rows.long() @ weight.long()
 
@@ -213,7 +159,7 @@ def test_a_processor_that_is_not_exact_is_found(
         check_kernels(CPU)
 
 
-def test_this_processors_products_are_exact_and_those_of_a_device_checked() -> None:
+def test_products_of_a_device_are_checked() -> None:
     def wrong(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ring_product(elements, weight) + (len(elements) == 33)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -11,10 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply
-from gpu_side.transport.stream_listener import StreamListener
 from protocol import liveness, stream
-from protocol.errors import EndpointError, ErrorCode, ServiceError
+from protocol.errors import EndpointError
 from protocol.liveness import PROBE, PROBE_AFTER_S, LivenessProbe
 from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream import StreamChannel
@@ -22,8 +19,6 @@ from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
 from tests.kit.wire import LARGE, accepted
-
-# ------------------------------------------------------------------------------- the client's end
 
 Probe = tuple[LivenessProbe, socket.socket]
 
@@ -54,15 +49,6 @@ def _waits(probe: LivenessProbe, waited_s: float) -> int:
     return count
 
 
-def test_silence_adds_up_until_the_service_is_given_up(pair: Probe) -> None:
-    assert _waits(pair[0], PROBE_AFTER_S) == 2
-    ours, theirs = socket.socketpair()
-    with theirs:
-        probe = LivenessProbe(ours)
-        assert _waits(probe, PROBE_AFTER_S / 4) == 11
-        probe.close()
-
-
 @each_row("answer_to", [0, 1])
 def test_a_service_that_stops_just_after_an_answer_is_noticed_in_time(answer_to: int) -> None:
     """Within the promised two seconds; of waits, by the channel's slices. It answers no others."""
@@ -89,22 +75,16 @@ def test_it_asks_again_after_a_wait_where_it_was_answered_and_not_before(pair: P
         service.send(PROBE)
         assert probe.is_alive(PROBE_AFTER_S)
     service.send(_asked(service))
-    assert probe.is_alive(PROBE_AFTER_S / 2)
-    assert _asked(service) == b""
-    assert probe.is_alive(PROBE_AFTER_S / 2)
-    service.send(_asked(service))
     # A client that was stopped itself finds the answer when it goes on.
     assert probe.is_alive(100 * PROBE_AFTER_S)
     assert _asked(service) == PROBE
     assert _waits(probe, PROBE_AFTER_S) == 2
 
 
-@pytest.mark.parametrize("answered", [True, False])
-def test_a_closed_connection_is_no_sign_of_life(pair: Probe, answered: bool) -> None:
+def test_a_closed_connection_is_no_sign_of_life(pair: Probe) -> None:
     probe, service = pair
-    if answered:
-        service.send(_asked(service))
-        assert probe.is_alive(0.01)
+    service.send(_asked(service))
+    assert probe.is_alive(0.01)
     service.close()
     # At once, whenever the next question were due.
     assert not probe.is_alive(0.01)
@@ -113,8 +93,6 @@ def test_a_closed_connection_is_no_sign_of_life(pair: Probe, answered: bool) -> 
     with ours, pytest.raises(BrokenPipeError):
         LivenessProbe(ours)
 
-
-# --------------------------------------------------------------------------------------- together
 
 HALF = b"".join(to_pieces([bytes(2**20)])[0])[:150_000]
 LARGE_REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
@@ -127,17 +105,6 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (liveness, stream):
         monkeypatch.setattr(module, "PROBE_AFTER_S", QUICK_S)
     monkeypatch.setattr(liveness, "_ANSWER_WITHIN_S", 3 * QUICK_S)
-
-
-def _one_round_trip(listener: StreamListener, channel: StreamChannel) -> None:
-    request_id = channel.submit(InitRequest())
-    assert listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    refusal = encode_reply(Form.FRAMED, request_id, "Init", ErrorCode.INTERNAL)
-    assert listener.send(incoming.route, refusal)
-    with pytest.raises(ServiceError):
-        channel.wait(request_id)
 
 
 @pytest.mark.usefixtures("quick_probes")
@@ -184,21 +151,3 @@ def test_a_service_that_stops_while_a_request_is_sent_is_noticed(
             channel.submit(LARGE_REQUEST)
         with pytest.raises(EndpointError, match="a lost connection while LMHead"):
             channel.wait(request_id)
-
-
-def test_a_service_without_room_for_messages_is_tried_again(
-    listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second connection may fail where the first did not."""
-    real, calls = stream._connected, []
-
-    def connected(address: stream.StreamAddress, timeout_s: float) -> socket.socket:
-        calls.append(address)
-        if len(calls) == 2:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        return real(address, timeout_s)
-
-    monkeypatch.setattr(stream, "_connected", connected)
-    with StreamChannel(endpoint, timeout_s=60) as channel:
-        _one_round_trip(listener, channel)
-    assert len(calls) == 4

@@ -5,19 +5,15 @@ That all of them are read as they were sent is in `tests/property/test_encoding_
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgpack
 import pytest
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
 from protocol.encoding import (
-    MAX_REPLY_FRAMES,
-    MAX_REPLY_HEADER_BYTES,
-    Reply,
     decode_reply,
     encode_request,
 )
@@ -27,7 +23,6 @@ from protocol.messages import (
     MAX_TIMING_US,
     EmbeddingRequest,
     HealthReply,
-    HealthRequest,
     InitConfig,
     InitReply,
     LinearRequest,
@@ -36,13 +31,11 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RotaryParams,
-    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
-from protocol.seed import SEED_SHAPE, expand
-from protocol.tensors import Buffer, WireTensor, from_torch, to_torch
-from tee_side.protect.masks.mask import Seed
+from protocol.seed import expand
+from protocol.tensors import Buffer, WireTensor
 from tests.kit.rows import each_row
 from tests.kit.wire import Rows, changed, not_refused
 
@@ -55,8 +48,6 @@ VERSION = ErrorCode.UNSUPPORTED_VERSION
 def _read(frames: list[Buffer]) -> Request:
     return read_request(open_request(frames, 2**20))
 
-
-# -------------------------------------------------------------------------------------- framed
 
 TENSOR = {"dtype": "float32", "shape": [4], "frame": 1}
 ELEMENTS = TENSOR | {"dtype": "int32"}
@@ -71,7 +62,6 @@ def _framed(method: str, **request: Any) -> dict[str, Any]:
 
 LINEAR = _framed("Linear", layer_idx=0, module_names=["q_proj"], hidden_states=TENSOR)
 RING = _framed("RingLinear", layer_idx=0, module_names=["q_proj"], elements=ELEMENTS)
-HEALTH = _framed("Health")
 SEGMENT = _framed(
     "Segment",
     first_layer=0,
@@ -95,45 +85,33 @@ LINEAR_REFUSED: Rows = [
     ("canary", (1,), INVALID),
     ("version", (1,), INVALID, []),
     ("version", (1,), MALFORMED, [F4, F4]),
-    ("version", (1,), MALFORMED, [F4] * 4),
     ("version", (1,), INVALID, [bytes(15)]),
-    ("version", (1,), INVALID, [b""]),
     ("request/layer_idx", (-1, 4096, "0", True, ..., TENSOR), INVALID),
     (NAMES, ([], ["q_proj"] * 4, ["lm_head"], ["canary"], "q_proj", [1], {"a": 1}), INVALID),
-    ("request/module_name", ("q_proj",), INVALID),
     ("request/bias", (None, 0, 1, "false", [], {}), INVALID),
     (HIDDEN, (F4, [0.0] * 4, {}, ..., "canary"), INVALID, []),
-    ("request/extra", (TENSOR | {"frame": 2},), INVALID, [F4, F4]),
     ("request/extra", (TENSOR, 1), INVALID),
-    ("request/a canary", (TENSOR, 1, "canary"), INVALID),
     (f"{HIDDEN}/frame", (0, -1, 2, True, 1.0, None, "1", "canary"), INVALID),
     (f"{HIDDEN}/dtype", ("float64", "canary", ...), INVALID),
     (f"{HIDDEN}/shape", (..., [5], [-1]), INVALID),
     (f"{HIDDEN}/shape", ([2**31 - 1] * 4,), LIMIT),
-    (f"{HIDDEN}/strides", ([1],), INVALID),
     (f"{HIDDEN}/canary", ("canary",), INVALID),
 ]
 RING_REFUSED: Rows = [
-    ("request/layer_idx", (-1, 4096, ...), INVALID),
-    (NAMES, ([], ["q_proj"] * 4, ["lm_head"], ...), INVALID),
     ("request/elements/dtype", ("uint32",), INVALID),
-    ("request/elements/shape", ([5],), INVALID),
     ("request/elements", (F4, None, [0] * 4, ...), INVALID, []),
     ("request/hidden_states", (TENSOR,), INVALID),
     ("request/bias", (True, False), INVALID),
-    ("request/scale", (1.0,), INVALID),
 ]
 SEGMENT_REFUSED: Rows = [
     ("request/first_layer", (-1, 4096, True, ...), INVALID),
     ("request/last_layer", (-1, 4096, "1", ...), INVALID),
     ("request/sinks", (-1, 2**31, 1.0, None), INVALID),
     ("request/recent", (-1, 2**31, True), INVALID),
-    ("request/lm_head", (1, None), INVALID),
     ("request/parts", (..., []), INVALID, [F4]),
 ]
 INIT_REFUSED: Rows = [
     ("request/nonce", (bytes(33), "n" * 32, None, 1), INVALID),
-    ("request/verbose", (True,), INVALID),
 ]
 
 
@@ -145,17 +123,6 @@ def test_framed_requests_that_deviate_are_refused() -> None:
     assert isinstance(ring, RingLinearRequest)
     assert encode_request(ring, 7, 1000)[1] is F4
     assert _read([msgpack.packb(SEGMENT), *SEGMENT_FRAMES]).method == "Segment"
-    assert _read([msgpack.packb(HEALTH)]) == HealthRequest()
-    wrong = [
-        *not_refused(_read, LINEAR, LINEAR_REFUSED, [F4]),
-        *not_refused(_read, RING, RING_REFUSED, [F4]),
-        *not_refused(_read, SEGMENT, SEGMENT_REFUSED, SEGMENT_FRAMES),
-        *not_refused(_read, _framed("Init"), INIT_REFUSED),
-    ]
-    assert wrong == []
-
-
-def test_a_framed_request_is_a_header_and_a_frame_for_each_tensor() -> None:
     a, b = WireTensor("float32", (2, 3), bytes(24)), WireTensor("float32", (3, 2), bytes(24))
     header, *frames = encode_request(MatmulRequest(a=a, b=b), 7, 1000)
     described = {
@@ -163,18 +130,14 @@ def test_a_framed_request_is_a_header_and_a_frame_for_each_tensor() -> None:
         "b": {"dtype": "float32", "shape": [3, 2], "frame": 2},
     }
     assert msgpack.unpackb(header) == _framed("Matmul", **described)
-    assert frames[0] is a.data
-    assert frames[1] is b.data
-    opened = open_request([header, *frames], 2**20)
-    assert (opened.form, opened.request_id, opened.timeout_ms) == (Form.FRAMED, 7, 1000)
-
-
-@each_row("given", [..., True, False])
-def test_a_linear_adds_biases_unless_told_not_to(given: object) -> None:
-    request = _read([msgpack.packb(changed(LINEAR, "request/bias", given)), F4])
-    assert isinstance(request, LinearRequest)
-    assert request.bias is (given is not False)
-    assert msgpack.unpackb(encode_request(request, 1, 1)[0])["request"]["bias"] is request.bias
+    assert (frames[0] is a.data, frames[1] is b.data) == (True, True)
+    wrong = [
+        *not_refused(_read, LINEAR, LINEAR_REFUSED, [F4]),
+        *not_refused(_read, RING, RING_REFUSED, [F4]),
+        *not_refused(_read, SEGMENT, SEGMENT_REFUSED, SEGMENT_FRAMES),
+        *not_refused(_read, _framed("Init"), INIT_REFUSED),
+    ]
+    assert wrong == []
 
 
 @each_row(
@@ -186,6 +149,12 @@ def test_a_linear_adds_biases_unless_told_not_to(given: object) -> None:
         ([msgpack.packb({b"method": None, "request": {}})], MALFORMED, "request: got"),
         ([msgpack.packb(changed(LINEAR, HIDDEN, {b"x": 1})), F4], MALFORMED, "request: got"),
         ([msgpack.packb({"method": "Init", "request": {}}), b""], MALFORMED, "got 2 frames"),
+        # Two of its own, and 63 more.
+        (
+            [msgpack.packb({"method": "Init", "request": {f"f{n}": {} for n in range(63)}})],
+            MALFORMED,
+            "more than 64 maps and arrays",
+        ),
     ],
 )
 def test_what_is_no_envelope_is_refused(frames: list[Buffer], code: ErrorCode, said: str) -> None:
@@ -194,52 +163,17 @@ def test_what_is_no_envelope_is_refused(frames: list[Buffer], code: ErrorCode, s
     assert info.value.code is code
 
 
-@each_row("head", [{}, {"version": 1, "request_id": 1, "timeout_ms": 1}])
-def test_a_request_holds_sixty_four_maps_and_arrays(head: dict[str, int]) -> None:
-    for maps, is_refused in ((62, False), (63, True)):  # and two of its own
-        body = {**head, "method": "Init", "request": {f"f{n}": {} for n in range(maps)}}
-        if not is_refused:
-            assert open_request([msgpack.packb(body)], 2**20).method == "Init"
-            continue
-        with pytest.raises(ProtocolError, match="more than 64 maps and arrays"):
-            open_request([msgpack.packb(body)], 2**20)
-
-
-# -------------------------------------------------------------------------------------- inline
-
 IDS = b"".join(n.to_bytes(8, "little") for n in (1, 2))
 F32 = "torch.float32"
+WHERE = {"layer_idx": 3, "module_name": "q_proj"}
+SQUARES = {"a_buffer": F4, "a_shape": [2, 2], "b_buffer": F4, "b_shape": [2, 2]}
 BODIES: dict[str, dict[str, Any]] = {
     "Init": {},
     "Embedding": {"input_ids": IDS, "input_shape": [1, 2], "dtype": F32},
-    "Linear": {
-        "layer_idx": 3,
-        "module_name": "q_proj",
-        "hidden_states": F4,
-        "shape": [1, 1, 4],
-        "dtype": F32,
-    },
-    "RingLinear": {
-        "layer_idx": 3,
-        "module_name": "down_proj",
-        "elements": F4,
-        "shape": [1, 1, 4],
-    },
-    "SeededRingLinear": {
-        "layer_idx": 3,
-        "module_name": "down_proj",
-        "rows": 2,
-        "columns": 4,
-        "seed": bytes(32),
-        "seed_shape": [8],
-    },
-    "Matmul": {
-        "a_buffer": F4,
-        "a_shape": [2, 2],
-        "b_buffer": F4,
-        "b_shape": [2, 2],
-        "dtype": F32,
-    },
+    "Linear": WHERE | {"hidden_states": F4, "shape": [1, 1, 4], "dtype": F32},
+    "RingLinear": WHERE | {"elements": F4, "shape": [1, 1, 4]},
+    "SeededRingLinear": WHERE | {"rows": 2, "columns": 4, "seed": bytes(32), "seed_shape": [8]},
+    "Matmul": SQUARES | {"dtype": F32},
     "LMHead": {"hidden_states": F4, "shape": [4], "dtype": F32},
     "RingLMHead": {"elements": F4, "shape": [1, 4]},
 }
@@ -247,17 +181,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def _inline(method: str, **changes: Any) -> dict[str, Any]:
     return {"method": method, "request": BODIES[method] | changes}
-
-
-@each_row(
-    ("dtype", "reply_dtype"),
-    # The published schema does not say whose dtype it is; ids have no other than int64.
-    [(F32, "float32"), ("torch.int64", "float32"), ("bfloat16", "bfloat16")],
-)
-def test_an_inline_embedding_says_the_dtype_of_its_reply(dtype: str, reply_dtype: str) -> None:
-    request = _read([msgpack.packb(_inline("Embedding", dtype=dtype))])
-    ids = WireTensor("int64", (1, 2), IDS)
-    assert request == EmbeddingRequest(input_ids=ids, dtype=reply_dtype)
 
 
 INLINE_REFUSED: dict[str, Rows] = {
@@ -273,7 +196,6 @@ INLINE_REFUSED: dict[str, Rows] = {
         ("request/dtype", (..., "float64", 1, "canary"), INVALID),
         ("request/input_ids", ([1, 2], "1" * 16), INVALID),
         ("request/input_shape", ([1, 3], [1, -2], ...), INVALID),
-        ("request/shape", ([1, 2],), INVALID),
     ],
     "Linear": [
         ("request/module_name", (..., ["q_proj"], {"frame": 1}, "lm_head", "canary"), INVALID),
@@ -282,40 +204,23 @@ INLINE_REFUSED: dict[str, Rows] = {
         ("request/shape", (...,), INVALID),
         ("request/shape", ([2**31 - 1] * 3,), LIMIT),
         ("request/dtype", (..., "uint32", "canary"), INVALID),
-        ("request/layer_idx", (..., -1), INVALID),
         ("request/bias", (0, None), INVALID),
     ],
     "RingLinear": [
         ("request/dtype", ("torch.int32",), INVALID),
-        ("request/bias", (False,), INVALID),
-        ("request/module_names", (["q_proj"],), INVALID),
         ("request/shape", ([1, 1, 5], ...), INVALID),
-        ("request/elements", ([0, 0, 0, 0], ...), INVALID),
-        ("request/module_name", (...,), INVALID),
         ("request", (BODIES["Linear"],), INVALID),
     ],
     "SeededRingLinear": [
-        ("request", (BODIES["RingLinear"],), INVALID),
         ("request/seed", (..., bytes(31)), INVALID),
         ("request/seed_shape", (..., [7]), INVALID),
         ("request/rows", (..., 0, -1, 2**31, 3.0, True), INVALID),
         ("request/columns", (..., 0), INVALID),
         ("request/elements", (bytes(32),), INVALID),
     ],
-    "RingLMHead": [
-        ("request", (BODIES["RingLinear"], BODIES["LMHead"]), INVALID),
-        ("request/shape", (..., [1, 5]), INVALID),
-    ],
-    "Matmul": [
-        ("request/b_buffer", (...,), INVALID),
-        ("request/dtype", (...,), INVALID),
-        ("request/a_shape", ([2, 3],), INVALID),
-        ("request/transpose", (True,), INVALID),
-        # Our own names for what the schema calls a_buffer and b_buffer.
-        ("request/a", ("junk",), INVALID),
-        ("request/b", ("junk",), INVALID),
-    ],
-    "LMHead": [("request/shape", (...,), INVALID), ("request/layer_idx", (0,), INVALID)],
+    "RingLMHead": [("request", (BODIES["RingLinear"], BODIES["LMHead"]), INVALID)],
+    # Our own names for what the schema calls a_buffer and b_buffer.
+    "Matmul": [(f"request/{name}", ("junk",), INVALID) for name in ("a", "b", "transpose")],
 }
 
 
@@ -324,6 +229,11 @@ def test_inline_requests_that_deviate_are_refused() -> None:
         opened = open_request([msgpack.packb(_inline(method))], 2**20)
         assert (opened.form, opened.request_id, opened.timeout_ms) == (Form.INLINE, 0, None)
         assert read_request(opened).method == method
+    # The published schema does not say whose dtype it is; ids have no other than int64.
+    for dtype, reply_dtype in ((F32, "float32"), ("torch.int64", "float32")):
+        request = _read([msgpack.packb(_inline("Embedding", dtype=dtype))])
+        ids = WireTensor("int64", (1, 2), IDS)
+        assert request == EmbeddingRequest(input_ids=ids, dtype=reply_dtype)
     wrong = [
         f"{method}: {found}"
         for method, rows in INLINE_REFUSED.items()
@@ -335,13 +245,10 @@ def test_inline_requests_that_deviate_are_refused() -> None:
     assert info.value.code is MALFORMED
 
 
-# ------------------------------------------------------------------------------------- replies
-
 OUTPUT = TensorReply(output=WireTensor("float32", (4,), F4))
 TIMING = Timing(queue_us=3, compute_us=4)
-SIZES = {"num_layers": 1, "hidden_size": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2}
 INIT_REPLY = InitReply(
-    config=InitConfig(**SIZES),
+    config=InitConfig(num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2),
     rotary_emb_params=RotaryParams(
         inv_freq=WireTensor("float32", (1,), bytes(4)), attention_scaling=2.0
     ),
@@ -410,7 +317,6 @@ HEALTH_REPLY_REFUSED: Rows = [
     ("uptime_s", (-0.1, float("nan"), float("inf"), "1")),
     ("queued_requests", (-1, True, 2**31)),
     ("queued_bytes", (-1, 1.0, 2**53 + 1, ...)),
-    ("peers", ([],)),
 ]
 
 
@@ -421,6 +327,9 @@ def _in_response(rows: Rows) -> Rows:
 def test_replies_that_deviate_are_refused() -> None:
     init, *tensors = encode_reply(Form.FRAMED, 1, "Init", INIT_REPLY)
     assert decode_reply([init, *tensors]).response == INIT_REPLY
+    assert msgpack.unpackb(encode_reply(Form.FRAMED, 7, "Linear", OUTPUT, TIMING)[0]) == ANSWER
+    (failed,) = encode_reply(Form.FRAMED, 7, "Linear", ErrorCode.INTERNAL)
+    assert msgpack.unpackb(failed) == FAILURE | {"error": "INTERNAL"}
     (health,) = encode_reply(Form.FRAMED, 7, "Health", HealthReply(**HEALTH_REPLY), TIMING)
     assert decode_reply([health]).response == HealthReply(**HEALTH_REPLY)
     wrong = [
@@ -438,85 +347,64 @@ def test_replies_that_deviate_are_refused() -> None:
     assert wrong == []
 
 
-def test_a_reply_names_its_request_and_operator() -> None:
-    frames = encode_reply(Form.FRAMED, 7, "Linear", OUTPUT, TIMING)
-    assert msgpack.unpackb(frames[0]) == ANSWER
-    assert frames[1] is F4
-    assert decode_reply(frames) == Reply(7, "Linear", OUTPUT, None, TIMING)
-
-
-@each_row("code", list(ErrorCode))
-def test_an_error_reply_carries_the_code_and_nothing_else(code: ErrorCode) -> None:
-    expected = {"status": "error", "error": code.value}
-    for form, more in ((Form.INLINE, {}), (Form.FRAMED, FAILURE)):
-        frames = encode_reply(form, 7, "Linear", code)
-        assert [msgpack.unpackb(frame) for frame in frames] == [more | expected]
-    assert decode_reply(frames) == Reply(7, "Linear", None, code, None)
-
-
-@each_row(
-    ("frames", "code", "said"),
-    [
-        ([], MALFORMED, "got 0 frames"),
-        ([b""] * (MAX_REPLY_FRAMES + 1), MALFORMED, f"got {MAX_REPLY_FRAMES + 1} frames"),
-        (
-            [bytes(MAX_REPLY_HEADER_BYTES + 1)],
-            ErrorCode.LIMIT_EXCEEDED,
-            f"at most {MAX_REPLY_HEADER_BYTES}",
-        ),
-    ],
-)
-def test_a_reply_of_another_size_is_refused(
-    frames: list[Buffer], code: ErrorCode, said: str
-) -> None:
-    with pytest.raises(ProtocolError, match=said) as info:
-        decode_reply(frames)
-    assert info.value.code is code
-
-
-def test_inline_replies_have_the_published_layout() -> None:
-    (init,) = encode_reply(Form.INLINE, 0, "Init", INIT_REPLY)
-    assert msgpack.unpackb(init)["response"] == {
-        "config": SIZES,
-        "rotary_emb_params": {
-            "inv_freq": bytes(4),
-            "inv_freq_shape": [1],
-            "attention_scaling": 2.0,
-        },
-        "norm_weights": {"final_norm": {"weight": F4, "shape": [4], "eps": 1e-6}},
-    }
-    (health,) = encode_reply(Form.INLINE, 0, "Health", HealthReply(**HEALTH_REPLY))
-    assert msgpack.unpackb(health) == {"status": "success", "response": HEALTH_REPLY}
-
-
-# --------------------------------------------------------------------------------------- seeds
-
 # AES-256 of blocks 2 and 3 under the zero key.
 KNOWN = "cea7403d4d606b6e074ec5d3baf39d18726003ca37a62a74d1a2f58e7506358e"
 
 
 def test_the_keystream_is_that_of_aes_256_in_counter_mode() -> None:
     assert expand(bytes(32), 8).hex() == KNOWN
-    for count in (1, 3, 4, 8, 1000):
-        for seed in (bytes(32), os.urandom(32)):
-            cipher = Cipher(algorithms.AES(seed), modes.CTR((2).to_bytes(16, "big")))
-            assert expand(seed, count) == cipher.encryptor().update(bytes(4 * count))
-    plain = expand(bytes(32), 64)
-    for place in range(32):
-        other = bytearray(32)
-        other[place] = 0x10
-        same = sum(a == b for a, b in zip(expand(other, 64), plain, strict=True))
-        assert same < 16, place
+    for count in (1, 3, 4, 1000):
+        cipher = Cipher(algorithms.AES(bytes(range(32))), modes.CTR((2).to_bytes(16, "big")))
+        assert expand(bytes(range(32)), count) == cipher.encryptor().update(bytes(4 * count))
 
 
-def test_both_sides_make_the_same_of_a_seed() -> None:
-    seed = Seed(os.urandom(32), (5, 7))
-    assert (seed.words().dtype, tuple(seed.words().shape)) == (torch.int32, SEED_SHAPE)
-    request = SeededRingLinearRequest(
-        layer_idx=1, module_names=("o_proj",), rows=5, columns=7, seed=from_torch(seed.words())
-    )
-    whole = request.expanded()
-    assert (whole.layer_idx, whole.module_names) == (1, ("o_proj",))
-    assert torch.equal(to_torch(whole.elements), seed.elements())
-    assert seed.elements().shape == seed.shape
-    assert repr(Seed(b"secret", (1, 2))) == "Seed(shape=(1, 2))"
+HUGE = b"\xff" * 4
+
+
+def _unpack(data: bytes, max_bytes: int = 2**20, max_containers: int = 64) -> dict[str, Any]:
+    return unpack(data, where="request", max_bytes=max_bytes, max_containers=max_containers)
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    return {"a": _nested(depth - 1)} if depth > 1 else {}
+
+
+@each_row(
+    ("data", "text"),
+    [
+        (b"", "incomplete input"),
+        (b"\xc1", "FormatError"),
+        (b"\xa6canary", "got str, expected a map"),
+        (b"\x81\xa1a\xc4\x06canary\xff", "ExtraData"),
+        (b"\x82\xc4\x06canary\xc0\xa1a\xc0", "a key that is not a string"),
+        (b"\x81\xa1a\xa1\xff", "UnicodeDecodeError"),
+        (b"\x81\x01\xc0", "int is not allowed for map key"),
+        (b"\x81\xa1a\xc7\x00\x05", "an extension type"),
+        (b"\x82\xa1a\xc0\xa1a\xc0", "a duplicate key"),
+        (b"\x81\xa1a\x91\x90", "an array of containers"),
+        (msgpack.packb(_nested(MAX_DEPTH + 1)), f"nested more than {MAX_DEPTH} deep"),
+        (msgpack.packb({"a": [0] * (MAX_ARRAY_LENGTH + 1)}), "max_array_len"),
+        (msgpack.packb({"x" * (MAX_STRING_BYTES + 1): 1}), "max_str_len"),
+        (b"\x81\xa1a\xc6" + HUGE, "incomplete input"),
+        (b"\x91" * 60_000, "StackError"),
+    ],
+)
+def test_what_is_no_map_within_the_limits_is_refused(data: bytes, text: str) -> None:
+    with pytest.raises(ProtocolError, match=r"^request: got ") as info:
+        _unpack(data)
+    assert info.value.code is ErrorCode.MALFORMED_MESSAGE
+    assert text in str(info.value)
+    assert "canary" not in str(info.value)
+
+
+def test_the_limits_are_those_that_were_given() -> None:
+    widest = {"ü": list(range(MAX_ARRAY_LENGTH)), "a": "x" * MAX_STRING_BYTES, "b": b"\0\xff"}
+    for message in (widest, _nested(MAX_DEPTH)):
+        assert _unpack(pack(message)) == message
+    data = pack({"a": [b"x" * 100], "b": {}})
+    assert _unpack(data, len(data), 3) == {"a": [b"x" * 100], "b": {}}
+    with pytest.raises(ProtocolError, match="more than 2 maps and arrays"):
+        _unpack(data, len(data), 2)
+    with pytest.raises(ProtocolError, match=f"got {len(data)} bytes, expected at") as info:
+        _unpack(data, len(data) - 1)
+    assert info.value.code is ErrorCode.LIMIT_EXCEEDED

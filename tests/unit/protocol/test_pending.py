@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from gpu_side.encoding import Form, encode_reply, open_request
-from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ProtocolError
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import LMHeadRequest, TensorReply
-from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer, from_torch
 from tests.kit.rows import each_row
 from tests.kit.wire import ScriptedChannel
@@ -45,11 +42,9 @@ def test_ids_begin_anywhere_and_go_on_from_there() -> None:
         ids = [channel.submit(_ask()) for _ in range(3)]
         assert ids == [open_request(list(frames), 2**20).request_id for frames in channel.sent]
         assert ids == [ids[0], ids[0] + 1, ids[0] + 2]
-        assert 0 < ids[0] <= 2**62
         firsts.add(ids[0])
     assert len(firsts) == 64
-    # All of the 62 bits are drawn.
-    assert max(firsts) > 2**60
+    assert 2**60 < max(firsts) <= 2**62
 
 
 @each_row("id_of", [lambda n: n - 1, lambda n: n + 1, lambda _: ScriptedChannel().submit(_ask())])
@@ -71,9 +66,6 @@ def test_the_first_of_two_replies_to_a_request_counts() -> None:
     assert isinstance(channel.wait(first).response, TensorReply)
 
 
-# ------------------------------------------------------------------------------ sizes and times
-
-
 def test_a_reply_larger_than_any_that_can_be_asked_for_is_refused() -> None:
     channel = ScriptedChannel()
     channel.limit_replies(500)
@@ -87,17 +79,6 @@ def test_a_reply_larger_than_any_that_can_be_asked_for_is_refused() -> None:
     channel.script.append((_reply(channel.submit(_ask()), 120), 1))
     with pytest.raises(ProtocolError, match="at most 500"):
         channel.wait(channel._last_id)
-
-
-def test_deadlines_do_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(10**9, -86_400)
-    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
-    monkeypatch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
-    channel = ScriptedChannel()
-    request_id = channel.submit(_ask(), 3600)
-    assert not channel.arrived(request_id)
-    channel.script.append((_reply(request_id), 1))
-    channel.wait(request_id)
 
 
 # ---------------------------------------------------------------------------------- one connection
@@ -145,86 +126,3 @@ def test_of_several_in_flight_none_is_answered_over_another_connection(noted: st
         with pytest.raises(EndpointError, match=LOST):
             ask(request_id)
     channel.wait(early)
-
-
-def test_a_transport_that_makes_no_connection_by_itself_keeps_what_had_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    channel = _only_connection()
-    monkeypatch.setattr(ScriptedChannel, "_was_replaced", PendingChannel._was_replaced)
-    first, second = channel.submit(_ask()), channel.submit(_ask())
-    channel.script.extend(["lost", (_reply(second), 5000), (_reply(first), 5000)])
-    for request_id in (first, second):
-        channel.wait(request_id)
-
-
-# -------------------------------------------------------------------------------------- waiting
-
-
-def test_whether_a_reply_has_come_can_be_asked_without_waiting_for_it() -> None:
-    channel = ScriptedChannel()
-    first, second = channel.submit(_ask()), channel.submit(_ask())
-    assert not channel.arrived(first)
-    channel.script.extend([(_reply(second), 1), (_reply(first), 1)])
-    assert not channel.arrived(first)  # one message a look
-    assert channel.arrived(second)
-    assert channel.arrived(first, time.monotonic() + 60)
-    channel.close()
-    for request_id in (first, second):
-        channel.wait(request_id)
-
-
-def test_after_a_loss_what_came_before_it_is_looked_through_to_the_end() -> None:
-    """Also by who only asks, and does not wait."""
-    channel = ScriptedChannel()
-    first, second = channel.submit(_ask()), channel.submit(_ask())
-    channel.script.extend(["lost", (_reply(first), 1), (_reply(second), 1)])
-    assert [channel.arrived(second) for _ in range(3)] == [False, False, True]
-    for request_id in (first, second):
-        channel.wait(request_id)
-    third = channel.submit(_ask())
-    channel.script.append("lost")
-    assert not channel.arrived(third)
-    for ask in (channel.arrived, channel.arrived, channel.wait):
-        with pytest.raises(EndpointError):
-            ask(third)
-    with pytest.raises(KeyError):
-        channel.wait(third)
-
-
-class FloodedChannel(ScriptedChannel):
-    """Its peer goes on sending a reply that no request waits for, also after a loss."""
-
-    taken = 0
-    stale: list[Buffer] | None = None
-
-    def _receive(self, deadline: float) -> Received | None:
-        received = super()._receive(deadline)
-        self.taken += received is not None
-        assert self.taken < 100, "the deadline holds"
-        if self.stale is not None and not self.script:
-            self.script.append((self.stale, 1))
-        return received
-
-
-@each_row(
-    ("script", "error", "said"),
-    [
-        (["lost"], EndpointError, "a lost connection"),
-        ([], DeadlineExceededError, "no reply"),
-    ],
-)
-def test_stale_replies_hold_no_caller_past_the_deadline(
-    script: list[str], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count(1000.0, 0.5)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    channel = FloodedChannel()
-    given_up, request_id = channel.submit(_ask()), channel.submit(_ask(), 10)
-    channel.abandon(given_up)
-    channel.stale = _reply(given_up)
-    channel.script.extend(script)
-    with pytest.raises(error, match=said):
-        channel.wait(request_id)
-    # About two looks a second: it did not give up sooner either.
-    assert 10 < channel.taken < 30

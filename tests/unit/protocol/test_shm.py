@@ -5,7 +5,6 @@ What scribbles over replies while they are read is in `tests/fault/test_shared_m
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,20 +15,17 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import native
 from protocol.errors import (
-    EndpointError,
     ErrorCode,
     ProtocolError,
 )
-from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.messages import LMHeadRequest, TensorReply
 from protocol.shared_memory import SLOTS, Lane
 from protocol.shm import ShmChannel
-from protocol.stream import StreamChannel
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
-from tests.kit.shm import RawService, message
-from tests.kit.wire import look_until_refused, tensor_reply
+from tests.kit.shm import RawService
+from tests.kit.wire import tensor_reply
 
 ROUNDS = 500
 TINY_S = 0.05
@@ -72,27 +68,6 @@ def _good(request_id: int, value: float = 1.0) -> list[bytes]:
     return [bytes(frame) for frame in tensor_reply(request_id, torch.full((8,), value))]
 
 
-# ---------------------------------------------------------------------------------------- slots
-
-
-def test_a_slot_is_used_again_once_its_reply_is_there(
-    service: RawService, channel: ShmChannel
-) -> None:
-    request_id, first = _submit(channel, service)
-    service.lane.put(first, _good(request_id))
-    assert _value(channel, request_id) == 1.0
-    again = channel.submit(REQUEST)
-    assert service.request()[0] == first  # it is in the caches
-    other = channel.submit(REQUEST)
-    assert service.request()[0] != first
-    # Given back without a reply, that comes over the socket.
-    service.lane.put(first, ())
-    service.socket.sendall(message(_good(again, 3.0)))
-    assert _value(channel, again) == 3.0
-    assert first in channel._free
-    channel.abandon(other)
-
-
 def test_no_wake_up_is_lost(endpoint: str) -> None:
     """Both ends fall asleep all the time; one that nobody wakes up ends in a deadline."""
     listener = StreamListener(endpoint)
@@ -112,77 +87,6 @@ def test_no_wake_up_is_lost(endpoint: str) -> None:
             channel.call(REQUEST)
     thread.join()
     listener.close()
-
-
-# --------------------------------------------------------------------------- losing connections
-
-
-def test_a_service_that_was_replaced_meanwhile_is_found(endpoint: str) -> None:
-    """It was awake when it closed: the next request must not be left in a slot of its."""
-    with ShmChannel(endpoint, timeout_s=20) as channel:
-        for _ in range(2):
-            listener = StreamListener(endpoint)
-            request_id = channel.submit(REQUEST)
-            assert listener.wait(timeout_ms=10_000)
-            incoming = listener.receive()
-            assert incoming is not None
-            listener.send(incoming.route, tensor_reply(request_id, torch.ones(1)))
-            channel.wait(request_id)
-            listener.close()
-
-
-def test_replies_that_came_before_a_loss_count(service: RawService, channel: ShmChannel) -> None:
-    request_id, slot = _submit(channel, service)
-    lost = channel.submit(REQUEST)
-    service.lane.put(slot, _good(request_id))
-    service.socket.close()
-    with pytest.raises(EndpointError, match="a lost connection while LMHead"):
-        channel.wait(lost)
-    assert _value(channel, request_id) == 1.0
-
-
-def test_nothing_is_left_of_a_lost_connection(service: RawService, channel: ShmChannel) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        _submit(channel, service)
-        channel._disconnect()
-        service.__exit__()
-        del service.lane
-        os.unlink(channel.endpoint.removeprefix("shm://"))
-        service.__init__(channel.endpoint)  # type: ignore[misc]
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(("served", "client"), [("unix://", ShmChannel), ("shm://", StreamChannel)])
-def test_a_plain_end_and_one_with_memory_refuse_each_other_at_once(
-    endpoint: str, served: str, client: type[StreamChannel]
-) -> None:
-    listener = StreamListener(endpoint.replace("shm://", served))
-    ours = endpoint if client is ShmChannel else endpoint.replace("shm://", "unix://")
-    with client(ours, timeout_s=3600) as channel:
-        request_id = channel.submit(InitRequest())
-        look_until_refused(listener)
-        with pytest.raises(EndpointError, match="a lost connection while Init"):
-            channel.wait(request_id)
-    listener.close()
-
-
-def test_without_compiled_kernels_it_is_said(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "library", None)
-    with pytest.raises(EndpointError, match="shm://: got no compiled kernels, expected them"):
-        StreamListener(endpoint)
-    plain = StreamListener(endpoint.replace("shm://", "unix://"))
-    with (
-        ShmChannel(endpoint) as channel,
-        pytest.raises(EndpointError, match="got no compiled kernels"),
-    ):
-        channel.submit(InitRequest())
-    plain.close()
-
-
-# ------------------------------------------------------------------------------- what it may do
 
 
 def test_numbers_of_slots_that_are_ours_say_nothing(

@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError
-from protocol.messages import FUSED_MODULES, ModuleName
+from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     EMBEDDING,
-    FINAL_NORM,
     INDEX_FILE,
     SINGLE_FILE,
     Checkpoint,
@@ -57,9 +56,6 @@ def _change(directory: Path, change: Callable[[Tensors], object]) -> None:
     tensors = load_file(directory / SINGLE_FILE)
     change(tensors)
     save_file({k: t.contiguous() for k, t in tensors.items()}, directory / SINGLE_FILE)
-
-
-# --------------------------------------------------------------------- which tensors, and how
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -126,13 +122,8 @@ def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models,
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     tensors = load_file(directory / SINGLE_FILE)
-    fused: dict[str, list[ModuleName]] = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "o_proj": ["o_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-        "down_proj": ["down_proj"],
-    }
-    assert fused == {operator: list(modules) for operator, modules in FUSED_MODULES.items()}
+    assert FUSED_MODULES["qkv_proj"] == ("q_proj", "k_proj", "v_proj")
+    assert FUSED_MODULES["gate_up_proj"] == ("gate_proj", "up_proj")
     for operator, modules in FUSED_MODULES.items():
         linear = load_linear(checkpoint, config, 1, operator, dtype=torch.float32, device=CPU)
         names = [module_name(1, module) for module in modules]
@@ -142,40 +133,13 @@ def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models,
         assert (linear.bias is not None) == biased
         if linear.bias is not None:
             assert torch.equal(linear.bias, torch.cat([tensors[f"{name}.bias"] for name in names]))
-        hidden = torch.ones(2, whole.shape[1])
-        expected = torch.nn.functional.linear(hidden, whole, linear.bias)
         for module, rows in linear.rows.items():
             assert rows.stop - rows.start == config.module_shape(module)[0]
-        assert torch.equal(linear(hidden), expected)
     # A module without a bias has one of zeros beside one that has one.
     one = config.model_copy(update={"biased_modules": config.biased_modules & {"v_proj"}})
     mixed = load_linear(checkpoint, one, 1, "qkv_proj", dtype=torch.float32, device=CPU).bias
     assert (mixed is None) == (kind == "llama")
     assert mixed is None or (mixed[-24:].any() and not mixed[:-24].any())
-
-
-# ------------------------------------------------------------------------------ damaged files
-
-
-@each_row(
-    ("damage", "got"),
-    [
-        *((lambda c, n=n: c[:n], f"{n} bytes that do not parse") for n in (0, 1, 7, 8, 100)),
-        (lambda c: c[:-1], "{} bytes"),
-        (lambda c: c[:-1000], "{} bytes"),
-        (lambda c: c + b"x", "{} bytes"),
-        (lambda c: c[:8] + bytes(4) + c[12:], "JSONDecodeError"),
-        (lambda c: (2**63 - 1).to_bytes(8, "little") + b"{}", f"{2**63 - 1}"),
-    ],
-)
-def test_a_damaged_file_is_refused(
-    saved_model: Models, tmp_path: Path, damage: Callable[[bytes], bytes], got: str
-) -> None:
-    shutil.copytree(saved_model("llama").directory, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / SINGLE_FILE
-    content = damage(path.read_bytes())
-    path.write_bytes(content)
-    assert _refusal(tmp_path, SINGLE_FILE).got.startswith(got.format(len(content)))
 
 
 def test_pickled_weights_are_refused_and_not_run(directory: Path) -> None:
@@ -190,11 +154,7 @@ def test_pickled_weights_are_refused_and_not_run(directory: Path) -> None:
         assert "can run code" in _refusal(directory, name).got
         before = name
     (directory / before).unlink()
-    error = _refusal(directory)
-    assert error.got.startswith("no weights among ")
-    assert error.expected == f"{SINGLE_FILE} or {INDEX_FILE}"
-    (directory / SINGLE_FILE).mkdir()
-    _refusal(directory, SINGLE_FILE)
+    assert _refusal(directory).got.startswith("no weights among ")
 
 
 def test_a_file_that_changes_after_the_check_is_refused_when_it_is_read(directory: Path) -> None:
@@ -204,48 +164,29 @@ def test_a_file_that_changes_after_the_check_is_refused_when_it_is_read(director
     before = loaded.clone()
     with pytest.raises(ModelError, match="since the file was checked"):
         load_tensor(checkpoint, EMBEDDING, (1, config.hidden_size), dtype=torch.float32)
-    for content in (b"", (directory / SINGLE_FILE).read_bytes()[:-1]):
-        (directory / SINGLE_FILE).unlink()
-        (directory / SINGLE_FILE).write_bytes(content)
-        with pytest.raises(ModelError, match=EMBEDDING):
-            load_tensor(checkpoint, EMBEDDING, shape, dtype=torch.float32)
+    (directory / SINGLE_FILE).unlink()
+    (directory / SINGLE_FILE).write_bytes(b"")
+    with pytest.raises(ModelError, match=EMBEDDING):
+        load_tensor(checkpoint, EMBEDDING, shape, dtype=torch.float32)
     assert torch.equal(loaded, before)  # it is no mapping
 
 
 @each_row("value", [float("nan"), float("inf"), -float("inf")])
-def test_no_reader_hands_out_what_is_not_finite(directory: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_named(directory: Path, value: float) -> None:
     plain = load_file(directory / SINGLE_FILE)[DOWN]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         spoilt = plain.to(dtype)
-        for worst in (torch.finfo(dtype).max, value):
-            spoilt[3, 5] = worst
-            _change(directory, lambda tensors, spoilt=spoilt: tensors.update({DOWN: spoilt}))
-            checkpoint = _open_and_check(directory)
-            readers: list[Callable[[], torch.Tensor]] = [
-                lambda c=checkpoint: c.rows(DOWN, 0, 48),
-                lambda c=checkpoint: c.rows(DOWN, 0, 48, 3),
-                lambda c=checkpoint: load_tensor(c, DOWN, (48, 96), dtype=torch.float32),
-            ]
-            for read in readers:
-                if worst is not value:
-                    assert read().max() == worst
-                    continue
-                with pytest.raises(ModelError) as caught:
-                    read()
-                assert caught.value.where == f"{directory / SINGLE_FILE}: {DOWN}"
-                assert caught.value.got == "NaN or infinity"
-
-
-# --------------------------------------------------------------------------------------- shards
-
-
-def test_a_sharded_model_holds_the_same_tensors(sharded: Path, saved_model: Models) -> None:
-    single = saved_model("llama").directory
-    shapes = light_tensors(read_config(single))
-    both = _open_and_check(sharded), _open_and_check(single)
-    for name in (EMBEDDING, FINAL_NORM):
-        read = [load_tensor(c, name, shapes[name], dtype=torch.float32) for c in both]
-        assert torch.equal(*read)
+        spoilt[3, 5] = torch.finfo(dtype).max
+        _change(directory, lambda tensors, spoilt=spoilt: tensors.update({DOWN: spoilt}))
+        assert _open_and_check(directory).rows(DOWN, 0, 48).max() == torch.finfo(dtype).max
+        spoilt[3, 5] = value
+        _change(directory, lambda tensors, spoilt=spoilt: tensors.update({DOWN: spoilt}))
+        checkpoint = _open_and_check(directory)
+        for rows in ((0, 48), (0, 48, 3)):
+            with pytest.raises(ModelError, match=f"{DOWN}: got NaN or infinity"):
+                checkpoint.rows(DOWN, *rows)
+        with pytest.raises(ModelError, match=f"{DOWN}: got NaN or infinity"):
+            load_tensor(checkpoint, DOWN, (48, 96), dtype=torch.float32)
 
 
 def _mapped(directory: Path, **changes: Any) -> None:
@@ -301,16 +242,3 @@ def test_an_index_and_its_files_must_agree(sharded: Path) -> None:
     tensors = load_file(sharded / "b.safetensors")
     save_file({**tensors, name: torch.ones(1)}, sharded / "b.safetensors")
     assert _refusal(sharded, "b.safetensors", name).got == "a tensor that a.safetensors holds too"
-
-
-def test_a_shard_that_holds_nothing_needed_may_be_missing(sharded: Path) -> None:
-    _mapped(sharded, **{"model.layers.0.mlp.up_proj.weight": "gone.safetensors"})
-    config, checkpoint = read_config(sharded), Checkpoint(sharded)
-    checkpoint.require(light_tensors(config))
-    with pytest.raises(ModelError, match=r"gone\.safetensors: .*up_proj.weight: got no such file"):
-        checkpoint.require(linear_tensors(config, ("gate_up_proj",)))
-    shutil.copy(sharded / "a.safetensors", sharded.parent / "outside")
-    for target in ("../outside", "nowhere"):
-        (sharded / "a.safetensors").unlink()
-        (sharded / "a.safetensors").symlink_to(target)
-        _refusal(sharded, "a.safetensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,29 +14,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
-from protocol.messages import FUSED_MODULES
 from protocol.model import manifest as manifest_module
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
     SINGLE_FILE,
     Checkpoint,
-    light_tensors,
-    linear_tensors,
 )
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import (
-    BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
     PINNED_FILES,
     Manifest,
-    read_file,
     rows_per_block,
 )
 from protocol.model.quantized import load_quantized
 from protocol.model.tensor_file import Entry, TensorFile
-from protocol.model.weights import load_linear, load_tensor
+from protocol.model.weights import load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import SavedModel
@@ -82,9 +76,6 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-# --------------------------------------------------------------------------------------- what it is
-
-
 def test_it_pins_files_and_blocks_of_rows_as_stored(directory: Path, pinned: Manifest) -> None:
     assert pinned.files == {name: _sha256((directory / name).read_bytes()) for name in PINNED_FILES}
     tensors = load_file(directory / SINGLE_FILE)
@@ -99,59 +90,18 @@ def test_it_pins_files_and_blocks_of_rows_as_stored(directory: Path, pinned: Man
     for digest in (None, _sha256(pinned.to_bytes()).upper()):
         read = Manifest.load(directory / "manifest", digest)
         assert read.model_dump() == pinned.model_dump()
-
-
-def test_blocks_have_about_four_mebibytes() -> None:
-    assert rows_per_block((128256, 2048), 4096) * 4096 == BLOCK_BYTES
     assert rows_per_block((8, 2**23), 2**24) == 1  # a row is never divided
-    assert rows_per_block((48,), 4) == 48
-
-
-def test_it_pins_what_a_directory_has_in_whatever_files(
-    sharded: Path, saved_model: Callable[..., SavedModel], tmp_path: Path
-) -> None:
-    single = saved_model("llama").directory
-    assert make_manifest(sharded).tensors == make_manifest(single).tensors
-    tensors, light = load_file(single / SINGLE_FILE), light_tensors(read_config(single))
-    shutil.copy(single / "config.json", tmp_path)
-    save_file({name: tensors[name] for name in light}, tmp_path / SINGLE_FILE)
-    assert set(make_manifest(tmp_path).tensors) == set(light)
-    save_file({**tensors, "evil": torch.ones(1)}, tmp_path / SINGLE_FILE)
+    save_file({**tensors, "evil": torch.ones(1)}, directory / SINGLE_FILE)
     with pytest.raises(ModelError, match="evil"):
-        make_manifest(tmp_path)
-
-
-# ------------------------------------------------------------------------- what is read is verified
-
-
-def test_an_unchanged_directory_reads_as_without_a_manifest(
-    directory: Path, pinned: Manifest
-) -> None:
-    config = read_config(directory)
-    assert read_config(directory, pinned) == config
-    plain, verified = Checkpoint(directory), Checkpoint(directory, pinned)
-    verified.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
-    for name, tensor in load_file(directory / SINGLE_FILE).items():
-        size = len(tensor)
-        for start, stop, step in ((0, size, 1), (3, 9, 1), (1, size, 5), (8, 8, 1)):
-            for checkpoint in (plain, verified):
-                rows = checkpoint.rows(name, start, stop, step)
-                assert torch.equal(rows, tensor[start:stop:step])
-    assert model_digest(config, plain) == model_digest(config, verified)
-    assert linear_digest(config, plain) == linear_digest(config, verified)
-    Tokenizer(directory, pinned).apply_chat_template([{"role": "user", "content": "a"}])
+        make_manifest(directory)
 
 
 READERS: dict[str, Callable[[Checkpoint, Any], object]] = {
     "load_tensor": lambda c, _: load_tensor(c, DOWN, (48, 96), dtype=torch.float32),
     "copy_into": lambda c, _: c.copy_into(DOWN, torch.empty(48, 96, dtype=torch.float16)),
     "rows": lambda c, _: c.rows(DOWN, 0, 48),
-    "one row": lambda c, _: c.rows(DOWN, 36, 37),
     "rows of a sample": lambda c, _: c.rows(DOWN, 0, 48, 12),
     "blocks": lambda c, _: list(c.blocks(DOWN, (48, 96))),
-    "load_linear": lambda c, config: load_linear(
-        c, config, 1, "down_proj", dtype=torch.float32, device=torch.device("cpu")
-    ),
     "load_quantized": lambda c, config: load_quantized(c, config, 1, "down_proj"),
     "linear_digest": lambda c, config: linear_digest(config, c),
 }
@@ -161,6 +111,9 @@ def test_no_reader_hands_out_a_byte_that_differs(directory: Path, pinned: Manife
     config = read_config(directory)
     tensors = {name: pin for name, pin in pinned.tensors.items() if name != DOWN}
     unnamed = pinned.model_copy(update={"tensors": tensors})
+    down = load_file(directory / SINGLE_FILE)[DOWN]
+    for rows in ((0, 48), (3, 9), (1, 48, 5), (8, 8)):
+        assert torch.equal(Checkpoint(directory, pinned).rows(DOWN, *rows), down[slice(*rows)])
     for reader, read in READERS.items():
         read(Checkpoint(directory, pinned), config)
         with pytest.raises(ManifestError, match=f"{DOWN}: got a tensor that the manifest does not"):
@@ -172,21 +125,12 @@ def test_no_reader_hands_out_a_byte_that_differs(directory: Path, pinned: Manife
         assert caught.value.got.startswith("SHA-256 ")
         assert caught.value.expected == f"SHA-256 {pinned.tensors[DOWN].blocks[12]}{SAID}"
         _spoil(directory, DOWN, 36 * 96 + 5)
-
-
-def test_a_bit_anywhere_is_found_when_its_block_is_read_and_not_before(
-    directory: Path, pinned: Manifest
-) -> None:
-    tensors, config = load_file(directory / SINGLE_FILE), read_config(directory)
-    for element in (0, 6 * 48, 7 * 48, 20 * 48, 319 * 48, 320 * 48 - 1):
-        _spoil(directory, EMBEDDING, element)
-        checkpoint, block = Checkpoint(directory, pinned), element // 48 // 7
-        with pytest.raises(ManifestError, match=rf"{EMBEDDING}: block {block}: "):
-            load_tensor(checkpoint, EMBEDDING, (320, 48), dtype=torch.float32)
-        load_quantized(checkpoint, config, 0, "lm_head")  # another tensor
-        good = checkpoint.rows(EMBEDDING, 35, 42)
-        assert torch.equal(good, tensors[EMBEDDING][35:42])
-        _spoil(directory, EMBEDDING, element)
+    shapes: dict[str, tuple[int, ...]] = {DOWN: (48, 96)}
+    for change, said in (({"shape": (96, 48)}, r"\[96, 48\]"), ({"dtype": "BF16"}, "BF16")):
+        pin = pinned.tensors[DOWN].model_copy(update=change)
+        other = pinned.model_copy(update={"tensors": {**tensors, DOWN: pin}})
+        with pytest.raises(ManifestError, match=rf"got F32 \[48, 96\], expected .*{said}"):
+            Checkpoint(directory, other).require(shapes)
 
 
 def test_what_was_verified_is_in_memory_of_its_own(
@@ -209,23 +153,6 @@ def test_what_was_verified_is_in_memory_of_its_own(
     checkpoint = Checkpoint(directory, pinned)
     monkeypatch.setattr(TensorFile, "read_rows", read_and_spoil)
     assert torch.equal(checkpoint.rows(FINAL_NORM, 0, 48), expected)
-
-
-def test_a_digest_is_computed_once_where_the_content_cannot_change(
-    directory: Path, pinned: Manifest
-) -> None:
-    config = read_config(directory)
-    verified, plain = Checkpoint(directory, pinned), Checkpoint(directory)
-    before = model_digest(config, verified), linear_digest(config, verified)
-    other = config.model_copy(update={"rms_norm_eps": 0.5})
-    assert len({*before, model_digest(other, verified)}) == 3
-    (directory / SINGLE_FILE).unlink()
-    assert (model_digest(config, verified), linear_digest(config, verified)) == before
-    with pytest.raises(ModelError):
-        model_digest(config, plain)
-
-
-# ---------------------------------------------------------------------------------- the small files
 
 
 def _calibration(path: Path, pinned: Manifest) -> Calibration:
@@ -277,41 +204,8 @@ def test_a_file_that_is_not_pinned_counts_as_absent(directory: Path, pinned: Man
         Tokenizer(directory, without)
     elsewhere = shutil.copy(directory / CALIBRATION_FILE, directory / "scales")
     _calibration(elsewhere, pinned)
-    said = r"scales: got a file that the manifest does not name, .* again, after tsqp calibrate$"
-    with pytest.raises(ManifestError, match=said):
+    with pytest.raises(ManifestError, match="scales: got a file that the manifest does not name"):
         _calibration(elsewhere, without)
-
-
-def test_a_refusal_names_the_manifest_that_was_read(directory: Path, pinned: Manifest) -> None:
-    path = directory / "other.json"
-    path.write_bytes(pinned.to_bytes())
-    read = Manifest.load(path)
-    _spoil(directory, EMBEDDING, 0)
-
-    def changed(**change: object) -> Manifest:
-        pin = read.tensors[DOWN].model_copy(update=change)
-        return read.model_copy(update={"tensors": {**read.tensors, DOWN: pin}})
-
-    shapes: dict[str, tuple[int, ...]] = {DOWN: (48, 96)}
-    refusals: list[tuple[Callable[[], object], str]] = [
-        (
-            lambda: read_config(directory, read.model_copy(update={"files": {"config.json": SHA}})),
-            SHA,
-        ),
-        (lambda: read.check_file(directory / "unknown", b""), "does not name"),
-        (lambda: read_file(directory / "tokenizer.json", 2**20, read), "got no such file"),
-        (lambda: Checkpoint(directory, changed(shape=(96, 48))).require(shapes), r"F32 \[96, 48\]"),
-        (lambda: Checkpoint(directory, changed(dtype="BF16")).require(shapes), r"BF16 \[48, 96\]"),
-        (lambda: Checkpoint(directory, read).rows(EMBEDDING, 0, 1), "block 0"),
-    ]
-    (directory / "tokenizer.json").unlink()
-    for refused, said in refusals:
-        with pytest.raises(ManifestError, match=f"the manifest {path}") as caught:
-            refused()
-        assert re.search(said, str(caught.value))
-
-
-# ---------------------------------------------------------------------------- the file is malformed
 
 
 @each_row(
@@ -319,18 +213,11 @@ def test_a_refusal_names_the_manifest_that_was_read(directory: Path, pinned: Man
     [
         (lambda m: m.pop("version"), "version", "got nothing, expected a value"),
         (lambda m: m.update(version=2), "version", "got 2, expected less than or equal to 1"),
-        (lambda m: m.update(version=True), "version", "got True, expected a valid integer"),
-        (lambda m: m.update(extra=1), "extra", "expected no such key"),
         (lambda m: m["files"].pop("config.json"), "", "expected a digest of config.json"),
         (lambda m: m["files"].update({"../x": SHA}), "files.../x", "got '../x'"),
-        (lambda m: m["files"].update({"/etc/passwd": SHA}), "files./etc/passwd", "got '/etc"),
-        (lambda m: m["files"].update({"config.json": "x"}), "files.config.json", "got 'x'"),
         (lambda m: m["files"].update({"config.json": SHA[:-1] + "A"}), "files.config.json", "got"),
-        (lambda m: m["tensors"].update(a=7), "tensors.a", "got 7"),
         (lambda m: m["tensors"][DOWN].update(dtype="I8"), f"tensors.{DOWN}.dtype", "got 'I8'"),
-        (lambda m: m["tensors"][DOWN].update(shape=[]), f"tensors.{DOWN}.shape", "got []"),
         (lambda m: m["tensors"][DOWN].update(shape=[2**40, 1]), f"tensors.{DOWN}.shape.0", "got"),
-        (lambda m: m["tensors"][DOWN].update(shape=[48.0, 96]), f"tensors.{DOWN}.shape.0", "got"),
         (lambda m: m["tensors"][DOWN].update(shape=[-1, 96]), f"tensors.{DOWN}.shape.0", "got -1"),
         (lambda m: m["tensors"][DOWN]["blocks"].pop(), f"tensors.{DOWN}", "16 blocks, not 15"),
         (lambda m: m["tensors"][DOWN]["blocks"].append(SHA), f"tensors.{DOWN}", "not 17"),
@@ -352,12 +239,9 @@ def test_a_malformed_manifest_is_refused_by_field(
 @each_row(
     ("content", "said"),
     [
-        (b"", "Expecting value"),
         (b"[]", "got [], expected"),
-        (b"\xff", "codec can't decode"),
         (b"[" * 20_000, "got nested too deeply, expected a JSON object"),
         (b"[{" * 10_001, "got 20002 lists, expected at most 20000"),
-        (b"," * 300_001, "got 300001 items, expected at most 300000"),
         (b":" * 20_001, "got 20001 keys, expected at most 20000"),
         (b'{"version": 1, "version": 1}', "version: got this key twice"),
         (b" " * (MAX_MANIFEST_BYTES + 1), f"{MAX_MANIFEST_BYTES + 1} bytes, expected at most"),

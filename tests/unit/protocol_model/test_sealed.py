@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import random
 import re
 import shutil
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ModelError, SealError
-from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.files import (
     fill,
@@ -33,8 +30,6 @@ from protocol.model.files import (
     size_of,
     use_seal,
 )
-from protocol.model.identity import linear_digest, model_digest
-from protocol.model.manifest import MANIFEST_FILE, Manifest
 from protocol.model.sealed import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -45,25 +40,16 @@ from protocol.model.sealed import (
     read_index,
     unwrap,
 )
-from tee_side.engine.tokenizer import Tokenizer
-from tee_side.protect.calibration import CALIBRATION_FILE, Calibration, calibration_path
+from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
-from tsqp.manifest import make_manifest
 from tsqp.seal import rewrap, seal_model
 
 DEMO = model_directory("demo")
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 STORED = CHUNK_BYTES + TAG_BYTES
-SIZES = {
-    "empty": 0,
-    "byte": 1,
-    "short": CHUNK_BYTES - 1,
-    "chunk": CHUNK_BYTES,
-    "long": CHUNK_BYTES + 1,
-    "two": 2 * CHUNK_BYTES,
-    "three": 2 * CHUNK_BYTES + 12_345,
-}
+SIZES = {"empty": 0, "byte": 1, "short": CHUNK_BYTES - 1, "chunk": CHUNK_BYTES}
+SIZES |= {"long": CHUNK_BYTES + 1, "two": 2 * CHUNK_BYTES, "three": 2 * CHUNK_BYTES + 12_345}
 NO_LIMIT = 2**26
 
 
@@ -114,57 +100,31 @@ def read_all(directory: Path) -> None:
             read_bytes(directory / name, NO_LIMIT)
 
 
-# ------------------------------------------------------------------------------ what can be read
-
-
-def test_every_file_reads_as_it_was(seals: Seals) -> None:
+def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
+    places = [0, 1, CHUNK_BYTES // 2]
+    for border in (CHUNK_BYTES, 2 * CHUNK_BYTES, SIZES["three"]):
+        places += [border - 1, border, border + 1]
     with unsealed(seals.first) as seal:
         assert sorted(seal.names) == sorted(path.name for path in seals.plain.iterdir())
         for name in seal.names:
             path, expected = seals.first / name, (seals.plain / name).read_bytes()
-            assert is_there(path)
             assert read_bytes(path, len(expected)) == expected
             with opened(path) as descriptor:
                 assert size_of(descriptor, path) == len(expected)
-                for limit in (0, 10, CHUNK_BYTES, CHUNK_BYTES + 7):
-                    assert read_start(descriptor, limit, path) == expected[:limit]
+                assert read_start(descriptor, CHUNK_BYTES + 7, path) == expected[: CHUNK_BYTES + 7]
             if expected:
                 with pytest.raises(ModelError, match=f"got {len(expected)} bytes, expected at mos"):
                     read_bytes(path, len(expected) - 1)
-
-
-def test_any_range_is_that_of_the_plain_file(seals: Seals) -> None:
-    path, plain = seals.first / "three", (seals.plain / "three").read_bytes()
-    places = [0, 1, 5, CHUNK_BYTES // 2]
-    for border in (CHUNK_BYTES, 2 * CHUNK_BYTES, SIZES["three"]):
-        places += [border - 1, border, border + 1]
-    with unsealed(seals.first), opened(path) as descriptor:
-        for start, stop in itertools.combinations_with_replacement(places, 2):
-            buffer = bytearray(stop - start)
-            if stop <= len(plain):
-                fill(descriptor, memoryview(buffer), start, path)
-                assert buffer == plain[start:stop], (start, stop)
-            elif buffer:
+        path, plain = seals.first / "three", (seals.plain / "three").read_bytes()
+        with opened(path) as descriptor:
+            for start, stop in itertools.combinations(places, 2):
+                buffer = bytearray(stop - start)
+                if stop <= len(plain):
+                    fill(descriptor, memoryview(buffer), start, path)
+                    assert buffer == plain[start:stop], (start, stop)
+                    continue
                 with pytest.raises(ModelError, match=rf"three: got \d+ bytes, expected {stop}$"):
                     fill(descriptor, memoryview(buffer), start, path)
-
-
-def test_a_model_with_weights_tokenizer_scales_and_manifest(tmp_path: Path) -> None:
-    plain, sealed = shutil.copytree(DEMO, tmp_path / "plain"), tmp_path / "sealed"
-    (plain / MANIFEST_FILE).write_bytes(make_manifest(plain).to_bytes())
-    seal_model(plain, KEY, sealed)
-    config = read_config(plain)
-    with unsealed(sealed):
-        manifest = Manifest.load(sealed / MANIFEST_FILE)
-        assert read_config(sealed, manifest) == config
-        digests = {
-            (model_digest(config, checkpoint), linear_digest(config, checkpoint))
-            for checkpoint in (Checkpoint(plain), Checkpoint(sealed), Checkpoint(sealed, manifest))
-        }
-        ((digest, linears),) = digests
-        scales = calibration_path(sealed, None)
-        assert Calibration.load(scales, config, digest, linears, manifest).sites
-        assert Tokenizer(sealed, manifest).to_json() == Tokenizer(plain).to_json()
 
 
 def test_a_seal_names_what_there_is(seals: Seals, changed: Path) -> None:
@@ -179,18 +139,9 @@ def test_a_seal_names_what_there_is(seals: Seals, changed: Path) -> None:
             for inside in (True, False):
                 with pytest.raises(SealError, match=f"{path.name}: got a file that was not sealed"):
                     read_bytes(path, NO_LIMIT, inside=inside)
-    assert read_bytes(added, 10) == b"{}"
-
-
-def test_links_lead_where_they_like_to_the_same_bytes(
-    changed: Path, seals: Seals, tmp_path: Path
-) -> None:
-    (changed / "three").rename(tmp_path / "elsewhere")
-    (changed / "three").symlink_to(tmp_path / "elsewhere")
+    # A directory that is exchanged under the seal stays sealed.
     with unsealed(changed):
-        assert read_bytes(changed / "three", NO_LIMIT) == (seals.plain / "three").read_bytes()
-        # A directory that is exchanged under the seal stays sealed.
-        changed.rename(tmp_path / "away")
+        shutil.rmtree(changed)
         changed.symlink_to(seals.plain)
         for name in ("three", "config.json"):
             with pytest.raises(SealError, match=f"{name}(: chunk 0)?: got "):
@@ -198,72 +149,40 @@ def test_links_lead_where_they_like_to_the_same_bytes(
         # As of the scales, whose path goes through `require_inside`.
         with pytest.raises(SealError, match="three: chunk 0: got other bytes"):
             read_bytes(require_inside(changed / "three"), NO_LIMIT, inside=False)
-        changed.unlink()
-        changed.symlink_to(seals.first)  # the same bytes, elsewhere
-        assert read_bytes(changed / "byte", 1) == (seals.plain / "byte").read_bytes()
-        assert read_bytes(Path(os.path.relpath(changed)) / "byte", 1)
-
-
-# --------------------------------------------------------------------------------- what is refused
 
 
 def test_a_file_that_is_cut_or_longer_is_refused(changed: Path) -> None:
-    for name in ("config.json", *SIZES):
+    for name in ("config.json", "empty", "chunk", "three"):
         path = changed / name
         whole = path.read_bytes()
         places = {0, 1, HEADER_BYTES - 1, len(whole) - TAG_BYTES, len(whole) - 1}
         for border in range(HEADER_BYTES, len(whole) + 1, STORED):
-            places |= {border - 1, border, border + 1, border + STORED // 2}
+            places |= {border - 1, border, border + 1}
         contents = [whole[:place] for place in sorted(places) if 0 <= place < len(whole)]
         for content in (*contents, whole + b"\0", whole + whole[-STORED:]):
             path.write_bytes(content)
             with pytest.raises(SealError, match=f"/{name}: got {len(content)} bytes, expected "):
                 SealedModel(changed, KEY)
         path.write_bytes(whole)
-    path = changed / "three"
-    with unsealed(changed), opened(path) as descriptor:  # or while it is used
-        os.truncate(path, HEADER_BYTES + STORED)
-        buffer = memoryview(bytearray(10))
-        fill(descriptor, buffer, CHUNK_BYTES - 10, path)
-        with pytest.raises(SealError, match=r"three: got \d+ bytes, expected "):
-            fill(descriptor, buffer, CHUNK_BYTES - 9, path)
-
-
-def _stored(path: Path, chunk: int) -> bytes:
-    return path.read_bytes()[HEADER_BYTES + chunk * STORED :][:STORED]
 
 
 def test_a_chunk_in_the_place_of_another_is_refused(changed: Path, seals: Seals) -> None:
-    path = changed / "three"
-    whole, first, second = path.read_bytes(), _stored(path, 0), _stored(path, 1)
-    for chunk, content in (
-        (0, second),
-        (1, first),
-        (0, _stored(changed / "two", 0)),
-        (0, _stored(seals.second / "three", 0)),
-        (0, _stored(seals.other / "three", 0)),
-        (0, bytes(STORED)),
-    ):
-        start = HEADER_BYTES + chunk * STORED
-        path.write_bytes(whole[:start] + content + whole[start + STORED :])
-        with pytest.raises(SealError, match=f"/three: chunk {chunk}: got other bytes than were "):
+    path, first = changed / "three", slice(HEADER_BYTES, HEADER_BYTES + STORED)
+    whole = path.read_bytes()
+    for other in (changed / "two", seals.second / "three", seals.other / "three"):
+        path.write_bytes(whole[:HEADER_BYTES] + other.read_bytes()[first] + whole[first.stop :])
+        with pytest.raises(SealError, match="/three: chunk 0: got other bytes than were "):
             read_all(changed)
+    second = whole[first.stop :][:STORED]
+    path.write_bytes(whole[:HEADER_BYTES] + second + whole[first] + whole[first.stop + STORED :])
+    with pytest.raises(SealError, match="/three: chunk 0: got other bytes than were "):
+        read_all(changed)
 
 
 def _swap(directory: Path, _: Seals) -> None:
     (directory / "two").rename(directory / "x")
     (directory / "three").rename(directory / "two")
     (directory / "x").rename(directory / "three")
-
-
-def _folder(directory: Path, _: Seals) -> None:
-    (directory / "three").unlink()
-    (directory / "three").mkdir()
-
-
-def _pipe(directory: Path, _: Seals) -> None:
-    (directory / "three").unlink()
-    os.mkfifo(directory / "three")
 
 
 def _mix(directory: Path, seals: Seals) -> None:
@@ -285,8 +204,6 @@ ANOTHER = "got the header of another file, or of another seal"
         (lambda d, seals: shutil.copy(seals.second / "three", d), "three", ANOTHER),
         (lambda d, seals: shutil.copy(seals.second / SEAL_FILE, d), "(config.json|byte)", ANOTHER),
         (lambda d, seals: shutil.copy(seals.plain / "three", d), "three", ANOTHER),
-        (_folder, "three", "got a directory"),
-        (_pipe, "three", "got a pipe"),
         (_mix, SEAL_FILE, "got other bytes than were sealed"),
     ],
 )
@@ -306,13 +223,11 @@ def test_an_older_seal_is_told_by_its_digest_and_another_key_by_its_name(seals: 
     with pytest.raises(SealError, match=r"sealed\.tsqp: SHA-256 of the seal: got ") as refused:
         SealedModel(seals.first, KEY, seals.digests["second"])
     assert refused.value.got == seals.digests["first"]
-    assert seals.digests["second"] in refused.value.expected
-    for directory, key, of in ((seals.first, OTHER_KEY, KEY), (seals.other, KEY, OTHER_KEY)):
-        with pytest.raises(SealError, match=r"sealed\.tsqp: got a seal for key") as refused:
-            SealedModel(directory, key)
-        assert key_id(of) in refused.value.got
-        assert key_id(key) in refused.value.expected
-        assert key.hex() not in str(refused.value)
+    with pytest.raises(SealError, match=r"sealed\.tsqp: got a seal for key") as refused:
+        SealedModel(seals.first, OTHER_KEY)
+    assert key_id(KEY) in refused.value.got
+    assert key_id(OTHER_KEY) in refused.value.expected
+    assert OTHER_KEY.hex() not in str(refused.value)
 
 
 def test_no_changed_bit_of_the_index_is_taken(changed: Path) -> None:
@@ -323,11 +238,7 @@ def test_no_changed_bit_of_the_index_is_taken(changed: Path) -> None:
         flipped[place] ^= 1 << place % 8
         with pytest.raises(SealError, match=r"^index: got "):
             unwrap(bytes(flipped), KEY, "index")
-    end = whole.index(b"\n")
-    for content in (
-        *(b"", whole[:end], whole[: end + 1], whole[end + 1 :], whole[:-1], whole + b" "),
-        *(whole[:40] + b"x" + whole[41:], b"x" * 2**20),
-    ):
+    for content in (b"", whole[:-1], whole + b" ", b"x" * 2**20):
         path.write_bytes(content)
         with pytest.raises(SealError, match=r"sealed\.tsqp: got "):
             SealedModel(changed, KEY)
@@ -339,21 +250,16 @@ def test_no_changed_bit_of_a_file_is_taken(changed: Path) -> None:
     first, end = HEADER_BYTES + CHUNK_BYTES, len(whole)
     for place in (
         *(0, 7, 8, HEADER_BYTES - 1),  # magic and salt
-        *(HEADER_BYTES, HEADER_BYTES + CHUNK_BYTES // 2, first - 1),
-        *(first, first + TAG_BYTES - 1, HEADER_BYTES + STORED, HEADER_BYTES + 2 * STORED),
+        *(HEADER_BYTES, first - 1, first, HEADER_BYTES + STORED, HEADER_BYTES + 2 * STORED),
         *(end - 1, end - TAG_BYTES, end - TAG_BYTES - 1),
     ):
-        for bit in (0, 7):
-            flipped = bytearray(whole)
-            flipped[place] ^= 1 << bit
-            path.write_bytes(flipped)
-            chunk = (place - HEADER_BYTES) // STORED
-            said = ANOTHER if place < HEADER_BYTES else f"chunk {chunk}: got other"
-            with pytest.raises(SealError, match=f"/three: {re.escape(said)}"):
-                read_all(changed)
-
-
-# ------------------------------------------------------------------------- sealing, and other keys
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x80
+        path.write_bytes(flipped)
+        chunk = (place - HEADER_BYTES) // STORED
+        said = ANOTHER if place < HEADER_BYTES else f"chunk {chunk}: got other"
+        with pytest.raises(SealError, match=f"/three: {re.escape(said)}"):
+            read_all(changed)
 
 
 def test_the_format_is_what_the_module_says(seals: Seals) -> None:
@@ -379,31 +285,25 @@ def test_the_format_is_what_the_module_says(seals: Seals) -> None:
         assert plain == (seals.plain / name).read_bytes()
 
 
-def test_nothing_random_is_used_twice(seals: Seals, changed: Path) -> None:
-    rewrap(changed, KEY, KEY)
-    lines = [(where / SEAL_FILE).read_bytes().split()[:5] for where in (*seals[1:4], changed)]
-    assert len({line[3] for line in lines}) == 4  # nonces of the wrapped key
-    keys = [unwrap(read_index(path / SEAL_FILE), KEY, "")[0] for path in seals[1:3]]
-    assert len({*keys, bytes(32)}) == 3
-    files = [path for where in seals[1:4] for path in where.iterdir() if path.name != SEAL_FILE]
-    salts = [path.read_bytes()[8:HEADER_BYTES] for path in files]
-    assert len(set(salts)) == len(salts)
-
-
 def test_another_key_opens_the_same_seal(changed: Path, seals: Seals) -> None:
     before = {path.name: path.read_bytes() for path in changed.iterdir()}
     assert rewrap(changed, KEY, OTHER_KEY) == seals.digests["first"]
     with pytest.raises(SealError, match="got a seal for key"):
         SealedModel(changed, KEY)
     with unsealed(changed, OTHER_KEY, seals.digests["first"]):
-        expected = (seals.plain / "three").read_bytes()
-        assert read_bytes(changed / "three", NO_LIMIT) == expected
+        assert read_bytes(changed / "byte", 1) == (seals.plain / "byte").read_bytes()
     after = {path.name: path.read_bytes() for path in changed.iterdir()}
-    assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == [SEAL_FILE]
     with pytest.raises(SealError, match="got a seal for key"):
         rewrap(changed, KEY, OTHER_KEY)
     assert (changed / SEAL_FILE).read_bytes() == after[SEAL_FILE]
+    # Nothing random is used twice: nonces of the wrapped key, content keys, salts.
+    nonces = [(where / SEAL_FILE).read_bytes().split()[3] for where in (*seals[1:4], changed)]
+    assert len(set(nonces)) == 4
+    keys = [unwrap(read_index(path / SEAL_FILE), KEY, "")[0] for path in seals[1:3]]
+    assert len({*keys, bytes(32)}) == 3
+    files = [path for where in seals[1:4] for path in where.iterdir() if path.name != SEAL_FILE]
+    assert len({path.read_bytes()[8:HEADER_BYTES] for path in files}) == len(files)
 
 
 def test_what_cannot_be_sealed_leaves_nothing(tmp_path: Path, seals: Seals) -> None:
@@ -412,57 +312,14 @@ def test_what_cannot_be_sealed_leaves_nothing(tmp_path: Path, seals: Seals) -> N
     with pytest.raises(ModelError, match="zzz: got a link that leads out"):
         seal_model(plain, KEY, output)
     (plain / "zzz").unlink()
-
-    def full(_sealed: int, _total: int) -> None:
-        raise OSError
-
-    with pytest.raises(OSError):  # noqa: PT011 - raised here
-        seal_model(plain, KEY, output, full)
-    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
     (plain / SEAL_FILE).write_text("x")
     with pytest.raises(SealError, match=r"sealed\.tsqp: got a file of this name"):
         seal_model(plain, KEY, output)
     (plain / SEAL_FILE).unlink()
-    # Folders are left out, and links followed.
-    (plain / "original").mkdir()
-    (plain / "link").symlink_to("config.json")
-    made = seal_model(plain, KEY, output)
-    assert (made.files, made.skipped) == (len(SIZES) + 2, ("original",))
-    with unsealed(output):
-        assert read_bytes(output / "link", NO_LIMIT) == (DEMO / "config.json").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
     for source, to, said in (
-        (plain, output, "got something of this name, expected a new directory"),
-        (plain, tmp_path / "none" / "sealed", "got no such directory to write to"),
-        (seals.first, tmp_path / "twice", r"config\.json: got a sealed file"),
-        (tmp_path / "none", tmp_path / "nothing", "got no such directory"),
+        (plain, seals.second, "got something of this name, expected a new directory"),
+        (seals.first, output, r"config\.json: got a sealed file"),
     ):
         with pytest.raises((ModelError, SealError), match=said):
             seal_model(source, KEY, to)
-
-
-def _peak_of(work: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_reading_and_sealing_take_a_few_chunks_beside_what_is_read(tmp_path: Path) -> None:
-    plain, sealed, size = tmp_path / "plain", tmp_path / "sealed", 16 * CHUNK_BYTES + 12_345
-    plain.mkdir()
-    shutil.copy(DEMO / "config.json", plain)
-    (plain / "large").write_bytes(bytes(size))
-    assert _peak_of(lambda: seal_model(plain, KEY, sealed)) < 4 * CHUNK_BYTES
-    path, block = sealed / "large", memoryview(bytearray(4 * CHUNK_BYTES))
-
-    def in_blocks() -> None:
-        with opened(path) as descriptor:
-            for start in range(1000, size - len(block), len(block)):
-                fill(descriptor, block, start, path)
-
-    with unsealed(sealed):
-        assert _peak_of(in_blocks) < 3.2 * CHUNK_BYTES
-        # As large as a plain file is read, which is never held twice.
-        assert _peak_of(lambda: read_bytes(path, size)) < size * 9 / 8 + 3.2 * CHUNK_BYTES

@@ -1,10 +1,13 @@
-"""Int8 weights: the rounding, which both sides must agree on, and what is refused."""
+"""Int8 weights, which both sides must round alike, and digests that tell models apart."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,16 @@ from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES, Projection
 from protocol.model import manifest, quantized
-from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, lm_head_name, module_name
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    SINGLE_FILE,
+    Checkpoint,
+    lm_head_name,
+    module_name,
+)
 from protocol.model.config import read_config
+from protocol.model.identity import model_digest
 from protocol.model.quantized import (
     QuantizedLinear,
     load_head_scale,
@@ -29,24 +40,14 @@ from tests.kit.rows import each_row
 Models = Callable[..., SavedModel]
 
 
-def _by_hand(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The definition, in numpy float32."""
-    exact = weight.float().numpy()
-    scale = np.abs(exact).max(axis=1) / np.float32(127)
-    return np.rint(exact / scale[:, None]).astype(np.int8), scale
-
-
 @each_row("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_are_rounded_as_defined(dtype: torch.dtype) -> None:
     weight = (torch.randn(40, 65) * torch.logspace(-3, 3, 40)[:, None]).to(dtype)
     integers, scale = quantize_rows(weight)
-    expected, expected_scale = _by_hand(weight)
-    assert (integers.dtype, scale.dtype) == (torch.int8, torch.float32)
-    assert np.array_equal(integers.numpy(), expected)
-    assert np.array_equal(scale.numpy(), expected_scale)
-    assert (integers.abs().amax(dim=1) == 127).all()
-    error = (integers * scale[:, None] - weight.float()).abs()
-    assert (error <= scale[:, None] * 0.5001).all()
+    exact = weight.float().numpy()
+    expected = np.abs(exact).max(axis=1) / np.float32(127)
+    assert np.array_equal(scale.numpy(), expected)
+    assert np.array_equal(integers.numpy(), np.rint(exact / expected[:, None]).astype(np.int8))
 
 
 LARGEST = torch.finfo(torch.float32).max
@@ -100,22 +101,6 @@ def test_an_operator_is_the_quantised_rows_of_its_modules(
     assert torch.equal(load_head_scale(checkpoint, config), scale)
 
 
-def test_a_weight_that_is_not_finite_or_has_shrunk_is_named(directory: Path) -> None:
-    config = read_config(directory)
-    other = config.model_copy(update={"intermediate_size": 97})
-    with pytest.raises(ModelError, match="since the file was checked"):
-        load_quantized(Checkpoint(directory), other, 0, "gate_up_proj")
-    tensors = load_file(directory / SINGLE_FILE)
-    name = "model.layers.2.mlp.down_proj.weight"
-    tensors[name][5, 7] = math.inf
-    save_file(tensors, directory / SINGLE_FILE)
-    checkpoint = Checkpoint(directory)
-    load_quantized(checkpoint, config, 1, "down_proj")
-    with pytest.raises(ModelError, match=name) as info:
-        load_quantized(checkpoint, config, 2, "down_proj")
-    assert info.value.got == "NaN or infinity"
-
-
 @each_row(
     ("weight", "squared"),
     [
@@ -132,3 +117,72 @@ def test_the_largest_row_norm_is_exact(
     for block in (1, 2**21):
         monkeypatch.setattr(quantized, "_BLOCK_ELEMENTS", block)
         assert linear.max_row_norm() == math.sqrt(squared)
+
+
+LAYERS = ["sliding_attention"] * 3
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": LAYERS}
+
+
+@pytest.fixture
+def copy(saved_model: Models, tmp_path: Path) -> Path:
+    """A copy of a model to change."""
+    return shutil.copytree(saved_model("qwen2").directory, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def original(saved_model: Models) -> str:
+    """The digest of the unchanged model."""
+    return _digest(saved_model("qwen2").directory)
+
+
+def _digest(directory: Path) -> str:
+    return model_digest(read_config(directory), Checkpoint(directory))
+
+
+def test_the_digest_of_shards_is_that_of_one_file(saved_model: Models, sharded: Path) -> None:
+    assert _digest(sharded) == _digest(saved_model("llama").directory)
+
+
+@each_row(
+    "change",
+    [
+        *(lambda tensors, row=row: tensors[EMBEDDING][row, 7].add_(1e-3) for row in (0, 5, 315)),
+        lambda tensors: tensors[FINAL_NORM][17].add_(1e-3),
+        lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.bfloat16)}),
+    ],
+)
+def test_other_weights_have_another_digest(
+    copy: Path, original: str, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    tensors = load_file(copy / SINGLE_FILE)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, copy / SINGLE_FILE)
+    assert _digest(copy) != original
+    save_file(before, copy / SINGLE_FILE)
+    assert _digest(copy) == original
+
+
+@each_row(
+    ("changes", "same"),
+    [
+        ({"rms_norm_eps": 1e-3}, False),
+        ({"max_position_embeddings": 512}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, False),
+        (WINDOWS, False),
+        ({"tie_word_embeddings": True}, False),
+        ({"architectures": ["MistralForCausalLM"]}, False),
+        # What does not change the forward pass.
+        ({"eos_token_id": [7, 8], "dtype": "bfloat16", "use_cache": False}, True),
+        ({"rope_parameters": None, "rope_theta": 10000.0}, True),
+    ],
+)
+def test_a_configuration_has_another_digest_where_it_computes_otherwise(
+    copy: Path, original: str, changes: dict[str, Any], same: bool
+) -> None:
+    whole = (copy / "config.json").read_text()
+    other = read_config(copy).model_copy(update={"biased_modules": frozenset(["q_proj"])})
+    assert model_digest(other, Checkpoint(copy)) != original
+    (copy / "config.json").write_text(json.dumps({**json.loads(whole), **changes}))
+    assert (_digest(copy) == original) == same
+    (copy / "config.json").write_text(whole)
