@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import pytest
-
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -15,13 +13,14 @@ from protocol.messages import (
     Request,
 )
 from tests.kit.model import SavedModel, assemble, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
 
-def _requests(model: SavedModel, policy: str, chunk: int | None = None) -> list[Request]:
+def _requests(model: SavedModel, policy: str) -> list[Request]:
     tee = assemble(model.directory, policy)
-    tee.logits(token_ids(12), chunk)
+    tee.logits(token_ids(12))
     return tee.channel.requests if tee.channel else []
 
 
@@ -31,7 +30,7 @@ def _names(requests: list[Request]) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@each_row("layers", [1, 3])
 def test_tsqp_makes_nine_rpcs_a_layer_and_two_per_forward(saved_model: Models, layers: int) -> None:
     requests = _requests(saved_model("llama", num_hidden_layers=layers), "tsqp")
     assert len(requests) == 9 * layers + 2
@@ -43,29 +42,13 @@ def test_tsqp_makes_nine_rpcs_a_layer_and_two_per_forward(saved_model: Models, l
     )
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@each_row("layers", [1, 3])
 def test_attention_in_tee_makes_four_rpcs_a_layer_and_nothing_else(
     saved_model: Models, layers: int
 ) -> None:
     requests = _requests(saved_model("llama", num_hidden_layers=layers), "attention-in-tee")
     fused = ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj")
     assert _names(requests) == Counter(dict.fromkeys(fused, layers))
-    assert [r.layer_idx for r in requests if isinstance(r, LinearRequest)] == sorted(
-        list(range(layers)) * 4
-    )
-
-
-def test_tee_only_sends_nothing(saved_model: Models) -> None:
-    tee = assemble(saved_model("llama").directory, "tee-only")
-    tee.logits(token_ids(5))
-    assert tee.channel is None
-
-
-@pytest.mark.parametrize(("policy", "each"), [("tsqp", 29), ("attention-in-tee", 12)])
-def test_every_step_costs_the_same_number_of_rpcs(
-    saved_model: Models, policy: str, each: int
-) -> None:
-    assert len(_requests(saved_model("llama"), policy, chunk=5)) == 3 * each
 
 
 def test_a_step_that_wants_no_logits_asks_for_none(saved_model: Models) -> None:
