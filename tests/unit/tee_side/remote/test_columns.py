@@ -128,11 +128,6 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
 # ------------------------------------------------------------------------------- over services
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
     world.add(*(name for part in parts for name in part))
     groups = [
@@ -188,28 +183,22 @@ def _waiting(world: World) -> int:
 @each_row(
     ("failing", "when"), [(name, when) for name in "ab" for when in ("lost", "lost at submit")]
 )
-def test_a_part_that_fails_ends_the_whole_and_leaves_nothing_waiting(
+def test_what_a_part_fails_at_or_cannot_be_asked_is_given_up_at_every_part(
     failing: str, when: str
 ) -> None:
     world = World()
     channel = _connected(world, ("a",), ("b",))
-    world.services[failing].answers = deque([when])
-    world.services[failing].up = False
+    channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
+    assert not _waiting(world)
+    found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
+    assert isinstance(found, Joined)
+    one = world.services[failing]
+    one.answers, one.up = deque([when]), False
     with pytest.raises(DeadlineExceededError) as caught:
         channel.wait(channel.start(HEAD, torch.ones(SHAPE), 0.1))
     assert failing in str(caught.value)
     assert not _waiting(world)
-
-
-def test_what_is_given_up_or_cannot_be_asked_of_a_part_is_given_up_at_every_part(
-    world: World,
-) -> None:
-    channel = _connected(world, ("a",), ("b",))
-    channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
-    channel.abandon(99)  # unknown ids do nothing
-    assert not _waiting(world)
-    found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
-    assert isinstance(found, Joined)
+    one.up = True
     with pytest.raises(VerificationError):
         found.parts[1][0].distrust(found.parts[1][2], wrong())
     with pytest.raises(VerificationError):

@@ -249,7 +249,12 @@ def test_a_request_that_ends_every_connection_is_given_up(
     assert len(a.answers) >= 1000 - 10
     # Between attempts, and not for what cannot come.
     assert max(clock.slept) < 1.0
-    assert world.most_open == 1
+    if fault is ENDING:
+        # Of each connection one is told to go, the others are not answered.
+        for request_id in [replicas.submit(ask(value)) for value in range(8)]:
+            with pytest.raises(ServiceError):
+                replicas.wait(request_id)
+    assert world.most_open <= 2
     # It is about that request alone.
     a.answers.clear()
     assert replicas.call(ask()).endpoint == "a"
@@ -275,19 +280,16 @@ def test_each_request_has_its_own_deadline_and_is_sent_again_with_what_is_left_o
 
 
 def test_what_each_of_several_said_is_one_line(world: World) -> None:
-    services = world.add("a", "b", "c")
-    replicas = world.replicas("a", "b", "c")
-    said = (BROKEN, service_error(ErrorCode.UNAVAILABLE), OTHER_METHOD)
-    for service, error in zip(services, said, strict=True):
-        service.answers = deque([error])
+    a, b, replicas = _pair(world)
+    a.answers, b.answers = deque([BROKEN]), deque([OTHER_METHOD])
     with pytest.raises(ReplyError) as caught:
         replicas.call(ask())
     assert str(caught.value) == (
-        "LMHead at a and b and c: got a: error reply INTERNAL; b: error reply UNAVAILABLE;"
-        " c: Linear, expected one of them that answers"
+        "LMHead at a and b: got a: error reply INTERNAL; b: Linear,"
+        " expected one of them that answers"
     )
     # Each was asked once: what a service refuses it refuses again.
-    assert [len(one.got) for one in services] == [1, 1, 1]
+    assert (len(a.got), len(b.got)) == (1, 1)
 
 
 @each_row("order", list(permutations(range(3))))
@@ -345,42 +347,6 @@ def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(world: Wo
             replicas.call(ask())
 
 
-def test_a_service_that_comes_back_with_another_model_is_refused(world: World) -> None:
-    """Also when it has the right one again: it may have anything the next time."""
-    a, replicas = _lone(world)
-    a.answers, a.held = deque([ENDING]), MISMATCH
-    # Nor is it believed over an earlier connection.
-    ids = [replicas.submit(ask(value)) for value in range(2)]
-    for request_id in ids:
-        with pytest.raises(ModelMismatchError, match="model_digest"):
-            replicas.wait(request_id)
-    assert a.events == ["Init", "request", "request", "Init"]
-    a.held = None
-    with pytest.raises(ModelMismatchError):
-        replicas.call(ask())
-
-
-def test_a_liar_is_not_believed_over_an_earlier_connection_either(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two requests in flight one is caught over a new connection, the other waits on the old."""
-    monkeypatch.setattr("tee_side.remote.services.connected._GRACE_S", 0.0)
-    a, b = world.add("a", "b")
-    b.up = False
-    replicas = world.replicas("a", "b")
-    a.answers = deque([ENDING])
-    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
-    exchange = replicas.wait(first)
-    draining, new = (one for one in world.opened if one.endpoint == "a")
-    assert exchange.endpoint == "a"
-    assert not draining.closed
-    b.up = True
-    replicas.distrust(exchange, wrong())
-    assert draining.closed
-    assert new.closed
-    assert replicas.wait(second).endpoint == "b"
-
-
 def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: World) -> None:
     a, _, replicas = _pair(world)
     ids = [replicas.submit(ask(value)) for value in range(3)]
@@ -409,16 +375,6 @@ def test_a_caught_liar_is_not_asked_under_another_name(world: World, clock: Any)
     assert replicas.call(ask()).endpoint == "c"
     assert len(b.got) == 1
     assert b.events[-1] == "Init"
-
-
-def test_a_claimed_name_is_held_against_the_newcomer_alone(world: World, clock: Any) -> None:
-    a, b, replicas = _pair(world)
-    a.answers, a.instance = deque(["lost", "lost"]), "b"
-    assert replicas.call(ask()).endpoint == "b"
-    # b is lost once: a is tried, claims to be b, and is left out; b comes back under its own name.
-    b.answers, b.up, b.comes_back = deque(["lost"]), False, clock.now + 0.2
-    assert [replicas.call(ask()).endpoint for _ in range(2)] == ["b", "b"]
-    assert a.events == ["Init", "request", "Init"]
 
 
 # ---------------------------------------------------------------------------------- interrupted

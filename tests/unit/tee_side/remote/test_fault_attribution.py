@@ -30,7 +30,6 @@ from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch
 from tee_side.policy.placement import Policy
-from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
@@ -39,9 +38,9 @@ from tee_side.protect.verifier import Claim, LinearCheck, Weights
 from tee_side.remote import fault_attribution
 from tee_side.remote.fault_attribution import find_liars
 from tee_side.remote.overlap import run
-from tee_side.words import LAYERLESS, OPERATORS, Operator
-from tests.kit.lie import Change, Lying, bytes_of, generate, one_more
-from tests.kit.model import CLEAR, SavedModel, policy_of, with_results
+from tee_side.words import Operator
+from tests.kit.lie import Change, Lying
+from tests.kit.model import CLEAR, SavedModel, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_mix import RowMix
 
@@ -64,45 +63,6 @@ def _verified(operator: Operator, mask: Mask | None = None, **settings: Any) -> 
 
 
 # --------------------------------------------------------------------------- which are to blame
-
-
-@each_row("lies", [(0,), (1,), (0, 1)])
-def test_of_two_shares_the_liars_alone_are_blamed(model: SavedModel, lies: tuple[int, ...]) -> None:
-    expected = generate(model.tee("two-server"), 5)
-    channels = [
-        Lying(model.directory, one_more, at=20 if index in lies else -1, others=True)
-        for index in range(2)
-    ]
-    # Both are, although the first of them is the last of its kind already.
-    assert generate(model.tee("two-server", channels=list(channels)), 5) == expected
-    assert [len(channel.distrusted) for channel in channels] == [int(n in lies) for n in range(2)]
-    # A share that was right is asked for again: the same bytes.
-    crossed = [[bytes_of(request) for request in channel.requests] for channel in channels]
-    assert [len(sent) - len(set(sent)) for sent in crossed] == [1, 1]
-
-
-@each_row("operator", OPERATORS)
-def test_a_wrong_unmask_is_no_services_lie_at_any_operator(
-    model: SavedModel, operator: Operator
-) -> None:
-    """Of floats, too, the one answer is compared before the service is blamed for it."""
-    channel, check = Lying(model.directory, _right, at=-1), MaskRules.check_unmasked
-
-    def wrong(self: MaskRules, at: Operator, y: torch.Tensor, *arguments: Any) -> None:
-        check(self, at, y, *arguments)
-        if at == operator:
-            y.mul_(2)
-
-    tee = model.tee(with_results("tsqp-permuted", "freivalds"), channels=[channel])
-    with pytest.MonkeyPatch.context() as patch:
-        # The last look at a result before it is verified.
-        patch.setattr(MaskRules, "check_unmasked", wrong)
-        with pytest.raises(MaskError) as caught:
-            generate(tee)
-    where = operator if operator in LAYERLESS else f"{operator} in layer 0"
-    assert caught.value.where == f"mask row-permutation: {where}"
-    assert caught.value.got == "a wrong result, unmasked from right answers"
-    assert not channel.distrusted
 
 
 # ------------------------------------------------------------------------------- in which time

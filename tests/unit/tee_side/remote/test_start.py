@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import (
-    AbsentError,
     DeadlineExceededError,
-    EndpointError,
     ErrorCode,
     ModelMismatchError,
     ServiceError,
@@ -96,18 +94,6 @@ def test_what_keeps_a_run_from_its_start_is_one_error(
     with pytest.raises(error) as caught:
         world.replicas(*changes)
     assert (caught.value.where, caught.value.got) == (where, got)
-
-
-@pytest.mark.parametrize(("error", "waits_s"), [(EndpointError, 0.0), (AbsentError, 1.0)])
-def test_a_lone_service_that_is_away_is_waited_for_and_one_that_refuses_is_not(
-    world: World, clock: Any, error: type[EndpointError], waits_s: float
-) -> None:
-    (a,) = world.add("a", held=error("a", got="one thing", expected="another"))
-    began = clock.now
-    with pytest.raises(error, match="one thing"):
-        world.replicas("a")
-    assert (len(a.nonces) > 1) is (waits_s > 0)
-    assert clock.now - began == pytest.approx(waits_s, abs=0.1)
 
 
 def test_every_group_is_waited_for(world: World, clock: Any) -> None:
