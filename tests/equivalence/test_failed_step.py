@@ -6,17 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
 
-import pytest
 import torch
 
 from protocol import messages
 from protocol.channel import Exchange
-from protocol.errors import DeadlineExceededError, ReplyError
-from tee_side.engine.request import Logprob, Request
+from protocol.errors import DeadlineExceededError
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.policy.placement import builtin_policies, load_policy
 from tests.equivalence.tolerances import masked_logits
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
@@ -134,24 +132,3 @@ def test_a_step_that_failed_at_any_rpc_can_be_repeated(
         assert torch.equal(actual, expected)
     assert torch.equal(actual[:, -1], expected[:, -1])
     tolerance.check(actual, expected)
-
-
-def test_a_step_that_failed_in_reading_a_prompt_counts_for_no_sequence(
-    saved_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = assemble(saved_model("llama").directory, "tee-only").engine()
-    first = engine.add(token_ids(4, seed=1), max_new_tokens=2)
-    wanted = Request(prompt_ids=tuple(token_ids(4, seed=2)), max_new_tokens=2, prompt_logprobs=1)
-    (second,) = engine.admit(wanted)
-
-    def fail(*_: object) -> list[Logprob]:
-        raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(second.reader, "read", fail)
-        with pytest.raises(ReplyError):
-            engine.step()
-    assert [(len(s.token_ids), s.cache.length) for s in (first, second)] == [(0, 0)] * 2
-    assert [one.sequence for one in engine.step()] == [first, second]
-    assert second.reader is not None
-    assert len(second.reader.result().logprobs) == 3

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.model.config import read_config
 from protocol.model.rope import rope_frequencies
 from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
-from tests.kit.model import SIZES, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import SIZES, SavedModel, assemble, token_ids
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
@@ -139,26 +139,6 @@ def test_decoding_across_the_length_limit_equals_generate(saved_model: Models, n
     steps = [prompt, *([token_id] for token_id in continuation)]
     actual = torch.cat([tee.step_logits(own, ids) for ids in steps])
     FLOAT32_LOGITS.check(actual, torch.cat(expected))
-
-
-def test_prefill_in_chunks_across_the_length_limit_equals_prefill_at_once(
-    saved_model: Models,
-) -> None:
-    """How the engine cuts a prompt, and who its neighbours are, must not change the answer."""
-    model = saved_model("llama", **with_rope("longrope"))
-    prompt, tee = token_ids(CONTEXT - 8), assemble(model.directory)
-    at_once = _greedy(tee, prompt, step_tokens=512)
-    assert at_once == model.greedy(prompt, len(at_once))
-    for step_tokens in (7, 40):
-        assert _greedy(tee, prompt, step_tokens) == at_once
-
-
-def _greedy(tee: Tee, prompt: list[int], step_tokens: int) -> list[int]:
-    engine = tee.engine(step_tokens)
-    sequence = engine.add(prompt, max_new_tokens=8, eos_token_ids=frozenset())
-    while engine.running:
-        engine.step()
-    return list(sequence.token_ids)
 
 
 @each_row(

@@ -351,20 +351,3 @@ def test_a_reply_of_another_form_is_refused(saved_model: Models, shape: tuple[in
     engine.add(token_ids(5), max_new_tokens=3)
     with pytest.raises(ReplyError, match="Segment reply from loopback"):
         engine.step()
-
-
-# ------------------------------------------------------------------------------ the window
-
-
-def test_a_window_is_that_of_a_model_that_has_one(saved_model: Models) -> None:
-    """The same weights with a sliding window of 7, which transformers computes."""
-    plain, ids = saved_model("mistral", sliding_window=None), token_ids(40)
-    windowed = cut_policy(CLEAR | {"window": {"recent": 7}})
-    expected = saved_model("mistral", sliding_window=7).logits(ids)
-    FLOAT32_LOGITS.check(plain.tee(windowed).logits(ids, chunk=9), expected)
-    wide = cut_policy(CLEAR | {"window": {"sinks": 2, "recent": 38}})
-    FLOAT32_LOGITS.check(plain.tee(wide).logits(ids, chunk=9), plain.logits(ids))
-    sinks = cut_policy(CLEAR | {"window": {"sinks": 2, "recent": 7}})
-    found = plain.tee(sinks).logits(ids, chunk=9)
-    FLOAT32_LOGITS.check(found[:9], plain.logits(ids)[:9])
-    assert (found - expected)[9:].abs().amax(dim=-1).min() > 1e-3

@@ -119,22 +119,6 @@ def test_right_guesses_save_steps_and_wrong_ones_are_made(saved_model: Models) -
     assert found.counts.generated == alone.counts.generated == NEW_TOKENS
 
 
-def test_positions_may_depend_on_the_length(saved_model: Models) -> None:
-    """Each guess turns as if it were decoded alone: the frequencies change at 32 tokens."""
-    dynamic = {
-        "max_position_embeddings": 32,
-        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-    }
-    tee = _tee(saved_model, "quantized-clear", **dynamic)
-    context = tee.model.config.context_length
-    assert context > 32
-    (expected,), (found,) = (
-        _answers(tee, guesses, max_new_tokens=context - len(REPEATED)) for guesses in (0, 4)
-    )
-    assert found.counts.accepted > 0
-    _assert_same(found, expected)
-
-
 # ------------------------------------------------------------------------------ where it ends
 
 
