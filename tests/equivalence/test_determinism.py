@@ -14,14 +14,12 @@ import torch
 from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.model.layers import _ops_for
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import SavedModel, Tee, assemble
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 
 Models: TypeAlias = Callable[..., SavedModel]
-Rows: TypeAlias = Callable[[slice], torch.Tensor]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -177,82 +175,3 @@ def test_a_request_gives_the_same_bits_in_many_companies(saved_model: Models, ke
         with using_kernels(kernels):
             tee = assemble(model_directory("demo"), policy, dtype)
             _check([tee], Random(kernels + policy), targets=1, companies=2, most=200)
-
-
-# ------------------------------------------------------------------------ each local operator
-
-
-def _norm(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, heads, dim = random.randint(1, 400), random.choice([1, 6]), random.choice([16, 30, 192])
-    h_TXD, weight_D = x(rows, heads + 2, dim), x(dim)
-    return rows, lambda part: ops.rms_norm(h_TXD[part][:, :heads], weight_D, 1e-5)
-
-
-def _silu(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, features = random.randint(1, 600), random.choice([30, 96, 101, 1000])
-    x_TF = x(rows, 2 * features)
-    return rows, lambda part: ops.silu_mul(*x_TF[part].clone().chunk(2, dim=-1))
-
-
-def _rope(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, heads, dim = random.randint(1, 600), random.choice([1, 8]), random.choice([16, 18, 64])
-    x_TXC, cos_T1C, sin_T1c = x(rows, heads + 2, dim), x(rows, 1, dim), x(rows, 1, dim // 2)
-    return rows, lambda part: ops.apply_rope(x_TXC[part, :heads], cos_T1C[part], sin_T1c[part])
-
-
-def _residual(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, features = random.randint(1, 600), random.choice([48, 101, 1000])
-    h_TD, y_TD = x(rows, features), x(rows, features)
-    return rows, lambda part: ops.residual(h_TD[part].clone(), y_TD[part])
-
-
-def _attention(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    shared, group = random.choice([1, 1, 2, 4]), random.choice([1, 2, 3, 4, 6, 8])
-    rows, dim = random.randint(1, 300), random.choice([16, 18, 64, 80, 128])
-    before, window = random.choice([0, 1, 63, 500, 1100]), random.choice([None, 1, 5, 150])
-    q_THC = x(rows, shared * group, dim)
-    k_KSC, v_KSC = x(2, shared, before + rows + 9, dim).unbind(0)
-
-    def run(part: slice) -> torch.Tensor:
-        context = before + part.stop
-        out: torch.Tensor = ops.attention(
-            q_THC[part].clone(), k_KSC[:, :context], v_KSC[:, :context], window
-        )
-        return out
-
-    return rows, run
-
-
-OPERATORS = [_norm, _silu, _rope, _residual, _attention]
-
-
-HERE = {"torch", native.choice().variant}
-
-
-@pytest.mark.parametrize(
-    "kernels",
-    [pytest.param(n, marks=[] if n in HERE else [pytest.mark.slow]) for n in KERNELS],
-)
-@each_row(
-    ("operator", "dtype"),
-    product(OPERATORS, (torch.float32, torch.bfloat16, torch.float16)),
-    ids=lambda row: f"{row[0].__name__} {row[1]}",
-)
-def test_a_row_does_not_depend_on_the_rows_beside_it(
-    kernels: str, operator: Callable[..., tuple[int, Rows]], dtype: torch.dtype
-) -> None:
-    random = Random(operator.__name__)
-    with using_kernels(kernels), torch.inference_mode():
-        for _ in range(10):
-            count, run = operator(
-                _ops_for(dtype), lambda *shape: (2 * torch.randn(shape)).to(dtype), random
-            )
-            with _threads(1):
-                whole = run(slice(0, count))
-            start = 0
-            while start < count:
-                part = slice(start, min(count, start + random.choice([1, 2, 7, 33, 128, 600])))
-                # Three: between two, torch's library cuts most products where it does not matter.
-                with _threads(random.choice([1, 2, 3, 3])):
-                    assert torch.equal(_bits(run(part)), _bits(whole[part]))
-                start = part.stop

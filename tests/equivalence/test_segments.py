@@ -192,16 +192,6 @@ def test_guesses_reused_prefixes_and_samples(saved_model: Models, before: tuple[
     assert torch.cat(parents).any(), "nothing began with another session's tokens"
 
 
-def test_ended_sequences_are_forgotten_at_the_service(saved_model: Models) -> None:
-    model = saved_model("llama")
-    service = LoopbackChannel(model.directory)
-    engine = model.tee("clear-segment", channels=[service]).engine()
-    for seed in range(5):
-        generated(engine, token_ids(8, seed=seed), 3)
-    assert service._handler.sessions is not None
-    assert service._handler.sessions.totals.sessions == 1
-
-
 class Amnesia(LoopbackChannel):
     """A service that remembers nothing, and takes what begins anew only `now_and_then`."""
 

@@ -257,20 +257,3 @@ def test_idle_time_is_used_to_make_pads_and_a_run_without_any_is_told(
     assert [channel.closed for channel in opened] == [True]
     with pytest.raises(RuntimeError, match="closed store"):
         _generate(runner)
-
-
-def test_a_generation_counts_its_own_waits_and_steps_without_pads(
-    saved_model: Models, loopback: dict[str, Path]
-) -> None:
-    model, told = saved_model("llama"), list[int]()
-    with Runner(_settings(model, "shielded", loopback)) as runner:
-        runner.on_wait = told.append
-        first, second = _generate(runner, 6), _generate(runner, 2)
-    assert told == [1]
-    # Eight were made for the first; five of them were used, and the second took one more.
-    assert first.pads == PadTotals(available=3, waited=1, in_tee=0)
-    assert second.pads == PadTotals(available=2, waited=0, in_tee=0)
-    with Runner(_settings(model, "shielded", loopback, when_out="tee")) as runner:
-        result = _generate(runner)
-    assert result.pads == PadTotals(available=0, waited=0, in_tee=5)
-    assert (result.rpc.count, result.token_ids) == (0, first.token_ids)
