@@ -10,9 +10,6 @@ from typing import Any
 import torch
 
 from protocol.channel import Exchange
-from protocol.errors import ReplyError
-from protocol.messages import Request, Response, TensorReply
-from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.source import WhenOut
@@ -194,53 +191,3 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
         assert (pads.in_tee > 0) == (tokens < 36)
     else:
         assert pads.in_tee == 0
-
-
-# --------------------------------------------------------------------------------- failures
-
-
-class Spoiling(LoopbackChannel):
-    """Answers one request with what is no number."""
-
-    spoil_at: int | None = None
-
-    def answer(self, request: Request) -> Response:
-        reply = super().answer(request)
-        if len(self.requests) - 1 != self.spoil_at or not isinstance(reply, TensorReply):
-            return reply
-        return TensorReply(output=from_torch(torch.full_like(to_torch(reply.output), torch.nan)))
-
-
-@each_row("name", ["tsqp", "attention-in-tee"])
-def test_what_a_spoiled_step_left_in_the_cache_is_not_looked_at(
-    saved_model: Models, name: str
-) -> None:
-    """Its rows stand where a repeated step's will, and must not pass for them."""
-    model = saved_model("llama", num_hidden_layers=2)
-
-    def run(spoil_at: int | None) -> tuple[list[list[int]], int, bool]:
-        channel = Spoiling(model.directory)
-        engine = model.tee(name, channels=[channel], micro_batches=2).engine()
-        sequences = [
-            engine.add(token_ids(n, seed=n), max_new_tokens=2, eos_token_ids=frozenset())
-            for n in (1, 13)
-        ]
-        channel.spoil_at = spoil_at
-        spoiled = False
-        try:
-            engine.step()
-        except ReplyError:
-            spoiled = True
-        rpcs = len(channel.requests)
-        while engine.running:
-            engine.step()
-        return [sequence.token_ids for sequence in sequences], rpcs, spoiled
-
-    expected, rpcs, _ = run(None)
-    spoiled = 0
-    for spoil_at in range(rpcs):
-        tokens, _, failed = run(spoil_at)
-        assert tokens == expected, f"after a spoiled RPC {spoil_at}"
-        spoiled += failed
-    # All but what the last layer computes for rows whose logits nobody wants.
-    assert rpcs - 8 <= spoiled <= rpcs

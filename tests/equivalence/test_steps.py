@@ -7,7 +7,7 @@ from itertools import cycle, product
 
 import torch
 
-from tee_side.engine.engine import Engine, Sequence
+from tee_side.engine.engine import Engine
 from tests.equivalence.tolerances import FLOAT32_STEPS
 from tests.kit.model import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
 from tests.kit.rows import each_row
@@ -55,24 +55,6 @@ def test_logits_in_one_batch_equal_each_alone(saved_model: Models) -> None:
     for sequence, prompt in zip(sequences, prompts, strict=True):
         expected = model.logits([*prompt, *sequence.token_ids[:-1]])[len(prompt) - 1 :]
         FLOAT32_STEPS.check(torch.stack(seen[id(sequence)]), expected)
-
-
-@each_row("step_tokens", [1, 4, 512])
-def test_sequences_added_while_others_decode_equal_each_alone(
-    saved_model: Models, step_tokens: int
-) -> None:
-    model = saved_model("llama")
-    engine = assemble(model.directory, "attention-in-tee").engine(step_tokens)
-    prompts = [token_ids(length, seed=length) for length in (6, 11, 1)]
-    sequences: list[Sequence] = []
-    for prompt in prompts:
-        sequences.append(engine.add(prompt, max_new_tokens=30))
-        for _ in range(4):
-            engine.step()
-    assert all(sequence in engine.running for sequence in sequences)
-    _finish(engine)
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        assert sequence.token_ids == model.greedy(prompt, 30)
 
 
 def _finish(engine: Engine) -> None:

@@ -115,20 +115,15 @@ def test_each_micro_batch_tells_of_every_operator_with_its_layer_and_stages(
     logits = observed.logits(token_ids(13))
     assert torch.equal(logits, alone.logits(token_ids(13)))
     assert len(notes.parts) == micro_batches
-    assert (notes.calls, notes.spans, notes.trips) == ([], [], [])
     apart = observed.lanes[0].tables["prefill"].head_apart
     for index, part in enumerate(notes.parts):
         expected = _expected(policy, logits=apart or index == 0)
-        assert (part.calls, part.spans, part.trips) == (
-            expected.calls,
-            expected.spans,
-            expected.trips,
-        )
-        assert all(started < ended for started, ended in part.times)
-        assert part.times == sorted(part.times)
+        assert part.calls == expected.calls
+        assert part.spans == expected.spans
+        assert part.trips == expected.trips
     # Nothing is counted twice.
     together = sorted(times for part in notes.parts for times in part.times)
-    assert all(one[1] <= two[0] for one, two in pairwise(together))
+    assert all(one[0] < one[1] <= two[0] for one, two in pairwise(together))
 
 
 def test_the_last_stage_of_a_call_that_failed_is_not_told_of() -> None:
