@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.tools.core_size import (
     RECORDED,
     ROOT,
     all_of,
-    code_lines,
     imported_by_a_shielded_run,
     total,
 )
@@ -38,17 +35,3 @@ def test_compiled_code_has_a_number_of_its_own() -> None:
     ]
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources)
     assert lines <= RECORDED["native"]["lines"] <= 2_500
-
-
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
-        ("", 0),
-        ("# nothing\n\n", 0),
-        ('"""A module."""\n\nx = 1  # one\n', 1),
-        ('def f():\n    """What."""\n    return (\n        1,\n    )\n', 4),
-        ('class A:\n    """Two\n    lines."""\n\n    x = """no\n    docstring"""\n', 3),
-    ],
-)
-def test_a_line_counts_that_has_code_on_it(source: str, lines: int) -> None:
-    assert code_lines(source) == lines

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
+from tests.kit.rows import each_row
 from tests.kit.service import FreshPython, running_service
 
 # Of both packages of experiments: an import of either is what a machine without them would raise.
@@ -24,34 +23,28 @@ main()
 """
 
 
-@pytest.mark.parametrize("policy", ["shielded", "attention-in-tee"])
 def test_a_run_of_the_core_passes_without_the_lab(
-    fresh_python: FreshPython, policy: str, tmp_path: Path
+    fresh_python: FreshPython, tmp_path: Path
 ) -> None:
     with running_service("demo", f"unix://{tmp_path}/gpu", "--arithmetic", "both") as service:
         run = ("generate", "demo", "--prompt", "Once", "--max-new-tokens", "4")
-        arguments = (*run, "--policy", policy, "--gpu", service.endpoint)
-        done = fresh_python.run(_WITHOUT_LAB, *arguments, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+        for policy in ("shielded", "attention-in-tee"):
+            arguments = (*run, "--policy", policy, "--gpu", service.endpoint)
+            done = fresh_python.run(_WITHOUT_LAB, *arguments, folder=tmp_path)
+            assert done.returncode == 0, f"{policy}: {done.stderr}"
+            assert done.stdout.strip()
 
 
+@each_row(
+    ("policy", "missing"),
+    [(("row-mix",), "tsqp.lab"), (("tsqp", "--gpu", "unix:///none"), "research.operators")],
+)
 def test_a_policy_of_the_lab_says_which_package_is_missing(
-    fresh_python: FreshPython, tmp_path: Path
+    fresh_python: FreshPython, tmp_path: Path, policy: tuple[str, ...], missing: str
 ) -> None:
-    run = ("generate", "demo", "--prompt", "Once", "--policy", "row-mix")
+    """Before a service is asked."""
+    run = ("generate", "demo", "--prompt", "Once", "--policy", *policy)
     done = fresh_python.run(_WITHOUT_LAB, *run, folder=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "tsqp.lab" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_operators_of_the_lab_say_which_package_is_missing(
-    fresh_python: FreshPython, tmp_path: Path
-) -> None:
-    """Without a service: what the policy needs is looked for before one is asked."""
-    run = ("generate", "demo", "--prompt", "Once", "--policy", "tsqp", "--gpu", "unix:///none")
-    done = fresh_python.run(_WITHOUT_LAB, *run, folder=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "tsqp.lab.research.operators" in done.stderr
+    assert missing in done.stderr
     assert "Traceback" not in done.stderr

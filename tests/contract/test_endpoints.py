@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpu_side.access import ServiceKeys
-from gpu_side.transport import bind
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol import connect
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
@@ -46,26 +43,6 @@ def test_the_scheme_picks_the_transport(
     assert type(channel) is channel_class
     channel.close()
     listener.close()
-
-
-@pytest.mark.parametrize("scheme", ["ipc", "unix"])
-def test_settings_reach_the_transport(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[dict[str, object]] = []
-    for module, end in ((connect, "Channel"), (bind, "Listener")):
-        for name in (f"Zmq{end}", f"Stream{end}"):
-            monkeypatch.setattr(module, name, lambda endpoint, **settings: given.append(settings))
-    endpoint = f"{scheme}://{tmp_path}/s"
-    common: dict[str, Any] = {"max_message_bytes": 8, "spin_us": 9.0}
-    client: dict[str, Any] = {}
-    service: dict[str, Any] = {}
-    if scheme == "ipc":  # a stream has neither keys nor heartbeats
-        client = {"heartbeat_timeout_s": 3.0, "keys": ClientKeys(b"s", b"p")}
-        service = {"heartbeat_timeout_s": 4.0, "keys": ServiceKeys(b"s", frozenset())}
-    open_channel(endpoint, timeout_s=7.0, **common, **client)
-    open_listener(endpoint, **common, **service)
-    assert given == [{"timeout_s": 7.0, **common, **client}, {**common, **service}]
 
 
 def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ give the tokens and the bits of `quantized-clear`, which is the same arithmetic 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ EXAMPLES = [str(path) for path in sorted((ROOT / "docs" / "examples").glob("*pol
 POLICIES = {name: load_policy(name) for name in [*builtin_policies(), *EXAMPLES]}
 FLOAT = [name for name, policy in POLICIES.items() if policy.arithmetic == "float"]
 INTEGER = [name for name, policy in POLICIES.items() if policy.arithmetic == "int8"]
-MASKED_INTEGER = [name for name in INTEGER if POLICIES[name].masks]
+INTEGERS = [*(name for name in INTEGER if POLICIES[name].masks), "integers-in-tee"]
 
 # More than one query head per key/value head in each; biases, norms of heads, sliding windows. The
-# first, which most policies have under `each_value`, has a bias at every operator.
+# first, which most policies have, has a bias at every operator.
 KINDS: dict[str, dict[str, Any]] = {
     "llama-biases": {"attention_bias": True, "mlp_bias": True},
     "llama": {},
@@ -39,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
+FIRST = ("llama-biases",)
 PROMPT = token_ids(9)
 NEW_TOKENS = 16
 
@@ -50,8 +52,6 @@ INTEGERS_IN_TEE = Policy.model_validate(
         "operators": dict.fromkeys(OPERATORS, "tee"),
     }
 )
-
-by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,7 @@ def _generate(tee: Tee, step_tokens: int = 512) -> tuple[list[int], torch.Tensor
 # ------------------------------------------------------------------------------ float policies
 
 
-@pytest.mark.each_value
-@by_kind
-@pytest.mark.parametrize("name", FLOAT)
+@each_row(("name", "kind"), [*product(FLOAT[:1], KINDS), *product(FLOAT[1:], FIRST)])
 def test_a_float_policy_gives_the_tokens_and_logits_of_transformers(
     models: Callable[[str], SavedModel], name: str, kind: str
 ) -> None:
@@ -103,9 +101,7 @@ def test_a_float_policy_gives_the_tokens_and_logits_of_transformers(
     tolerance.check(logits, reference)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("chunk", [4, 1])
-@pytest.mark.parametrize("name", FLOAT)
+@each_row(("name", "chunk"), zip(FLOAT, cycle((4, 1))))
 def test_prefill_in_chunks_equals_prefill_at_once(
     models: Callable[[str], SavedModel], name: str, chunk: int
 ) -> None:
@@ -116,9 +112,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(
     _tolerance(name).check(in_chunks, model.logits(ids))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("step_tokens", [5, 512])
-@pytest.mark.parametrize("name", FLOAT)
+@each_row(("name", "step_tokens"), zip(FLOAT, cycle((5, 512))))
 def test_several_sequences_at_once_equal_each_alone(
     models: Callable[[str], SavedModel], name: str, step_tokens: int
 ) -> None:
@@ -159,9 +153,7 @@ def clear(models: Callable[[str], SavedModel]) -> Callable[[str], tuple[list[int
     return get
 
 
-@pytest.mark.each_value
-@by_kind
-@pytest.mark.parametrize("name", [*MASKED_INTEGER, "integers-in-tee"])
+@each_row(("name", "kind"), [*product(INTEGERS[:1], KINDS), *product(INTEGERS[1:], FIRST)])
 def test_integers_are_the_same_bits_whatever_hides_them(
     models: Callable[[str], SavedModel], clear: Any, name: str, kind: str
 ) -> None:
@@ -171,13 +163,15 @@ def test_integers_are_the_same_bits_whatever_hides_them(
     assert tokens == expected_tokens
     assert torch.equal(logits, expected)
     assert len(tokens) == NEW_TOKENS
-    # Guards the test: something was sent, if the policy sends something.
+    # Guards the test: something was sent, if the policy sends something, and it is ring elements.
     sent = [len(channel.requests) for channel in tee.channels]
     assert len(sent) == POLICIES.get(name, INTEGERS_IN_TEE).services
     assert all(sent)
+    for channel in tee.channels:
+        assert {expanded(request).elements.dtype for request in channel.requests} == {"int32"}
 
 
-@by_kind
+@each_row("kind", KINDS)
 def test_integers_are_close_to_floats(models: Callable[[str], SavedModel], kind: str) -> None:
     """Guards the tests above: all could agree on something that is not the model."""
     model, ids = models(kind), token_ids(40)
@@ -185,9 +179,7 @@ def test_integers_are_close_to_floats(models: Callable[[str], SavedModel], kind:
     assert 0 < difference.mean() < 0.15
 
 
-@pytest.mark.each_value
-@by_kind
-@pytest.mark.parametrize("name", ["shielded", "shielded-prefill"])
+@each_row(("name", "kind"), zip(cycle(("shielded", "shielded-prefill")), KINDS))
 def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     models: Callable[[str], SavedModel], clear: Any, name: str, kind: str
 ) -> None:
@@ -211,62 +203,25 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     assert len(tee.channels[0].requests) == 17 * (12 if name == "shielded" else 4)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("step_tokens", [4, 512])
-@by_kind
-@pytest.mark.parametrize("name", [*MASKED_INTEGER, "integers-in-tee"])
-def test_integers_in_chunks_are_the_same_bits(
-    models: Callable[[str], SavedModel], name: str, kind: str, step_tokens: int
-) -> None:
-    model, prompt = models(kind), [token_ids(14, seed=5)]
-    policy = POLICIES.get(name, INTEGERS_IN_TEE)
-    found, logits = _run(model.tee(policy).engine(step_tokens), prompt, [5])
-    same, expected = _run(model.tee("quantized-clear").engine(step_tokens), prompt, [5])
-    assert found == same
-    assert torch.equal(logits[0], expected[0])
-
-
-@pytest.mark.each_value
-@by_kind
-@pytest.mark.parametrize("name", [*MASKED_INTEGER, "integers-in-tee"])
+@each_row(
+    ("name", "kind", "step_tokens"),
+    [
+        *zip(cycle(INTEGERS), KINDS, cycle((4, 512))),
+        *product(INTEGERS, FIRST, (4, 512)),
+    ],
+)
 def test_integers_of_several_sequences_are_the_same_bits(
-    models: Callable[[str], SavedModel], name: str, kind: str
+    models: Callable[[str], SavedModel], name: str, kind: str, step_tokens: int
 ) -> None:
     """Steps of both hold the same rows a sequence: a policy with phases splits them otherwise."""
     model = models(kind)
-    prompts, new_tokens = [token_ids(n, seed=n) for n in (3, 12, 1, 7)], [6, 4, 9, 5]
+    prompts, new_tokens = [token_ids(n, seed=n) for n in (3, 12, 1, 14)], [6, 4, 9, 5]
     policy = POLICIES.get(name, INTEGERS_IN_TEE)
-    found, logits = _run(model.tee(policy).engine(), prompts, new_tokens)
-    same, expected = _run(model.tee("quantized-clear").engine(), prompts, new_tokens)
+    found, logits = _run(model.tee(policy).engine(step_tokens), prompts, new_tokens)
+    same, expected = _run(model.tee("quantized-clear").engine(step_tokens), prompts, new_tokens)
     assert found == same
     for one, other in zip(logits, expected, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", MASKED_INTEGER)
-def test_a_sequence_that_joins_later_changes_no_bit_of_another(
-    models: Callable[[str], SavedModel], clear: Any, name: str
-) -> None:
-    engine = models("llama").tee(name).engine()
-    sequence = engine.add(PROMPT, max_new_tokens=NEW_TOKENS, eos_token_ids=frozenset())
-    logits = []
-    while sequence.finish_reason is None:
-        if len(sequence.token_ids) % 5 == 2:
-            engine.add(token_ids(6, seed=1), max_new_tokens=4, eos_token_ids=frozenset())
-        logits += [s.logits_V for s in engine.step() if s.sequence is sequence]
-    assert torch.equal(torch.stack(logits), clear("llama")[1])
-
-
-@pytest.mark.parametrize("name", INTEGER)
-def test_what_crosses_are_ring_elements_and_nothing_else(
-    models: Callable[[str], SavedModel], name: str
-) -> None:
-    tee = models("qwen2").tee(name)
-    _generate(tee)
-    for channel in tee.channels:
-        assert channel.requests
-        for request in channel.requests:
-            assert expanded(request).elements.dtype == "int32"
 
 
 def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import msgpack
@@ -26,14 +26,15 @@ from protocol.errors import (
     ProtocolError,
     ReplyError,
     ServiceError,
+    TsqpError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.pending import PendingChannel
-from protocol.tensors import Buffer, from_torch, to_torch
+from protocol.tensors import from_torch, to_torch
+from tests.kit.rows import each_row
 
 TINY_S = 0.05
 LARGE = 2**20  # elements: four times what a socket of this machine may hold by default
-_names = itertools.count()
 
 
 def _vsock_loopback() -> bool:
@@ -203,30 +204,26 @@ def _one_round_trip(peer: Peer, channel: Channel) -> None:
 
 
 # Around the sizes from which a transport copies less, and beyond every buffer.
-@pytest.mark.pairwise
-@pytest.mark.parametrize("elements", [1, 4000, 8200, 16_350, 32_800, LARGE, LARGE + 1])
-@pytest.mark.parametrize("spin_us", [0.0, 500.0])
+@each_row(
+    ("elements", "spin_us"),
+    product((1, 4000, 8200, 16_350, 32_800, LARGE, LARGE + 1), (0.0, 500.0)),
+)
 def test_what_is_sent_comes_back(peer: Peer, elements: int, spin_us: float) -> None:
     sent = torch.arange(elements, dtype=torch.float32)
+    kept: list[torch.Tensor] = []
     with _echoing(peer), _connected(peer, spin_us=spin_us) as channel:
         for count in range(1, 4):
             exchange = channel.call(LMHeadRequest(hidden_states=from_torch(sent)))
             received = _output(exchange.response)
             assert torch.equal(received, sent)
-            received.add_(1)  # its memory is ours
+            received.add_(count)  # its memory is ours, and outlives the next messages
+            kept.append(received)
             assert torch.equal(sent, torch.arange(elements, dtype=torch.float32))
             assert exchange.bytes_sent > 4 * elements
             assert exchange.bytes_received > 4 * elements
             assert channel.traffic.round_trips == count
     assert channel.traffic.bytes_sent == 3 * exchange.bytes_sent
-
-
-def test_what_was_received_outlives_the_next_messages(peer: Peer) -> None:
-    sizes = [5, 5, 9000, 9000, 40_000, 40_000, LARGE, LARGE, 7]
-    with _echoing(peer), _connected(peer) as channel:
-        kept = [_output(channel.call(_request(n, size)).response) for n, size in enumerate(sizes)]
-    for n, (tensor, size) in enumerate(zip(kept, sizes, strict=True)):
-        assert torch.equal(tensor, torch.full((size,), float(n)))
+    assert all(torch.equal(one, sent + n) for n, one in enumerate(kept, start=1))
 
 
 # Below and above the size from which ZeroMQ sends without copying.
@@ -360,63 +357,57 @@ def test_a_client_that_does_not_read_does_not_stop_the_others(peer: Peer) -> Non
 # -------------------------------------------------------------------------------- wrong replies
 
 
-def test_reply_to_another_operator_is_refused(peer: Peer, channel: Channel) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(request_id, torch.ones(1), method="Linear")
-    with pytest.raises(ReplyError, match="got Linear, expected LMHead"):
-        channel.wait(request_id)
-    _one_round_trip(peer, channel)
+def _frames(*frames: bytes) -> Callable[[Peer, int], object]:
+    return lambda peer, _: peer.listener.send(peer.route, list(frames))
 
 
-@pytest.mark.parametrize("offset", [1, 1000])
-def test_reply_to_an_id_never_sent_is_refused(peer: Peer, channel: Channel, offset: int) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(request_id + offset, torch.ones(1))
-    with pytest.raises(ProtocolError, match=f"got request id {request_id + offset}"):
-        channel.wait(request_id)
-
-
-def test_error_reply_without_an_id_names_its_code(peer: Peer, channel: Channel) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(0, ErrorCode.UNSUPPORTED_VERSION, method="")
-    with pytest.raises(ProtocolError, match="request id 0 with UNSUPPORTED_VERSION"):
-        channel.wait(request_id)
-
-
-@pytest.mark.parametrize("code", [ErrorCode.INTERNAL, ErrorCode.SHUTTING_DOWN])
-def test_error_reply_is_a_service_error(peer: Peer, channel: Channel, code: ErrorCode) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(request_id, code)
-    with pytest.raises(ServiceError, match=rf"LMHead at {peer.endpoint}.*{code.value}") as info:
-        channel.wait(request_id)
-    assert info.value.code is code
-    assert channel.traffic.round_trips == 0
-
-
-@pytest.mark.parametrize(
-    "frames",
+@each_row(
+    ("wrong", "error", "said"),
     [
-        [b""],
-        [b"garbage"],
-        [b"\x80"],
-        [msgpack.packb({"status": "error", "error": "INTERNAL"})],
-        [msgpack.packb({"status": "success", "response": {}}), b"x"],
-        [b"", b"", b""],
+        (
+            lambda peer, asked: peer.reply(asked, torch.ones(1), method="Linear"),
+            *(ReplyError, "got Linear, expected LMHead"),
+        ),
+        *(
+            (
+                lambda peer, asked, offset=offset: peer.reply(asked + offset, torch.ones(1)),
+                *(ProtocolError, "got request id [0-9]+"),
+            )
+            for offset in (1, 1000)
+        ),
+        (
+            lambda peer, _: peer.reply(0, ErrorCode.UNSUPPORTED_VERSION, method=""),
+            *(ProtocolError, "request id 0 with UNSUPPORTED_VERSION"),
+        ),
+        *(
+            (lambda peer, asked, code=code: peer.reply(asked, code), ServiceError, code.value)
+            for code in (ErrorCode.INTERNAL, ErrorCode.SHUTTING_DOWN)
+        ),
+        (_frames(b""), ProtocolError, None),
+        (_frames(b"garbage"), ProtocolError, None),
+        (_frames(b"\x80"), ProtocolError, None),
+        (_frames(msgpack.packb({"status": "error", "error": "INTERNAL"})), ProtocolError, None),
+        (
+            _frames(msgpack.packb({"status": "success", "response": {}}), b"x"),
+            *(ProtocolError, None),
+        ),
+        (_frames(b"", b"", b""), ProtocolError, None),
     ],
 )
-def test_undecodable_reply_is_a_protocol_error(
-    peer: Peer, channel: Channel, frames: list[Buffer]
+def test_a_reply_that_is_none_to_what_was_asked_is_refused(
+    peer: Peer, wrong: Callable[[Peer, int], object], error: type[TsqpError], said: str | None
 ) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    assert peer.listener.send(peer.route, frames)
-    with pytest.raises(ProtocolError):
-        channel.wait(request_id)
-    _one_round_trip(peer, channel)
+    with _connected(peer) as channel:
+        request_id = channel.submit(_request())
+        peer.receive()
+        wrong(peer, request_id)
+        with pytest.raises(error, match=said) as caught:
+            channel.wait(request_id)
+        assert channel.traffic.round_trips == 0
+        if isinstance(caught.value, ServiceError):
+            assert caught.value.where == f"LMHead at {peer.endpoint}"
+        if "request id" not in (said or ""):
+            _one_round_trip(peer, channel)
 
 
 def test_too_large_reply_is_never_received(peer: Peer) -> None:
@@ -560,18 +551,6 @@ def test_wakeup_ends_waiting_and_no_message_is_none(peer: Peer) -> None:
         assert peer.listener.receive() is None
 
 
-def test_all_that_has_arrived_is_handed_out(peer: Peer, channel: Channel) -> None:
-    ids = [channel.submit(_request()) for _ in range(5)]
-    received: list[int] = []
-    while len(received) < 5:
-        assert peer.listener.wait(timeout_ms=10_000)
-        while (incoming := peer.listener.receive()) is not None:
-            received.append(open_request(incoming.frames, 2**30).request_id)
-            assert incoming.received_ns <= time.perf_counter_ns()
-            assert incoming.peer
-    assert (sorted(received) if peer.endpoint.startswith("http") else received) == ids
-
-
 def test_a_reply_to_nobody_is_not_sent(peer: Peer) -> None:
     assert not peer.listener.send((b"nobody",), [b"x"])
     with _connected(peer) as channel:
@@ -582,14 +561,6 @@ def test_a_reply_to_nobody_is_not_sent(peer: Peer) -> None:
     while peer.listener.send(peer.route, [b"x"]):
         assert not peer.listener.wait(timeout_ms=1)
         assert time.monotonic() < until
-
-
-def test_a_client_that_vanishes_leaves_the_others_alone(peer: Peer, channel: Channel) -> None:
-    for _ in range(3):
-        with _connected(peer) as passing:
-            passing.submit(_request(elements=LARGE))
-    with _echoing(peer):
-        channel.call(_request())
 
 
 def test_a_request_larger_than_the_service_takes_ends_the_connection(address: str) -> None:

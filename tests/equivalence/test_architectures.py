@@ -1,14 +1,13 @@
-"""All architectures, under all policies, give transformers' logits and its greedy tokens."""
+"""All architectures, under all policies of one operator a request, give transformers' logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from tests.equivalence.tolerances import FLOAT32_LOGITS
-from tests.kit.model import ARCHITECTURES, SavedModel, assemble, token_ids
+from tests.kit.model import POLICIES, SavedModel, assemble, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -50,39 +49,18 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3-tied", "qwen3", {"tie_word_embeddings": True}),
 ]
 
-by_variant = pytest.mark.parametrize(
-    ("kind", "overrides"),
-    [pytest.param(kind, overrides, id=name) for name, kind, overrides in VARIANTS],
+
+@each_row(
+    ("variant", "policy"),
+    [(variant, policy) for variant in VARIANTS for policy in POLICIES],
+    ids=lambda row: f"{row[0][0]}, {row[1]}",
 )
-
-
-@by_variant
 def test_logits_equal_transformers_at_every_position(
-    saved_model: Models, kind: str, overrides: dict[str, Any]
+    saved_model: Models, variant: tuple[str, str, dict[str, Any]], policy: str
 ) -> None:
+    _, kind, overrides = variant
     model, ids = saved_model(kind, **overrides), token_ids(24)
-    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
-
-
-@by_variant
-def test_logits_equal_transformers_with_the_gpu_side(
-    saved_model: Models, kind: str, overrides: dict[str, Any]
-) -> None:
-    model, ids = saved_model(kind, **overrides), token_ids(24)
-    for policy in ("tsqp", "attention-in-tee"):
-        FLOAT32_LOGITS.check(assemble(model.directory, policy).logits(ids), model.logits(ids))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("policy", ["tsqp", "attention-in-tee", "tee-only"])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_greedy_tokens_equal_generate(saved_model: Models, kind: str, policy: str) -> None:
-    model = saved_model(kind, **({"sliding_window": 7} if kind == "mistral" else {}))
-    for seed in range(2):
-        prompt = token_ids(9 + 4 * seed, seed=seed)
-        expected = model.greedy(prompt, 24)
-        assert len(expected) == 24
-        assert assemble(model.directory, policy).greedy(prompt, 24) == expected
+    FLOAT32_LOGITS.check(assemble(model.directory, policy).logits(ids), model.logits(ids))
 
 
 def test_the_reference_depends_on_each_setting(saved_model: Models) -> None:

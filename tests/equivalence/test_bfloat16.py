@@ -28,18 +28,3 @@ def test_bfloat16_logits_are_close_to_transformers(saved_model: Models, kind: st
         BFLOAT16_LOGITS.check(actual.float(), reference)
         ours, theirs = (actual.float() - exact).abs().mean(), (reference - exact).abs().mean()
         assert ours <= BFLOAT16_ERROR_RATIO * theirs
-
-
-def test_weights_saved_in_bfloat16_run_in_bfloat16_by_default_and_in_float32_when_asked(
-    saved_model: Models, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    from protocol.model.config import read_config
-
-    halved = _reference_in_bfloat16(saved_model("llama"))
-    directory = tmp_path_factory.mktemp("bfloat16")
-    halved.reference.save_pretrained(directory)
-    assert read_config(directory).dtype == "bfloat16"
-    widened = SavedModel(directory, halved.reference.float())
-    ids = token_ids(20)
-    actual = assemble(directory, "attention-in-tee", "float32").logits(ids)
-    torch.testing.assert_close(actual, widened.logits(ids), rtol=0.0, atol=1e-4)

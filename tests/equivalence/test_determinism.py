@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import cycle, product
 from random import Random
 from typing import Any, TypeAlias
 
@@ -14,14 +14,12 @@ import torch
 from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.model.layers import _ops_for
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import SavedModel, Tee, assemble
-from tests.pairwise import covering
+from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 
 Models: TypeAlias = Callable[..., SavedModel]
-Rows: TypeAlias = Callable[[slice], torch.Tensor]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -136,26 +134,20 @@ def _check(tees: list[Tee], random: Random, *, targets: int, companies: int, mos
             assert torch.equal(_bits(found), _bits(target.alone)), f"company {number}"
 
 
-def _model(models: Models, architecture: str) -> SavedModel:
-    kind, settings = ARCHITECTURES[architecture]
-    return models(kind, **settings)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@each_row(("architecture", "dtype"), zip(ARCHITECTURES, cycle(DTYPES)))
 def test_a_request_gives_the_same_bits_in_any_company(
     saved_model: Models, architecture: str, dtype: str
 ) -> None:
-    model = _model(saved_model, architecture)
+    kind, settings = ARCHITECTURES[architecture]
+    model = saved_model(kind, **settings)
     tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 3)]
     _check(tees, Random(architecture + dtype), targets=1, companies=2, most=110)
 
 
-@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server", "tee-only-int8"])
+@each_row("policy", ["shielded", "shielded-prefill", "two-server", "tee-only-int8"])
 def test_what_computes_the_products_changes_no_bit(saved_model: Models, policy: str) -> None:
     """Pads, shares, another service, another start."""
-    model = _model(saved_model, "llama")
+    model = saved_model("llama", **CONTEXT)
     dynamic = policy == "tee-only-int8"
     alone = model.tee(policy if dynamic else "quantized-clear", "bfloat16")
     company = model.tee(policy, "bfloat16", step_tokens=600, micro_batches=2)
@@ -165,124 +157,21 @@ def test_what_computes_the_products_changes_no_bit(saved_model: Models, policy: 
 def test_without_a_compiler_a_request_gives_the_same_bits_in_any_company(
     saved_model: Models,
 ) -> None:
+    kind, settings = ARCHITECTURES["sliding window"]
     with using_kernels("torch"):
-        tee = _model(saved_model, "sliding window").tee("quantized-clear", "bfloat16")
+        tee = saved_model(kind, **settings).tee("quantized-clear", "bfloat16")
         _check([tee], Random(0), targets=1, companies=2, most=100)
 
 
-def _pairs(*values: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return so many of all combinations that every pair of values is among them."""
-    cases = list(product(*values))
-    return [cases[position] for position in sorted(covering(cases, 2))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernels", "architecture", "dtype"), _pairs(KERNELS, ARCHITECTURES, DTYPES)
-)
-def test_a_request_gives_the_same_bits_in_many_companies(
-    saved_model: Models, kernels: str, architecture: str, dtype: str
-) -> None:
-    model = _model(saved_model, architecture)
-    with using_kernels(kernels):
-        tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 2)]
-        _check(tees, Random(kernels + architecture), targets=1, companies=3, most=200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernels", "policy", "dtype"),
-    _pairs(KERNELS, ["quantized-clear", "tee-only-int8"], DTYPES),
-)
-def test_the_demo_model_gives_the_same_bits_in_any_company(
-    kernels: str, policy: str, dtype: str
-) -> None:
-    with using_kernels(kernels):
-        tee = assemble(model_directory("demo"), policy, dtype)
-        _check([tee], Random(kernels + policy), targets=1, companies=2, most=200)
-
-
-# ------------------------------------------------------------------------ each local operator
-
-
-def _norm(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, heads, dim = random.randint(1, 400), random.choice([1, 6]), random.choice([16, 30, 192])
-    h_TXD, weight_D = x(rows, heads + 2, dim), x(dim)
-    return rows, lambda part: ops.rms_norm(h_TXD[part][:, :heads], weight_D, 1e-5)
-
-
-def _silu(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, features = random.randint(1, 600), random.choice([30, 96, 101, 1000])
-    x_TF = x(rows, 2 * features)
-    return rows, lambda part: ops.silu_mul(*x_TF[part].clone().chunk(2, dim=-1))
-
-
-def _rope(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, heads, dim = random.randint(1, 600), random.choice([1, 8]), random.choice([16, 18, 64])
-    x_TXC, cos_T1C, sin_T1c = x(rows, heads + 2, dim), x(rows, 1, dim), x(rows, 1, dim // 2)
-    return rows, lambda part: ops.apply_rope(x_TXC[part, :heads], cos_T1C[part], sin_T1c[part])
-
-
-def _residual(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    rows, features = random.randint(1, 600), random.choice([48, 101, 1000])
-    h_TD, y_TD = x(rows, features), x(rows, features)
-    return rows, lambda part: ops.residual(h_TD[part].clone(), y_TD[part])
-
-
-def _attention(ops: Any, x: Callable[..., torch.Tensor], random: Random) -> tuple[int, Rows]:
-    shared, group = random.choice([1, 1, 2, 4]), random.choice([1, 2, 3, 4, 6, 8])
-    rows, dim = random.randint(1, 300), random.choice([16, 18, 64, 80, 128])
-    before, window = random.choice([0, 1, 63, 500, 1100]), random.choice([None, 1, 5, 150])
-    q_THC = x(rows, shared * group, dim)
-    k_KSC, v_KSC = x(2, shared, before + rows + 9, dim).unbind(0)
-
-    def run(part: slice) -> torch.Tensor:
-        context = before + part.stop
-        out: torch.Tensor = ops.attention(
-            q_THC[part].clone(), k_KSC[:, :context], v_KSC[:, :context], window
-        )
-        return out
-
-    return rows, run
-
-
-OPERATORS = [_norm, _silu, _rope, _residual, _attention]
-
-
-def _check_rows(
-    kernels: str, dtype: torch.dtype, operator: Callable[..., tuple[int, Rows]], trials: int
-) -> None:
-    random = Random(operator.__name__)
-    with using_kernels(kernels), torch.inference_mode():
-        for _ in range(trials):
-            count, run = operator(
-                _ops_for(dtype), lambda *shape: (2 * torch.randn(shape)).to(dtype), random
-            )
-            with _threads(1):
-                whole = run(slice(0, count))
-            start = 0
-            while start < count:
-                part = slice(start, min(count, start + random.choice([1, 2, 7, 33, 128, 600])))
-                # Three: between two, torch's library cuts most products where it does not matter.
-                with _threads(random.choice([1, 2, 3, 3])):
-                    assert torch.equal(_bits(run(part)), _bits(whole[part]))
-                start = part.stop
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kernels", sorted({"torch", native.choice().variant}))
-def test_a_row_does_not_depend_on_the_rows_beside_it(
-    kernels: str, dtype: torch.dtype, operator: Callable[..., tuple[int, Rows]]
-) -> None:
-    _check_rows(kernels, dtype, operator, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_row_of_many_shapes_does_not_depend_on_the_rows_beside_it(
-    kernels: str, dtype: torch.dtype, operator: Callable[..., tuple[int, Rows]]
-) -> None:
-    _check_rows(kernels, dtype, operator, 30)
+def test_a_request_gives_the_same_bits_in_many_companies(saved_model: Models, kernels: str) -> None:
+    for number, (kind, settings) in enumerate(ARCHITECTURES.values(), KERNELS.index(kernels)):
+        model, dtype = saved_model(kind, **settings), DTYPES[number % 3]
+        with using_kernels(kernels):
+            tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 2)]
+            _check(tees, Random(kernels + kind), targets=1, companies=3, most=200)
+    for policy, dtype in product(("quantized-clear", "tee-only-int8"), DTYPES):
+        with using_kernels(kernels):
+            tee = assemble(model_directory("demo"), policy, dtype)
+            _check([tee], Random(kernels + policy), targets=1, companies=2, most=200)

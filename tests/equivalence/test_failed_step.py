@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle, product
 
-import pytest
 import torch
 
 from protocol import messages
 from protocol.channel import Exchange
-from protocol.errors import DeadlineExceededError, ReplyError
-from tee_side.engine.request import Logprob, Request
+from protocol.errors import DeadlineExceededError
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.policy.placement import Policy, builtin_policies, load_policy
-from tee_side.protect.pads.store import PadStore
-from tee_side.words import OPERATORS
+from tee_side.policy.placement import builtin_policies, load_policy
 from tests.equivalence.tolerances import masked_logits
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -58,15 +56,18 @@ class Failing:
 
     tee: Tee
     channel: FailingChannel
+    every: int
 
     @classmethod
-    def of(cls, model: SavedModel, name: str, failing: int = 0) -> Failing:
+    def of(cls, model: SavedModel, name: str, micro_batches: int) -> Failing:
+        """Of several services the last one fails; of several parts at every third RPC."""
         policy = load_policy(name)
         channels = model.services(policy)
         mask = policy.feature_mask
         channel = FailingChannel(model.provisioned(mask)[0] if mask else model.directory)
-        channels[failing] = channel
-        return cls(model.tee(policy, channels=channels), channel)
+        channels[-1] = channel
+        tee = model.tee(policy, channels=channels, micro_batches=micro_batches)
+        return cls(tee, channel, micro_batches)
 
     def run(self, lost: str = "") -> tuple[torch.Tensor, int]:
         """Generate for two sequences in chunks; return sampled logits, and RPCs of the service.
@@ -76,10 +77,10 @@ class Failing:
         """
         channel = self.channel
         channel.lost = lost
-        engine = self.tee.engine(step_tokens=4)
+        engine = self.tee.engine(step_tokens=4 * self.every)
         for length in PROMPTS:
             engine.add(
-                token_ids(length, seed=length),
+                token_ids(length * self.every, seed=length),
                 max_new_tokens=NEW_TOKENS,
                 sampling=SamplingSettings(temperature=1.0, seed=length),
             )
@@ -91,26 +92,37 @@ class Failing:
             try:
                 sampled = engine.step()
             except DeadlineExceededError:
-                fail_at += 1
+                fail_at += self.every
                 assert [(list(s.token_ids), s.cache.length) for s in engine.running] == before
                 # Neither service is waited for any more.
                 assert not any(channel.pending for channel in self.tee.channels)
                 continue
             # It failed at every RPC that it has, and not at one that it has not.
             asked = len(channel.requests) - begun
-            assert not lost or fail_at == asked
+            assert not lost or 0 <= fail_at - asked < self.every
             rpcs, fail_at = rpcs + asked, 0
             logits += [torch.cat((s.logits_V, torch.tensor([float(s.token_id)]))) for s in sampled]
         return torch.stack(logits), rpcs
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("lost", ["request", "reply"])
-@pytest.mark.parametrize("policy", OFFLOADING)
+@each_row(
+    ("policy", "lost", "micro_batches"),
+    [
+        *zip(OFFLOADING, cycle(("request", "reply")), cycle((1,))),
+        ("two-server", "request", 1),
+        ("two-server", "reply", 1),
+        # A wavefront that stopped anywhere: some layers hold rows of both parts, some of one.
+        *product(
+            ("tsqp", "attention-in-tee", "shielded-prefill", "two-server"),
+            ("request", "reply"),
+            (3,),
+        ),
+    ],
+)
 def test_a_step_that_failed_at_any_rpc_can_be_repeated(
-    saved_model: Models, policy: str, lost: str
+    saved_model: Models, policy: str, lost: str, micro_batches: int
 ) -> None:
-    failing = Failing.of(saved_model("llama", num_hidden_layers=2), policy)
+    failing = Failing.of(saved_model("llama", num_hidden_layers=2), policy, micro_batches)
     tolerance, clear = masked_logits(policy), not load_policy(policy).masks
     expected, rpcs = failing.run()
     assert len(expected) == len(PROMPTS) * NEW_TOKENS
@@ -120,96 +132,3 @@ def test_a_step_that_failed_at_any_rpc_can_be_repeated(
         assert torch.equal(actual, expected)
     assert torch.equal(actual[:, -1], expected[:, -1])
     tolerance.check(actual, expected)
-
-
-@pytest.mark.parametrize("lost", ["request", "reply"])
-def test_either_of_two_services_may_fail(saved_model: Models, lost: str) -> None:
-    failing = Failing.of(saved_model("llama", num_hidden_layers=2), "two-server", failing=1)
-    expected, _ = failing.run()
-    actual, _ = failing.run(lost)
-    assert torch.equal(actual, expected)
-
-
-def test_a_step_that_failed_in_reading_a_prompt_counts_for_no_sequence(
-    saved_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = assemble(saved_model("llama").directory, "tee-only").engine()
-    first = engine.add(token_ids(4, seed=1), max_new_tokens=2)
-    wanted = Request(prompt_ids=tuple(token_ids(4, seed=2)), max_new_tokens=2, prompt_logprobs=1)
-    (second,) = engine.admit(wanted)
-
-    def fail(*_: object) -> list[Logprob]:
-        raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(second.reader, "read", fail)
-        with pytest.raises(ReplyError):
-            engine.step()
-    assert [(len(s.token_ids), s.cache.length) for s in (first, second)] == [(0, 0)] * 2
-    assert [one.sequence for one in engine.step()] == [first, second]
-    assert second.reader is not None
-    assert len(second.reader.result().logprobs) == 3
-
-
-# ---------------------------------------------------------------------------- what pads are left
-
-# Prefill takes pads for one operator, decode for another: neither uses up what it takes.
-APART = Policy.model_validate(
-    {
-        "name": "apart",
-        "summary": "test",
-        "arithmetic": "int8",
-        "operators": {
-            **dict.fromkeys(OPERATORS, "tee"),
-            "qkv_proj": [
-                {"phase": "prefill", "place": "gpu", "mask": "pad", "verify": "none"},
-                {"phase": "decode", "place": "tee"},
-            ],
-            "o_proj": [
-                {"phase": "prefill", "place": "tee"},
-                {"phase": "decode", "place": "gpu", "mask": "pad", "verify": "none"},
-            ],
-        },
-    }
-)
-
-
-def _store(tee: Tee) -> PadStore:
-    (pads,) = tee.assembly.pads.values()
-    return pads._store
-
-
-def _one_row_a_step(tee: Tee, tokens: int) -> None:
-    engine = tee.engine()
-    engine.add(token_ids(1), max_new_tokens=tokens, eos_token_ids=frozenset())
-    while engine.running:
-        engine.step()
-
-
-def test_a_failed_step_of_several_lanes_leaves_the_space_of_its_pads_to_others(
-    saved_model: Models,
-) -> None:
-    """Small steps afterwards have one lane, and the others are never asked again."""
-    model = saved_model("llama", num_hidden_layers=2)
-    channel = FailingChannel(model.directory)
-    tee = model.tee("shielded-prefill", channels=[channel], step_tokens=40, micro_batches=2)
-    engine = tee.engine()
-    engine.add(token_ids(40), max_new_tokens=1)
-    channel.fail_at, channel.lost = 3, "reply"
-    with pytest.raises(DeadlineExceededError):
-        engine.step()
-    store = _store(tee)
-    assert store.available + store.room == store.capacity
-    _one_row_a_step(tee, store.capacity + 20)
-
-
-def test_a_phase_that_leaves_sites_out_leaves_the_space_of_its_pads_to_others(
-    saved_model: Models,
-) -> None:
-    tee = saved_model("llama", num_hidden_layers=2).tee(APART, step_tokens=40, micro_batches=2)
-    engine = tee.engine()
-    engine.add(token_ids(40), max_new_tokens=1)
-    engine.step()
-    store = _store(tee)
-    assert store.available + store.room == store.capacity
-    _one_row_a_step(tee, store.capacity + 20)

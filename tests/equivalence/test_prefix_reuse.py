@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-import pytest
 import torch
 
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
 from tee_side.engine.sampling import SamplingSettings
 from tests.kit.model import SavedModel, Tee, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -48,9 +47,7 @@ def _assert_same(
         assert torch.equal(logits, others)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("policy", POLICIES)
+@each_row(("policy", "dtype"), zip(POLICIES, DTYPES, strict=True))
 def test_with_and_without_reuse_answers_are_the_same(
     saved_model: Models, policy: str, dtype: str
 ) -> None:
@@ -102,53 +99,22 @@ def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
     _answers(engine, _request(SHARED, samples=2))
 
 
-def test_a_sequence_that_has_ended_is_kept_once(saved_model: Models) -> None:
-    """However often it is removed: whoever waits for it does so as well as the engine."""
-    tee = saved_model("llama").tee("quantized-clear")
-    engine = _engine(tee, prefix_reuse=True)
-    (sequence,) = engine.admit(_request(SHARED))
-    while engine.running:
-        engine.step()
-    engine.remove(sequence)
-    assert engine.prefixes.nbytes == sequence.cache.nbytes > 0
-    _assert_same(_answers(engine, _request(SHARED)), _answers(_engine(tee), _request(SHARED)))
-    assert engine.prefixes.hits == 39
-
-
 # --------------------------------------------------------------------------------------- samples
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("prompt", [1, 2, 40])
-@pytest.mark.parametrize("policy", POLICIES)
+@each_row(("policy", "prompt"), zip(POLICIES, (1, 2, 40), strict=True))
 def test_samples_are_the_same_requests_alone_with_seeds_of_their_own(
     saved_model: Models, policy: str, prompt: int
 ) -> None:
     tee = saved_model("llama").tee(policy)
-    ids = token_ids(prompt, seed=3)
-    found = _answers(_engine(tee), _request(ids, samples=3, sampling=WARM))
+    ids, engine = token_ids(prompt, seed=3), _engine(tee)
+    found = _answers(engine, _request(ids, samples=3, sampling=WARM))
+    # The prompt is computed once for all samples; its last step gives each its first token.
+    assert (engine.counts.prompt, engine.counts.generated) == (prompt, 3 * 5)
+    assert engine.counts.steps == -(-prompt // 16) + 4
     assert WARM.seed is not None
     for index, one in enumerate(found):
         seeded = WARM.model_copy(update={"seed": WARM.seed + index})
         alone = _request(ids, sampling=seeded)
         _assert_same([one], _answers(_engine(tee), alone))
     assert len({tuple(tokens) for tokens, _ in found}) == 3
-
-
-def test_a_prompt_is_computed_once_for_all_samples(saved_model: Models) -> None:
-    tee = saved_model("llama").tee("quantized-clear")
-    engine = _engine(tee)
-    _answers(engine, _request(SHARED, samples=4))
-    assert (engine.counts.prompt, engine.counts.generated) == (40, 4 * 5)
-    # Three steps for the prompt, whose last gives each its first token.
-    assert engine.counts.steps == 3 + 4
-
-
-def test_one_that_only_reads_ends_with_the_prompt(saved_model: Models) -> None:
-    engine = _engine(saved_model("llama").tee("quantized-clear"))
-    sequences = engine.admit(replace(_request(SHARED), max_new_tokens=0, pooling="mean"))
-    while engine.running:
-        engine.step()
-    (only,) = sequences
-    assert (only.token_ids, only.finish_reason) == ([], "length")
-    assert engine.counts.steps == 3

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -16,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.model.config import read_config
 from protocol.model.rope import rope_frequencies
 from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
-from tests.kit.model import SIZES, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import SIZES, SavedModel, assemble, token_ids
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
@@ -88,8 +87,6 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 
-by_rope = pytest.mark.parametrize("name", ROPES)
-
 
 def with_rope(name: str) -> dict[str, Any]:
     """Settings of a model; a copy, because transformers writes into the dictionary."""
@@ -97,8 +94,7 @@ def with_rope(name: str) -> dict[str, Any]:
     return {"rope_parameters": json.loads(json.dumps(rope)), "max_position_embeddings": CONTEXT}
 
 
-@by_rope
-@each_row("length", [1, 32, 33, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
+@each_row(("name", "length"), product(ROPES, (1, 32, 33, CONTEXT, CONTEXT + 1, 3 * CONTEXT)))
 def test_frequencies_equal_transformers(tmp_path: Path, name: str, length: int) -> None:
     reference = transformers.LlamaConfig(
         **{**SIZES, **with_rope(name)}, architectures=["LlamaForCausalLM"]
@@ -116,31 +112,18 @@ def test_frequencies_equal_transformers(tmp_path: Path, name: str, length: int) 
     assert scaling == expected_scaling
 
 
-@by_rope
-def test_logits_within_the_original_context_equal_transformers(
-    saved_model: Models, name: str
+@each_row(
+    ("name", "length"),
+    [*product(ROPES, (30, 100)), *product(("dynamic", "yarn", "llama3"), (CONTEXT + 60,))],
+)
+def test_logits_within_and_beyond_the_context_equal_transformers(
+    saved_model: Models, name: str, length: int
 ) -> None:
-    model, ids = saved_model("llama", **with_rope(name)), token_ids(30)
+    model, ids = saved_model("llama", **with_rope(name)), token_ids(length)
     FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
 
 
-@by_rope
-def test_logits_beyond_the_original_context_equal_transformers(
-    saved_model: Models, name: str
-) -> None:
-    model, ids = saved_model("llama", **with_rope(name)), token_ids(100)
-    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "yarn", "llama3"])
-def test_logits_beyond_the_maximum_context_equal_transformers(
-    saved_model: Models, name: str
-) -> None:
-    model, ids = saved_model("llama", **with_rope(name)), token_ids(CONTEXT + 60)
-    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+@each_row("name", ["dynamic", "longrope"])
 def test_decoding_across_the_length_limit_equals_generate(saved_model: Models, name: str) -> None:
     """What is cached keeps the rotation it was written with, as in transformers."""
     limit = 32 if name == "longrope" else CONTEXT
@@ -152,69 +135,30 @@ def test_decoding_across_the_length_limit_equals_generate(saved_model: Models, n
         for token_id in continuation:
             step = model.reference(torch.tensor([[token_id]]), past_key_values=cache)
             expected.append(step.logits[0])
-    actual = _prefill_then_decode(tee, prompt, continuation)
+    own = tee.cache(len(prompt) + len(continuation))
+    steps = [prompt, *([token_id] for token_id in continuation)]
+    actual = torch.cat([tee.step_logits(own, ids) for ids in steps])
     FLOAT32_LOGITS.check(actual, torch.cat(expected))
 
 
-def _prefill_then_decode(tee: Tee, prompt: list[int], continuation: list[int]) -> torch.Tensor:
-    cache = tee.cache(len(prompt) + len(continuation))
-    steps = [prompt, *([token_id] for token_id in continuation)]
-    return torch.cat([tee.step_logits(cache, ids) for ids in steps])
-
-
-def test_prefill_in_chunks_across_the_length_limit_equals_prefill_at_once(
-    saved_model: Models,
-) -> None:
-    """How the engine cuts a prompt, and who its neighbours are, must not change the answer."""
-    model = saved_model("llama", **with_rope("longrope"))
-    prompt, tee = token_ids(CONTEXT - 8), assemble(model.directory)
-    at_once = _greedy(tee, prompt, step_tokens=512)
-    assert at_once == model.greedy(prompt, len(at_once))
-    for step_tokens in (7, 40):
-        assert _greedy(tee, prompt, step_tokens) == at_once
-
-
-def _greedy(tee: Tee, prompt: list[int], step_tokens: int) -> list[int]:
-    engine = tee.engine(step_tokens)
-    sequence = engine.add(prompt, max_new_tokens=8, eos_token_ids=frozenset())
-    while engine.running:
-        engine.step()
-    return list(sequence.token_ids)
-
-
-@pytest.mark.parametrize("name", ["linear", "dynamic", "yarn", "longrope", "llama3"])
-@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+@each_row(
+    ("name", "type_key"),
+    product(("default", "linear", "dynamic", "yarn", "longrope", "llama3"), ("rope_type", "type")),
+)
 def test_the_configuration_style_before_transformers_5_means_the_same(
     saved_model: Models, tmp_path: Path, name: str, type_key: str
 ) -> None:
-    model = saved_model("llama", **with_rope(name))
-    directory = tmp_path / "copy"
-    shutil.copytree(model.directory, directory)
+    directory = saved_model("llama", **with_rope(name)).directory
     config = json.loads((directory / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     rope[type_key] = rope.pop("rope_type")
-    config["rope_scaling"] = rope
-    (directory / "config.json").write_text(json.dumps(config))
-    assert read_config(directory) == read_config(model.directory)
-    ids = token_ids(60)
-    FLOAT32_LOGITS.check(assemble(directory).logits(ids), model.logits(ids))
+    config["rope_scaling"] = None if name == "default" else rope
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == read_config(directory)
 
 
-def test_rope_theta_alone_is_the_default_rope(saved_model: Models, tmp_path: Path) -> None:
-    model = saved_model("llama", **with_rope("default"))
-    directory = tmp_path / "copy"
-    shutil.copytree(model.directory, directory)
-    config = json.loads((directory / "config.json").read_text())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
-    config["rope_scaling"] = None
-    (directory / "config.json").write_text(json.dumps(config))
-    assert read_config(directory).rope.rope_theta == 5000.0
-    ids = token_ids(60)
-    FLOAT32_LOGITS.check(assemble(directory).logits(ids), model.logits(ids))
-
-
-@pytest.mark.parametrize("inside", [None, 16])
+@each_row("inside", [None, 16])
 def test_original_context_beside_the_rope_parameters_counts_as_in_transformers(
     tmp_path: Path, inside: int | None
 ) -> None:

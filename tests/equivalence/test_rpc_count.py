@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import pytest
-
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
-    MatmulRequest,
     Request,
 )
 from tests.kit.model import SavedModel, assemble, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
 
-def _requests(model: SavedModel, policy: str, chunk: int | None = None) -> list[Request]:
+def _requests(model: SavedModel, policy: str) -> list[Request]:
     tee = assemble(model.directory, policy)
-    tee.logits(token_ids(12), chunk)
+    tee.logits(token_ids(12))
     return tee.channel.requests if tee.channel else []
 
 
@@ -31,68 +29,18 @@ def _names(requests: list[Request]) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_tsqp_makes_nine_rpcs_a_layer_and_two_per_forward(saved_model: Models, layers: int) -> None:
-    requests = _requests(saved_model("llama", num_hidden_layers=layers), "tsqp")
-    assert len(requests) == 9 * layers + 2
+@each_row("layers", [1, 3])
+def test_a_step_asks_for_each_operator_once_and_for_nothing_else(
+    saved_model: Models, layers: int
+) -> None:
+    model = saved_model("llama", num_hidden_layers=layers)
+    requests = _requests(model, "tsqp")
     assert isinstance(requests[0], EmbeddingRequest)
     assert isinstance(requests[-1], LMHeadRequest)
     modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert _names(requests) == Counter(
         {"Embedding": 1, "LMHead": 1, "Matmul": 2 * layers} | dict.fromkeys(modules, layers)
     )
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_attention_in_tee_makes_four_rpcs_a_layer_and_nothing_else(
-    saved_model: Models, layers: int
-) -> None:
-    requests = _requests(saved_model("llama", num_hidden_layers=layers), "attention-in-tee")
     fused = ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj")
-    assert _names(requests) == Counter(dict.fromkeys(fused, layers))
-    assert [r.layer_idx for r in requests if isinstance(r, LinearRequest)] == sorted(
-        list(range(layers)) * 4
-    )
-
-
-def test_tee_only_sends_nothing(saved_model: Models) -> None:
-    tee = assemble(saved_model("llama").directory, "tee-only")
-    tee.logits(token_ids(5))
-    assert tee.channel is None
-
-
-@pytest.mark.parametrize(("policy", "each"), [("tsqp", 29), ("attention-in-tee", 12)])
-def test_every_step_costs_the_same_number_of_rpcs(
-    saved_model: Models, policy: str, each: int
-) -> None:
-    assert len(_requests(saved_model("llama"), policy, chunk=5)) == 3 * each
-
-
-def test_a_step_that_wants_no_logits_asks_for_none(saved_model: Models) -> None:
-    tee = assemble(saved_model("llama").directory, "tsqp")
-    engine = tee.engine(step_tokens=4)
-    engine.add(token_ids(6), max_new_tokens=1)
-    assert engine.step() == []
-    assert tee.channel is not None
-    assert not any(isinstance(r, LMHeadRequest) for r in tee.channel.requests)
-    assert len(engine.step()) == 1
-    heads = [r for r in tee.channel.requests if isinstance(r, LMHeadRequest)]
-    assert [r.hidden_states.shape for r in heads] == [(1, 48)]
-
-
-def test_linear_rpcs_are_shared_by_the_batch_and_matmuls_are_per_sequence(
-    saved_model: Models,
-) -> None:
-    tee = assemble(saved_model("llama").directory, "tsqp")
-    engine = tee.engine()
-    for length in (3, 5):
-        engine.add(token_ids(length), max_new_tokens=1)
-    engine.step()
-    assert tee.channel is not None
-    counts = _names(tee.channel.requests)
-    assert (counts["q_proj"], counts["Matmul"]) == (3, 2 * 2 * 3)
-    q_rows = [
-        r.hidden_states.shape[0] for r in tee.channel.requests if isinstance(r, LinearRequest)
-    ]
-    assert set(q_rows) == {8}
-    assert all(isinstance(r, MatmulRequest) for r in tee.channel.requests if r.method == "Matmul")
+    assert _names(_requests(model, "attention-in-tee")) == Counter(dict.fromkeys(fused, layers))
+    assert _requests(model, "tee-only") == []

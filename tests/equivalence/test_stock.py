@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
-import pytest
 import torch
 
 from tee_side.policy.placement import Policy, load_policy
 from tests.kit.model import SavedModel, Tee, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -47,8 +48,7 @@ def _logits(tee: Tee, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[in
     return torch.stack(logits), asked
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("spare", [-1, 0])
+@each_row(("spare", "micro_batches"), product((-1, 0), (1, 2)))
 def test_a_prompt_leaves_where_decode_keeps_its_share(
     saved_model: Models, spare: int, micro_batches: int
 ) -> None:
@@ -75,12 +75,6 @@ def test_each_step_of_a_long_prompt_asks_anew(saved_model: Models) -> None:
     # The last eight find what is left to decode, and no more.
     assert [count > 0 for count in asked] == [True, True, False, True, True, True]
     assert torch.equal(found, _logits(model.tee("quantized-clear"), prompt)[0])
-
-
-def test_large_steps_have_room_for_pads_that_nobody_makes_ahead(saved_model: Models) -> None:
-    tee = _stocked(saved_model("llama"), LEFT_TO_DECODE + len(PROMPT), step_tokens=512)
-    _, asked = _logits(tee)
-    assert asked[0] == 3 * 4 + 1
 
 
 def test_a_prompt_is_not_waited_for(saved_model: Models) -> None:

@@ -20,7 +20,6 @@ from gpu_side.encoding import (
 )
 from protocol.encoding import decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.header_numbers import REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     LinearRequest,
@@ -135,39 +134,3 @@ def test_what_is_taken_for_the_expected_reply_decodes_to_it(
     header, *rest = good
     tampered = msgpack.packb(wire._tampered(msgpack.unpackb(header), data))
     _reply_reads_the_same(expecting, [tampered, *rest])
-
-
-@wire.noisy
-@given(
-    template=st.binary(max_size=60),
-    request_id=numbers,
-    number=numbers,
-    frames=st.lists(st.binary(max_size=8), max_size=4),
-)
-def test_random_templates_read_the_same(
-    template: bytes, request_id: int, number: int, frames: list[bytes]
-) -> None:
-    _requests_read_the_same([REQUEST.header(template, request_id, number), *frames])
-
-
-@wire.noisy
-@given(data=st.data(), messages=st.lists(wire.requests, min_size=1, max_size=4))
-def test_requests_with_bodies_of_others_read_the_same(
-    data: st.DataObject, messages: list[Request]
-) -> None:
-    """Every header with every other message's frames, all of them known."""
-    sent = [encode_request(message, 1, 1000) for message in messages]
-    for frames in sent:
-        _requests_read_the_same(frames)
-    header, *_ = data.draw(st.sampled_from(sent))
-    _, *frames = data.draw(st.sampled_from(sent))
-    _requests_read_the_same([header, *frames])
-
-
-@wire.common
-@given(result=wire.results, request_id=wire.ids, timing=wire.timings)
-def test_replies_are_written_the_same_each_time(
-    result: tuple[str, Response | ErrorCode], request_id: int, timing: Timing | None
-) -> None:
-    first = encode_reply(Form.FRAMED, request_id, *result, timing)
-    assert encode_reply(Form.FRAMED, request_id, *result, timing) == first

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol.errors import InputError, ManifestError, MaskError, TsqpError
+from protocol.errors import InputError, ManifestError, TsqpError
 from tee_side.plugins import PluginError, checking_files, load_module, load_object, source_of
 from tee_side.policy.placement import load_policy, policy_names
-from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.registry import MASKS, find_mask
 from tests.kit.model import policy_of
@@ -31,25 +29,19 @@ TWO = f"""{ONE}
 class Two(One):
     name: ClassVar[str] = "two"
 """
-CLAIMS = {
-    "name": "'half'",
-    **dict.fromkeys(("hides", "known_break", "source", "cost"), "'x'"),
-    "broken": "True",
-    "tolerance": "0.1",
-}
-PADDED = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
+HALF = """
+from tee_side.protect.masks.mask import RowMask
+class Half(RowMask):
+    name = "half"
+    hides = known_break = source = cost = "x"
+    broken = True
+    tolerance = 0.1
+"""
 POLICY = """
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
 POLICY = Policy(name="mine", summary="a test", operators=dict.fromkeys(OPERATORS, "tee"))
 """
-
-
-def _half(without: str = "") -> str:
-    """Return a file of a row mask that has no methods, and leaves out one of its claims."""
-    said = [f"    {name} = {value}" for name, value in CLAIMS.items() if name != without]
-    head = ["from tee_side.protect.masks.mask import RowMask", "class Half(RowMask):"]
-    return "\n".join([*head, *said])
 
 
 def _file(folder: Path, text: str) -> Path:
@@ -146,31 +138,6 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_path(
     assert (caught.value.__cause__ is None) == ("POLICY" in said or "Policy" in said)
 
 
-def test_a_mask_file_is_found_from_the_folder_of_the_policy_file_or_where_we_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir("/")
-    path = tmp_path / "policy.toml"
-    for mask, text in (("one.py", ONE), ("two.py:Two", TWO)):
-        (tmp_path / mask[:6]).write_text(text)
-        path.write_text(PADDED.replace('"pad"', f'"{mask}"').replace('"int8"', '"float"'))
-        assert [found.name for found in load_policy(str(path)).masks] == [mask[:3]]
-    found = find_mask("one.py", tmp_path)
-    assert issubclass(found, Mask)
-    assert find_mask(str(tmp_path / "one.py"), Path("/nowhere")) is found
-    monkeypatch.chdir(tmp_path)
-    assert find_mask("./one.py") is find_mask("one.py") is found
-
-
-@each_row("name", ["missing.py", "folder", "folder.py"])
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
-    for folder in ("folder", "folder.py"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-    for load in (load_module, lambda path: find_mask(str(path))):
-        with pytest.raises(PluginError, match="got no such file, expected a Python file"):
-            load(tmp_path / name)
-
-
 # ---------------------------------------------------------------------------------------- masks
 
 
@@ -182,12 +149,16 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
         # What a file imports is not its own.
         (ONE[: ONE.index("class")], "", ": got 0 masks (none), expected one (FILE.py:Class picks "),
         ("raise KeyError('x')", "", ": got KeyError: 'x', expected a file that runs"),
-        (_half(), "", ": mask Half: got no mask, expected what every mask of its kind has to say"),
+        (HALF, "", ": mask Half: got no mask, expected what every mask of its kind has to say"),
         *(
-            (_half(name), "", f": mask Half: got no {name}, mask, expected what every mask of its")
-            for name in list(CLAIMS)[1:]
+            (HALF.replace(said, ""), "", f": mask Half: got no {name}, mask, expected what every ")
+            for name, said in (
+                *((name, f"{name} = ") for name in ("hides", "known_break", "source")),
+                *(("cost", "cost = "), ("broken", "broken = True")),
+                ("tolerance", "tolerance = 0.1"),
+            )
         ),
-        (_half().replace("= True", "= 'no'"), "", ": mask Half: got no mask"),
+        (HALF.replace("True", "'no'"), "", ": mask Half: got no mask"),
     ],
 )
 def test_a_mask_file_without_one_good_mask_is_refused(
@@ -197,25 +168,6 @@ def test_a_mask_file_without_one_good_mask_is_refused(
     with pytest.raises(TsqpError) as caught:
         find_mask(f"{path}{wanted}")
     assert str(caught.value).startswith(f"{path}{said}")
-
-
-def test_a_mask_claims_what_it_does_by_itself() -> None:
-    class Theirs(Pad):
-        name = "theirs"
-
-    class Claims(Theirs):
-        name = "claims"
-        uniform = True
-
-    assert (Pad.uniform, Theirs.uniform, Claims.uniform) == (True, False, True)
-    with pytest.raises(MaskError, match="got uniform = True and broken = True"):
-        type("Both", (Pad,), {"name": "both", "uniform": True, "broken": True})
-    for changes in ({"broken": "no"}, {"tolerance": float("nan")}, {"tolerance": -0.1}):
-        with pytest.raises(MaskError, match="expected True or False, and a number from 0"):
-            type("Wrong", (Pad,), {"name": "wrong", **changes})
-    said: dict[str, Any] = dict.fromkeys(CLAIMS, "x") | {"broken": True, "tolerance": 0.1}
-    with pytest.raises(MaskError, match="got no draw, mask"):
-        type("Half", (AdditiveMask,), said)
 
 
 # --------------------------------------------------------------------------- installed packages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
@@ -18,7 +18,6 @@ from protocol.errors import (
     DeadlineExceededError,
     EngineError,
     PadsExhaustedError,
-    PromptError,
     ReplyError,
     TsqpError,
 )
@@ -29,7 +28,6 @@ from tee_side.engine.request import Delivery, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.waiting import QueueFullError
-from tee_side.protect.pads.background_maker import Load
 from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
 from tests.kit.rows import each_row
 
@@ -199,31 +197,24 @@ def test_owners_take_turns_by_the_tokens_that_they_were_given(tee: Tee) -> None:
 # ----------------------------------------------------------------------------------- cancelling
 
 
-def test_one_that_is_cancelled_while_it_waits_is_never_run(tee: Tee) -> None:
-    engine = _engine(tee, max_sequences=1)
-    with _running(engine, start=False) as running:
-        first, cancelled, last = (running.ask(_request(seed)) for seed in (1, 2, 3))
-        running.cancel(cancelled)
-        running.start()
-        running.finish([first, last])
-        running.cancel(first)  # has ended
-        running.answer(_request(2))
-    assert cancelled.deliveries == []
-    assert engine.counts.generated == 2 + 6 + 6 + 6
-    for seed, client in ((1, first), (3, last)):
-        _assert_same(tee, _request(seed), client)
-
-
-def test_one_that_is_cancelled_while_it_runs_gives_its_place_back(tee: Tee) -> None:
+def test_one_that_is_cancelled_gives_its_place_back_or_is_never_run(tee: Tee) -> None:
     engine = _engine(tee, max_sequences=2)
-    with _running(engine) as running:
-        cancelled = running.ask(_request(1, 200, samples=2))
+    with _running(engine, start=False) as running:
+        cancelled, waiting, last = (
+            running.ask(_request(seed, new_tokens, samples=2))
+            for seed, new_tokens in ((1, 200), (4, 6), (3, 6))
+        )
+        running.cancel(waiting)
+        running.start()
         running.until(lambda: cancelled.deliveries)
         running.cancel(cancelled)
         seen = len(cancelled.deliveries)
+        running.finish([last])
+        for again in (cancelled, waiting, last):
+            running.cancel(again)
         _assert_same(tee, _request(2), running.answer(_request(2)))
-        running.cancel(cancelled)  # again
-    assert (len(cancelled.deliveries), cancelled.ends) == (seen, 0)
+    _assert_same(tee, _request(3, samples=2), last)
+    assert (len(cancelled.deliveries), cancelled.ends, waiting.deliveries) == (seen, 0, [])
     assert (engine.running, engine.kv_bytes) == ((), 0)
 
 
@@ -256,20 +247,6 @@ def test_no_more_wait_than_are_allowed_to_and_no_owner_keeps_others_out(tee: Tee
         _assert_same(tee, _request(2), running.answer(_request(2)))
     assert [type(client.error) for client in ours] == [type(None), type(None), QueueFullError]
     _assert_same(tee, replace(_request(7), owner="carol"), other)
-
-
-def test_what_could_never_run_ends_nothing_else(tee: Tee) -> None:
-    with _running(_engine(tee), start=False) as running:
-        wrong = replace(_request(1), prompt_ids=())
-        with pytest.raises(PromptError):
-            running.background.check(wrong)
-        # By a client that did not look.
-        before, refused, after = map(running.ask, (_request(1), wrong, _request(3)))
-        running.start()
-        running.finish([before, refused, after])
-    assert isinstance(refused.error, PromptError)
-    for n, right in ((1, before), (3, after)):
-        _assert_same(tee, _request(n), right)
 
 
 # --------------------------------------------------------------------------------------- errors
@@ -311,8 +288,9 @@ def test_one_whose_activation_is_out_of_range_ends_alone(tee: Tee) -> None:
 
 # One row may be the cause of a ReplyError; a service that is asked no more gives it to all. In the
 # steps of a prompt only the first of several samples has rows.
-@pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("kind", [DeadlineExceededError, ReplyError])
+@each_row(
+    ("kind", "samples"), [(kind, n) for kind in (DeadlineExceededError, ReplyError) for n in (1, 2)]
+)
 def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
     tee: Tee, caplog: pytest.LogCaptureFixture, kind: type[TsqpError], samples: int
 ) -> None:
@@ -324,7 +302,7 @@ def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
         channel.down = kind
         running.finish(clients)
         running.until(lambda: running.background.state == "failed")
-        assert isinstance(running.answer(_request(3, samples=samples)).error, kind)
+        clients.append(running.answer(_request(3, samples=samples)))
         channel.down = None
         # What is asked until then may fail.
         while running.answer(_request(3)).error is not None:
@@ -333,12 +311,10 @@ def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
         _assert_same(tee, _request(4), running.answer(_request(4)))
         # One alone that is in its prompt, whose other samples have no rows yet.
         channel.down = kind
-        assert isinstance(running.answer(_request(2, samples=samples)).error, kind)
+        clients.append(running.answer(_request(2, samples=samples)))
         running.until(lambda: running.background.state == "failed")
         channel.down = None
-    for client in clients:
-        assert isinstance(client.error, kind)
-        assert client.ends == 1
+    assert [(type(client.error), client.ends) for client in clients] == [(kind, 1)] * 4
 
 
 def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
@@ -382,69 +358,20 @@ def test_closing_ends_the_thread_and_every_request(tee: Tee) -> None:
 # -------------------------------------------------------------------------------- pads and state
 
 
-def _padded(saved_model: Models, tokens: int) -> Tee:
-    """Return a trusted side with pads for so many tokens, which makes no more."""
-    tee = saved_model("llama").tee("shielded", when_out="fail")
-    (pads,) = tee.assembly.pads.values()
-    assert pads._maker is not None
-    if tokens:
-        pads._maker.fill(pads._store, tokens)
-    return tee
-
-
 def test_one_that_gets_no_pads_ends_with_all_its_samples_and_others_go_on(
     saved_model: Models, tee: Tee
 ) -> None:
     """Of its samples, one had pads and is in the step under way."""
-    probe, first_token = 1, 1
-    padded = _padded(saved_model, probe + first_token + 1)
+    padded, probe, first_token = saved_model("llama").tee("shielded", when_out="fail"), 1, 1
+    (pads,) = padded.assembly.pads.values()
+    assert pads._maker is not None
+    pads._maker.fill(pads._store, probe + first_token + 1)
     with _running(_engine(padded), start=False) as running:
         short, refused = _request(1, 2), _request(2, 6, samples=2)
         clients = [running.ask(request) for request in (short, refused)]
         running.start()
         running.finish(clients)
         assert running.background.state == "ready"
-        # A single token needs none.
-        last = running.answer(_request(3, 1))
     _assert_same(tee, short, clients[0])
-    _assert_same(tee, _request(3, 1), last)
     assert isinstance(clients[1].error, PadsExhaustedError)
     assert clients[1].ends == 1
-
-
-def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
-    loads: list[Load] = []
-    idle = threading.Semaphore(0)
-
-    def tell_load(load: Load) -> None:
-        if loads[-1:] != [load]:
-            loads.append(load)
-        if load == "idle":
-            idle.release()
-
-    engine = _engine(tee, max_sequences=1)
-    with _running(engine, filling=lambda: nullcontext(tell_load)) as running:
-        assert idle.acquire(timeout=WAIT_S)
-        assert loads == ["idle"]  # a token was made before, which belongs to nobody
-        with running.background._changed:  # both are there before it looks
-            both = [running.ask(_request(1, 4)), running.ask(_request(2, 4))]
-        running.finish(both)
-        assert idle.acquire(timeout=WAIT_S)
-        assert loads == ["idle", "steps", "idle"]
-
-
-def test_it_can_step_while_it_is_ready_and_no_service_is_waited_for(tee: Tee) -> None:
-    engine, waits = _engine(tee), False
-    engine.admit(_request(1, 4))
-    engine.step()
-    with _running(engine, start=False, waits=lambda: waits) as running:
-        running.ask(_request(2))
-        stats = running.background.stats()
-        assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
-        assert stats.kv_usage == engine.kv_bytes / engine.max_kv_bytes > 0
-        assert not running.background.can_step
-        running.start()
-        running.until(lambda: running.background.state == "ready")
-        assert running.background.can_step
-        waits = True
-        assert not running.background.can_step

@@ -39,13 +39,6 @@ def _finish(engine: Engine) -> None:
         engine.step()
 
 
-def _run(tee: Tee, prompt: list[int], **settings: Any) -> tuple[list[int], str | None]:
-    engine = tee.engine()
-    sequence = engine.add(prompt, **settings)
-    _finish(engine)
-    return sequence.token_ids, sequence.finish_reason
-
-
 def test_generation_ends_at_its_length_or_a_token_that_ends_it(
     tee: Tee, model: SavedModel, tmp_path: Path
 ) -> None:
@@ -57,30 +50,20 @@ def test_generation_ends_at_its_length_or_a_token_that_ends_it(
     eos = {"eos_token_id": [319, ids[place]]}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(eos))
     own = assemble(tmp_path / "model")
-    ends = frozenset({unused, ids[place], 319})
-    found = {
-        "length": _run(tee, PROMPT, max_new_tokens=7),
-        "any of several": _run(tee, PROMPT, max_new_tokens=12, eos_token_ids=ends),
-        "the last one that is allowed": _run(
-            tee, PROMPT, max_new_tokens=place + 1, eos_token_ids=ends
-        ),
-        "in the prompt": _run(
-            tee, PROMPT, max_new_tokens=1, eos_token_ids=frozenset(PROMPT) - {ids[0]}
-        ),
-        "the model's own": _run(own, PROMPT, max_new_tokens=12),
-        "others than the model's own": _run(
-            own, PROMPT, max_new_tokens=12, eos_token_ids=frozenset({unused})
-        ),
-    }
-    ended = ids[: place + 1], "stop"
-    assert found == {
-        "length": (ids[:7], "length"),
-        "any of several": ended,
-        "the last one that is allowed": ended,
-        "in the prompt": (ids[:1], "length"),
-        "the model's own": ended,
-        "others than the model's own": (ids, "length"),
-    }
+    ended, ends = (ids[: place + 1], "stop"), frozenset({unused, ids[place], 319})
+    in_prompt, other = frozenset(PROMPT) - {ids[0]}, frozenset({unused})
+    for name, asked, most, given, expected in (
+        ("length", tee, 7, None, (ids[:7], "length")),
+        ("any of several", tee, 12, ends, ended),
+        ("the last one that is allowed", tee, place + 1, ends, ended),
+        ("in the prompt", tee, 1, in_prompt, (ids[:1], "length")),
+        ("the model's own", own, 12, None, ended),
+        ("others than the model's own", own, 12, other, (ids, "length")),
+    ):
+        engine = asked.engine()
+        sequence = engine.add(PROMPT, max_new_tokens=most, eos_token_ids=given)
+        _finish(engine)
+        assert (sequence.token_ids, sequence.finish_reason) == expected, name
 
 
 @each_row(("prompt", "new"), [(20, 12), (31, 1)])
@@ -127,26 +110,6 @@ def test_a_request_that_cannot_run_is_refused_before_anything_runs(
         assert said in str(caught.value)
         assert "123456" not in str(caught.value)
     assert engine.running == ()
-
-
-def test_a_sequence_that_was_removed_or_stopped_is_not_run_and_others_go_on(
-    tee: Tee, model: SavedModel
-) -> None:
-    engine = tee.engine()
-    assert engine.step() == []
-    kept = engine.add(PROMPT, max_new_tokens=6)
-    removed, stopped = (engine.add(PROMPT[::-1], max_new_tokens=6) for _ in range(2))
-    engine.step()
-    for _ in range(2):
-        engine.remove(removed)
-    stopped.stop()
-    assert engine.running == (kept,)
-    # To look at what runs gives nothing back; the next step does.
-    assert stopped.cache.nbytes > removed.cache.nbytes == 0
-    _finish(engine)
-    assert (len(removed.token_ids), len(stopped.token_ids)) == (1, 1)
-    assert (stopped.finish_reason, stopped.cache.nbytes) == ("stop", 0)
-    assert kept.token_ids == model.greedy(PROMPT, 6)
 
 
 # ---------------------------------------------------------------------------- memory for KV caches
@@ -199,21 +162,6 @@ def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how
     assert second.token_ids == model.greedy(PROMPT[::-1], 7)
     assert third.token_ids == model.greedy(PROMPT, 3)
     assert first.cache.nbytes == 0
-
-
-def test_all_that_end_in_one_step_give_their_memory_back(
-    tee: Tee, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = tee.engine()
-    sequences = [engine.add(PROMPT, max_new_tokens=2) for _ in range(3)]
-    sequences += engine.admit(Request(prompt_ids=tuple(PROMPT), max_new_tokens=2, samples=6))
-    assert engine.kv_bytes == sum(sequence.cache.nbytes for sequence in sequences) > 0
-    _finish(engine)
-    assert engine.kv_bytes == 0
-    assert not any(sequence.cache.nbytes for sequence in sequences)
-    monkeypatch.setattr("tee_side.engine.engine.available_kv_bytes", lambda: 12345)
-    assert Engine(tee.model, tee.lanes).max_kv_bytes == 12345
-    assert _limited(tee, 0).max_kv_bytes == 0
 
 
 def test_caches_of_samples_are_let_go_where_the_machine_has_no_room_for_all(

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Raw
-from tokenizers import models
 
-from protocol.errors import ModelError, PromptError
+from protocol.errors import PromptError
 from tee_side.engine import grammar, grammar_trial
 from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, CompiledGrammar, GrammarCompiler, Kind
 from tee_side.engine.sampling import Sampler, SamplingSettings
@@ -52,13 +49,6 @@ def _random_text(
     return b"".join(tokenizer.token_bytes(token_id) for token_id in ids[:-1]).decode()
 
 
-def _allowed(compiled: CompiledGrammar, ids: list[int]) -> list[int]:
-    matcher = compiled.matcher()
-    for token_id in ids:
-        matcher.advance(token_id)
-    return [int(i) for i in matcher.hide(torch.zeros(VOCABULARY)).isfinite().nonzero()]
-
-
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -73,67 +63,20 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@each_row("source", [SCHEMA, json.dumps(SCHEMA)])
 def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, source: dict[str, Any] | str
+    tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    compiled = compiler.compile("json_schema", source)
     for seed in range(20):
+        compiled = compiler.compile("json_schema", [SCHEMA, json.dumps(SCHEMA)][seed % 2])
         found = json.loads(_random_text(tokenizer, compiled, seed, longest=1000))
         assert set(found) == set(SCHEMA["properties"])
         assert isinstance(found["name"], str)
         assert len(found["name"]) <= 5
-        assert type(found["age"]) is int
-        assert 0 <= found["age"] <= 150
+        assert found["age"] in range(151)
         assert found["kind"] in ("cat", "dog", None)
         assert re.fullmatch("[A-Z]{2}[0-9]?", found["code"])
         assert len(found["tags"]) <= 3
         assert all(isinstance(tag, bool) for tag in found["tags"])
-
-
-TEXTS: list[tuple[Kind, Any, str]] = [
-    ("regex", r"[a-z]{1,8}@[a-z]{1,8}\.(com|org)", r"[a-z]{1,8}@[a-z]{1,8}\.(com|org)"),
-    ("regex", r"^[0-9]{4}-[0-9]{2}$", r"[0-9]{4}-[0-9]{2}"),
-    (
-        "grammar",
-        'start: item ("," item){0,3}\nitem: /[0-9]{1,2}/ | "x"',
-        r"([0-9]{1,2}|x)(,([0-9]{1,2}|x)){0,3}",
-    ),
-    ("choice", ["yes", "no", "yesterday", '日本 "🙂" \\n'], r'yes|no|yesterday|日本 "🙂" \\n'),
-]
-
-
-@each_row(("kind", "source", "expected"), TEXTS)
-def test_any_sample_is_a_text_of_the_grammar(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, kind: Kind, source: Any, expected: str
-) -> None:
-    compiled = compiler.compile(kind, source)
-    found = {_random_text(tokenizer, compiled, seed) for seed in range(30)}
-    assert len(found) > 2
-    for text in found:
-        assert re.fullmatch(expected, text)
-
-
-def test_what_is_allowed_at_the_end_and_at_the_edges(
-    tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
-    choices = compiler.compile("choice", ["a", "ab", ""])
-    assert {_random_text(tokenizer, choices, seed) for seed in range(40)} == {"a", "ab", ""}
-    # A small model would go on with spaces.
-    brace, space = (tokenizer.encode(text, add_special_tokens=False) for text in ("{", " "))
-    found = compiler.compile("json_object")
-    assert space[0] in _allowed(found, brace + 39 * space)
-    assert space[0] not in _allowed(found, brace + 40 * space)
-    # Behind a complete text only the end, however often.
-    only, ids = compiler.compile("choice", ["ab"]), tokenizer.encode("ab", add_special_tokens=False)
-    for behind in ([], [4], [4, 1, 4]):
-        assert _allowed(only, [*ids, *behind]) == sorted(EOS)
-    # Never padded rows or special tokens; a model may have fewer rows than there are tokens.
-    allowed = _allowed(compiler.compile("regex", r"(.|\n)*"), [])
-    assert max(allowed) < tokenizer.vocabulary_size == 1024
-    assert set(tokenizer.special_tokens.values()) & set(allowed) == EOS
-    fewer = GrammarCompiler(tokenizer, 1000, EOS).compile("choice", ["a"]).matcher()
-    assert fewer.hide(torch.zeros(1000)).isfinite().sum() == 1
 
 
 def test_samples_of_one_grammar_do_not_know_of_each_other(
@@ -143,28 +86,25 @@ def test_samples_of_one_grammar_do_not_know_of_each_other(
     first, second = compiled.matcher(), compiled.matcher()
     scores = torch.arange(VOCABULARY, dtype=torch.float32)
     beginning = second.hide(scores)
-    # Scores are kept as they are, and the argument is not changed.
-    assert torch.equal(scores, torch.arange(VOCABULARY, dtype=torch.float32))
     kept = beginning.isfinite()
-    assert kept.any()
+    assert 0 < kept.sum() < 1024  # the tokenizer's own, at most
     assert torch.equal(beginning[kept], scores[kept])
-    assert (beginning[~kept] == -torch.inf).all()
-    for token_id in tokenizer.encode("ab", add_special_tokens=False):
+    ids = tokenizer.encode("ab", add_special_tokens=False)
+    for token_id in ids:
         first.advance(token_id)
         assert torch.equal(second.hide(scores), beginning)
-    assert torch.equal(compiled.matcher().hide(scores), beginning)
+    # Behind a complete text only the end, however often.
+    for behind in (4, 4, 1):
+        assert set(first.hide(scores).isfinite().nonzero()[:, 0].tolist()) == EOS
+        first.advance(behind)
 
 
-def test_what_cannot_go_on_is_an_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """A token that was not allowed, or a text that makes the next mask too costly."""
+def test_what_cannot_go_on_is_an_error(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile("choice", ["ab"], where="guided_choice").matcher()
     with pytest.raises(PromptError, match="guided_choice: got a grammar that cannot go on"):
         matcher.advance(9)
     with pytest.raises(PromptError):
         matcher.hide(torch.zeros(VOCABULARY))
-    costly = compiler.compile("regex", "[a-z]{3}((([a-z ]{1,1000}){1000}){1000}){1000}")
-    with pytest.raises(PromptError, match="got a grammar that cannot go on"):
-        _random_text(tokenizer, costly, 0)
 
 
 REFUSED: list[tuple[Kind, Any]] = [
@@ -264,12 +204,7 @@ def test_a_trial_is_made_once_for_each_owner(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
-
-    def affordable(text: str) -> bool:
-        tried.append(text)
-        return True
-
-    monkeypatch.setattr(grammar, "_is_affordable", affordable)
+    monkeypatch.setattr(grammar, "_is_affordable", lambda text: tried.append(text) is None)
     monkeypatch.setattr(grammar, "_MOST_REMEMBERED", 3)
     compiler = GrammarCompiler(tokenizer, VOCABULARY, EOS)
     for owner, source in [("a", "x+"), ("a", "x+"), ("b", "x+"), ("a", "y+"), ("b", "x+")]:
@@ -278,20 +213,3 @@ def test_a_trial_is_made_once_for_each_owner(
     compiler.compile("regex", "z+", "a")  # one more than are remembered
     compiler.compile("regex", "x+", "a")
     assert len(tried) == 5
-    # A process may have failed for reasons of its own.
-    monkeypatch.setattr(grammar, "_is_affordable", lambda _text: False)
-    for _ in range(2):
-        with pytest.raises(PromptError):
-            compiler.compile("regex", "w+", "a")
-    monkeypatch.setattr(grammar, "_is_affordable", lambda _text: True)
-    compiler.compile("regex", "w+", "a")
-
-
-def test_a_model_without_an_end_or_with_another_tokenizer_cannot_have_grammars(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match="EOS"):
-        GrammarCompiler(tokenizer, VOCABULARY, ()).compile("choice", ["a"])
-    Raw(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ModelError, match="tokenizer: got"):
-        GrammarCompiler(Tokenizer(tmp_path), 10, {0}).compile("choice", ["a"])

@@ -19,13 +19,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from protocol.errors import PromptError
-from tee_side.engine.logprobs import MAX_TOP, logprobs_of, prompt_logprobs
+from tee_side.engine.logprobs import MAX_TOP, logprobs_of
 from tee_side.engine.sampling import (
     Sampler,
     SamplingSettings,
     penalize,
-    require_known_ids,
     settings_of_sample,
     warp,
 )
@@ -95,17 +93,6 @@ def test_scores_are_those_of_transformers(
     assert survivors[Sampler(settings, len(previous)).sample(logits, previous)]
 
 
-def test_what_top_p_leaves_out() -> None:
-    """Of equal tokens at the edge the first, whatever the size; never all."""
-    for size in (3, 20, 5000):  # torch's own sort is stable for short rows alone
-        logits = torch.full((size,), -50.0)
-        logits[-3:] = 1.0
-        kept = warp(logits, SamplingSettings(temperature=1, top_p=0.5)).isfinite().nonzero()[:, 0]
-        assert kept.tolist() == [size - 2, size - 1]
-    settings = SamplingSettings(temperature=1, top_p=1e-9)
-    assert warp(torch.tensor([0.0, 3.0, 1.0]), settings).isfinite().tolist() == [False, True, False]
-
-
 # ---------------------------------------------------------------------------------- what is drawn
 
 
@@ -140,40 +127,6 @@ def test_a_token_without_probability_is_never_drawn_at_either_end(
         number = torch.tensor(uniform, dtype=torch.float64)
         monkeypatch.setattr(torch, "rand", lambda *_, number=number, **__: number)
         assert sampler.sample(logits, []) == token_id
-
-
-def test_every_token_takes_one_draw_of_the_generator() -> None:
-    """So a draft that is refused, or a grammar, moves no later token of the same seed."""
-    settings = SamplingSettings(temperature=1, seed=4)
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    first, second = Sampler(settings, 0), Sampler(settings, 0)
-    assert first.sample(torch.zeros(1), []) == 0
-    second.sample(torch.zeros(100_000), [])
-    found, expected = (
-        [sampler.sample(logits, []) for _ in range(9)] for sampler in (first, second)
-    )
-    assert found == expected
-
-
-@each_row(
-    ("logits", "settings", "previous", "token_id"),
-    [
-        # Temperature 0 takes the most likely token whatever else is set; close to 0, too.
-        ([1.0, 3.0, 3.0], {"top_k": 3, "top_p": 0.5, "min_p": 0.5}, [], 1),
-        ([1.0, 30.0, 29.0], {"temperature": 1e-38, "seed": 1}, [], 1),
-        ([3.0, 2.0, -1.0], {"repetition_penalty": 2.0}, [], 0),
-        ([3.0, 2.0, -1.0], {"repetition_penalty": 2.0}, [0], 1),
-        # A bias comes before the penalty: (1 + 2) / 2 is below 2, 1 / 2 + 2 is above.
-        ([1.0, 2.0], {"logit_bias": {0: 2.0}, "repetition_penalty": 2.0}, [0], 1),
-    ],
-)
-def test_examples_that_are_no_chance(
-    logits: list[float], settings: dict[str, Any], previous: list[int], token_id: int
-) -> None:
-    given_V = torch.tensor(logits)
-    sampler = Sampler(SamplingSettings(**settings), len(previous))
-    assert sampler.sample(given_V, previous) == token_id
-    assert given_V.tolist() == logits
 
 
 @given(
@@ -273,14 +226,6 @@ def test_settings_out_of_range_or_unknown_are_refused(wrong: dict[str, object]) 
     assert "input_value" not in str(caught.value)
 
 
-def test_a_bias_outside_the_vocabulary_is_refused_without_its_id() -> None:
-    require_known_ids(SamplingSettings(logit_bias={3: 1.0}), 4)
-    for token_id in (4, 2**40):
-        with pytest.raises(PromptError) as caught:
-            require_known_ids(SamplingSettings(logit_bias={token_id: 1.0}), 4)
-        assert str(caught.value) == "logit_bias: got an id outside the vocabulary, expected 0 to 3"
-
-
 # ------------------------------------------------------------------------------ log-probabilities
 
 
@@ -299,17 +244,3 @@ def test_the_likeliest_come_in_order_and_of_equals_the_lower_id_first(
     order = sorted(range(len(logits)), key=lambda i: (-expected[i], i))[:count]
     assert found.top == tuple((i, expected[i]) for i in order)
     assert (found.token_id, found.logprob) == (token_id, expected[token_id])
-
-
-@each_row("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_gives_bit_for_bit_what_it_gives_alone(dtype: torch.dtype) -> None:
-    """Rows of odd sizes do not begin where memory is aligned; batches are cut into threads."""
-    generator = torch.Generator().manual_seed(3)
-    for size in (1, 3, 7, 31, 320, 1021, 32_003):
-        for rows in (1, 2, 5, 33):
-            logits = (4 * torch.randn(rows, size, generator=generator)).to(dtype)
-            ids = torch.randint(size, (rows,), generator=generator).tolist()
-            together = prompt_logprobs(logits, ids, 5)
-            alone = tuple(logprobs_of(logits[i].clone(), ids[i], 5) for i in range(rows))
-            assert together == alone
-            assert together[0].logprob == float(logits[0].float().log_softmax(-1)[ids[0]])

@@ -11,19 +11,13 @@ import torch
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
 from tee_side.engine import step
-from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, Part, run_step
+from tee_side.engine.step import Part, run_step
 from tee_side.model.batch import Batch
 from tee_side.model.forward import forward
 from tee_side.words import Phase
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
-from tests.kit.rows import each_row
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
-
-
-@pytest.fixture
-def tee(saved_model: Models) -> Tee:
-    return assemble(saved_model("llama").directory, micro_batches=3)
 
 
 def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
@@ -53,30 +47,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
 
     monkeypatch.setattr(step, "forward", noted)
     return found
-
-
-LEAST = MIN_MICRO_BATCH_ROWS
-
-
-@each_row(
-    ("rows", "sizes"),
-    [
-        (1, [1]),
-        (2 * LEAST - 1, [2 * LEAST - 1]),
-        (2 * LEAST, [LEAST, LEAST]),
-        (3 * LEAST - 1, [LEAST + 1, LEAST + 2]),
-        (3 * LEAST, [LEAST] * 3),
-        (10 * LEAST, [13, 13, 14]),
-    ],
-)
-def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
-    tee: Tee, seen: list[tuple[int, Any]], rows: int, sizes: list[int]
-) -> None:
-    seen.clear()
-    _run(tee, _batch(tee, (rows, 0)))
-    assert [count for count, _ in seen] == sizes
-    for (_, ops), lane in zip(seen, tee.lanes, strict=False):
-        assert ops is lane.tables["prefill"]
 
 
 def _mixed(tee: Tee) -> list[Part]:

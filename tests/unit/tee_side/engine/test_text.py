@@ -68,27 +68,6 @@ def test_however_a_text_is_sliced_it_is_shown_up_to_its_stop_string(
     assert (shown + stream.flush(), stream.found) == (final, found)
 
 
-class Bytes:
-    """A tokenizer of single bytes that notes how many it decodes at a time."""
-
-    most = 0
-
-    def decode(self, ids: Sequence[int]) -> str:
-        self.most = max(self.most, len(ids))
-        return bytes(ids).decode("utf-8", "replace")
-
-
-def test_a_character_waits_for_its_end_and_bytes_that_never_are_text_do_not() -> None:
-    stream = TextStream(cast(Any, Bytes()))
-    assert [stream.feed(byte) for byte in "\U0001f98a".encode()] == ["", "", "", "\U0001f98a"]
-    tokenizer = Bytes()
-    stream = TextStream(cast(Any, tokenizer))
-    shown = "".join(stream.feed(0x80) for _ in range(1000)) + stream.flush()
-    assert shown == 1000 * "\ufffd"
-    # They are not decoded again and again.
-    assert tokenizer.most < 50
-
-
 # --------------------------------------------------------------------------------- a generation
 
 
@@ -112,22 +91,6 @@ PROMPT = token_ids(6, vocab_size=256)
 WARM = SamplingSettings(temperature=1.0, seed=3)
 
 
-def test_the_text_that_is_streamed_is_the_text_of_all_tokens(runner: Runner) -> None:
-    """Also where generation ends in the middle of a character."""
-    different = []
-    for seed in range(12):
-        generation = runner.generate(
-            token_ids(4, seed, vocab_size=256),
-            max_new_tokens=10 + seed,
-            sampling=SamplingSettings(temperature=1.5, seed=seed),
-        )
-        streamed = "".join(generation)
-        result = generation.result()
-        if not streamed == result.text == runner.tokenizer.decode(result.token_ids):
-            different.append(seed)
-    assert different == []
-
-
 def test_a_stop_string_ends_generation_and_is_not_part_of_the_text(runner: Runner) -> None:
     """Also where another generation of the same runner has run this one's steps ahead."""
     whole = runner.generate(PROMPT, max_new_tokens=40, sampling=WARM)
@@ -148,25 +111,6 @@ def test_a_stop_string_ends_generation_and_is_not_part_of_the_text(runner: Runne
     same = beside.result()
     assert 0 < same.timing.ttft_s <= same.timing.total_s
     assert (same.token_ids, same.text, same.usage) == (result.token_ids, result.text, result.usage)
-
-
-def test_a_generation_may_be_stopped_or_left_once(runner: Runner) -> None:
-    whole = [one.token_id for one in runner.generate(PROMPT, max_new_tokens=9).steps()]
-    stopped = runner.generate(PROMPT, max_new_tokens=9)
-    for _ in stopped.steps():
-        if stopped.token_count == 3:
-            stopped.stop()
-    result = stopped.result()
-    assert (result.token_ids, result.finish_reason) == (whole[:3], "stop")
-    assert result.text == stopped.text == runner.tokenizer.decode(whole[:3])
-    # The sequence of one that was left is gone: no step would ever give it another token.
-    left, closed = (runner.generate(PROMPT, max_new_tokens=9) for _ in range(2))
-    next(left.steps())
-    closed.close()
-    for again in (left, left.steps(), closed):
-        with pytest.raises(RuntimeError, match="iterated over or closed before"):
-            next(iter(again))
-    assert len(left.token_ids) == 1
 
 
 def test_the_work_between_two_steps_is_the_same_whatever_a_token_says(

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zmq
 from zmq.utils import z85
 
 from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError, SettingsError, TsqpError
-from protocol.model.config import read_config
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, report_data
 from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.policy.placement import Policy
 from tee_side.remote.attested import ServiceAppraisal
-from tee_side.remote.reply_size import largest_reply
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
@@ -30,7 +27,6 @@ from tee_side.runner import Runner, RunnerSettings
 from tests.kit.fakes import World
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 NONCE, MEASUREMENT = bytes(range(32)), bytes(range(48))
@@ -130,13 +126,6 @@ def test_a_run_needs_to_know_what_services_must_be(tmp_path: Path) -> None:
     # The next thing that is looked at is the model.
     with pytest.raises(TsqpError, match="config"):
         Runner(replace(settings, appraise_service=asking()))
-    # There is room for what services state.
-    config = read_config(model_directory("demo"))
-    plain, stated = (
-        largest_reply(policy, config, 1, torch.float32)
-        for policy in (policy_of({"o_proj": CLEAR}), _policy())
-    )
-    assert stated - plain >= Statement.max_bytes
 
 
 def test_each_connection_is_appraised_and_one_that_failed_is_asked_no_more() -> None:

@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.errors import MaskError, PolicyError, ReplyError
+from protocol.errors import MaskError, ReplyError
 from protocol.messages import InitRequest, LinearRequest, Request
-from protocol.model.config import read_config
-from tee_side import plugins
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.policy.placement import load_policy
-from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.mask import Masked
-from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import FloatSite
-from tee_side.protect.verifier import UNVERIFIED
-from tee_side.remote.linear import CallSettings, RemoteLinear
+from tee_side.remote.linear import RemoteLinear
 from tee_side.remote.overlap import run
-from tee_side.remote.registered import find_registered
-from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
+from tee_side.words import OPERATORS, PRODUCTS, Operator
 from tests.kit.lie import Change, Lying, generate, is_of
 from tests.kit.model import CLEAR, LoopbackChannel, SavedModel, policy_of, token_ids
 from tests.kit.rows import each_row
@@ -169,26 +161,6 @@ def test_under_a_row_mask_modules_share_their_rows_and_biases_stay(
 # ---------------------------------------------------------------------------------------- plans
 
 
-def test_how_an_operator_is_protected_has_to_be_said(saved_model: Models) -> None:
-    """What is left out by mistake must not be taken for a mask of nothing, or for no check."""
-    settings: dict[str, Any] = {
-        "hide": linear_masking(RowPermutation(), Randomness())((0, "o_proj")),
-        "rules": MaskRules(RowPermutation()),
-        "check": UNVERIFIED,
-        "linear": FloatSite(),
-        "bias_leaves": False,
-    }
-    calls = CallSettings(lambda _layer: [], None, None)
-    config = read_config(saved_model("llama").directory)
-    RemoteLinear((0, "o_proj"), config, calls, **settings)
-    for missing in ("hide", "rules", "check", "bias_leaves"):
-        with pytest.raises(TypeError, match=f"'{missing}'"):
-            RemoteLinear(
-                *((0, "o_proj"), config, calls),
-                **{name: value for name, value in settings.items() if name != missing},
-            )
-
-
 def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,25 +179,3 @@ def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
 
 
 # ------------------------------------------------------------------------------------- packages
-
-
-@each_row("operator", [operator for operator in OPERATORS if not is_linear(operator)])
-def test_a_policy_that_needs_a_package_says_what_to_install(
-    saved_model: Models, operator: Operator
-) -> None:
-    """When the run is assembled, before a service is asked for anything."""
-    name = "attention" if operator in PRODUCTS else operator
-    said = f"policy n: {operator}: got .* expected an installed package that registers '{name}' in"
-    policies = {
-        said: policy_of({"o_proj": CLEAR, operator: CLEAR}),
-        "that registers 'float'": policy_of({"o_proj": CLEAR | {"verify": "freivalds"}}),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "entry_points", lambda **_: ())
-        for text, policy in policies.items():
-            with pytest.raises(PolicyError, match=text):
-                saved_model("llama").tee(policy)
-        for ours in ("tee-only", "attention-in-tee", "shielded", "two-server"):
-            assert find_registered(load_policy(ours)) == {}
-    both = dict.fromkeys(("attn_scores", "attn_values", "lm_head"), CLEAR)
-    assert sorted(find_registered(policy_of(both))) == ["attention", "lm_head"]

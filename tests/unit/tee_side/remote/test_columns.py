@@ -22,13 +22,12 @@ from protocol.messages import (
     Response,
     TensorReply,
 )
-from protocol.model.columns import WHOLE, part_of
+from protocol.model.columns import part_of
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, from_torch, to_torch
 from tee_side.remote.services.columns import ColumnParts, Joined
 from tee_side.remote.services.plan import ReplicaGroup
-from tee_side.remote.services.replicas import Replicas
 from tests.kit.fakes import World, wrong
 from tests.kit.lie import Change, Lying, generate
 from tests.kit.model import LoopbackChannel, SavedModel, with_results
@@ -129,11 +128,6 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
 # ------------------------------------------------------------------------------- over services
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
     world.add(*(name for part in parts for name in part))
     groups = [
@@ -142,32 +136,6 @@ def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
     (channel,) = world.connect(*groups, config=CONFIG).at(0)
     assert isinstance(channel, ColumnParts)
     return channel
-
-
-def test_each_layer_has_the_parts_of_its_own_services(world: World) -> None:
-    world.add("a", "b", "c")
-    groups = [ReplicaGroup(1, 0, 0, (name,), 1, (i, 2)) for i, name in enumerate("ab")]
-    services = world.connect(*groups, ReplicaGroup(1, 1, 2, ("c",)), layers=3, config=CONFIG)
-    found = [[channel.endpoint for channel in services.at(layer)] for layer in range(3)]
-    assert found == [["a and b"], ["c"], ["c"]]
-    assert isinstance(services.at(1)[0], Replicas)
-    checked = [world.services[name].checked for name in "abc"]
-    assert checked == [[((0, 0), (0, 2))], [((0, 0), (1, 2))], [((1, 2), WHOLE)]]
-    with pytest.raises(LookupError):
-        world.connect(*groups)
-
-
-def test_the_whole_costs_what_its_parts_do_and_is_prepared_once(world: World) -> None:
-    channel = _connected(world, ("a",), ("b",))
-    before = channel.traffic.round_trips
-    sent = torch.arange(12.0).view(SHAPE)
-    found, again = (channel.wait(channel.start(HEAD, sent)) for _ in range(2))
-    assert isinstance(found, Joined)
-    assert isinstance(again, Joined)
-    assert torch.equal(HEAD.output(found), torch.cat([sent, sent], -1))
-    assert (found.bytes_sent, found.bytes_received, found.endpoint) == (2, 2, "a and b")
-    assert channel.traffic.round_trips == before + 4
-    assert [one[1] for one in again.parts] == [one[1] for one in found.parts]
 
 
 def test_the_last_reply_ends_the_whole() -> None:
@@ -215,28 +183,22 @@ def _waiting(world: World) -> int:
 @each_row(
     ("failing", "when"), [(name, when) for name in "ab" for when in ("lost", "lost at submit")]
 )
-def test_a_part_that_fails_ends_the_whole_and_leaves_nothing_waiting(
+def test_what_a_part_fails_at_or_cannot_be_asked_is_given_up_at_every_part(
     failing: str, when: str
 ) -> None:
     world = World()
     channel = _connected(world, ("a",), ("b",))
-    world.services[failing].answers = deque([when])
-    world.services[failing].up = False
+    channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
+    assert not _waiting(world)
+    found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
+    assert isinstance(found, Joined)
+    one = world.services[failing]
+    one.answers, one.up = deque([when]), False
     with pytest.raises(DeadlineExceededError) as caught:
         channel.wait(channel.start(HEAD, torch.ones(SHAPE), 0.1))
     assert failing in str(caught.value)
     assert not _waiting(world)
-
-
-def test_what_is_given_up_or_cannot_be_asked_of_a_part_is_given_up_at_every_part(
-    world: World,
-) -> None:
-    channel = _connected(world, ("a",), ("b",))
-    channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
-    channel.abandon(99)  # unknown ids do nothing
-    assert not _waiting(world)
-    found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
-    assert isinstance(found, Joined)
+    one.up = True
     with pytest.raises(VerificationError):
         found.parts[1][0].distrust(found.parts[1][2], wrong())
     with pytest.raises(VerificationError):
@@ -246,13 +208,3 @@ def test_what_is_given_up_or_cannot_be_asked_of_a_part_is_given_up_at_every_part
     with pytest.raises(VerificationError):
         channel.distrust(found, wrong())
     assert all(group.members[0].quarantined for group in world.made[0]._groups)
-
-
-def test_a_product_of_activations_is_one_parts(world: World) -> None:
-    channel = _connected(world, ("a",), ("b",))
-    found = channel.wait(channel.submit(LMHeadRequest(hidden_states=from_torch(torch.ones(2)))))
-    assert (found.endpoint, len(world.services["b"].got)) == ("a", 0)
-    with pytest.raises(VerificationError):
-        channel.distrust(found, wrong())
-    channel.close()
-    assert all(connection.closed for connection in world.opened)

@@ -14,7 +14,7 @@ from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor
 from tee_side.protect.resumption import ResumeWatch
 from tee_side.remote import overlap
-from tee_side.remote.overlap import ask, run, run_overlapped, turn
+from tee_side.remote.overlap import ask, run, run_overlapped
 from tests.kit.rows import each_row
 from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
 
@@ -111,19 +111,6 @@ def test_the_second_begins_behind_the_second_turn_of_the_first_and_then_they_alt
     assert run_overlapped(empty) == []
 
 
-@each_row("count", [2, 3, 5])
-def test_each_stays_a_turn_behind_the_one_before_it(count: int) -> None:
-    channel, turns, at = Recorder(), 20, [0] * count
-
-    async def layers(index: int) -> int:
-        for at[index] in range(1, turns + 1):
-            assert not index or at[index - 1] == min(at[index] + 1, turns)
-            await (_ask(channel) if at[index] % 2 else turn())
-        return index
-
-    assert run_overlapped([layers(index) for index in range(count)]) == list(range(count))
-
-
 def test_requests_side_by_side_are_waited_for_together_and_in_order() -> None:
     order: list[str] = []
     one, two = Recorder("a", order), Recorder("b", order)
@@ -136,56 +123,19 @@ def test_requests_side_by_side_are_waited_for_together_and_in_order() -> None:
         asking.send(None)
     assert ended.value.value == [1, 2]
     assert order[2:] == ["wait a1", "wait b2"]
+    # Where one fails the other is not waited for.
+    one.losing, two.unsendable = {2: LOST}, {4}
+    for expected in (
+        ["submit a2", "submit b3", "wait a2", "abandon b3"],
+        ["submit a3", "abandon a3"],
+    ):
+        order.clear()
+        with pytest.raises(DeadlineExceededError):
+            run(_ask(one, two))
+        assert order == expected
 
 
 # --------------------------------------------------------------------------------------- errors
-
-
-@each_row(
-    ("losing", "unsendable", "order"),
-    [
-        ({1: LOST}, set(), ["submit a1", "submit b1", "wait a1", "abandon b1"]),
-        ({}, {1}, ["submit a1", "abandon a1"]),
-    ],
-)
-def test_where_one_of_two_fails_the_other_is_not_waited_for(
-    losing: dict[int, BaseException], unsendable: set[int], order: list[str]
-) -> None:
-    found: list[str] = []
-    one, two = Recorder("a", found), Recorder("b", found)
-    one.losing, two.unsendable = losing, unsendable
-    with pytest.raises(DeadlineExceededError):
-        run(_ask(one, two))
-    assert found == order
-
-
-@each_row(("failing", "at"), [(failing, at) for failing in range(3) for at in range(3)])
-def test_an_error_ends_all_and_abandons_exactly_what_is_under_way(failing: int, at: int) -> None:
-    channel, closed = Recorder(), []
-
-    async def part(index: int) -> None:
-        try:
-            for now in range(4):
-                if (index, now) == (failing, at):
-                    raise ValueError(f"{index} at {now}")
-                await _ask(channel)
-        finally:
-            closed.append(index)
-
-    parts = [part(index) for index in range(3)]
-    with pytest.raises(ValueError, match=f"{failing} at {at}"):
-        run_overlapped(parts)
-    # Each is one turn behind the one before it, which has had its turn before.
-    asked = [max(0, at + failing - index + (index < failing)) for index in range(3)]
-    ended = [event for event in channel.order if event.startswith(("wait", "abandon"))]
-    assert len(ended) == sum(min(4, times) for times in asked)
-    assert not channel.open
-    # Those that had begun ran their `finally`; none can be resumed, nor is one left that was never
-    # awaited: that would be a warning, which is an error here.
-    assert set(closed) == {i for i in range(3) if asked[i] or i == failing}
-    for coroutine in parts:
-        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
-            coroutine.send(None)
 
 
 @each_row(
