@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from protocol import integer
+from protocol.errors import ReplyError
 from protocol.integer import int8_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.quantized import load_quantized
+from tee_side.model.forward import logits
 from tee_side.model.local_operators import (
     LocalOperators,
     load_local_operators,
@@ -24,6 +27,7 @@ from tee_side.model.local_operators import (
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
+from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS
 from tests.kit.model import SavedModel
@@ -161,3 +165,15 @@ def test_the_integer_lm_head_is_close_to_the_float_one_row_by_row(saved_model: M
         logits = lm_head(h)
         assert not logits[3].isfinite().any()
         assert torch.equal(logits[4:], together[4:])
+
+
+@each_row("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+    """A service may send anything, and half precision may overflow."""
+    ops: Any = SimpleNamespace(head_in_segment=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits_NV = torch.full((2, 5), 60000.0).to(dtype)
+        assert run(logits(logits_NV, None, ops)) is logits_NV  # type: ignore[arg-type]
+        logits_NV[1, 3] = value
+        with pytest.raises(ReplyError, match="logits: got values that are not finite"):
+            run(logits(logits_NV, None, ops))  # type: ignore[arg-type]

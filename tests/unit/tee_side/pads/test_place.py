@@ -195,6 +195,7 @@ def test_a_witness_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> Non
         witness.unlink()
     if kind == "link":
         (other / "elsewhere").write_bytes(content)
+        (other / "elsewhere").chmod(0o600)  # but for the link it could be ours
         witness.symlink_to(other / "elsewhere")
     elif kind == "folder":
         witness.mkdir()
