@@ -2,11 +2,17 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed: for the demo, for what a change must pass, for everything.
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
+RELEASE := $(VENV)/.release
+KERNELS := $(wildcard protocol/native/*.cpp protocol/native/*.h tee_side/native/*.h)
 # Options for installing torch. Where pip would take a build with CUDA and none is wanted, name the
 # index of CPU builds: make demo TORCH_ARGS='--index-url URL'.
 TORCH_ARGS ?=
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+# Python compiles what it imports; compiling all 12,000 files of torch first would take longer.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 # What is tried on a larger shape: attacks on the first layer, and policies that they are about.
@@ -16,46 +22,68 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-guest mutations test-kernels sanitize wheel image image-check check format lint types imports docs site bench leak soak clean
+.PHONY: help setup demo test check release test-slow test-guest mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check leak clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## create the virtual environment in .venv
-
-$(STAMP): pyproject.toml constraints.txt $(wildcard protocol/native/*.cpp protocol/native/*.h tee_side/native/*.h)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python: got %d.%d, expected 3.11 or later" % sys.version_info[:2])'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# torch first, alone and exactly: a later resolution could pick another build of it.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) "$$(grep -E '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(STAMP)
+	$(PYTHON) -m venv $(VENV)
 
-demo: $(STAMP)  ## watch a model generate text across two processes, and check it
+# torch first, alone and exactly: a later resolution could pick another build of it.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) $(TORCH_ARGS) "$$(grep -E '^torch==' constraints.txt)"
+	@touch $@
+
+$(DEMO): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
+	$(PIP) -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(STAMP): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $(DEMO) $@
+
+$(RELEASE): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
+	$(PIP) -c constraints.txt -e '.[release]'
+	@touch $(DEMO) $(STAMP) $@
+
+demo: $(DEMO)  ## watch a model generate text across two processes, and check it
 	@$(BIN)/tsqp demo
 
 test: $(STAMP)  ## run the tests of every change, in minutes
-	$(PYTEST) -m 'not more and not apart'
+	$(PYTEST) -m 'not slow'
 
-test-more: $(STAMP)  ## run the others: whole products, short soaks, fuzzing, bench, leak
-	$(PYTEST) -m 'more and not apart'
+check: format lint types imports test  ## everything that a change must pass: format, lint, types, imports, tests
 
-test-guest: $(STAMP)  ## build the whole guest image twice, start it under emulation, chat with it (root, half an hour)
+release: $(RELEASE)  ## run everything, hours: check, demo and all the parts below; build/release.json
+	@$(BIN)/python -m tests.release $(addprefix --only ,$(ONLY))
+
+test-slow: $(RELEASE)  ## run what test leaves out: a browser, clients, Triton's interpreter, other processors
+	$(PYTEST) -m slow --ignore tests/e2e/test_guest.py --ignore tests/native
+
+test-guest: $(RELEASE)  ## build the whole guest image twice, start it under emulation, chat with it (root, half an hour)
 	$(BIN)/python -m pytest -q tests/e2e/test_guest.py
 
-mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 minutes); ONLY=NAME: one of them
+mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice; ONLY=NAME: one of them, or a concern
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
 
 test-kernels: $(STAMP)  ## run what compares whole passes with each other kernels that this processor has
 	set -e; for kernels in $$($(BIN)/python -c 'from tests.kit.kernels import KERNELS; print(*KERNELS[:-1])'); do \
-	    $(PYTEST) -m 'not more and not apart' --kernels $$kernels tests/equivalence/test_integers.py \
+	    $(PYTEST) -m 'not slow' --kernels $$kernels tests/equivalence/test_integers.py \
 	        tests/equivalence/test_architectures.py tests/contract/test_policies.py \
 	        tests/boundary/test_uniform.py; done
 
-sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and with faults (partly in test-more)
+sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and with faults on purpose
 	$(BIN)/python -m pytest -q tests/native
 
-wheel: $(STAMP)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment
+fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 20 minutes
+	$(BIN)/python -m tests.fuzz
+
+soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
+	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))
+
+wheel: $(RELEASE)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment
 	rm -rf build/wheel build/lib.* build/lib  # of an earlier build, whose files would be in it
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/built .
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --strip --wheel-dir build/wheel build/wheel/built/*.whl
@@ -78,7 +106,7 @@ image-check: $(STAMP)  ## build that image twice, differently, and compare (root
 	    --scratch build/other/place --lock build/image-1/lock.json --packages build/image-packages $(IMAGE))
 	$(BIN)/tsqp image compare build/image-1 build/other/image-2
 
-check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
+setup: $(STAMP)  ## create the virtual environment in .venv
 
 format: $(STAMP)  ## check the formatting
 	$(BIN)/ruff format --check $(SOURCES)
@@ -96,13 +124,18 @@ docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from w
 	$(BIN)/python -m tsqp.catalogue docs/masks.md
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
-site: $(STAMP)  ## build docs/ into build/site; a link that leads nowhere is an error
+site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
 
 bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); ONLY=NAME: one of it
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status
+
+bench-check: $(STAMP)  ## run the short recordings into build/bench, and write the page from what is recorded
+	rm -rf build/bench && mkdir -p build/bench
+	$(BIN)/python -m benchmarks.record --results build/bench $(addprefix --only ,ping_pong overlap pad_draws)
+	$(BIN)/python -m benchmarks.tables build/bench/benchmarks.md
 
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	@mkdir -p build
@@ -113,9 +146,6 @@ leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	    $(addprefix --attack ,$(LEAK_ATTACKS)) --prompts 4 --prompt-tokens 32 --new-tokens 16 \
 	    --temperature 1 --json build/leakage-shape.json
 	$(BIN)/python -m tsqp.lab.leak.page build/leakage-shape.json docs/leakage.md shape
-
-soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
-	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

@@ -37,7 +37,7 @@ from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.statement import Statement, read_certificate
 from tee_side.serve.identity import About, Identity, certify
-from tests.tools import snp_chain
+from tests.kit import snp_chain
 from tsqp.lab.bench.machine import describe_machine
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
@@ -113,8 +113,9 @@ def _proving() -> Callable[[], float]:
         stated, tls_key = read_certificate(identity.certificate)
         nonce = os.urandom(32)
         now = datetime.now(UTC)
-        first = appraise(stated, policy, Expected(b"", tls_key, now))
-        second = appraise(identity.state(nonce), policy, Expected(nonce, tls_key, now))
+        first = appraise(stated, policy, Expected(b"", tls_key, now, "serve"))
+        expected = Expected(nonce, tls_key, now, "serve")
+        second = appraise(identity.state(nonce), policy, expected)
         if not (first.passed and second.passed):
             raise AssertionError("the simulated server failed its appraisal")
         return handshake_s + time.perf_counter() - began

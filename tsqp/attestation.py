@@ -76,9 +76,8 @@ def release_key(
     attester = attester_of(settings)
 
     def stated(nonce: bytes, key: HpkeKey) -> Statement:
-        own = {"hpke_suite": key.suite, "hpke_key": key.public}
-        none = {"tls_key": NONE, "receipt_key": NONE}
-        return state(attester, about, time.time(), nonce=nonce, **own, **none)
+        own = {"purpose": "key", "nonce": nonce, "hpke_suite": key.suite, "hpke_key": key.public}
+        return state(attester, about, time.time(), **own, tls_key=NONE, receipt_key=None)
 
     click.echo(f"a key server is asked, with evidence of {attester.kind}: {about}", err=True)
     return key_of_server(url, stated)

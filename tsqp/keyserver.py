@@ -13,8 +13,8 @@
   digest its clients are told. `--seal-digest` shows it at once.
 - A nonce is a time and a MAC, by a key of this process: nothing is kept. Whoever sends a statement
   again gets the same key, sealed to the same program.
-- The claims name no key of a connection or of receipts: a server that serves has both, and gives
-  statements to everybody. One of those gets no key.
+- The claims say that their `purpose` is a key. A server that serves gives statements to everybody,
+  for any nonce: one of those gets no key.
 
 The library's HTTP server is enough, and needs no extra. What it lacks is here: a bound for
 connections, each of which has a thread, and for the time of each as a whole.
@@ -40,7 +40,7 @@ from protocol.errors import EndpointError, EvidenceError, ProtocolError, TsqpErr
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Expected, Step, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONE, Claims
+from tee_side.attest.claims import Claims
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.statement import Statement
 from tee_side.serve.hpke_key import seal
@@ -87,7 +87,8 @@ class KeyRelease:
         for step in self._own_steps(claims):
             if not step.passed:
                 return self._refuse(step)
-        found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc()))
+        expected = Expected(claims.nonce, None, self._utc(), "key")
+        found = appraise(stated, self._policy, expected)
         if not found.passed:
             return self._refuse(found.failure)
         try:
@@ -105,11 +106,9 @@ class KeyRelease:
         ours = hmac.compare_digest(mac, self._mac(then))
         age_s = self._clock() - int.from_bytes(then) / 1000
         most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
-        serves = claims.tls_key != NONE or claims.receipt_key != NONE
         return (
             Step("nonce", ours, "ours" if ours else "another", most),
             Step("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
-            Step("purpose", not serves, "to serve" if serves else "a key", "a key"),
         )
 
     def _mac(self, moment: bytes) -> bytes:

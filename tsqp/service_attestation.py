@@ -60,12 +60,13 @@ def attested_service(
     def attest(nonce: bytes, weights: str) -> bytes:
         leaves = {name: one[0] for name, one in read_certificates().items()} if with_gpus else {}
         claims = Claims(
+            purpose="service",
             nonce=nonce,
             time=round(time.time()),
             tls_key=NONE,
             hpke_suite="x25519",
             hpke_key=b"",
-            receipt_key=NONE,
+            receipt_key=None,
             model=bytes.fromhex(weights),
             policy=NONE,
             settings=settings,

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from protocol.errors import EvidenceError
 from tee_side.attest.appraisal_policy import AppraisalPolicy, SimulatedPolicy, SnpPolicy, TdxPolicy
-from tee_side.attest.claims import Claims, gpu_nonce, report_data
+from tee_side.attest.claims import Claims, Purpose, gpu_nonce, report_data
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.simulated import VerifiedSimulated, verify_simulated
@@ -64,12 +64,14 @@ class Expected(NamedTuple):
     """What the reader knows by itself.
 
     `nonce`: its own, empty for a certificate; `tls_key`: of the connection, SHA-256 of the public
-    key. None: of a file, whose reader has neither. `now`: with a time zone.
+    key. None: of a file, whose reader has neither. `now`: with a time zone. `purpose`: for which
+    it reads evidence.
     """
 
     nonce: bytes | None
     tls_key: bytes | None
     now: datetime
+    purpose: Purpose
 
 
 def appraise(stated: Statement, policy: AppraisalPolicy, expected: Expected) -> Appraisal:
@@ -164,6 +166,7 @@ def _gpu_steps(
 
 def _claim_steps(claims: Claims, policy: AppraisalPolicy, expected: Expected) -> Iterator[Step]:
     table = policy.claims
+    yield _step("purpose", claims.purpose, expected.purpose)
     if expected.nonce is not None:
         yield _step("nonce", claims.nonce, expected.nonce)
     if expected.tls_key is not None:

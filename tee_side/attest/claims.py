@@ -9,14 +9,17 @@ afterwards, so that no two readings of them can differ.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from protocol.messages import NONCE_BYTES
+from tee_side.attest.receipts import require_key
 from tee_side.attest.record import Digest, Name, Record
 
-# In the place of a key or digest that there is none of.
+Purpose: TypeAlias = Literal["serve", "key", "service"]
+
+# In the place of a digest that there is none of.
 NONE = bytes(32)
 
 _DOMAIN = b"TSQP attestation claims 1\0"
@@ -25,9 +28,11 @@ _DOMAIN = b"TSQP attestation claims 1\0"
 class Claims(Record):
     """What an enclave says of itself; digests are SHA-256, `NONE` where there is nothing.
 
-    `nonce`: of 32 bytes, the client's; empty in a certificate. `time`: seconds since 1970, by the
-    enclave's clock. `tls_key`: of the public key (SubjectPublicKeyInfo). `hpke_key`: public, of
-    `hpke_suite`. `receipt_key`: public, of Ed25519. `model`: of its manifest; of a service, the
+    `purpose`: for whom it is: "serve" for clients of a server, "key" for a key server, "service"
+    for the runner of a service; no other reader may accept it. `nonce`: of 32 bytes, the reader's;
+    empty in a certificate. `time`: seconds since 1970, by the enclave's clock. `tls_key`: of the
+    public key (SubjectPublicKeyInfo). `hpke_key`: public, of `hpke_suite`. `receipt_key`: see
+    `require_key`; None where no receipts are signed. `model`: of its manifest; of a service, the
     digest of its weights. `policy`: see `policy_digest`. `settings`: of every other option.
     `curve_keys`: public keys of ZeroMQ's CURVE by owner: "runner", and "service" with its number
     for those that it speaks to; a service's own alone is "service". `plugins`: of files that are
@@ -39,12 +44,13 @@ class Claims(Record):
     what: ClassVar[str] = "claims"
     max_bytes: ClassVar[int] = 16 * 1024
 
+    purpose: Purpose
     nonce: Annotated[bytes, Field(max_length=NONCE_BYTES)]
     time: Annotated[int, Field(ge=0, lt=2**53)]
     tls_key: Digest
     hpke_suite: Literal["mlkem768-x25519", "x25519"]
     hpke_key: Annotated[bytes, Field(max_length=2048)]
-    receipt_key: Digest
+    receipt_key: Annotated[Digest, AfterValidator(require_key)] | None
     model: Digest
     policy: Digest
     settings: Digest

@@ -18,6 +18,7 @@ from tee_side.attest.record import Digest, Name, Record
 
 SIGNATURE_BYTES = 64
 DOMAIN = b"TSQP receipt 1\0"
+_P = 2**255 - 19  # Curve25519 is over the integers modulo this
 
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -49,12 +50,28 @@ class Receipt(Record):
     completion_tokens: Count
 
 
-def verify(signed: bytes, public_key: bytes) -> Receipt:
-    """Return the receipt that the key of these 32 bytes signed. Raises EvidenceError."""
+def require_key(encoded: bytes) -> bytes:
+    """Return these 32 bytes, the public key that receipts are signed by. Raises ValueError.
+
+    A point of small order is no key, and 32 zeros are one: under it, signatures of one message in
+    eight or more need no secret. Such points have 14 encodings, and OpenSSL reads each of them.
+    """
+    y = int.from_bytes(encoded, "little") % 2**255  # without the sign of x
+    # Of the orders 1, 2 and 4, y is 1, -1 and 0. Twice a point of order 8 is one of order 4:
+    # x^2 = -y^2, in the curve's equation -x^2 + y^2 = 1 - 121665/121666 x^2 y^2 (RFC 8032, 5.1).
+    if len(encoded) != 32 or not y * (y**2 - 1) * (121665 * y**4 - 243332 * y**2 + 121666) % _P:
+        raise ValueError("a public key of Ed25519, and no point of small order")
+    return encoded
+
+
+def verify(signed: bytes, key: bytes) -> Receipt:
+    """Return the receipt that a public key signed: see `require_key`. Raises EvidenceError."""
     packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, DOMAIN + packed)
-    except (InvalidSignature, ValueError):
-        expected = "one of the key that was given"
-        raise EvidenceError("receipt", got="another signature", expected=expected) from None
+        Ed25519PublicKey.from_public_bytes(require_key(key)).verify(signature, DOMAIN + packed)
+    except ValueError as error:
+        got = "another" if any(key) else "none"
+        raise EvidenceError("receipt key", got=got, expected=str(error)) from None
+    except InvalidSignature:
+        raise EvidenceError("receipt", got="another signature", expected="the key's") from None
     return Receipt.decode(packed)

@@ -44,7 +44,7 @@ class ServiceAppraisal:
             expected = f"{self._attested} evidence (gpu-service --attest)"
             raise EvidenceError(where, got="none", expected=expected)
         stated = Statement.decode(statement)
-        found = appraise(stated, self._policy, Expected(nonce, None, self._utc()))
+        found = appraise(stated, self._policy, Expected(nonce, None, self._utc(), "service"))
         if not found.passed or found.claims is None:
             step = found.failure
             raise EvidenceError(f"{where}: {step.name}", got=step.got, expected=step.expected)

@@ -87,16 +87,14 @@ class Identity:
 
     def state(self, nonce: bytes) -> Statement:
         """Return a new statement for a client's nonce, empty for a certificate. As `state`."""
-        return state(
-            self._attester,
-            self._about,
-            self._utc().timestamp(),
-            nonce=nonce,
-            tls_key=key_digest(self.tls_key.public_key()),
-            hpke_suite=self.hpke_key.suite,
-            hpke_key=self.hpke_key.public,
-            receipt_key=self.receipt_key.public_key().public_bytes_raw(),
-        )
+        keys = {
+            "tls_key": key_digest(self.tls_key.public_key()),
+            "hpke_suite": self.hpke_key.suite,
+            "hpke_key": self.hpke_key.public,
+            "receipt_key": self.receipt_key.public_key().public_bytes_raw(),
+        }
+        time_s = self._utc().timestamp()
+        return state(self._attester, self._about, time_s, purpose="serve", nonce=nonce, **keys)
 
 
 def certify(

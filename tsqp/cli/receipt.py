@@ -104,7 +104,7 @@ def verify(
         if attestation is not None:
             appraised = _appraised(attestation, read_appraisal(policy, mode))
             claims, steps = appraised.claims, list(appraised.steps)
-            key = b"" if claims is None else claims.receipt_key
+            key = b"" if claims is None else claims.receipt_key or b""
         for file in files:
             signed = _read(file)
             one = verified(signed, key)
@@ -143,7 +143,7 @@ def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
     from tsqp.client.attested_tls import read_answer
 
     stated = read_answer(path.read_bytes())
-    expected = Expected(None, None, datetime.now(UTC))
+    expected = Expected(None, None, datetime.now(UTC), "serve")
     return appraise(stated, policy, expected)
 
 

@@ -87,7 +87,7 @@ def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
 
     try:
         stated = read_answer(Path(name).read_bytes())
-        expected = Expected(None, None, datetime.now(UTC))
+        expected = Expected(None, None, datetime.now(UTC), "serve")
         found = appraise(stated, policy, expected)
     except OSError as error:
         got = error.strerror or type(error).__name__

@@ -132,7 +132,7 @@ class AttestedContext(ssl.SSLContext):
         self.proved = Proved(certificate, first, second, self._clock())
 
     def _appraise(self, where: str, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
-        expected = Expected(nonce, tls_key, self._utc())
+        expected = Expected(nonce, tls_key, self._utc(), "serve")
         found = appraise(stated, self.policy, expected)
         if not found.passed:
             raise NotAttestedError.of(where, found)

@@ -14,7 +14,6 @@ from protocol.errors import EvidenceError
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONE
 from tsqp.client.attested_tls import MAX_ANSWER_BYTES, NotAttestedError, read_answer
 from tsqp.client.sealing import SealedTransport, UnsealedError
 
@@ -72,7 +71,7 @@ class ProvedTransport(httpx2.BaseTransport):
         answer = self._inner.handle_request(asked)
         try:
             stated = read_answer(_body(answer))
-            expected = Expected(nonce, None, datetime.now(UTC))
+            expected = Expected(nonce, None, datetime.now(UTC), "serve")
             found = appraise(stated, self._policy, expected)
         except EvidenceError as error:
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
@@ -81,9 +80,6 @@ class ProvedTransport(httpx2.BaseTransport):
         if not found.passed or found.claims is None:
             raise NotAttestedError.of("new evidence", found)
         claims = found.claims
-        if claims.receipt_key == NONE:
-            got = "evidence of a program that does not serve"
-            raise NotAttestedError("new evidence", got, "a server, which signs receipts", found)
         self._sealed = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
         self._since_s = self._clock()
         return found

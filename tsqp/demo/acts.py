@@ -58,6 +58,8 @@ THREE_ACTS = {
 # Once more: as a server, and then with a service that lies.
 SERVED = LIED_TO = "shielded"
 SAID = "Tell me a story about a fox."
+SERVED_TITLE = "a chat over HTTP, with tee-runner serve"
+LIES_TITLE = "and the service lies once"
 _SHOWN_REQUESTS = 4
 
 
@@ -93,14 +95,19 @@ def run_demo(
         " owner need not be trusted (here it computes on the CPU). A proxy on the wire sees what"
         " that owner can see."
     )
+    # One token comes of the prompt alone: a service that is not asked cannot lie.
+    lies = not policies and max_new_tokens > 1
+    titles = [_title(policy, name) for policy, name in zip(chosen, names, strict=True)]
+    titles += [f"{SERVED}: {SERVED_TITLE}"] * (not policies) + [f"{LIED_TO}: {LIES_TITLE}"] * lies
+    for number, title in enumerate(titles, 1):
+        console.print(f"  {number}  {title}")
+    console.print("Then every token is compared with a reference. All of it takes about a minute.")
     with (
         tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder,
         Services(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
     ):
         stage = Stage(console, services, Path(folder), prompt, max_new_tokens, options)
-        # One token comes of the prompt alone: a service that is not asked cannot lie.
-        lies = not policies and max_new_tokens > 1
-        count = len(chosen) + (not policies) + lies
+        count = len(titles)
         acts = [
             stage.act(policy, name, f"{number} of {count}")
             for number, (policy, name) in enumerate(zip(chosen, names, strict=True), 1)
@@ -148,10 +155,8 @@ class Stage:
             policy.leakage_summary(links_encrypted=False)
             or f"policy {policy.name}: nothing leaves the TEE"
         )
-        title = f"{number}  {policy.name}"
-        if name in THREE_ACTS:
-            title += f": {THREE_ACTS[name]}"
-        else:  # too long for a title
+        title = f"{number}  {_title(policy, name)}"
+        if name not in THREE_ACTS:  # too long for a title
             console.print(Text(policy.summary, style="dim"))
         console.print(Text(leakage_summary))
         story = Text(self._prompt, style="bold")
@@ -193,7 +198,7 @@ class Stage:
     def served(self, policy: Policy, number: str) -> Check:
         """Chat over HTTP with `tee-runner serve`, show it as it comes, and check every token."""
         console, answer = self._console, list[str]()
-        title = f"{number}  {policy.name}: a chat over HTTP, with tee-runner serve"
+        title = f"{number}  {policy.name}: {SERVED_TITLE}"
 
         def panel() -> Panel:
             return chat_panel(title, SAID, "".join(answer).rstrip(), width=console.width)
@@ -233,7 +238,7 @@ class Stage:
         if liar.lie is None:
             raise EndpointError("tap", got="no reply to lie in", expected="the service's replies")
         story = "".join(shown).rstrip()
-        title = f"{number}  {honest.policy.name}: and the service lies once"
+        title = f"{number}  {honest.policy.name}: {LIES_TITLE}"
         console.print(lie_panel(title, self._prompt, story, liar.lie, last, width=console.width))
         return check_refusal(honest.policy.name, liar.lie, status, last, story, honest.story)
 
@@ -280,6 +285,10 @@ class Stage:
             prompt = ["--prompt-token-ids", ",".join(map(str, prompt_ids))]
         arguments = ["--policy", name, *prompt, *options, *self._options]
         return [*arguments, "--max-new-tokens", str(self._max_new_tokens)]
+
+
+def _title(policy: Policy, name: str) -> str:
+    return policy.name if name not in THREE_ACTS else f"{policy.name}: {THREE_ACTS[name]}"
 
 
 def _pace(report: dict[str, Any]) -> str:

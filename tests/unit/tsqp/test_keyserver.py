@@ -79,12 +79,13 @@ def stated(
     """State what passes; `other`: claims that differ."""
     usual: dict[str, Any] = {
         **DIGESTS,
+        "purpose": "key",
         "nonce": nonce,
         "time": round(NOW.timestamp()),
         "hpke_suite": key.suite,
         "hpke_key": key.public,
         "tls_key": NONE,
-        "receipt_key": NONE,
+        "receipt_key": None,
         "curve_keys": {"service 1": SERVICE},
         "plugins": {"Mine": PLUGIN},
         "version": "1.2.3",
@@ -133,8 +134,6 @@ def test_what_was_sealed_as_a_request_is_no_key() -> None:
         ({"curve_keys": {"service 1": OTHER}}, "key of service 1"),
         ({"measurement": bytes(48)}, "measurement"),
         ({"time": round(NOW.timestamp()) - 601}, "age"),
-        ({"tls_key": OTHER}, "purpose"),
-        ({"receipt_key": OTHER}, "purpose"),
         ({"hpke_key": b"short"}, "HPKE"),
         ({"nonce": b""}, "nonce"),  # as in a certificate
         ({"nonce": bytes(32)}, "nonce"),

@@ -16,6 +16,7 @@ from tests.kit.rows import each_row
 
 _DIGEST = bytes(range(32))
 GOOD: dict[str, Any] = {
+    "purpose": "serve",
     "nonce": b"n" * 32,
     "time": 1_780_000_000,
     "tls_key": _DIGEST,
@@ -57,6 +58,8 @@ def test_what_is_written_is_read() -> None:
     "changed",
     [
         {"nonce": b""},
+        {"purpose": "key", "receipt_key": None},
+        {"purpose": "service", "receipt_key": None},
         {"time": 0},
         {"time": 2**53 - 1},
         {"hpke_suite": "x25519", "hpke_key": b"h" * 32},
@@ -85,6 +88,7 @@ def test_digest_is_of_the_bytes_behind_the_domain() -> None:
 
 def test_each_field_is_in_the_digest() -> None:
     others: dict[str, Any] = {
+        "purpose": "key",
         "nonce": b"o" * 32,
         "time": 1_780_000_001,
         "hpke_suite": "x25519",
@@ -97,7 +101,7 @@ def test_each_field_is_in_the_digest() -> None:
     }
     digests = {report_data(_packed())}
     for name in GOOD:
-        digests.add(report_data(Claims(**{**GOOD, name: others.get(name, bytes(32))}).encode()))
+        digests.add(report_data(Claims(**{**GOOD, name: others.get(name, b"o" * 32)}).encode()))
     assert len(digests) == 1 + len(GOOD)
 
 
@@ -109,12 +113,14 @@ def test_keys_name_their_owners() -> None:
 
 @each_row("name", [name for name in GOOD if name not in ("curve_keys", "plugins", "gpus")])
 def test_every_field_has_its_type(name: str) -> None:
-    for value in (None, [], {}, True, 1.5, _SECRET if isinstance(GOOD[name], bytes) else b"x"):
+    absent = [] if name == "receipt_key" else [None]
+    for value in (*absent, [], {}, True, 1.5, _SECRET if isinstance(GOOD[name], bytes) else b"x"):
         with pytest.raises(EvidenceError, match=f"^claims.{name}: got ") as caught:
             Claims.decode(_packed(**{name: value}))
         assert _SECRET not in str(caught.value)
 
 
+_NO_KEY = "got a value of type bytes, expected a public key of Ed25519, and no point of small"
 _LONG = "claims: got undecodable msgpack"
 
 
@@ -124,7 +130,7 @@ _LONG = "claims: got undecodable msgpack"
         (bytes(Claims.max_bytes + 1), "claims: got 16385 bytes, expected at most 16384"),
         (b"", "claims: got undecodable msgpack"),
         (b"\x90", "claims: got list, expected a map within limits"),
-        (b"\x80", "claims.nonce: got nothing, expected a value"),
+        (b"\x80", "claims.purpose: got nothing, expected a value"),
         *(
             (_packed(**{name: ...}), f"claims.{name}: got nothing, expected a value")
             for name in GOOD
@@ -135,6 +141,8 @@ _LONG = "claims: got undecodable msgpack"
             _packed(**{_SECRET: 1}),
             "claims: got an unknown field, expected only those of the schema",
         ),
+        (_packed(purpose="any"), "claims.purpose: got a string of 3 characters, expected"),
+        (_packed(receipt_key=bytes(32)), f"claims.receipt_key: {_NO_KEY}"),
         (_packed(nonce=b"n" * 33), "claims.nonce: got a value of type bytes, expected"),
         (_packed(time=-1), "claims.time: got -1, expected"),
         (_packed(time=2**53), "claims.time: got a large integer, expected"),
@@ -167,7 +175,7 @@ def test_refused(data: bytes, text: str) -> None:
         msgpack.packb(dict(reversed(_in_order(GOOD).items()))),
         msgpack.packb(_in_order(GOOD) | {"curve_keys": GOOD["curve_keys"]}),
         # A longer form of the outer map, and of a length.
-        b"\xde\x00\x0e" + _packed()[1:],
+        b"\xde\x00\x0f" + _packed()[1:],
         _packed().replace(b"\xc4\x20" + b"n" * 32, b"\xc5\x00\x20" + b"n" * 32),
         _packed(time=5).replace(b"\xa4time\x05", b"\xa4time\xcc\x05"),
     ],

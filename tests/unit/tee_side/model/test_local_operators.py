@@ -30,12 +30,10 @@ from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS
-from tests.kit.model import SavedModel
+from tests.kit.model import CLEAR, SavedModel
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
-
-CLEAR = {"place": "gpu", "mask": "none", "verify": "none"}
 
 
 def _policy(operators: dict[str, Any] | None = None, arithmetic: str = "float") -> Policy:
