@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import CalibrationError, ModelError, PolicyError, VerificationError
+from protocol.errors import CalibrationError, ModelError, PolicyError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -30,14 +29,11 @@ from tee_side.protect.sites import IntegerSites
 from tee_side.protect.verification import ExactCheck
 from tee_side.protect.verifier import Unverified, Weights, check_verifiable, find_checks
 from tee_side.remote.call import CallPlan
-from tee_side.words import OPERATORS, Operator, Site
-from tests.kit.lie import Change, Lying, generate, is_of
+from tee_side.words import Operator, Site
 from tests.kit.model import (
-    CLEAR,
     LoopbackChannel,
     SavedModel,
     Tee,
-    policy_of,
     token_ids,
     with_results,
 )
@@ -59,15 +55,10 @@ def model(saved_model: Models) -> SavedModel:
 @each_row(
     ("name", "dtype"),
     [
-        ("tsqp", "float32"),
         ("tsqp", "float16"),
         ("tsqp-permuted", "bfloat16"),
         ("row-mix", "float16"),
-        ("row-rotation", "bfloat16"),
-        ("stip", "float16"),
         ("cloak", "bfloat16"),
-        ("float-noise", "float32"),
-        ("quantized-clear", "bfloat16"),
     ],
 )
 def test_honest_services_raise_no_alarm_in_any_dtype(
@@ -79,31 +70,6 @@ def test_honest_services_raise_no_alarm_in_any_dtype(
     tee = model.tee(policy, dtype)
     tee.logits(token_ids(70), chunk=9)
     assert all(channel.requests for channel in tee.channels)
-
-
-LIES: dict[str, Change] = {
-    "the last row": lambda y: torch.cat((y[..., :-1, :], -y[..., -1:, :]), -2),
-    "a tenth more": lambda y: y * 1.1,
-    "zeros": torch.zeros_like,
-    "NaN": lambda y: torch.full_like(y, torch.nan),
-    "infinity": lambda y: torch.full_like(y, torch.inf),
-}
-
-
-@each_row("operator", OPERATORS)
-def test_a_lie_about_floats_is_refused_at_every_operator(
-    model: SavedModel, operator: Operator
-) -> None:
-    channel = Lying(model.directory, lambda y: y)
-    tee = model.tee(with_results("tsqp", "freivalds"), channels=[channel])
-    for change in LIES.values():
-        channel.tell(change, partial(is_of, operator), at=1)
-        with pytest.raises(VerificationError) as caught:
-            generate(tee)
-        layered = operator not in ("embedding", "lm_head")
-        place = f"{operator} in layer " if layered else f"{operator} at loopback"
-        assert caught.value.where.startswith(place)
-        assert channel.lied
 
 
 @each_row(
@@ -217,11 +183,7 @@ def test_a_directory_without_the_weights_is_refused_before_anything_is_sent(
     assert not any(channel.requests for channel in services)
     # Only what is verified is needed.
     config, checkpoint = read_config(light.directory), Checkpoint(light.directory)
-    gone = [CLEAR | {"layers": 1}, CLEAR | {"layers": 0, "verify": "freivalds"}, CLEAR]
-    gone[2] = gone[1] | {"layers": "2-"}
-    sites = _verified(policy_of({"gate_up_proj": gone}))
-    assert sites == [(0, "gate_up_proj"), (2, "gate_up_proj")]
-    check_verifiable("n", sites, config, checkpoint)
+    check_verifiable("n", [(0, "gate_up_proj"), (2, "gate_up_proj")], config, checkpoint)
     with pytest.raises(PolicyError, match=r"no model\.layers\.1\.mlp\.up_proj\.weight in "):
         check_verifiable("n", [(1, "gate_up_proj")], config, checkpoint)
 
