@@ -1,4 +1,4 @@
-"""Tables of placed operators: which pads they draw, and which rows let others have a turn first.
+"""Tables of placed operators: which pads they draw.
 
 That each layer and phase calls its own placement: tests/contract/test_policies.py.
 """

@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.errors import PadBankError
 from tee_side.protect.pads.background_maker import BackgroundMaker, Load
 from tests.kit.rows import each_row
 
 # A test that waits for what never comes fails.
 WAIT_S = 30.0
-FULL = PadBankError("bank", got="0 bytes available", expected="4096 bytes")
 
 
 class Work:
@@ -89,34 +87,6 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
         thread.join(WAIT_S)
         work.until(lambda: len(work.batches) >= 2)
     assert seen == [([10], False)]
-
-
-@each_row("again", ["another load", "a run that could"])
-def test_what_failed_is_tried_again_when_something_has_changed(again: str) -> None:
-    space, tries = False, list[bool]()
-
-    def write() -> None:
-        tries.append(space)
-        if not space:
-            raise FULL
-
-    work = Work({"idle": 1, "steps": 1}, write)
-    with work.maker.running() as tell_load:
-        work.until(lambda: work.maker._failed)
-        work.maker.notify()
-        tell_load("idle")  # no change
-        with pytest.raises(KeyError), work.maker.held_off():
-            raise KeyError  # of a run that could make none
-        assert work.maker.failure is FULL
-        space = True
-        if again == "another load":
-            tell_load("steps")
-        else:
-            with work.maker.held_off():
-                assert not work.batches
-        work.until(lambda: work.batches)
-    assert tries == [False, True]
-    assert work.maker.failure is None
 
 
 @each_row("where", ["make", "wanted"])

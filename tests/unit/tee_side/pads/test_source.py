@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
-from tee_side.protect.masks.mask import AdditiveMask, Factors
+from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.background_maker import Load
 from tee_side.protect.pads.layout import SiteShape
@@ -30,7 +30,6 @@ from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tests.kit.pads import LAYOUT, create, fill, product
 from tests.kit.rows import each_row
-from tsqp.lab.research.float_noise import FloatNoise
 
 LOADS: tuple[Load, ...] = ("idle", "steps")
 FIRST, SECOND = SITES = [site.number for site in LAYOUT.sites]
@@ -117,8 +116,7 @@ class Maker:
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.error: Exception | None = None
-        # Told of each attempt, and of each success.
-        self.tried, self.made = threading.Event(), threading.Event()
+        self.tried = threading.Event()  # told of each attempt
 
     def fill(self, store: PadStore, tokens: int) -> None:
         self.tried.set()
@@ -126,7 +124,6 @@ class Maker:
             raise self.error
         self.asked.append(tokens)
         fill(store, tokens)
-        self.made.set()
 
 
 def _pads(
@@ -135,8 +132,7 @@ def _pads(
     store, made = MemoryStore(LAYOUT, capacity), Maker()
     if ready:
         fill(store, ready)
-    mask: AdditiveMask = more.pop("mask", Pad())
-    return Pads(mask, store, cast(PadMaker, made), when_out, **more), store, made
+    return Pads(Pad(), store, cast(PadMaker, made), when_out, **more), store, made
 
 
 def _step(lane: PadLane, rows: int) -> list[Factors]:
@@ -185,26 +181,6 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     assert torch.equal(factors.u, product(SECOND, factors.r))
 
 
-def test_factors_do_not_show_in_messages() -> None:
-    factors = _pads(1)[0].lane().draw(FIRST, 1)
-    for value in (*factors.r.flatten().tolist(), *factors.u.flatten().tolist()):
-        assert str(value) not in repr(factors)
-    assert "tensor" not in repr(factors)
-
-
-def test_factors_of_float_masks_are_floats() -> None:
-    pads, store, _ = _pads(0, mask=FloatNoise(sigma=2.0))
-    with store.begin(4) as batch:
-        for site in LAYOUT.sites:
-            batch.put(site.number, torch.full((4, site.out_features), 1.5).view(torch.int32))
-        batch.commit()
-    factors = pads.lane().draw(FIRST, 4)
-    assert factors.r.dtype == factors.u.dtype == torch.float32
-    assert (factors.u == 1.5).all()
-    # Normal numbers of deviation 2, and not the bits of uniform words.
-    assert 0 < factors.r.abs().max() < 20
-
-
 # -------------------------------------------------------------------------------- pads are out
 
 
@@ -231,37 +207,14 @@ def test_a_run_that_waits_makes_more_in_batches_that_grow() -> None:
         _step(lane, 1)
         assert store.available < used + FIRST_BATCH_TOKENS
     assert maker.asked == [8, 16, 32, *[BATCH_TOKENS] * 4]
-    assert (maker.asked[0], maker.asked[3]) == (FIRST_BATCH_TOKENS, BATCH_TOKENS)
-    # It is said how many are missing.
     assert told == [1] * pads.waited == [1] * len(maker.asked)
-    assert pads.in_tee == 0
-
-
-@each_row(
-    ("ready", "capacity", "steps", "asked"),
-    [
-        (1, 41, [41, 1], [40, 2 * FIRST_BATCH_TOKENS]),
-        (0, 10, [1, 7, 1], [FIRST_BATCH_TOKENS, 10]),
-        (0, 192, [133], [BATCH_TOKENS, BATCH_TOKENS, 4 * FIRST_BATCH_TOKENS]),
-        # What a step that failed had taken does not keep its space.
-        (4, 4, [-4, -4, -4, 4], [4, 4, 4]),
-    ],
-)
-def test_a_step_that_waits_gets_what_is_missing_within_a_batch_and_the_room(
-    ready: int, capacity: int, steps: list[int], asked: list[int]
-) -> None:
-    told: list[int] = []
-    pads, _, maker = _pads(ready, "wait", capacity, on_wait=told.append)
+    # What a step that failed had taken does not keep its space.
+    pads, store, maker = _pads(4, "wait", 4)
     lane = pads.lane()
-    for rows in steps:
-        if rows > 0:
-            _step(lane, rows)
-        else:
-            lane.draw(FIRST, -rows)
-    assert maker.asked == asked
-    assert pads.waited <= len(steps)
-    if steps == [133]:
-        assert told == [133, 133 - BATCH_TOKENS, 133 - 2 * BATCH_TOKENS]
+    for _ in range(3):
+        lane.draw(FIRST, 4)
+    _step(lane, 4)
+    assert maker.asked == [4, 4, 4]
 
 
 def test_a_run_that_would_wait_for_ever_is_refused() -> None:
@@ -282,39 +235,12 @@ def test_a_run_that_would_wait_for_ever_is_refused() -> None:
         lane.end_step()
     _step(second, 16)
     # A TEE that has only a bank cannot make any.
-    store = MemoryStore(LAYOUT, 8)
-    fill(store, 2)
-    pads = Pads(Pad(), store, None, "wait")
-    _step(pads.lane(), 2)
+    pads = Pads(Pad(), MemoryStore(LAYOUT, 8), None, "wait")
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
         pads.lane().draw(FIRST, 1)
-    with pads.filling():
-        pass
-    assert store.available == 0
 
 
 # ------------------------------------------------------------------------- in the background
-
-
-def _fill_up(pads: Pads, store: PadStore, tokens: int) -> None:
-    while store.available < tokens:  # the thread may not have had its turn
-        with pads.filling():
-            pass
-
-
-@each_row(
-    ("ahead", "asked"),
-    [(None, [BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS, 3]), (5, [5])],
-)
-def test_pads_are_made_in_the_background_as_far_as_is_wanted(
-    ahead: int | None, asked: list[int]
-) -> None:
-    pads, store, maker = _pads(0, capacity=2 * BACKGROUND_BATCH_TOKENS + 3, ahead=ahead)
-    _fill_up(pads, store, sum(asked))
-    with pads.filling():
-        pass
-    assert (maker.asked, store.available, pads.made) == (asked, sum(asked), sum(asked))
-    assert (pads.waited, pads.in_tee) == (0, 0)
 
 
 def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
@@ -337,7 +263,9 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     assert isinstance(caught.value.__cause__, PadBankError)
     # A later attempt that succeeds is the end of it.
     maker.error = None
-    _fill_up(pads, store, 16)
+    while store.available < 16:  # the thread may not have had its turn
+        with pads.filling():
+            pass
     _step(lane, 16)
     with pytest.raises(PadsExhaustedError) as caught:
         lane.draw(FIRST, 1)
@@ -351,7 +279,6 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
     for ready, wanted in (
         (ahead, (0, 0)),
         (ahead - 1, (1, 0)),
-        (2 * batch + 1, (batch, 0)),
         (batch + 1, (batch, 0)),
         (batch, (batch, batch)),
         (0, (batch, batch)),
@@ -360,18 +287,6 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
             _step(lane, store.available - ready)
         lane.end_step()
         assert tuple(max(0, pads._missing(load)) for load in LOADS) == wanted
-
-
-def test_taking_pads_has_more_made() -> None:
-    capacity = 2 * BACKGROUND_BATCH_TOKENS
-    pads, _, maker = _pads(capacity, "fail", capacity)
-    lane = pads.lane()
-    with pads.filling() as tell_load:
-        tell_load("steps")
-        for _ in range(2):
-            _step(lane, BACKGROUND_BATCH_TOKENS)
-        assert maker.made.wait(WAIT_S)
-    assert maker.asked == [BACKGROUND_BATCH_TOKENS]
 
 
 def test_a_run_that_waits_and_the_background_make_pads_in_turns(tmp_path: Path) -> None:

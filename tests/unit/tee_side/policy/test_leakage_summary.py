@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tee_side.policy.placement import builtin_policies, load_policy
+from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
@@ -67,17 +67,11 @@ LINES: list[tuple[dict[Operator, Mask | None], str]] = [
         " activations under pad, not known to be broken",
     ),
     (
-        {"embedding": RowPermutation(), "lm_head": None},
-        "the GPU sees the logits in the clear - the logits: the prompt and the answer themselves;"
-        f" {SHUFFLED} (row-permutation)",
-    ),
-    (
         dict.fromkeys(OPERATORS),
         "the GPU sees the token ids, hidden states, queries and keys, attention probabilities and"
         " values, attention outputs, MLP activations, the logits in the clear - the token ids and"
         " the logits: the prompt and the answer themselves",
     ),
-    *(({name: None}, "the GPU sees ") for name in OPERATORS),
 ]
 
 
@@ -88,20 +82,7 @@ def test_what_a_policy_discloses_is_complete_and_worst_first(
     integer = any(mask is not None and mask.arithmetic == "int8" for mask in masks.values())
     placed = {operator: CLEAR | {"mask": mask or "none"} for operator, mask in masks.items()}
     said = policy_of(placed, arithmetic="int8" if integer else "float").leakage_summary() or ""
-    assert said.startswith(f"policy n: {line}")
-    assert said == f"policy n: {line}" or line == "the GPU sees "
-    assert "\n" not in said
-
-
-@each_row("name", builtin_policies())
-def test_only_policies_of_uniform_masks_claim_uniform_numbers(name: str) -> None:
-    policy = load_policy(name)
-    line = policy.leakage_summary()
-    uniform = bool(policy.masks) and all(type(mask) in (Pad, Shares) for mask in policy.masks)
-    assert (line is None) == (not policy.services)
-    assert ("uniform random numbers" in (line or "")) == uniform
-    assert ("broken" in (line or "")) == (bool(policy.masks) and not uniform)
-    assert all(mask.name in (line or "") for mask in policy.masks) or uniform
+    assert said == f"policy n: {line}"
 
 
 EXACT = "; results are verified, and a service that lies is asked no more"
@@ -116,7 +97,6 @@ WITHIN = "the GPU sees activations under unbroken{}, not known to be broken; len
     [
         ({"o_proj": Pad(), "down_proj": Pad()}, ("o_proj", "down_proj"), UNIFORM + EXACT),
         ({"o_proj": Pad(), "down_proj": Pad()}, ("o_proj",), UNIFORM + HONEST),
-        ({"o_proj": Pad(), "down_proj": Pad()}, (), UNIFORM + HONEST),
         # Under a mask of floats a lie within the tolerance is accepted.
         ({"attn_scores": Unbroken()}, ("attn_scores",), WITHIN.format("") + NEARLY),
         (
@@ -145,12 +125,3 @@ def test_links_in_the_clear_are_said_to_give_everything_away() -> None:
         assert "as long as" not in line
     shielded = load_policy("shielded")
     assert shielded.leakage_summary(links_encrypted=False) == shielded.leakage_summary()
-
-
-def test_what_services_prove_is_said() -> None:
-    proven, simulated = (
-        policy_of({"o_proj": CLEAR}, service={"attested": kind}).leakage_summary() or ""
-        for kind in ("snp+nvidia", "simulated")
-    )
-    assert "; by snp+nvidia evidence each service proves, before anything is sent, what" in proven
-    assert simulated.endswith("; services give simulated evidence, which proves nothing")
