@@ -52,25 +52,16 @@ def test_what_is_written_is_read() -> None:
     claims = Claims(**GOOD)
     assert claims.encode() == _packed()
     assert Claims.decode(_packed()) == claims
-
-
-@each_row(
-    "changed",
-    [
-        {"nonce": b""},
-        {"purpose": "key", "receipt_key": None},
-        {"purpose": "service", "receipt_key": None},
-        {"time": 0},
-        {"time": 2**53 - 1},
-        {"hpke_suite": "x25519", "hpke_key": b"h" * 32},
-        {"curve_keys": {}},
+    # The digest is of the bytes behind the domain.
+    expected = hashlib.sha512(b"TSQP attestation claims 1\0" + _packed()).digest()
+    assert report_data(_packed()) == expected
+    for changed in (
+        {"nonce": b"", "time": 0},
+        {"purpose": "key", "receipt_key": None, "time": 2**53 - 1},
         {"curve_keys": {f"service {n}": _DIGEST for n in range(255)}},
-        {"plugins": {"~ " * 128: _DIGEST}},
         {"attested_services": "", "version": "v" * 256},
-    ],
-)
-def test_accepted(changed: dict[str, Any]) -> None:
-    assert Claims.decode(_packed(**changed)) == Claims(**{**GOOD, **changed})
+    ):
+        assert Claims.decode(_packed(**changed)) == Claims(**{**GOOD, **changed})
 
 
 @each_row("written", ["v" * 257, "1\nverified", "\x1b[2J", "ü"])
@@ -80,12 +71,6 @@ def test_a_name_that_could_not_be_read_or_shown_is_not_written(written: str) -> 
             Claims(**{**GOOD, name: written})
 
 
-def test_digest_is_of_the_bytes_behind_the_domain() -> None:
-    for data in (b"", _packed(), bytes(70_000)):
-        expected = hashlib.sha512(b"TSQP attestation claims 1\0" + data).digest()
-        assert report_data(data) == expected
-
-
 def test_each_field_is_in_the_digest() -> None:
     others: dict[str, Any] = {
         "purpose": "key",
@@ -93,7 +78,8 @@ def test_each_field_is_in_the_digest() -> None:
         "time": 1_780_000_001,
         "hpke_suite": "x25519",
         "hpke_key": b"o",
-        "curve_keys": {"service 0": _DIGEST, "runner": bytes(32)},
+        # The same keys of other owners.
+        "curve_keys": {"service 1": _DIGEST, "runner": _DIGEST},
         "plugins": {"a.py": _DIGEST},
         "gpus": {"0": _DIGEST},
         "attested_services": "snp",
@@ -103,12 +89,6 @@ def test_each_field_is_in_the_digest() -> None:
     for name in GOOD:
         digests.add(report_data(Claims(**{**GOOD, name: others.get(name, b"o" * 32)}).encode()))
     assert len(digests) == 1 + len(GOOD)
-
-
-def test_keys_name_their_owners() -> None:
-    """The same keys of other owners are other claims."""
-    swapped = Claims(**{**GOOD, "curve_keys": {"service 1": _DIGEST, "runner": _DIGEST}})
-    assert report_data(swapped.encode()) != report_data(_packed())
 
 
 @each_row("name", [name for name in GOOD if name not in ("curve_keys", "plugins", "gpus")])
@@ -128,9 +108,6 @@ _LONG = "claims: got undecodable msgpack"
     ("data", "text"),
     [
         (bytes(Claims.max_bytes + 1), "claims: got 16385 bytes, expected at most 16384"),
-        (b"", "claims: got undecodable msgpack"),
-        (b"\x90", "claims: got list, expected a map within limits"),
-        (b"\x80", "claims.purpose: got nothing, expected a value"),
         *(
             (_packed(**{name: ...}), f"claims.{name}: got nothing, expected a value")
             for name in GOOD
@@ -144,22 +121,18 @@ _LONG = "claims: got undecodable msgpack"
         (_packed(purpose="any"), "claims.purpose: got a string of 3 characters, expected"),
         (_packed(receipt_key=bytes(32)), f"claims.receipt_key: {_NO_KEY}"),
         (_packed(nonce=b"n" * 33), "claims.nonce: got a value of type bytes, expected"),
-        (_packed(time=-1), "claims.time: got -1, expected"),
         (_packed(time=2**53), "claims.time: got a large integer, expected"),
         *(
             (_packed(**{name: bytes(size)}), f"claims.{name}: got a value of type bytes, expected")
             for name in ("tls_key", "receipt_key", "model", "policy", "settings")
-            for size in (0, 31, 33)
+            for size in (31, 33)
         ),
         (_packed(hpke_suite="none"), "claims.hpke_suite: got a string of 4 characters, expected"),
         (_packed(hpke_key=bytes(2049)), "claims.hpke_key: got a value of type bytes, expected"),
         (_packed(version="v" * 257), _LONG),
-        (_packed(curve_keys=[]), "claims.curve_keys: got a list of 0 items, expected"),
-        (_packed(curve_keys={_SECRET: b"k"}), "claims.curve_keys: got a value of type bytes"),
         (_packed(curve_keys={f"{_SECRET}.x": None}), "claims.curve_keys: got None, expected"),
         (_packed(curve_keys={"x" * 257: _DIGEST}), _LONG),
         (_packed(plugins={_SECRET: "x" * 32}), "claims.plugins: got a string of 32 characters"),
-        (_packed(plugins={"a": {"b": _DIGEST}}), "claims.plugins: got a _Map of 1 items, expected"),
         (_packed(curve_keys={f"{n}": _DIGEST for n in range(257)}), _LONG),
     ],
 )

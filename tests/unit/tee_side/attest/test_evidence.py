@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
-from pydantic import ValidationError
 
 from protocol.errors import EvidenceError
 from tee_side.attest import simulated
@@ -25,7 +24,6 @@ from tee_side.attest.statement import EXTENSION, Statement, key_digest, read_cer
 from tee_side.serve.identity import certify
 from tests.kit import evidence as identities
 from tests.kit.rows import each_row
-from tests.kit.snp_chain import make_report
 
 GOOD: dict[str, Any] = {
     "kind": "snp",
@@ -45,12 +43,10 @@ def _packed(**changed: Any) -> bytes:
     return packed
 
 
-def test_what_is_written_is_read_and_does_not_change() -> None:
+def test_what_is_written_is_read() -> None:
     for kind in ("snp", "tdx", "simulated"):
         evidence = Evidence(**{**GOOD, "kind": kind})
         assert Evidence.decode(evidence.encode()) == Evidence.decode(_packed(kind=kind)) == evidence
-        with pytest.raises(ValidationError):
-            evidence.kind = "snp"  # type: ignore[misc]
     found = Evidence.decode(_packed(gpus={"0": _GPU, "1": _GPU}))
     assert found.gpus["1"].certificates == (b"leaf",)
     assert found.encode() == _packed(gpus={"0": _GPU, "1": _GPU})
@@ -70,30 +66,22 @@ def _twice() -> bytes:
     ("data", "text"),
     [
         (bytes(Evidence.max_bytes + 1), "evidence: got 131073 bytes, expected at most 131072"),
-        (b"", _UNDECODABLE),
         (_packed()[:-1], _UNDECODABLE),
         (_packed() + b"\0", _UNDECODABLE),
         (b"\xc0", "evidence: got NoneType, expected a map within limits"),
-        (msgpack.packb({b"kind": "snp"}), _UNDECODABLE),
         (b"\xdc\xff\xff" * 21845, _UNDECODABLE),
-        (b"\x91" * 60_000, _UNDECODABLE),
         (_twice(), f"{_UNDECODABLE} (ValueError: a duplicate key)"),
-        (_packed(report=msgpack.ExtType(1, b"x")), _UNDECODABLE),
         *(
             (_packed(**{name: ...}), f"evidence.{name}: got nothing, expected a value")
             for name in ("kind", "report", "certificates", "collateral")
         ),
         (_packed(gpus=...), "evidence: got another encoding, expected names in order"),
-        (_packed(gpus={"0": b""}), "evidence.gpus: got a value of type bytes, expected"),
         (_packed(gpus={"0": {**_GPU, _SECRET: 1}}), "evidence.gpus: got an unknown field"),
         (_packed(gpus={_SECRET: {**_GPU, "report": ""}}), "evidence.gpus: got a string of 0"),
         (_packed(gpus={f"{n}": _GPU for n in range(9)}), "evidence.gpus: got a _Map of 9 items"),
         (_packed(**{_SECRET: 1}), "evidence: got an unknown field, expected only those of the sch"),
         (_packed(kind=_SECRET), "evidence.kind: got a string of 19 characters, expected 'snp', 't"),
-        (_packed(kind=None), "evidence.kind: got None"),
         (_packed(report=_SECRET), "evidence.report: got a string of 19 characters, expected a val"),
-        (_packed(collateral=None), "evidence.collateral: got None, expected a valid bytes"),
-        (_packed(certificates=b"x"), "evidence.certificates: got a value of type bytes, expected"),
         (_packed(certificates=[b"", _SECRET]), "evidence.certificates: got a string of 19 charact"),
         (_packed(certificates=[b""] * 65), _UNDECODABLE),
     ],
@@ -110,14 +98,6 @@ _SIGNED = len(REPORT) - 64
 _STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(32))
 
 
-def test_what_the_simulated_tee_writes_is_read_everywhere() -> None:
-    evidence = simulate(DATA, MEASUREMENT)
-    assert (evidence.kind, evidence.certificates, evidence.collateral) == ("simulated", (), b"")
-    assert verify_simulated(evidence.report) == (MEASUREMENT, DATA, "simulated")
-    # Its key is the same everywhere, and so it proves nothing.
-    assert evidence.report == REPORT
-
-
 def _signed(data: bytes) -> bytes:
     return data + simulated._ROOT.sign(data)
 
@@ -127,11 +107,11 @@ def _flipped(at: int) -> bytes:
 
 
 def test_all_else_is_refused_as_a_simulated_report() -> None:
+    assert verify_simulated(simulate(DATA, MEASUREMENT).report) == (MEASUREMENT, DATA, "simulated")
     others = [
-        *(b"", b"x", REPORT[:-1], REPORT + b"\0", REPORT[1:], bytes(len(REPORT))),
-        *(make_report(), REPORT[:_SIGNED], REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
-        *(_signed(b""), _signed(REPORT[: _SIGNED - 1]), _signed(REPORT[:_SIGNED] + b"\0")),
-        *(_signed(bytes(_SIGNED)), _signed(b"\0" + REPORT[1:_SIGNED])),
+        *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
+        *(_signed(REPORT[: _SIGNED - 1]), _signed(REPORT[:_SIGNED] + b"\0")),
+        _signed(b"\0" + REPORT[1:_SIGNED]),
         *map(_flipped, range(len(REPORT))),
     ]
     for other in others:
@@ -170,12 +150,10 @@ def _with(content: bytes | None) -> bytes:
 @each_row(
     ("encoded", "where"),
     [
-        (b"", "certificate of the server"),
         (b"nothing", "certificate of the server"),
         (_with(None), "certificate of the server"),
         (_with(b"nothing"), "statement"),
         (_with(STATED.encode() + b"\0"), "statement"),
-        (_with(STATED.encode()[:-1]), "statement"),
     ],
 )
 def test_another_certificate_is_refused(encoded: bytes, where: str) -> None:
@@ -212,12 +190,7 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
         identities.DIGESTS["model"],
         identities.DIGESTS["policy"],
     )
-    for digest in identities.DIGESTS.values():
-        assert digest.hex() in made.said
-
-
-def test_its_certificate_has_the_same_claims_and_another_identity_no_key_of_them() -> None:
-    made = identities.identity()
+    # Its certificate has the same claims, and another identity no key of them.
     stated, tls_key = read_certificate(made.certificate)
     certified, fresh, other = (
         Claims.decode(one).model_dump(exclude={"time"})
