@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from protocol.errors import EndpointError, LimitError, PromptError
 from tee_side.engine.request import Delivery, NewToken, PromptRead
 from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.app import create_app
-from tee_side.serve.exchange import Exchange
 from tee_side.serve.limits import RateLimitError
-from tee_side.serve.serving import Caller
 from tests.kit.rows import each_row
 from tests.kit.serve import (
     Connection,
@@ -64,11 +58,6 @@ class Held:
         """Wait for the first byte of the answer."""
         await self.asked.changed.wait()
         return self.asked.reply.status
-
-    async def to_the_end(self) -> None:
-        while not self.asked.reply.text.endswith("[DONE]\n\n"):
-            self.asked.changed.clear()
-            await self.asked.changed.wait()
 
 
 @asynccontextmanager
@@ -274,28 +263,6 @@ async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_o
     await task
 
 
-@in_a_loop
-async def test_nothing_is_left_of_a_request_that_was_cancelled_or_answered() -> None:
-    engine, watch = FakeEngine(hold=True), FakeWatch()
-    app = create_app(serving(engine, watch=watch))
-    before = asyncio.all_tasks()
-    for at in range(60):
-        engine.submitted.clear()
-        async with connected(app, "POST", PATH, _body(at % 2 == 0)):
-            await engine.submitted.wait()
-            if at % 3 == 0:
-                engine.step(TOKEN)
-    assert (len(watch.begun), watch.running, engine.open) == (60, 0, [])
-    assert (len(engine.cancelled), {*_outcomes(watch)}) == (60, {"cancelled"})
-    engine.hold = False
-    for stream in (False, True):
-        made = connection("POST", PATH, _body(stream))
-        await app(made.scope, made.receive, made.send)
-        assert made.reply.status == 200
-    await asyncio.sleep(0)  # the turn in which a cancelled task ends
-    assert asyncio.all_tasks() == before
-
-
 def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:
     says, body = [300, 301, 302], _body(True, max_tokens=3, n=2, prompt=[[5], [6]])
     whole, paced = (
@@ -313,41 +280,3 @@ def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:
     assert sorted(texts[0]) == sorted(texts[1])
     # An answer that comes whole waits for no clock.
     assert _ask(FakeEngine(says=says), _body(False, max_tokens=3), tempo_s=3600.0)[0].status == 200
-
-
-@in_a_loop
-async def test_tokens_of_one_step_and_of_a_choice_that_lags_behind_are_apart_on_that_clock() -> (
-    None
-):
-    first, last = NewToken(0, 300, None, None), NewToken(0, 301, None, "stop")
-    both = [Delivery((first, last), PromptRead(reused_tokens=1), ended=True)]
-    # The other choice's only token, with which the request ends, is behind.
-    lagging = [Delivery((first, last), PromptRead())]
-    lagging += [Delivery((NewToken(1, 302, None, "stop"),), ended=True)]
-    for n, script in ((1, both), (2, lagging)):
-        async with _held(_body(True, n=n, max_tokens=2), tempo_s=0.001) as held:
-            for delivery in script:
-                held.engine.step(delivery)
-            await held.to_the_end()
-        assert len(held.asked.reply.writes) == 3
-        choices = [event["choices"][0] for event in held.asked.reply.events()[:-1]]
-        found = [(choice["index"], choice["finish_reason"]) for choice in choices]
-        assert found == [(0, None), (0, "stop"), (1, "stop")][: 1 + n]
-
-
-@in_a_loop
-async def test_ticks_are_where_they_would_be_whatever_comes_between_and_never_the_one_before() -> (
-    None
-):
-    answer: Any = SimpleNamespace(content_type="text/event-stream")
-    caller = Caller("", FakeWatch().request())
-    exchange: Any = Exchange(serving(FakeEngine(), tempo_s=0.02), caller, [], answer)
-    exchange._left.set()
-    await exchange._tick()
-    first, loop = exchange._next_s, asyncio.get_running_loop()
-    # A clock of whole milliseconds, as uvloop's, stands a little before the tick.
-    for now_s, next_s in ((math.nextafter(first, 0), first + 0.02), (first + 0.05, first + 0.06)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "time", lambda of=now_s: of)
-            await exchange._tick()
-        assert exchange._next_s == pytest.approx(next_s, rel=0, abs=1e-6)
