@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -153,15 +152,6 @@ def test_a_refusal_is_accounted_for_at_once(world: World) -> None:
     assert world.told()["error"] == 2
 
 
-def test_without_keys_and_without_a_log(world: World) -> None:
-    watch = Watch(Limits(lambda _: None), world.metrics, None, "tee-only")
-    one = watch.request()
-    one.begin("", 1, 10**6)
-    assert one.headers() == {}
-    one.end("stop", 1, 1)
-    assert (world.told()["stop"], world.records()) == (1, [])
-
-
 # The names of vLLM; others are ours.
 VLLM = {
     "running": "num_requests_running",
@@ -195,11 +185,6 @@ def test_every_number_of_the_engine_is_told_as_it_is_at_the_scrape() -> None:
     assert {sample.labels["model_name"] for sample in samples} == {"demo"}
     with pytest.raises(KeyError):
         metrics.ended("a text")
-    # What there is not is left out.
-    page = Metrics("other", lambda: engine_stats(pads_ready=None)).page()[0]
-    assert not any(name in page for name in (b"pads_ready", b"audit", b"demo"))
-    known = prometheus_client.REGISTRY._names_to_collectors
-    assert not any(name.startswith(("vllm", "tsqp")) for name in known)
 
 
 def test_pads_made_per_second_of_the_last_minute() -> None:
