@@ -17,7 +17,6 @@ from tee_side.attest.nvidia import VerifiedNvidia, verify_nvidia
 from tests.kit.evidence import changed, read_vector
 from tests.kit.nvidia_chain import (
     BEGINS,
-    FIELDS,
     FIRMWARE,
     MEASUREMENTS,
     NvidiaGpu,
@@ -55,19 +54,6 @@ def test_a_report_says_firmware_measurements_and_versions() -> None:
     # One digest pins firmware and all measurements.
     last = found._replace(measurements=(*found.measurements[:-1], bytes(48)))
     assert len({found.digest, last.digest, found._replace(firmware=bytes(48)).digest}) == 3
-
-
-@each_row(
-    "fields, said",
-    [
-        ((), ("", "")),
-        (((3, b"\x1b[31m\xff\0"),), ("?[31m\ufffd", "")),
-        (((9, b""), *FIELDS), ("535.86.09", "96.00.5E.00.01")),
-    ],
-)
-def test_versions_are_read_where_they_are(fields: Any, said: tuple[str, str]) -> None:
-    found = verify(make_gpu(), make_gpu().sign(messages(NONCE, fields=fields)))
-    assert (found.driver, found.vbios) == said
 
 
 def _with(place: int, value: int) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.errors import EvidenceError
 from tee_side.attest.snp import VerifiedSnp, verify_snp
-from tests.kit.evidence import PRODUCTS, SNP_VECTORS, VECTORS, SnpVector, authority, read_vector
+from tests.kit.evidence import SNP_VECTORS, VECTORS, SnpVector, read_vector
 from tests.kit.rows import each_row
 
 _BY_NAME = {vector.name: vector for vector in SNP_VECTORS}
@@ -58,26 +58,6 @@ def test_a_report_is_genuine_within_the_time_of_its_leaf(vector: SnpVector) -> N
     late, early = datetime(2040, 1, 1, tzinfo=UTC), datetime(2021, 1, 1, tzinfo=UTC)
     assert _refusal(vector, vector.chain, late).startswith("AMD leaf: got 2040-01-01T")
     assert re.match("AMD (leaf|ASK|ARK): got 2021-01-01T", _refusal(vector, vector.chain, early))
-
-
-@each_row("vector", SNP_VECTORS, ids=lambda vector: vector.name)
-def test_a_chain_of_another_product_or_kind_is_refused(vector: SnpVector) -> None:
-    leaf, intermediate, _ = vector.chain
-    for product in PRODUCTS:
-        root = authority(product, "ark")
-        # Reports of version 2 do not say their product.
-        known = product == vector.product or vector.version == 2
-        other = f"AMD root: got that of {product}, expected {vector.product}"
-        for which in ("ask", "asvk"):
-            chain = (leaf, authority(product, which), root)
-            if chain != vector.chain:
-                found = _refusal(vector, chain)
-                assert found.startswith("AMD leaf: got a wrong signature" if known else other)
-        if product != vector.product:
-            found = _refusal(vector, (leaf, intermediate, root))
-            assert found.startswith("AMD ASK: got a wrong signature" if known else other)
-    forged = _refusal(vector, vector.chain_of(read_vector("snp/invalid-leaf.der")))
-    assert forged.startswith("AMD leaf: got a wrong signature")
 
 
 def test_a_list_of_revoked_certificates_is_by_its_root_and_has_its_time() -> None:

@@ -1,4 +1,4 @@
-"""Answers as clients and test suites of OpenAI's API expect them: whole, streamed, as vectors."""
+"""Answers as clients of the APIs expect them: whole, streamed, as vectors, as tokens."""
 
 from __future__ import annotations
 
@@ -190,22 +190,6 @@ def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() 
     assert (found["tokens"], found["token_logprobs"]) == (names[:1], [-9999.0])
 
 
-@each_row("stream", [False, True])
-def test_logprobs_of_a_chat_have_bytes_and_the_likeliest(stream: bool) -> None:
-    reply = chat(FakeEngine(says=[302, *_ids("é")]), logprobs=True, top_logprobs=3, stream=stream)
-    if stream:
-        parts = [chunk["choices"][0]["logprobs"] for chunk in reply.events()[:-1]]
-        found = [entry for part in parts if part is not None for entry in part["content"]]
-    else:
-        found = _only(reply)["logprobs"]["content"]
-    assert [len(entry["top_logprobs"]) for entry in found] == [3, 3, 3]
-    own = [top for top in found[0]["top_logprobs"] if top["token"] == found[0]["token"]]
-    assert own == [{key: found[0][key] for key in ("token", "logprob", "bytes")}]
-    assert bytes(found[0]["bytes"]).decode() == found[0]["token"]
-    assert bytes(found[1]["bytes"] + found[2]["bytes"]).decode() == "é"
-    assert [entry["token"] for entry in found[1:]] == ["bytes:\\xc3", "bytes:\\xa9"]
-
-
 def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
     return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
 
@@ -230,3 +214,61 @@ def test_each_input_has_a_vector_of_length_one() -> None:
         by = serving(engine, model=model(**served))
         call(by, "POST", "/v1/embeddings", {"input": "a"} | asked)
         assert engine.requests[0].pooling == "mean"
+
+
+TEXT = "Hello é"
+IDS = tokenizer().encode(TEXT)
+
+
+def _post(path: str, **body: Any) -> Reply:
+    return call(serving(), "POST", path, body)
+
+
+def test_vllm_s_tokenize_counts_and_adds_special_tokens_unless_it_is_told_not_to() -> None:
+    body = _post("/tokenize", model="demo", prompt=TEXT).json()
+    expected = {"tokens": IDS, "count": len(IDS), "max_model_len": model().max_model_len}
+    assert body == expected | {"token_strs": None}
+    body = _post("/tokenize", prompt=TEXT, add_special_tokens=False, return_token_strs=True).json()
+    assert body["tokens"] == IDS[1:]
+    assert body["token_strs"][-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert "".join(body["token_strs"][:-2]) == "Hello "
+    # llama.cpp's has tokens or pieces and nothing else.
+    assert _post("/tokenize", content=TEXT).json() == {"tokens": IDS[1:]}
+    pieces = _post("/tokenize", content=TEXT, with_pieces=True).json()["tokens"]
+    assert [piece["piece"] for piece in pieces[-2:]] == [[0xC3], [0xA9]]
+    messages = [{"role": "user", "content": "Hello"}]
+    for add in (True, False):
+        body = _post("/tokenize", messages=messages, add_generation_prompt=add).json()
+        expected_ids = tokenizer().apply_chat_template(messages, add_generation_prompt=add)
+        assert body["tokens"] == expected_ids
+
+
+CHAT = [{"role": "user", "content": TEXT}]
+
+
+@each_row(
+    ("body", "param"),
+    [
+        ({}, "body"),
+        ({"prompt": "a", "content": "a"}, "body"),
+        ({"messages": [{}]}, "body.messages.0.role"),
+        # A field of another form is not passed over.
+        *(
+            ({"prompt": TEXT, name: True}, f"body.{name}")
+            for name in ("add_special", "with_pieces")
+        ),
+        ({"content": TEXT, "add_special_tokens": True}, "body.add_special_tokens"),
+        ({"messages": CHAT, "add_special_tokens": True}, "body.add_special_tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_400(body: dict[str, Any], param: str) -> None:
+    reply = _post("/tokenize", **body)
+    assert (reply.status, reply.error()["param"]) == (400, param)
+    null = {name: None if value is True else value for name, value in body.items()}
+    assert (_post("/tokenize", **null).status == 200) == (null != body)
+
+
+def test_detokenize_answers_under_both_names() -> None:
+    assert _post("/detokenize", tokens=IDS).json() == {"prompt": TEXT, "content": TEXT}
+    assert _post("/detokenize", tokens=[]).json()["prompt"] == ""
+    assert _post("/detokenize", tokens=[1024]).error()["param"] == "body.tokens"

@@ -191,20 +191,6 @@ def test_a_write_cut_anywhere_leaves_a_torn_tail_that_the_next_run_cuts_off(path
         assert kinds == [*[("request", None)] * whole, ("torn", torn), ("request", None)]
 
 
-def test_blocks_that_were_not_written_before_a_loss_of_power_read_as_zeros(path: Path) -> None:
-    write(path, 0)
-    first = path.stat().st_size
-    write(path, 1, 2)
-    content = path.read_bytes()
-    for kept in range(first, first + HEADER + 10):
-        path.write_bytes(content[:kept] + bytes(len(content) - kept + 5000))
-        reader = read(path)[1]
-        assert (reader.records, reader.torn_bytes) == (1, len(content) - first + 5000)
-    write(path, 3)
-    assert numbers_of(path) == [0, None, 3]
-    assert read(path)[1].torn_bytes == 0
-
-
 class Disk:
     """Takes so many bytes, then refuses; counts syncs."""
 

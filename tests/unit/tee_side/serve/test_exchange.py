@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from tests.kit.serve import (
     call,
     complete,
     connected,
-    connection,
     in_a_loop,
     serving,
 )
@@ -138,26 +136,6 @@ async def test_an_error_of_one_prompt_cancels_the_others() -> None:
         assert first.request.prompt_ids == (5,)
 
 
-@in_a_loop
-async def test_what_the_end_of_the_server_cuts_off_is_told() -> None:
-    for begun in (True, False):
-        engine, watch = FakeEngine(hold=True), FakeWatch()
-        made = connection("POST", PATH, _body(True))
-        app = create_app(serving(engine, watch=watch))
-        task = asyncio.create_task(app(made.scope, made.receive, made.send))
-        await engine.submitted.wait()
-        if begun:
-            engine.step(TOKEN)
-            await made.changed.wait()
-        # As uvicorn does with what is still open after its grace.
-        task.cancel()
-        await task
-        error = made.reply.events()[-1]["error"] if begun else made.reply.error()
-        assert (made.reply.status, error["code"]) == (200 if begun else 503, "failed")
-        assert _outcomes(watch) == ["EngineError"]
-        assert engine.open == []
-
-
 class Full(FakeEngine):
     """Has `places`, each at every so many attempts; `never`: a request too many could never run."""
 
@@ -195,23 +173,6 @@ def test_prompts_of_a_request_wait_for_places(
 
 
 @in_a_loop
-async def test_a_prompt_that_lost_its_place_waits_if_others_of_its_request_have_one() -> None:
-    for begun in (True, False):
-        prompts = [[5], [6]] if begun else [[6]]
-        async with _held(_body(False, prompt=prompts)) as held:
-            lost = QueueFullError("queue", got="9", expected="< 9")
-            held.engine.step(Delivery(error=lost, ended=True), ticket=len(prompts) - 1)
-            if begun:
-                await held.engine.submitted.wait()
-                assert [one.prompt_ids for one in held.engine.requests] == [(5,), (6,), (6,)]
-                for _ in range(2):
-                    end = NewToken(0, 300, None, "stop")
-                    held.engine.step(Delivery((end,), PromptRead(), ended=True))
-            assert await held.status() == (200 if begun else 503)
-        assert held.watch.ended == [("stop", 2, 2) if begun else ("QueueFullError", 0, 0)]
-
-
-@in_a_loop
 async def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_again() -> None:
     async with _held(_body(False, prompt=[[at + 1] * 2 for at in range(20)])) as held:
         held.engine.step(TOKEN)
@@ -240,27 +201,6 @@ async def test_a_closed_connection_cancels_its_request_in_the_engine_at_once() -
         held.engine.step(TOKEN)
     assert held.engine.cancelled
     assert (held.asked.reply.writes, _outcomes(held.watch)) == ([], ["cancelled"])
-
-
-@in_a_loop
-async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_once() -> None:
-    engine, asked = FakeEngine(hold=True), connection("POST", PATH, _body(True))
-    writing, resume = asyncio.Event(), asyncio.Event()
-
-    async def send(_message: Any) -> None:
-        writing.set()
-        await resume.wait()
-
-    app = create_app(serving(engine))
-    task = asyncio.create_task(app(asked.scope, asked.receive, send))
-    await engine.submitted.wait()
-    engine.step(TOKEN)
-    await writing.wait()
-    asked.leave()
-    await engine.was_cancelled.wait()
-    assert not task.done()
-    resume.set()
-    await task
 
 
 def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:

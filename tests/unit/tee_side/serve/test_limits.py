@@ -39,18 +39,6 @@ def world() -> World:
     return World()
 
 
-def test_a_key_without_limits_has_none_and_keys_do_not_share(world: World) -> None:
-    world.key()
-    for owner in ("alice", "", "removed"):
-        for _ in range(100):
-            world.begin(10**9, owner)
-        assert world.limits.headers(owner) == {}
-        assert world.limits.running(owner) == 100
-    world.key("bob", concurrent=1, requests_per_minute=1)
-    world.begin(owner="bob")
-    world.begin()
-
-
 def test_requests_a_minute_refill_steadily(world: World) -> None:
     world.key(requests_per_minute=6)
     for _ in range(6):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import EndpointError, LimitError
 from tee_side.attest.receipts import Receipt, verify
-from tee_side.serve.app import create_app
 from tee_side.serve.audit_log import AuditLog, AuditReader, open_log
 from tee_side.serve.limits import Limits
 from tee_side.serve.metrics import Metrics
@@ -27,7 +24,6 @@ from tests.kit.serve import (
     FakeEngine,
     FakeWatch,
     Reply,
-    ask,
     call,
     engine_stats,
     serving,
@@ -84,12 +80,6 @@ def sha256(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def in_a_chain(signed: Sequence[bytes]) -> bool:
-    before = [bytes(32), *map(sha256, signed[:-1])]
-    found = [verify(one, PUBLIC) for one in signed]
-    return [one.previous for one in found] == before
-
-
 @each_row(("path", "body", "stream"), FORMS)
 def test_a_receipt_is_of_the_bytes_that_were_sent_and_received(
     path: str, body: dict[str, Any], stream: bool
@@ -131,24 +121,6 @@ def test_counts_and_sampling_are_told_as_the_answer_has_them() -> None:
     assert found.seed == 9
     assert receipt_of(post(signing(), COMPLETIONS, {"prompt": [5]})).seed is None
     assert receipt_of(post(signing(), EMBEDDINGS, {"input": "a"})).sampling == {}
-
-
-def test_receipts_of_a_server_are_a_chain_in_the_order_of_the_answers_ends() -> None:
-    async def run() -> list[Reply]:
-        app = create_app(signing(FakeEngine(says=[300, 301, 302])))
-        found = []
-        for path, body, stream in FORMS[:3]:
-            # What is refused is no link of it.
-            assert (await ask(app, "POST", path, {"prompt": 1})).status == 400
-            found.append(await ask(app, "POST", path, body | {"stream": stream}))
-        asked = [(at % 2 == 0, 3 - at % 3) for at in range(9)]
-        bodies = [{"prompt": [5], "stream": stream, "max_tokens": most} for stream, most in asked]
-        at_once = await asyncio.gather(*(ask(app, "POST", COMPLETIONS, body) for body in bodies))
-        return found + at_once
-
-    signed = {verify(one, PUBLIC).sequence: one for _, one in map(split, asyncio.run(run()))}
-    assert sorted(signed) == list(range(12))
-    assert in_a_chain([signed[at] for at in range(12)])
 
 
 def test_a_stream_that_breaks_off_with_an_error_has_one_for_what_it_says() -> None:

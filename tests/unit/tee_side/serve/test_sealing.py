@@ -23,9 +23,7 @@ from tests.kit.serve import (
     JSON,
     NOW_S,
     OUTSIDE,
-    SAID,
     Clock,
-    Connection,
     FakeEngine,
     Reply,
     SealedRequest,
@@ -89,24 +87,6 @@ def test_a_sealed_request_is_answered_as_a_plain_one(
     for chunk in (2**30, 177):
         asked = sealed(path, content(body), method=method)
         assert unique(answer(sealing(app), asked, chunk=chunk)) == unique(plain)
-
-
-def test_a_request_may_be_to_a_hybrid_key_in_many_chunks_and_of_a_type_written_otherwise(
-    app: Any,
-) -> None:
-    pieces = [HELLO[at : at + 3] for at in range(0, len(HELLO), 3)]
-    asked = sealed(COMPLETIONS, *pieces, b"", key=HYBRID)
-    found = answer(sealing(app, key=HYBRID), asked)
-    assert found.json()["choices"][0]["text"] == SAID
-    for kind in ("Message/TSQP-Sealed", f" {CONTENT_TYPE} ;"):
-        asked = sealed("/health", method="GET")
-        to = connection("POST", "/health", b"".join(asked.parts), {"content-type": kind})
-        assert asked.opened(asyncio.run(send(sealing(app), to))).status == 200
-    # Others are served as before.
-    headers = {"content-type": "application/json"}
-    plain = asyncio.run(ask(app, "POST", COMPLETIONS, HELLO, headers))
-    to = connection("POST", COMPLETIONS, HELLO, headers)
-    assert unique(asyncio.run(send(sealing(app), to))) == unique(plain)
 
 
 def test_outside_are_neither_content_nor_status_nor_headers() -> None:
@@ -323,29 +303,6 @@ def test_a_full_memory_forgets_nothing(app: Any, monkeypatch: pytest.MonkeyPatch
     assert answer(by, sealed("/health", method="GET")).status == 200
     now.wait(WINDOW_S + 0.5)
     assert answer(by, sealed(COMPLETIONS, HELLO, time=NOW_S + 9)).status == 200
-
-
-def test_the_bound_of_bodies_is_the_same_as_of_plain_ones() -> None:
-    most = 32 * serving().model.max_model_len
-    app = create_app(serving(), min_body_bytes=1000)
-    body = content({"prompt": "a" * most})
-    taken = 0
-
-    class Counted(Connection):
-        async def receive(self) -> Any:
-            nonlocal taken
-            message = await super().receive()
-            taken += len(message.get("body", b""))
-            return message
-
-    for headers in (JSON, JSON | {"content-length": str(len(body)).encode()}):
-        asked = sealed(COMPLETIONS, body * 30, headers=headers)
-        data, taken = b"".join(asked.parts), 0
-        to = Counted("POST", COMPLETIONS, data, OUTSIDE, 1000)
-        found = asked.opened(asyncio.run(send(sealing(app), to)))
-        assert code_of(found) == (413, "body_too_large")
-        # It was not read to its end.
-        assert taken <= most + 2 * CHUNK_BYTES < len(data)
 
 
 def test_an_answer_ends_as_its_app_ends_it() -> None:
