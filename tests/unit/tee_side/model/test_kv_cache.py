@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
-import re
 import weakref
 from collections.abc import Callable
-from typing import NoReturn
 
 import pytest
 import torch
 
-from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model import kv_cache
 from tee_side.model.kv_cache import KVCache, kv_bytes
@@ -88,26 +84,6 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig) -> None:
 
 
 # -------------------------------------------------------------------------------------- memory
-
-
-def test_memory_that_the_machine_refuses_is_worth_retrying_where_it_has_as_much(
-    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(LimitError) as caught:
-        KVCache(config, 10**12, torch.float32)
-    size = kv_bytes(config, 10**12, torch.float32) / 2**20
-    assert caught.value.got == f"a request that needs {size:.1f} MiB for 1000000000000 tokens"
-    assert re.search(r"of \d+\.\d MiB that it has", caught.value.where)
-    assert re.search(r"less: \d+\.\d MiB are available", caught.value.expected)
-    assert not caught.value.retryable
-
-    def refuse(*_: object) -> NoReturn:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("tee_side.model.kv_cache.mmap.mmap", refuse)
-    with pytest.raises(LimitError) as caught:
-        KVCache(config, 10, torch.float32)
-    assert caught.value.retryable
 
 
 def test_its_memory_is_its_own_and_goes_with_the_last_view(

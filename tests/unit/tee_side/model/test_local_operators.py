@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +23,14 @@ from tee_side.model.local_operators import (
     load_local_operators,
     sites_here,
 )
+from tee_side.model.operators import Operators, place
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
-from tee_side.words import OPERATORS
-from tests.kit.model import CLEAR, SavedModel
+from tee_side.words import OPERATORS, PHASES, Phase
+from tests.kit.model import CLEAR, SavedModel, policy_of
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
@@ -157,3 +158,23 @@ def test_logits_that_are_not_finite_are_refused(value: float) -> None:
         logits_NV[1, 3] = value
         with pytest.raises(ReplyError, match="logits: got values that are not finite"):
             run(logits(logits_NV, None, ops))  # type: ignore[arg-type]
+
+
+PAD = CLEAR | {"mask": "pad"}
+TEE = {"place": "tee"}
+
+
+def _placed(operators: dict[str, Any], *, withheld: bool = False) -> Mapping[Phase, Operators]:
+    call: Any = lambda *_: lambda x: x  # noqa: E731
+    return place(policy_of(operators, arithmetic="int8"), 4, call, call, withheld=withheld)
+
+
+def test_pads_are_drawn_in_their_own_phase_and_not_where_they_are_withheld() -> None:
+    leaves, stays = (
+        _placed({"lm_head": PAD, "o_proj": PAD}, withheld=withheld)["decode"]
+        for withheld in (False, True)
+    )
+    assert [[mask.name for mask in table.masks] for table in (leaves, stays)] == [["pad"], []]
+    assert (leaves.head_apart, stays.head_apart) == (True, False)
+    phases = _placed({"o_proj": [TEE | {"phase": "prefill"}, PAD | {"phase": "decode"}]})
+    assert [bool(phases[phase].masks) for phase in PHASES] == [False, True]

@@ -28,7 +28,6 @@ from tests.kit.pads import (
     fill,
     new_boot,
     place,
-    product,
     put_all,
     reopen,
     use,
@@ -166,22 +165,6 @@ def test_a_key_that_is_another_or_that_others_can_reach_is_refused(
     key.chmod(0o600)
 
 
-@each_row("name", NAMES)
-def test_a_file_that_is_missing_or_no_file_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-    create(tmp_path / name).close()
-    path = tmp_path / name / name
-    path.unlink()
-    for opened in (reopen, lambda folder: read_bank_status(place(folder))):
-        with pytest.raises(PadBankError, match=_message(f"{path}: ", "No such file")):
-            opened(path.parent)
-    os.mkfifo(path, 0o600)  # is not waited for
-    _refused(path.parent, f"{path}", "no regular file")
-    path.unlink()
-    path.mkdir()
-    _refused(path.parent, f"{path}")
-
-
 # ------------------------------------------------------------------------------------ two banks
 
 
@@ -239,37 +222,6 @@ def test_every_byte_of_header_and_index_counts(tmp_path: Path) -> None:
         path.write_bytes(content)
     assert unnoticed == []
     reopen(tmp_path).close()
-
-
-def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
-    """Of each record another byte is changed; then of neither site of a token."""
-    size = max(bank_format.record_bytes(site, 1) for site in LAYOUT.sites)
-    with create(tmp_path, capacity=size + 1, block=1) as bank:
-        fill(bank, size + 1)
-        damaged = []
-        with (tmp_path / "bank").open("r+b") as file:
-            for site in LAYOUT.sites:
-                for index in range(bank_format.record_bytes(site, 1)):
-                    place = bank._place(index, site)[1] + index
-                    file.seek(place)
-                    changed = file.read(1)[0] ^ 1 << index % 8
-                    file.seek(place)
-                    file.write(bytes([changed]))
-                    damaged.append((index, site))
-        refused = []
-        for index in range(size + 1):
-            indices = bank.take(1)
-            for site in LAYOUT.sites:
-                try:
-                    r, u = bank.factors(indices, site.number)
-                    assert torch.equal(u, product(site.number, r))
-                except PadBankError as error:
-                    assert re.search(f"bank: pad {index}, {site}.* tag", str(error))  # noqa: PT017
-                    refused.append((index, site))
-                # Damaged or not, the pair is used up.
-                with pytest.raises(RuntimeError, match=f"index {index}"):
-                    bank.factors(indices, site.number)
-    assert set(refused) == set(damaged)
 
 
 def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:

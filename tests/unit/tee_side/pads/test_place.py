@@ -222,6 +222,3 @@ def test_the_place_of_a_witness_is_one_that_only_this_user_writes_to(
         memory.chmod(mode)
         with pytest.raises(PadBankError, match=said):
             BankFile.open(at(witness), PURPOSE)
-    monkeypatch.setattr(bank_files, "_in_memory", lambda device: False)
-    with pytest.raises(PadBankError, match="--bank-witness: got no file system in memory"):
-        BankFile.open(at(None), PURPOSE)

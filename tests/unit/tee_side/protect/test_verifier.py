@@ -53,26 +53,6 @@ def model(saved_model: Models) -> SavedModel:
 
 
 @each_row(
-    ("name", "dtype"),
-    [
-        ("tsqp", "float16"),
-        ("tsqp-permuted", "bfloat16"),
-        ("row-mix", "float16"),
-        ("cloak", "bfloat16"),
-    ],
-)
-def test_honest_services_raise_no_alarm_in_any_dtype(
-    model: SavedModel, name: str, dtype: str
-) -> None:
-    """Every policy with all that leaves verified; those that say so by themselves run elsewhere."""
-    policy = with_results(name, "freivalds")
-    assert policy.verified
-    tee = model.tee(policy, dtype)
-    tee.logits(token_ids(70), chunk=9)
-    assert all(channel.requests for channel in tee.channels)
-
-
-@each_row(
     ("name", "verify"),
     [(n, v) for n in ("shielded", "tsqp", "attention-in-tee") for v in ("freivalds", "none")],
 )
