@@ -133,7 +133,6 @@ def test_genuine_quotes_are_accepted(name: str, mrtd: str, rtmr0: str, report_da
     "quote, collateral, now, got",
     [
         ("v5", "v5", LATER, "expired"),
-        ("v4", "v4", V4_NOW - timedelta(days=2), "in the future"),
         ("v4", "v5", NOW, "Fmspc"),
         ("debug", "debug", NOW, "Debug mode"),
         ("outdated", "v5", NOW, "No matching TCB"),

@@ -16,7 +16,6 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from protocol.model.quantized import load_quantized
 from tee_side.model.forward import logits
 from tee_side.model.local_operators import (
     LocalOperators,
@@ -84,28 +83,6 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
 
 
 # ----------------------------------------------------------------------------- integers
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_integers_are_those_of_int64_at_every_site(saved_model: Models, kind: str) -> None:
-    model = saved_model(kind)
-    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    calibration = Calibration.load(model.calibration, config, model_digest(config, checkpoint))
-    biases = load_biases(checkpoint, config, FUSED_MODULES, torch.float32)
-    local, different = _local(model, _policy(arithmetic="int8")), []
-    for (layer, operator), scales in calibration.sites.items():
-        weights = load_quantized(checkpoint, config, layer, operator)
-        for rows in (1, 5, 33):
-            x = torch.randn(rows, weights.weight.shape[1])
-            exact = scales.encode(x).long() @ weights.weight.long().t()
-            assert exact.abs().max() < 2**31
-            expected = exact.float() * (weights.scale * scales.input_scale)
-            if (bias := biases.get((layer, operator))) is not None:
-                expected = expected + bias
-            if not torch.equal(local[layer, operator](x), expected):
-                different.append((layer, operator, rows))
-    assert different == []
-    assert len(calibration.sites) == 4 * config.num_hidden_layers
 
 
 @pytest.mark.usefixtures("torch_kernels")

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from protocol.errors import MaskError, PolicyError
+from protocol.errors import MaskError
 from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, Masked, Seed
 from tee_side.protect.masks.pad import Pad
@@ -57,29 +57,6 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
     assert not torch.equal(first, second)
     with pytest.raises(KeyError):
         hide((2, "o_proj"))(X)
-
-
-class Own(Mask):
-    """A mask of no kind."""
-
-    name = "own"
-    kind = "row"
-    hides = known_break = source = cost = "x"
-    broken = True
-    tolerance = 1.0
-
-
-@each_row(
-    ("mask", "said"),
-    [
-        (Pad(), "mask pad: got no factors"),
-        (FeaturePermutation(), "feature-permutation: got no key, expected --key"),
-        (Own(), "mask own: got Own, expected a RowMask"),
-    ],
-)
-def test_a_mask_without_what_it_needs_is_refused(mask: Mask, said: str) -> None:
-    with pytest.raises(PolicyError, match=said):
-        linear_masking(mask, Randomness())
 
 
 # ------------------------------------------------------------------------------------ the rules
@@ -155,7 +132,7 @@ def test_tensors_or_seeds_may_be_sent_and_seeds_of_rows_of_a_layer_alone() -> No
     ],
 )
 def test_what_unmask_returns_is_checked(unmasked: Tensor | None, said: str) -> None:
-    rules = MaskRules(Own())
+    rules = MaskRules(RowPermutation())
     rules.check_unmasked("o_proj", X, (3, 4), torch.float32)
-    with pytest.raises(MaskError, match=f"mask own: o_proj: got {said}"):
+    with pytest.raises(MaskError, match=f"o_proj: got {said}"):
         rules.check_unmasked("o_proj", unmasked, (3, 4), torch.float32)

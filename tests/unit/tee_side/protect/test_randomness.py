@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
@@ -52,20 +51,6 @@ def test_bytes_are_counter_mode_and_elements_are_bytes(monkeypatch: pytest.Monke
     assert Randomness().bytes(32) != Randomness().bytes(32)
     monkeypatch.setattr(os, "urandom", lambda count: KEY[:count])
     assert Randomness().bytes(32) == Randomness(KEY).bytes(32)
-
-
-@each_row(
-    "call",
-    [
-        lambda: Randomness(KEY[:16], bytes(16)),
-        lambda: Randomness(KEY, bytes(12)),
-        lambda: Keystream(KEY[:16]),
-        lambda: Randomness(KEY).bytes(-1),
-    ],
-)
-def test_other_lengths_and_negative_sizes_are_refused(call: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"randomness: .*, expected"):
-        call()
 
 
 def test_derived_generators_are_unrelated_repeatable_and_leave_the_parent_alone() -> None:
