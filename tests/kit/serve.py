@@ -101,7 +101,6 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     cancelled: list[FakeTicket] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    was_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check(self, _request: Request) -> None:
         if self.unfit is not None:
@@ -126,7 +125,6 @@ class FakeEngine:
         if ticket in self.open:
             self.open.remove(ticket)
             self.cancelled.append(ticket)
-            self.was_cancelled.set()
 
     def step(self, delivery: Delivery, ticket: int = 0) -> None:
         self._give(self.open[ticket], delivery)
@@ -189,7 +187,6 @@ class FakeWatch:
     events: list[int] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     receipts: list[bytes | None] = field(default_factory=list)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def running(self) -> int:
@@ -219,7 +216,6 @@ class FakeWatch:
     ) -> None:
         self.ended.append((outcome, prompt_tokens, completion_tokens))
         self.receipts.append(receipt)
-        self.over.set()
 
 
 class FakeGrammar:
