@@ -73,20 +73,6 @@ def test_a_whole_answer_has_all_that_openai_s_has() -> None:
         }
 
 
-def test_a_stream_of_a_chat_begins_each_choice_with_the_role_alone() -> None:
-    *chunks, _ = chat(stream=True, n=2).events()
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    choices = [chunk["choices"][0] for chunk in chunks]
-    role = {"role": "assistant", "content": ""}
-    assert [(choice["index"], choice["delta"]) for choice in choices[:2]] == [(0, role), (1, role)]
-    for index in range(2):
-        mine = [choice for choice in choices[2:] if choice["index"] == index]
-        assert "".join(choice["delta"]["content"] for choice in mine) == SAID
-        assert all(choice["delta"].keys() == {"content"} for choice in mine)
-        reasons = [choice["finish_reason"] for choice in mine]
-        assert [*filter(None, reasons)] == ["stop"] == reasons[-1:]
-
-
 @each_row("by", [complete, chat], ids=lambda by: by.__name__)
 def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) -> None:
     for usage in (True, False):

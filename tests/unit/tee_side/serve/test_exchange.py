@@ -82,14 +82,6 @@ def test_everything_of_a_request_passes_the_watch(stream: bool) -> None:
     assert _outcomes(_ask(FakeEngine(), _body(stream, max_tokens=2))[1]) == ["length"]
 
 
-def test_usage_is_told_as_a_multiple_and_accounted_for_as_it_is() -> None:
-    engine = FakeEngine(says=[300, 301, 302], reused=1)
-    reply, watch = _ask(engine, _body(False, max_tokens=3), round_usage=16)
-    told = {"prompt_tokens": 16, "completion_tokens": 16, "total_tokens": 32}
-    assert reply.json()["usage"] == told | {"prompt_tokens_details": {"cached_tokens": 16}}
-    assert watch.ended == [("stop", 2, 3)]
-
-
 @each_row("stream", [False, True])
 def test_an_error_is_an_http_error_before_the_first_byte_and_an_event_behind_it(
     stream: bool,
