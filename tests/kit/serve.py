@@ -101,6 +101,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     cancelled: list[FakeTicket] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    was_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check(self, _request: Request) -> None:
         if self.unfit is not None:
@@ -125,6 +126,7 @@ class FakeEngine:
         if ticket in self.open:
             self.open.remove(ticket)
             self.cancelled.append(ticket)
+            self.was_cancelled.set()
 
     def step(self, delivery: Delivery, ticket: int = 0) -> None:
         self._give(self.open[ticket], delivery)

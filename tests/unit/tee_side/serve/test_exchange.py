@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tests.kit.serve import (
     call,
     complete,
     connected,
+    connection,
     in_a_loop,
     serving,
 )
@@ -193,6 +195,27 @@ async def test_a_closed_connection_cancels_its_request_in_the_engine_at_once() -
         held.engine.step(TOKEN)
     assert held.engine.cancelled
     assert (held.asked.reply.writes, _outcomes(held.watch)) == ([], ["cancelled"])
+
+
+@in_a_loop
+async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_once() -> None:
+    engine, asked = FakeEngine(hold=True), connection("POST", PATH, _body(True))
+    writing, resume = asyncio.Event(), asyncio.Event()
+
+    async def send(_message: Any) -> None:
+        writing.set()
+        await resume.wait()
+
+    app = create_app(serving(engine))
+    task = asyncio.create_task(app(asked.scope, asked.receive, send))
+    await engine.submitted.wait()
+    engine.step(TOKEN)
+    await writing.wait()
+    asked.leave()
+    await engine.was_cancelled.wait()
+    assert not task.done()
+    resume.set()
+    await task
 
 
 def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:
