@@ -189,7 +189,6 @@ class FakeWatch:
     events: list[int] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     receipts: list[bytes | None] = field(default_factory=list)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def running(self) -> int:
@@ -219,7 +218,6 @@ class FakeWatch:
     ) -> None:
         self.ended.append((outcome, prompt_tokens, completion_tokens))
         self.receipts.append(receipt)
-        self.over.set()
 
 
 class FakeGrammar:

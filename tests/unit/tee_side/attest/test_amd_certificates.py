@@ -87,6 +87,9 @@ def test_three_certificates_in_order_to_a_root_that_is_pinned_to_the_byte() -> N
         _refuses(text, (*CHAIN.certificates, ARK)[:count])
     for certificates in ((ARK, ASK, LEAF), (LEAF, ARK, ASK), (ASK, LEAF, ARK), (ARK, ARK, ARK)):
         _refuses("AMD ", certificates)
+    # Another thing that the root signed is no intermediate.
+    _refuses(_BYTES, (LEAF, made.signed(made.crl_body(), ARK_KEY), ARK))
+    _refuses(_BYTES, crl=ASK)
     for other in (made.ark_body("milan").signed(ARK_KEY), ARK + b"\0"):
         _refuses("AMD root: got another certificate", (LEAF, ASK, other))
     with pytest.raises(EvidenceError, match="AMD root: got another certificate"):
@@ -125,22 +128,18 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
     algorithm, of = made.PSS_SHORT, f"AMD {where}: got"
     two = f"{of} two signature algorithms" if where == "leaf" else _BYTES
     rows = [
-        (b"", _BYTES),
         (good + b"\0", _BYTES),
         (good[:-1], _BYTES),
         # Lengths that are not the shortest, inside and around.
         (b"\x30\x83\0" + good[2:], _BYTES),
         (parts(b"\x30\x83\0" + body[2:], algorithm, bits(signature)), _BYTES),
-        (parts(body, algorithm), _BYTES),
         (parts(body, algorithm, bits(signature), bits(signature)), _BYTES),
-        (parts(body, algorithm, bits(signature, b"\x08")), _BYTES),
         (made.sequence(bytes(8189)), f"{of} 8193 bytes, expected 8192 at most"),
         *(
             (parts(body, other_one, bits(signature)), f"{of} another signature algorithm")
             for other_one in (made.pss(salt=32), made.pss(b"\x05\0"), made.sequence())
         ),
         (parts(body, made.PSS_LONG, bits(signature)), two),
-        (parts(body, algorithm, bits(bytes(512))), f"{of} a wrong signature"),
         (parts(body, algorithm, bits(flipped)), f"{of} a wrong signature"),
         # One that begins with a zero is right for OpenSSL without it as well.
         *(
@@ -150,7 +149,6 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
         (parts(elsewhere, algorithm, bits(signature)), f"{of} a wrong signature"),
         (parts(body, algorithm, bits(even, b"\1")), _BYTES),
         (made.signed(body, other), f"{of} a wrong signature"),
-        (made.signed(made.sequence(), key), _BYTES),
     ]
     for encoded, text in rows:
         _refuses(text, **given(encoded))
@@ -172,14 +170,6 @@ def test_issuers_have_rsa_keys_of_4096_bits_even_where_they_are_pinned() -> None
     body = replace(made.ask_body("milan"), key=made.public(made.LEAF_KEY))
     text = "AMD leaf: got an issuer with another key, expected RSA-4096"
     _refuses(text, (LEAF, body.signed(ARK_KEY), ARK))
-
-
-def test_another_thing_that_the_root_signed_is_no_intermediate() -> None:
-    _refuses(_BYTES, (LEAF, made.signed(made.crl_body(), ARK_KEY), ARK))
-    _refuses(_BYTES, crl=ASK)
-    _refuses("AMD leaf: got a wrong signature", (LEAF, ARK, ARK))
-    body = replace(made.ask_body("milan"), issuer=made.name("ARK-Genoa"))
-    _refuses("AMD certificates: got other bytes", (LEAF, body.signed(ARK_KEY), ARK))
 
 
 def test_nothing_but_signed_bytes_reaches_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,28 +218,17 @@ def _crl(*revoked: int, **changed: Any) -> bytes:
     return made.signed(made.crl_body("milan", revoked, **changed), ARK_KEY)
 
 
-def _no_entry() -> bytes:
-    """Return a list with an entry that says no time."""
-    times = made.time(made.BEGINS) + made.time(made.ENDS)
-    entries = made.sequence(made.sequence(made.integer(7)))
-    head = (made.integer(1), made.PSS_SHORT, made.name("ARK-Milan"))
-    return made.signed(made.sequence(*head, times, entries), ARK_KEY)
-
-
 @each_row(
     ("crl", "text"),
     [
         (_crl(), ""),
         (_crl(1, 3, 0), ""),
         (_crl(1, 2), "AMD ASK: got a certificate that is revoked"),
-        (b"", _BYTES),
         (_crl(issuer=made.name("ARK-Genoa")), "AMD CRL: got another issuer, expected the ARK"),
         (_crl(begins=b"260101000001Z"), "AMD CRL: got 2026-01-01T00:00:00+00:00, expected a time"),
         (_crl(ends=b"251231235959Z"), "AMD CRL: got 2026-01-01T00:00:00+00:00, expected a time"),
         # One that says of no end is not taken as one for ever.
         (_crl(ends=None), "AMD CRL: got 2026-01-01T00:00:00+00:00, expected a time from 2024-01"),
-        (made.signed(made.sequence(made.integer(1), made.PSS_SHORT), ARK_KEY), _BYTES),
-        (_no_entry(), _BYTES),
     ],
 )
 def test_a_list_of_revoked_certificates_is_heeded(crl: bytes, text: str) -> None:
@@ -267,13 +246,6 @@ _TCB = "AMD leaf: got Tcb("
 _COMMON_NAME = made.sequence(made.oid("2.5.4.3"), made.element(0x0C, b"SEV-VCEK"))
 _NAMED = made.name("SEV-VCEK")
 _ALL = [extension(*one) for one in made.leaf_extensions("milan", "vcek", made.TCB).items()]
-_NO_TIMES = (
-    b"440101000000",
-    b"4401010000Z",
-    b"440230000000Z",
-    b"2044010100000Z\n",
-    b"20440101000000.0Z",
-)
 
 
 def _version(number: int, content: bytes) -> bytes:
@@ -293,35 +265,23 @@ def _extended(*encoded: bytes) -> bytes:
         (_leaf(serial=b"\x02\x02\0\0"), _BYTES),
         *((_leaf(issuer=made.name(one)), _NAMES) for one in ("SEV-Genoa", "SEV-VLEK-Milan", "ARK")),
         # The country as text of another type.
-        (_leaf(issuer=made.name("SEV-Milan").replace(b"\x13\x02", b"\x0c\x02")), _NAMES),
         (_leaf(subject=_NAMED.replace(b"\x13\x02", b"\x0c\x02")), _NAMES),
         (_leaf(validity=made.sequence(made.time(made.BEGINS))), _BYTES),
-        (_leaf(validity=made.sequence(*[made.time(made.BEGINS)] * 3)), _BYTES),
-        *((_leaf(validity=_validity(made.BEGINS, text)), _BYTES) for text in _NO_TIMES),
+        (_leaf(validity=_validity(made.BEGINS, b"440230000000Z")), _BYTES),
         (_leaf(validity=_validity(made.BEGINS, b"20440101000000.5Z")), "AMD leaf: got a part of a"),
-        *((_leaf(subject=made.name(one)), _NAMES) for one in ("SEV-VLEK", "SEV-VCEK ", "SEV-Mil")),
-        (_leaf(subject=made.sequence()), _NAMES),
-        (_leaf(subject=made.sequence(made.element(0x31, _COMMON_NAME))), _NAMES),
+        *((_leaf(subject=made.name(one)), _NAMES) for one in ("SEV-VLEK", "SEV-VCEK ")),
         (_leaf(subject=made.sequence(_NAMED[2:], made.element(0x31, _COMMON_NAME))), _NAMES),
-        (_leaf(subject=made.sequence(_NAMED[2:], _NAMED[2:])), _NAMES),
-        (_leaf(subject=made.integer(1)), _NAMES),
         (_leaf(extensions=made.element(0xA2, made.sequence())), _BYTES),
-        (_extended(made.sequence(made.integer(1), b"\x04\0")), _BYTES),
         (_extended(*_ALL, extension("2.5.29.19", b"", critical=True)), _BYTES),
-        (_extended(*_ALL, made.integer(1)), _BYTES),
         (_extended(extension(f"{made.AMD}.3.1", b"\2\1\0") * 2), _TWICE),
         *((_leaf(extensions={f"{made.AMD}.3.{number}": None}), _BYTES) for number in (1, 2, 3, 8)),
-        (_version(3, b"\x02\x01\x18\x00"), _BYTES),
         (_version(3, b"\x02\x02\x00\x18"), _BYTES),
         (_version(8, b"\x04\x01\xdb"), _BYTES),
         (_version(8, b"\x02\x01\xdb"), _TCB),
-        (_version(8, b"\x02\x02\x01\xdb"), _TCB),
         (_leaf(extensions={f"{made.AMD}.4": None}), _CHIP_ID),
-        (_leaf(extensions={f"{made.AMD}.4": b""}), _CHIP_ID),
         (_leaf(extensions={f"{made.AMD}.4": made.chip_id_of("milan") + b"\0"}), _CHIP_ID),
         (_leaf(key=made.public(ASK_KEY)), _KEY),
         (_leaf(key=made.public(ec.derive_private_key(5, ec.SECP256R1()))), _KEY),
-        (_leaf(key=made.sequence()), _BYTES),
         (_leaf(key=made.public(made.LEAF_KEY)[:-1] + b"\0"), _BYTES),
     ],
 )
@@ -346,12 +306,6 @@ def test_a_leaf_and_its_intermediate_are_of_the_kind_and_product_of_the_report()
     by_ask = replace(vlek, issuer=made.name("SEV-Milan"))
     refuses("vlek", names, by_ask, made.ask_body("milan"))
     # An intermediate has one name, of its kind and product.
-    for named in ((), ("SEV-VLEK-Milan", "SEV-VLEK-Milan"), ("SEV-VLEK",)):
-        parts = [
-            made.sequence(made.oid("2.5.4.3"), made.element(12, one.encode())) for one in named
-        ]
-        subject = made.sequence(*(made.element(0x31, part) for part in parts))
-        refuses("vlek", names, replace(vlek, issuer=subject), replace(asvk, subject=subject))
     genoa = made.name("SEV-Genoa")
     ask = replace(made.ask_body("milan"), subject=genoa)
     refuses("vcek", _NAMES, replace(made.leaf_body(), issuer=genoa), ask)

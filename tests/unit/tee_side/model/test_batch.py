@@ -44,14 +44,7 @@ def test_rows_stand_side_by_side_and_the_last_of_a_complete_sequence_has_logits(
         (third, slice(4, 6), 2, 4, 13, 0),
     ]
     assert batch.output_rows == (2, 3)
-    # To lay out and to cut a batch counts nothing.
-    batch.split(3)
-    assert (first.length, second.length, third.length) == (0, 7, 2)
-
-
-def test_guesses_are_rows_of_their_own_that_see_what_decoding_alone_would(
-    config: ModelConfig,
-) -> None:
+    # Guesses are rows of their own, that see what decoding alone would.
     one, two = _caches(config, 6, 2)
     batch = Batch.of([Take(one, [9, 4, 7], 0, drafts=2), Take(two, [1, 2], 3)])
     assert [(c.cache, c.rows, c.start, c.context, c.known_length) for c in batch.chunks] == [
@@ -61,14 +54,9 @@ def test_guesses_are_rows_of_their_own_that_see_what_decoding_alone_would(
         (two, slice(3, 5), 2, 4, 7),
     ]
     assert batch.output_rows == (0, 1, 2)
-
-
-def test_rows_that_are_read_are_counted_from_the_first_of_their_sequence(
-    config: ModelConfig,
-) -> None:
-    one, two, three = _caches(config, 6, 2, 0)
+    # Rows that are read are counted from the first of their sequence.
     taken = [Take(one, [9], 0), Take(two, [1, 2, 3], 2, read=range(1, 3))]
-    batch = Batch.of([*taken, Take(three, [5, 6], 0, read=range(1, 2), logits=False)])
+    batch = Batch.of([*taken, Take(first, [5, 6], 0, read=range(1, 2), logits=False)])
     assert (batch.output_rows, batch.read_rows) == ((0,), (2, 3, 5))
     assert [part.read_rows for part in batch.split(2)] == [(2,), (0, 2)]
 

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from protocol import integer
+from protocol.errors import ReplyError
 from protocol.integer import int8_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from protocol.model.quantized import load_quantized
+from tee_side.model.forward import logits
 from tee_side.model.local_operators import (
     LocalOperators,
     load_local_operators,
-    not_here,
     sites_here,
 )
+from tee_side.model.operators import Operators, place
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
+from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
-from tee_side.words import OPERATORS
-from tests.kit.model import CLEAR, SavedModel
+from tee_side.words import OPERATORS, PHASES, Phase
+from tests.kit.model import CLEAR, SavedModel, policy_of
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
@@ -67,58 +70,19 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
                 {"place": "gpu", "phase": "decode", "mask": "none", "verify": "none"},
             ],
             "gate_up_proj": CLEAR,
-            "down_proj": [
-                {"place": "gpu", "phase": "prefill", "mask": "none", "verify": "none"},
-                {"place": "tee", "phase": "decode"},
-            ],
+            "down_proj": CLEAR,
         }
     )
     assert set(sites_here(policy, config.num_hidden_layers)) == {
         (0, "qkv_proj"),
         *((layer, "o_proj") for layer in range(3)),
-        *((layer, "down_proj") for layer in range(3)),
     }
     assert sites_here(load_policy("shielded-prefill"), config.num_hidden_layers) == []
     assert not _local(saved_model("llama"), load_policy("tsqp"))
-    with pytest.raises(LookupError, match="placed on the GPU"):
-        not_here(torch.ones(1, 96))
     assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12 + 1
 
 
-@each_row("arithmetic", ["float", "int8"])
-def test_a_tied_lm_head_may_stay_where_the_embedding_leaves(
-    saved_model: Models, arithmetic: str
-) -> None:
-    model = saved_model("llama", tie_word_embeddings=True)
-    local = _local(model, _policy({"embedding": CLEAR}, arithmetic))
-    h = torch.randn(4, 48)
-    expected = h @ model.reference.get_input_embeddings().weight.t()
-    assert (local[None, "lm_head"](h) - expected).norm() < 0.02 * expected.norm()
-
-
 # ----------------------------------------------------------------------------- integers
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_integers_are_those_of_int64_at_every_site(saved_model: Models, kind: str) -> None:
-    model = saved_model(kind)
-    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    calibration = Calibration.load(model.calibration, config, model_digest(config, checkpoint))
-    biases = load_biases(checkpoint, config, FUSED_MODULES, torch.float32)
-    local, different = _local(model, _policy(arithmetic="int8")), []
-    for (layer, operator), scales in calibration.sites.items():
-        weights = load_quantized(checkpoint, config, layer, operator)
-        for rows in (1, 5, 33):
-            x = torch.randn(rows, weights.weight.shape[1])
-            exact = scales.encode(x).long() @ weights.weight.long().t()
-            assert exact.abs().max() < 2**31
-            expected = exact.float() * (weights.scale * scales.input_scale)
-            if (bias := biases.get((layer, operator))) is not None:
-                expected = expected + bias
-            if not torch.equal(local[layer, operator](x), expected):
-                different.append((layer, operator, rows))
-    assert different == []
-    assert len(calibration.sites) == 4 * config.num_hidden_layers
 
 
 @pytest.mark.usefixtures("torch_kernels")
@@ -159,3 +123,35 @@ def test_the_integer_lm_head_is_close_to_the_float_one_row_by_row(saved_model: M
         logits = lm_head(h)
         assert not logits[3].isfinite().any()
         assert torch.equal(logits[4:], together[4:])
+
+
+@each_row("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+    """A service may send anything, and half precision may overflow."""
+    ops: Any = SimpleNamespace(head_in_segment=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits_NV = torch.full((2, 5), 60000.0).to(dtype)
+        assert run(logits(logits_NV, None, ops)) is logits_NV  # type: ignore[arg-type]
+        logits_NV[1, 3] = value
+        with pytest.raises(ReplyError, match="logits: got values that are not finite"):
+            run(logits(logits_NV, None, ops))  # type: ignore[arg-type]
+
+
+PAD = CLEAR | {"mask": "pad"}
+TEE = {"place": "tee"}
+
+
+def _placed(operators: dict[str, Any], *, withheld: bool = False) -> Mapping[Phase, Operators]:
+    call: Any = lambda *_: lambda x: x  # noqa: E731
+    return place(policy_of(operators, arithmetic="int8"), 4, call, call, withheld=withheld)
+
+
+def test_pads_are_drawn_in_their_own_phase_and_not_where_they_are_withheld() -> None:
+    leaves, stays = (
+        _placed({"lm_head": PAD, "o_proj": PAD}, withheld=withheld)["decode"]
+        for withheld in (False, True)
+    )
+    assert [[mask.name for mask in table.masks] for table in (leaves, stays)] == [["pad"], []]
+    assert (leaves.head_apart, stays.head_apart) == (True, False)
+    phases = _placed({"o_proj": [TEE | {"phase": "prefill"}, PAD | {"phase": "decode"}]})
+    assert [bool(phases[phase].masks) for phase in PHASES] == [False, True]

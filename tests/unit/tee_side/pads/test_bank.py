@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
 
-from protocol.errors import PadBankError, PadsExhaustedError
+from protocol.errors import PadBankError
 from tee_side.protect.pads import bank as bank_module
 from tee_side.protect.pads import bank_format
 from tee_side.protect.pads.bank import BankFile, read_bank_status
@@ -30,7 +28,6 @@ from tests.kit.pads import (
     fill,
     new_boot,
     place,
-    product,
     put_all,
     reopen,
     use,
@@ -90,48 +87,13 @@ def test_what_a_token_needs_is_on_disk_before_it_is_handed_out(
         assert read_bank_status(place(tmp_path)).next_index == 2
 
 
-def test_writes_that_end_early_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pwrite, write = os.pwrite, os.write
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data)[:7], at))
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:5]))
-    with create(tmp_path, block=1) as bank:
-        fill(bank, 3)
-        use(bank, bank.take(1))
-    monkeypatch.undo()
-    with reopen(tmp_path) as bank:
-        use(bank, bank.take(2))
-
-
 # ------------------------------------------------------------------------- create, open, status
-
-
-def test_a_status_tells_what_a_bank_has_and_changes_nothing(tmp_path: Path) -> None:
-    with create(tmp_path, capacity=1000, block=4) as bank:
-        fill(bank, 6)
-        for _ in range(2):
-            bank.take(1)
-        before = _snapshot(tmp_path)
-        status = read_bank_status(place(tmp_path))
-        with pytest.raises(PadsExhaustedError):
-            bank.take(5)
-        assert _snapshot(tmp_path) == before
-        assert bank.left == status.available <= bank.available == 4
-    assert status.next_index == 6 - status.available
-    # Per record 12 bytes of nonce and 16 of tag.
-    assert status.token_bytes == LAYOUT.token_bytes + 2 * 28
-    assert status.file_bytes == 4096 + 1000 * status.token_bytes > status.allocated_bytes
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     umask = os.umask(0)
-    try:
-        with create(tmp_path) as bank:
-            fill(bank, 1)
-            bank.take(1)
-    finally:
-        os.umask(umask)
+    create(tmp_path).close()
+    os.umask(umask)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(NAMES, 0o600)
 
@@ -150,30 +112,6 @@ def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_a_bank_that_cannot_be_made_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsync, left = os.fsync, 0
-
-    def failing(descriptor: int) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    for left in range(1, 7):  # each of three files is synced, and its folder
-        with pytest.raises(PadBankError, match="Input/output error"):
-            create(tmp_path)
-        assert not list(tmp_path.iterdir()), left
-    needed = 4096 + 8 * (LAYOUT.token_bytes + 2 * 28)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2, f_frsize=2048))
-    with pytest.raises(PadBankError, match=f"got 4096 bytes available, expected {needed} bytes"):
-        create(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @each_row(
     ("change", "said"),
     [
@@ -185,7 +123,6 @@ def test_a_bank_that_cannot_be_made_leaves_nothing_behind(
             {"sites": (LAYOUT.sites[0], SiteShape(1, "qkv_proj", 2, 6))},
             "bank: layout, layer 1 qkv_proj: got 2 -> 5, expected 2 -> 6",
         ),
-        ({"sites": LAYOUT.sites[1:]}, "layout, layer 0 o_proj: got 3 -> 2, expected no pads"),
         (
             {"sites": (*LAYOUT.sites, SiteShape(1, "down_proj", 1, 1))},
             "bank: layout, layer 1 down_proj: got no pads, expected 1 -> 1",
@@ -207,7 +144,6 @@ def test_a_bank_of_something_else_is_refused_and_not_left_locked(
 @each_row(
     ("content", "message"),
     [
-        (b"", ("bank.key: got another file",)),
         (b"\xff\xfe\x00", ("bank.key: got another file",)),
         (b"tsqp-pad-bank-key 2 " + b"0" * 64 + b"\n", ("another file", "-key 1 and 64 hex")),
         (b"tsqp-pad-bank-key 1 " + b"0" * 62 + b"\n", ("another file", "64 hex digits")),
@@ -227,22 +163,6 @@ def test_a_key_that_is_another_or_that_others_can_reach_is_refused(
         key.chmod(mode)
         _refused(tmp_path, "bank.key: mode", "expected -rw-------")
     key.chmod(0o600)
-
-
-@each_row("name", NAMES)
-def test_a_file_that_is_missing_or_no_file_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-    create(tmp_path / name).close()
-    path = tmp_path / name / name
-    path.unlink()
-    for opened in (reopen, lambda folder: read_bank_status(place(folder))):
-        with pytest.raises(PadBankError, match=_message(f"{path}: ", "No such file")):
-            opened(path.parent)
-    os.mkfifo(path, 0o600)  # is not waited for
-    _refused(path.parent, f"{path}", "no regular file")
-    path.unlink()
-    path.mkdir()
-    _refused(path.parent, f"{path}")
 
 
 # ------------------------------------------------------------------------------------ two banks
@@ -304,37 +224,6 @@ def test_every_byte_of_header_and_index_counts(tmp_path: Path) -> None:
     reopen(tmp_path).close()
 
 
-def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
-    """Of each record another byte is changed; then of neither site of a token."""
-    size = max(bank_format.record_bytes(site, 1) for site in LAYOUT.sites)
-    with create(tmp_path, capacity=size + 1, block=1) as bank:
-        fill(bank, size + 1)
-        damaged = []
-        with (tmp_path / "bank").open("r+b") as file:
-            for site in LAYOUT.sites:
-                for index in range(bank_format.record_bytes(site, 1)):
-                    place = bank._place(index, site)[1] + index
-                    file.seek(place)
-                    changed = file.read(1)[0] ^ 1 << index % 8
-                    file.seek(place)
-                    file.write(bytes([changed]))
-                    damaged.append((index, site))
-        refused = []
-        for index in range(size + 1):
-            indices = bank.take(1)
-            for site in LAYOUT.sites:
-                try:
-                    r, u = bank.factors(indices, site.number)
-                    assert torch.equal(u, product(site.number, r))
-                except PadBankError as error:
-                    assert re.search(f"bank: pad {index}, {site}.* tag", str(error))  # noqa: PT017
-                    refused.append((index, site))
-                # Damaged or not, the pair is used up.
-                with pytest.raises(RuntimeError, match=f"index {index}"):
-                    bank.factors(indices, site.number)
-    assert set(refused) == set(damaged)
-
-
 def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
     layout = PadLayout((SiteShape(0, "qkv_proj", 1, 3), SiteShape(0, "o_proj", 1, 3)))
     size = bank_format.record_bytes(layout.sites[0], 1)
@@ -370,6 +259,40 @@ def test_a_slots_earlier_record_does_not_open(tmp_path: Path) -> None:
     (tmp_path / "bank").write_bytes(old)
     with reopen(tmp_path) as bank, pytest.raises(PadBankError, match="pad 2"):
         use(bank, bank.take(1))
+
+
+@each_row("way", ["factors", "all_factors", "start"])
+def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path, way: str) -> None:
+    """Whether its site is read alone, ahead of its turn with all others, or by threads."""
+    folder, group, (first, second) = tmp_path / way, 4, LAYOUT.sites
+    folder.mkdir()
+    with create(folder, 16, block=1, group=group) as bank:
+        fill(bank, 16)
+        _, offset = bank._place(group, second)
+        with bank._path.open("r+b") as file:
+            file.seek(offset + 20)
+            byte = file.read(1)[0]
+            file.seek(offset + 20)
+            file.write(bytes([byte ^ 1]))
+        for _ in range(group):
+            use(bank, bank.take(1), at_once=way == "all_factors")
+        refused = pytest.raises(PadBankError, match=f"pad {group}, layer 1 qkv_proj")
+        indices = bank.take(2 * group if way == "start" else group)
+        if way == "start":
+            draw = bank.start(indices, second.number)
+            with refused:
+                draw()
+        else:
+            for index in indices:
+                one = range(index, index + 1)
+                with refused:
+                    bank.all_factors(one) if way[0] == "a" else bank.factors(one, second.number)
+        for index in indices:
+            with pytest.raises(RuntimeError, match=f"index {index}"):
+                bank.factors(range(index, index + 1), second.number)
+        if way != "all_factors":
+            bank.factors(indices, first.number)
+        use(bank, bank.take(group))
 
 
 def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
@@ -449,21 +372,6 @@ def test_random_nonces_have_a_limit_and_those_of_lost_batches_count(
         assert _snapshot(tmp_path) == before
         fill(bank, 1)
         use(bank, bank.take(2))
-
-
-def test_no_nonce_is_drawn_before_it_was_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with create(tmp_path) as bank:
-        with monkeypatch.context() as patched:
-            patched.setattr(bank_module.secrets, "token_bytes", lambda count: pytest.fail("drawn"))
-            beside = tmp_path / "bank.index.new"
-            beside.symlink_to(tmp_path / "elsewhere")
-            with pytest.raises(PadBankError, match=_message("bank.index: got")):
-                bank.begin(2)
-            beside.unlink()
-        fill(bank, 2)  # no batch was left open
-    assert _sealed(tmp_path) == 8  # more than was drawn, never less
 
 
 # ------------------------------------------------------------------------------- one at a time

@@ -69,15 +69,6 @@ def test_a_key_or_index_on_the_banks_own_file_system_is_refused(
         BankFile.open(refused, PURPOSE)
 
 
-def test_the_default_places_are_refused_on_a_disk_alone(
-    tmp_path: Path, memory: Path, on_disk: None
-) -> None:
-    with pytest.raises(PadBankError, match=r"bank\.key: got the file system of the bank"):
-        _create(BankPlace.at(tmp_path / "bank"))
-    _create(BankPlace.at(memory / "bank"))
-    BankFile.open(BankPlace.at(memory / "bank"), PURPOSE).close()
-
-
 @each_row("linked", ["bank", "key", "index"])
 def test_links_do_not_hide_where_a_file_is(
     linked: str, tmp_path: Path, memory: Path, on_disk: None
@@ -88,7 +79,6 @@ def test_links_do_not_hide_where_a_file_is(
     shm.mkdir()
     files = {"bank": disk / "bank", "key": shm / "k", "index": shm / "i"}
     _create(BankPlace(**files))
-    assert sorted(path.name for path in shm.iterdir()) == ["i", "k"]
     BankFile.open(BankPlace(**files), PURPOSE).close()
     if linked == "bank":
         (shm / "bank").symlink_to(files["bank"])
@@ -132,20 +122,13 @@ def test_an_index_that_was_put_back_is_noticed(tmp_path: Path) -> None:
         assert bank.take(1) == range(1)
 
 
-@each_row("filled", [0, 2])
-def test_nonces_that_went_back_are_noticed_though_no_pad_was_used(
-    filled: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / f"{filled}"
-    folder.mkdir()
-    with create(folder) as bank:
-        before = (folder / "bank.index").read_bytes()
+def test_nonces_that_went_back_are_noticed_though_no_pad_was_used(tmp_path: Path) -> None:
+    with create(tmp_path) as bank:
+        before = (tmp_path / "bank.index").read_bytes()
         bank.begin(2).abandon()  # nonces were counted
-        if filled:
-            fill(bank, filled)
-    (folder / "bank.index").write_bytes(before)
+    (tmp_path / "bank.index").write_bytes(before)
     with pytest.raises(PadBankError, match="put back"):
-        reopen(folder)
+        reopen(tmp_path)
 
 
 def test_a_witness_that_cannot_be_written_costs_its_pads_and_nothing_else(
@@ -195,6 +178,7 @@ def test_a_witness_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> Non
         witness.unlink()
     if kind == "link":
         (other / "elsewhere").write_bytes(content)
+        (other / "elsewhere").chmod(0o600)  # but for the link it could be ours
         witness.symlink_to(other / "elsewhere")
     elif kind == "folder":
         witness.mkdir()
@@ -238,6 +222,3 @@ def test_the_place_of_a_witness_is_one_that_only_this_user_writes_to(
         memory.chmod(mode)
         with pytest.raises(PadBankError, match=said):
             BankFile.open(at(witness), PURPOSE)
-    monkeypatch.setattr(bank_files, "_in_memory", lambda device: False)
-    with pytest.raises(PadBankError, match="--bank-witness: got no file system in memory"):
-        BankFile.open(at(None), PURPOSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,15 +13,14 @@ import pytest
 import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
-from tee_side.protect.masks.mask import AdditiveMask, Factors
+from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.pad import Pad
-from tee_side.protect.pads.background_maker import Load
+from tee_side.protect.pads.background_maker import BackgroundMaker, Load
 from tee_side.protect.pads.layout import SiteShape
 from tee_side.protect.pads.maker import PadMaker
 from tee_side.protect.pads.source import (
     BACKGROUND_BATCH_TOKENS,
     BATCH_TOKENS,
-    FIRST_BATCH_TOKENS,
     MANY_ROWS,
     PadLane,
     Pads,
@@ -30,7 +30,6 @@ from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tests.kit.pads import LAYOUT, create, fill, product
 from tests.kit.rows import each_row
-from tsqp.lab.research.float_noise import FloatNoise
 
 LOADS: tuple[Load, ...] = ("idle", "steps")
 FIRST, SECOND = SITES = [site.number for site in LAYOUT.sites]
@@ -117,8 +116,7 @@ class Maker:
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.error: Exception | None = None
-        # Told of each attempt, and of each success.
-        self.tried, self.made = threading.Event(), threading.Event()
+        self.tried = threading.Event()  # told of each attempt
 
     def fill(self, store: PadStore, tokens: int) -> None:
         self.tried.set()
@@ -126,7 +124,6 @@ class Maker:
             raise self.error
         self.asked.append(tokens)
         fill(store, tokens)
-        self.made.set()
 
 
 def _pads(
@@ -135,8 +132,7 @@ def _pads(
     store, made = MemoryStore(LAYOUT, capacity), Maker()
     if ready:
         fill(store, ready)
-    mask: AdditiveMask = more.pop("mask", Pad())
-    return Pads(mask, store, cast(PadMaker, made), when_out, **more), store, made
+    return Pads(Pad(), store, cast(PadMaker, made), when_out, **more), store, made
 
 
 def _step(lane: PadLane, rows: int) -> list[Factors]:
@@ -185,26 +181,6 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     assert torch.equal(factors.u, product(SECOND, factors.r))
 
 
-def test_factors_do_not_show_in_messages() -> None:
-    factors = _pads(1)[0].lane().draw(FIRST, 1)
-    for value in (*factors.r.flatten().tolist(), *factors.u.flatten().tolist()):
-        assert str(value) not in repr(factors)
-    assert "tensor" not in repr(factors)
-
-
-def test_factors_of_float_masks_are_floats() -> None:
-    pads, store, _ = _pads(0, mask=FloatNoise(sigma=2.0))
-    with store.begin(4) as batch:
-        for site in LAYOUT.sites:
-            batch.put(site.number, torch.full((4, site.out_features), 1.5).view(torch.int32))
-        batch.commit()
-    factors = pads.lane().draw(FIRST, 4)
-    assert factors.r.dtype == factors.u.dtype == torch.float32
-    assert (factors.u == 1.5).all()
-    # Normal numbers of deviation 2, and not the bits of uniform words.
-    assert 0 < factors.r.abs().max() < 20
-
-
 # -------------------------------------------------------------------------------- pads are out
 
 
@@ -222,46 +198,19 @@ def test_a_run_that_does_not_wait_is_refused_before_anything_is_taken() -> None:
 
 def test_a_run_that_waits_makes_more_in_batches_that_grow() -> None:
     """A short run does not pay for a long one's pads."""
-    told: list[int] = []
-    pads, store, maker = _pads(0, "wait", 4 * BATCH_TOKENS, on_wait=told.append)
+    pads, _, maker = _pads(0, "wait", 4 * BATCH_TOKENS)
     lane = pads.lane()
     assert pads.ready(1) == 1
-    assert (maker.asked, pads.used) == ([FIRST_BATCH_TOKENS], 0)
-    for used in range(1, 301):
+    for _ in range(300):
         _step(lane, 1)
-        assert store.available < used + FIRST_BATCH_TOKENS
     assert maker.asked == [8, 16, 32, *[BATCH_TOKENS] * 4]
-    assert (maker.asked[0], maker.asked[3]) == (FIRST_BATCH_TOKENS, BATCH_TOKENS)
-    # It is said how many are missing.
-    assert told == [1] * pads.waited == [1] * len(maker.asked)
-    assert pads.in_tee == 0
-
-
-@each_row(
-    ("ready", "capacity", "steps", "asked"),
-    [
-        (1, 41, [41, 1], [40, 2 * FIRST_BATCH_TOKENS]),
-        (0, 10, [1, 7, 1], [FIRST_BATCH_TOKENS, 10]),
-        (0, 192, [133], [BATCH_TOKENS, BATCH_TOKENS, 4 * FIRST_BATCH_TOKENS]),
-        # What a step that failed had taken does not keep its space.
-        (4, 4, [-4, -4, -4, 4], [4, 4, 4]),
-    ],
-)
-def test_a_step_that_waits_gets_what_is_missing_within_a_batch_and_the_room(
-    ready: int, capacity: int, steps: list[int], asked: list[int]
-) -> None:
-    told: list[int] = []
-    pads, _, maker = _pads(ready, "wait", capacity, on_wait=told.append)
+    # What a step that failed had taken does not keep its space.
+    pads, _, maker = _pads(4, "wait", 4)
     lane = pads.lane()
-    for rows in steps:
-        if rows > 0:
-            _step(lane, rows)
-        else:
-            lane.draw(FIRST, -rows)
-    assert maker.asked == asked
-    assert pads.waited <= len(steps)
-    if steps == [133]:
-        assert told == [133, 133 - BATCH_TOKENS, 133 - 2 * BATCH_TOKENS]
+    for _ in range(3):
+        lane.draw(FIRST, 4)
+    _step(lane, 4)
+    assert maker.asked == [4, 4, 4]
 
 
 def test_a_run_that_would_wait_for_ever_is_refused() -> None:
@@ -282,39 +231,12 @@ def test_a_run_that_would_wait_for_ever_is_refused() -> None:
         lane.end_step()
     _step(second, 16)
     # A TEE that has only a bank cannot make any.
-    store = MemoryStore(LAYOUT, 8)
-    fill(store, 2)
-    pads = Pads(Pad(), store, None, "wait")
-    _step(pads.lane(), 2)
+    pads = Pads(Pad(), MemoryStore(LAYOUT, 8), None, "wait")
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
         pads.lane().draw(FIRST, 1)
-    with pads.filling():
-        pass
-    assert store.available == 0
 
 
 # ------------------------------------------------------------------------- in the background
-
-
-def _fill_up(pads: Pads, store: PadStore, tokens: int) -> None:
-    while store.available < tokens:  # the thread may not have had its turn
-        with pads.filling():
-            pass
-
-
-@each_row(
-    ("ahead", "asked"),
-    [(None, [BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS, 3]), (5, [5])],
-)
-def test_pads_are_made_in_the_background_as_far_as_is_wanted(
-    ahead: int | None, asked: list[int]
-) -> None:
-    pads, store, maker = _pads(0, capacity=2 * BACKGROUND_BATCH_TOKENS + 3, ahead=ahead)
-    _fill_up(pads, store, sum(asked))
-    with pads.filling():
-        pass
-    assert (maker.asked, store.available, pads.made) == (asked, sum(asked), sum(asked))
-    assert (pads.waited, pads.in_tee) == (0, 0)
 
 
 def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
@@ -324,9 +246,8 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     with pads.filling():
         assert maker.tried.wait(WAIT_S)
     _step(lane, 1)
-    for site in SITES:
-        with pytest.raises(PadBankError, match="0 bytes available"):
-            lane.draw(site, 1)
+    with pytest.raises(PadBankError, match="0 bytes available"):
+        lane.draw(FIRST, 1)
     # One that does not wait is told why.
     pads.when_out = "fail"
     with pytest.raises(PadsExhaustedError) as caught:
@@ -334,10 +255,11 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     assert caught.value.got == (
         "0 left; making more failed: bank: got 0 bytes available, expected 4096 bytes"
     )
-    assert isinstance(caught.value.__cause__, PadBankError)
     # A later attempt that succeeds is the end of it.
     maker.error = None
-    _fill_up(pads, store, 16)
+    while store.available < 16:  # the thread may not have had its turn
+        with pads.filling():
+            pass
     _step(lane, 16)
     with pytest.raises(PadsExhaustedError) as caught:
         lane.draw(FIRST, 1)
@@ -351,7 +273,6 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
     for ready, wanted in (
         (ahead, (0, 0)),
         (ahead - 1, (1, 0)),
-        (2 * batch + 1, (batch, 0)),
         (batch + 1, (batch, 0)),
         (batch, (batch, batch)),
         (0, (batch, batch)),
@@ -360,18 +281,6 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
             _step(lane, store.available - ready)
         lane.end_step()
         assert tuple(max(0, pads._missing(load)) for load in LOADS) == wanted
-
-
-def test_taking_pads_has_more_made() -> None:
-    capacity = 2 * BACKGROUND_BATCH_TOKENS
-    pads, _, maker = _pads(capacity, "fail", capacity)
-    lane = pads.lane()
-    with pads.filling() as tell_load:
-        tell_load("steps")
-        for _ in range(2):
-            _step(lane, BACKGROUND_BATCH_TOKENS)
-        assert maker.made.wait(WAIT_S)
-    assert maker.asked == [BACKGROUND_BATCH_TOKENS]
 
 
 def test_a_run_that_waits_and_the_background_make_pads_in_turns(tmp_path: Path) -> None:
@@ -385,3 +294,77 @@ def test_a_run_that_waits_and_the_background_make_pads_in_turns(tmp_path: Path) 
                 for factors, site in zip(_step(lane, 1 + step % 50), SITES, strict=True):
                     assert torch.equal(factors.u, product(site, factors.r))
         assert pads.used == sum(1 + step % 50 for step in range(100))
+
+
+class Work:
+    """What is wanted under each load, and what was made. `before`: called with each batch."""
+
+    def __init__(self, wanted: dict[Load, int], before: Callable[[], object] = tuple) -> None:
+        self.wanted = wanted
+        self.before = before
+        self.batches: list[int] = []
+        self.maker = BackgroundMaker(lambda load: self.wanted.get(load, 0), self._make)
+
+    def _make(self, tokens: int) -> None:
+        self.before()
+        self.wanted = {load: n - tokens for load, n in self.wanted.items()}
+        self.batches.append(tokens)
+
+    def until(self, holds: Callable[[], object]) -> None:
+        changed = self.maker._changed
+        with changed:
+            assert changed.wait_for(lambda: bool(holds()), WAIT_S)
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pads"]
+
+
+def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        started.set()
+        assert go_on.wait(WAIT_S)
+        work.wanted = {"idle": 20}
+
+    work = Work({"idle": 10}, slowly)
+    seen: list[tuple[list[int], bool]] = []
+
+    def run() -> None:
+        with work.maker.held_off():
+            work.maker.notify()  # as taking pads does
+            with work.maker._changed:
+                seen.append((list(work.batches), work.maker._makes))
+
+    with work.maker.running():
+        assert started.wait(WAIT_S)
+        thread = threading.Thread(target=run)
+        thread.start()
+        work.until(lambda: work.maker._held_off)
+        assert not seen
+        go_on.set()
+        thread.join(WAIT_S)
+        work.until(lambda: len(work.batches) >= 2)
+    assert seen == [([10], False)]
+
+
+@each_row("where", ["make", "wanted"])
+def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left(where: str) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("pads: got a second batch")
+
+    def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
+        maker = BackgroundMaker(*((lambda _: 1, fail) if where == "make" else (fail, print)))
+        with maker.running() as tell_load:
+            with maker._changed:
+                assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)
+            inside(tell_load)
+
+    with pytest.raises(RuntimeError, match="a second batch"):
+        run(lambda tell_load: tell_load("idle"))
+    with pytest.raises(RuntimeError, match="a second batch"):
+        run(lambda _: None)
+    with pytest.raises(KeyError):  # an error of the block's own
+        run(lambda _: {}["missing"])
+    assert not _threads()

@@ -251,16 +251,9 @@ def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> Non
     assert (store.available, store.room) == (1, 6)
     with store.begin(3) as batch:
         assert torch.equal(batch.r(1)[:2], first)
-        for shape, dtype in (
-            ((3, 3), torch.int32),
-            ((2, 2), torch.int32),
-            ((6,), torch.int32),
-            ((3, 2), torch.int64),
-        ):
+        for shape, dtype in (((3, 3), torch.int32), ((3, 2), torch.int64)):
             with pytest.raises(ValueError, match=r"layer 0 o_proj.*expected torch.int32 \[3, 2\]"):
                 batch.put(1, torch.zeros(shape, dtype=dtype))
-        with pytest.raises(KeyError):
-            batch.put(2, torch.zeros(3, 2, dtype=torch.int32))
         for site in sorted(SITES):  # not contiguous
             with pytest.raises(RuntimeError, match="sites not put"):
                 batch.commit()
@@ -269,9 +262,6 @@ def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> Non
             batch.put(1, product(1, batch.r(1)))
         batch.commit()
     use(store, store.take(4))
-    for capacity in (0, -1):
-        with pytest.raises(ValueError, match=f"capacity {capacity}"):
-            MemoryStore(LAYOUT, capacity)
 
 
 def _refuses(store: PadStore, indices: range, why: str) -> None:
@@ -304,12 +294,6 @@ def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
             refused()
     batch.abandon()
     store.close()
-
-
-def test_two_stores_in_memory_share_nothing() -> None:
-    first, second = MemoryStore(LAYOUT, 1), MemoryStore(LAYOUT, 1)
-    with first.begin(1) as one, second.begin(1) as other:
-        assert not torch.equal(one.r(1), other.r(1))
 
 
 # ------------------------------------------------------------------------------- several threads

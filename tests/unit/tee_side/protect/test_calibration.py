@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ActivationRangeError, CalibrationError, ManifestError, ModelError
-from protocol.integer import MAX_IN_FEATURES, ring_product
+from protocol.integer import MAX_IN_FEATURES
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig, read_config
@@ -26,7 +24,6 @@ from tee_side.protect.calibration import (
     MAX_SUM,
     Calibration,
     SiteScales,
-    calibration_path,
     norm_limit,
 )
 from tee_side.protect.sites import (
@@ -119,30 +116,6 @@ def _scales_of(weight_NI: torch.Tensor, input_scale: float) -> SiteScales:
     return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest), 1.0)
 
 
-@given(
-    st.integers(2, 40),
-    st.integers(0, 2**32),
-    st.sampled_from([0.5, 0.99, 0.9999, 1.001, 1.5, 300.0]),
-)
-def test_no_sum_wraps_or_the_row_is_refused(size: int, seed: int, times: float) -> None:
-    # The worst input for a column is the column itself; nothing gets nearer to the bound.
-    generator = torch.Generator().manual_seed(seed)
-    weight_NI = torch.randint(-127, 128, (5, size), generator=generator, dtype=torch.int8)
-    weight_NI[0, 0] = 127
-    scales = _scales_of(weight_NI, 0.5)
-    worst = weight_NI[weight_NI.double().norm(dim=1).argmax()].double()
-    x_TI = (times * scales.norm_limit * scales.input_scale * worst / worst.norm())[None].float()
-    try:
-        x_int = scales.encode(x_TI)
-    except ActivationRangeError:
-        assert times >= 0.995
-        return
-    exact = x_int.long() @ weight_NI.long().t()
-    assert times < 1
-    assert exact.abs().max() <= MAX_SUM
-    assert torch.equal(ring_product(x_int, weight_NI).long(), exact)
-
-
 @each_row("size", [8, 2048, 28_672, MAX_IN_FEATURES])
 def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> None:
     # Weights and inputs that are all alike: the largest sum, and the worst case for a float32 one.
@@ -166,13 +139,6 @@ def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfi
     make(config, {(2, "down_proj"): fits}).check_ring()
     with pytest.raises(CalibrationError, match=r"got 2\^31\.2 for down_proj in layer 2"):
         make(config, {(2, "down_proj"): replace(fits, norm_limit=HEADROOM * 12 * 0.9)}).check_ring()
-    # Its largest row is 12; 2^2.1 times as large as the ring has room for.
-    small = replace(fits, norm_limit=HEADROOM * 12 / 2**2.1)
-    with pytest.raises(CalibrationError) as raised:
-        make(config, {(2, "down_proj"): small}).check_ring()
-    assert str(raised.value) == (
-        "ring Z_2^32: got 2^33.1 for down_proj in layer 2, expected at most 2^31"
-    )
 
 
 def test_the_file_gives_back_what_was_saved(tmp_path: Path, config: ModelConfig) -> None:
@@ -187,18 +153,7 @@ def test_the_file_gives_back_what_was_saved(tmp_path: Path, config: ModelConfig)
         assert loaded.sites[site].input_scale == scales.input_scale
         assert loaded.sites[site].norm_limit == scales.norm_limit
         assert torch.equal(loaded.sites[site].weight_scale, scales.weight_scale)
-    # A save that fails leaves no file half written.
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        save_calibration(saved, tmp_path / "taken")
-    assert {one.name for one in tmp_path.iterdir()} == {path.name, "taken"}
-
-
-def test_the_file_of_another_model_is_refused_with_both_digests(
-    tmp_path: Path, config: ModelConfig
-) -> None:
-    path, other = tmp_path / "c", "c" * 64
-    save_calibration(make(config), path)
+    other = "c" * 64
     with pytest.raises(CalibrationError, match=f"model_digest: got {MODEL}, expected {other}"):
         Calibration.load(path, config, other, LINEAR)
     with pytest.raises(CalibrationError, match=f"linear_digest: got {LINEAR}, expected {other}"):
@@ -224,23 +179,18 @@ METADATA = {
         ({"version": "11"}, {}, "version: got '11', expected 1"),
         ({"version": None}, {}, "version: got nothing, expected 1"),
         ({"format": "tsqp-pads"}, {}, "format: got 'tsqp-pads', expected tsqp-calibration"),
-        ({"model_digest": "xyz"}, {}, "model_digest: got 'xyz', expected 64 hexadecimal"),
         ({"linear_digest": None}, {}, "linear_digest: got nothing, expected 64 hexadecimal"),
         ({"tokens": "many"}, {}, "tokens: got 'many', expected a number"),
-        ({"tokens": "0"}, {}, "tokens: got '0', expected a number"),
         ({"colour": "red"}, {}, "metadata 'colour': got an unknown key"),
         ({}, {NAME: None}, f"{NAME}: got no such tensor, expected F32 "),
         ({}, {NAME: torch.ones(47)}, f"{NAME}: got F32 .47., expected F32 .48."),
         ({}, {NAME: torch.ones(48).half()}, f"{NAME}: got F16 .48., expected F32 .48."),
-        ({}, {NAME: torch.linspace(-1, 1, 48)}, f"{NAME}: got -1, expected positive finite num"),
         ({}, {NAME: torch.linspace(0, 1, 48)}, f"{NAME}: got 0, expected positive"),
         ({}, {NAME: torch.full((48,), math.nan)}, f"{NAME}: got nan, expected positive"),
         ({}, {NAME: torch.full((48,), math.inf)}, f"{NAME}: got inf, expected positive"),
         ({}, {"9.o_proj.weight_scale": torch.ones(48)}, "a tensor that the model does not expl"),
-        ({}, {"norm_limit": None}, "norm_limit: got no such tensor"),
         ({}, {"norm_limit": torch.full((3, 4), math.inf).double()}, "norm_limit: got inf"),
         ({}, {"norm_limit": torch.full((3, 4), 2.0**31).double()}, "norm_limit: got 2.147.*at mos"),
-        ({}, {"input_scale": torch.zeros(3, 4).double()}, "input_scale: got 0"),
         ({}, {"input_scale": torch.ones(2, 4).double()}, r"input_scale: got F64 \[2, 4\]"),
         ({}, {"max_norm": -torch.ones(3, 4).double()}, "max_norm: got -1"),
         ({}, {"max_norm": torch.full((3, 4), 1e9).double()}, "ring Z_2.32: got 2"),
@@ -272,18 +222,6 @@ def test_a_damaged_or_missing_or_other_file_is_refused(tmp_path: Path, config: M
     pinned = Manifest(version=1, files={"config.json": MODEL}, tensors={})
     with pytest.raises(ManifestError, match="calibration"):
         Calibration.load(tmp_path / "a", config, MODEL, manifest=pinned)
-
-
-def test_the_file_is_the_one_given_or_the_one_beside_the_model(tmp_path: Path) -> None:
-    beside, given_path = tmp_path / "calibration.safetensors", tmp_path / "other"
-    with pytest.raises(CalibrationError, match=f"expected one made by: tsqp calibrate {tmp_path}$"):
-        calibration_path(tmp_path, None)
-    beside.touch()
-    assert calibration_path(tmp_path, None) == beside
-    with pytest.raises(CalibrationError, match=f"{tmp_path} --output {given_path}$"):
-        calibration_path(tmp_path, given_path)
-    given_path.touch()
-    assert calibration_path(tmp_path, given_path) == given_path
 
 
 # ----------------------------------------------------------------------------- weights and biases

@@ -1,4 +1,4 @@
-"""Answers as clients and test suites of OpenAI's API expect them: whole, streamed, as vectors."""
+"""Answers as clients of the APIs expect them: whole, streamed, as vectors, as tokens."""
 
 from __future__ import annotations
 
@@ -73,20 +73,6 @@ def test_a_whole_answer_has_all_that_openai_s_has() -> None:
         }
 
 
-def test_a_stream_of_a_chat_begins_each_choice_with_the_role_alone() -> None:
-    *chunks, _ = chat(stream=True, n=2).events()
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    choices = [chunk["choices"][0] for chunk in chunks]
-    role = {"role": "assistant", "content": ""}
-    assert [(choice["index"], choice["delta"]) for choice in choices[:2]] == [(0, role), (1, role)]
-    for index in range(2):
-        mine = [choice for choice in choices[2:] if choice["index"] == index]
-        assert "".join(choice["delta"]["content"] for choice in mine) == SAID
-        assert all(choice["delta"].keys() == {"content"} for choice in mine)
-        reasons = [choice["finish_reason"] for choice in mine]
-        assert [*filter(None, reasons)] == ["stop"] == reasons[-1:]
-
-
 @each_row("by", [complete, chat], ids=lambda by: by.__name__)
 def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) -> None:
     for usage in (True, False):
@@ -103,31 +89,14 @@ def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) 
         assert {event.get("usage", "none") for event in chunks} == {None if usage else "none"}
 
 
-@each_row("at_once", [False, True])
-def test_a_token_is_one_chunk_however_many_go_out_together(at_once: bool) -> None:
-    reply = complete(FakeEngine(at_once=at_once), stream=True)
-    assert len(reply.events()) == len(_ids(SAID)) + 1
-    assert len(reply.writes) == (2 if at_once else len(_ids(SAID)) + 1)
-
-
-class Numbered(FakeEngine):
-    """Each sample says which it is, of which prompt."""
-
-    def _token(self, request: Any, sample: int, ids: Any, at: int) -> Any:
-        return super()._token(request, sample, [_ids(SAID)[2 * request.prompt_ids[0] + sample]], 0)
-
-
 @each_row(
     "body",
     [
-        {"logprobs": 0},
-        {"logprobs": 3},
         {"logprobs": 3, "echo": True},
         {"logprobs": 1, "echo": True, "prompt": [5, 300, 301]},
         {"logprobs": 2, "n": 2, "stop": "😀"},
-        {"logprobs": 2, "stop": " a dog"},
         {"logprobs": 1, "echo": True, "max_tokens": 0, "n": 2},
-        {"echo": True, "prompt": ["a", "b"]},
+        {"echo": True, "prompt": ["a", "b"], "n": 2},
         {"max_tokens": 2},
     ],
     ids=json.dumps,
@@ -135,20 +104,13 @@ class Numbered(FakeEngine):
 def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
     whole = complete(FakeEngine(says=_ids(MIXED)), **body).json()["choices"]
     assert _joined(_streamed(FakeEngine(says=_ids(MIXED)), **body)) == whole
+    assert [choice["index"] for choice in whole] == [*range(len(whole))]
     assert {choice["finish_reason"] for choice in whole} == {
         "length" if "max_tokens" in body else "stop"
     }
 
 
-def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
-    body = {"prompt": [[0], [1], [2]], "n": 2}
-    whole = complete(Numbered(says=[0]), **body).json()["choices"]
-    assert _joined(_streamed(Numbered(says=[0]), **body)) == whole
-    expected = [(at, tokenizer().decode([_ids(SAID)[at]])) for at in range(6)]
-    assert [(choice["index"], choice["text"]) for choice in whole] == expected
-
-
-@each_row("stop", ["on the mat", ["nowhere", "on the mat"], [" sat on the m"], "bird..."])
+@each_row("stop", ["on the mat", ["nowhere", " sat on the m"], "bird..."])
 def test_a_stop_string_is_excluded_and_held_back_across_chunks(stop: Any) -> None:
     first = stop if isinstance(stop, str) else stop[-1]
     # What only looked like one is shown.
@@ -214,25 +176,6 @@ def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() 
     assert (found["tokens"], found["token_logprobs"]) == (names[:1], [-9999.0])
 
 
-@each_row("stream", [False, True])
-def test_logprobs_of_a_chat_have_bytes_and_the_likeliest(stream: bool) -> None:
-    reply = chat(FakeEngine(says=[302, *_ids("é")]), logprobs=True, top_logprobs=3, stream=stream)
-    if stream:
-        parts = [chunk["choices"][0]["logprobs"] for chunk in reply.events()[:-1]]
-        found = [entry for part in parts if part is not None for entry in part["content"]]
-    else:
-        found = _only(reply)["logprobs"]["content"]
-    assert [len(entry["top_logprobs"]) for entry in found] == [3, 3, 3]
-    own = [top for top in found[0]["top_logprobs"] if top["token"] == found[0]["token"]]
-    assert own == [{key: found[0][key] for key in ("token", "logprob", "bytes")}]
-    assert bytes(found[0]["bytes"]).decode() == found[0]["token"]
-    assert bytes(found[1]["bytes"] + found[2]["bytes"]).decode() == "é"
-    assert [entry["token"] for entry in found[1:]] == ["bytes:\\xc3", "bytes:\\xa9"]
-    none = _only(chat(logprobs=True))["logprobs"]["content"]
-    assert [entry["top_logprobs"] for entry in none] == [[]] * len(_ids(SAID))
-    assert _only(chat(top_logprobs=0))["logprobs"] is None
-
-
 def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
     return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
 
@@ -249,10 +192,6 @@ def test_each_input_has_a_vector_of_length_one() -> None:
             assert item["embedding"] == pytest.approx(expected)
         tokens = sum(len(request.prompt_ids) for request in engine.requests)
         assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-        assert (body["object"], body["model"]) == ("list", "demo")
-
-
-def test_vectors_are_numbers_or_base64_and_pooled_as_the_server_says() -> None:
     numbers = _embed().json()["data"][0]["embedding"]
     text = _embed(encoding_format="base64").json()["data"][0]["embedding"]
     assert list(struct.unpack("<3f", base64.b64decode(text))) == numbers
@@ -261,3 +200,61 @@ def test_vectors_are_numbers_or_base64_and_pooled_as_the_server_says() -> None:
         by = serving(engine, model=model(**served))
         call(by, "POST", "/v1/embeddings", {"input": "a"} | asked)
         assert engine.requests[0].pooling == "mean"
+
+
+TEXT = "Hello é"
+IDS = tokenizer().encode(TEXT)
+
+
+def _post(path: str, **body: Any) -> Reply:
+    return call(serving(), "POST", path, body)
+
+
+def test_vllm_s_tokenize_counts_and_adds_special_tokens_unless_it_is_told_not_to() -> None:
+    body = _post("/tokenize", model="demo", prompt=TEXT).json()
+    expected = {"tokens": IDS, "count": len(IDS), "max_model_len": model().max_model_len}
+    assert body == expected | {"token_strs": None}
+    body = _post("/tokenize", prompt=TEXT, add_special_tokens=False, return_token_strs=True).json()
+    assert body["tokens"] == IDS[1:]
+    assert body["token_strs"][-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert "".join(body["token_strs"][:-2]) == "Hello "
+    # llama.cpp's has tokens or pieces and nothing else.
+    assert _post("/tokenize", content=TEXT).json() == {"tokens": IDS[1:]}
+    pieces = _post("/tokenize", content=TEXT, with_pieces=True).json()["tokens"]
+    assert [piece["piece"] for piece in pieces[-2:]] == [[0xC3], [0xA9]]
+    messages = [{"role": "user", "content": "Hello"}]
+    for add in (True, False):
+        body = _post("/tokenize", messages=messages, add_generation_prompt=add).json()
+        expected_ids = tokenizer().apply_chat_template(messages, add_generation_prompt=add)
+        assert body["tokens"] == expected_ids
+
+
+CHAT = [{"role": "user", "content": TEXT}]
+
+
+@each_row(
+    ("body", "param"),
+    [
+        ({}, "body"),
+        ({"prompt": "a", "content": "a"}, "body"),
+        ({"messages": [{}]}, "body.messages.0.role"),
+        # A field of another form is not passed over.
+        *(
+            ({"prompt": TEXT, name: True}, f"body.{name}")
+            for name in ("add_special", "with_pieces")
+        ),
+        ({"content": TEXT, "add_special_tokens": True}, "body.add_special_tokens"),
+        ({"messages": CHAT, "add_special_tokens": True}, "body.add_special_tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_400(body: dict[str, Any], param: str) -> None:
+    reply = _post("/tokenize", **body)
+    assert (reply.status, reply.error()["param"]) == (400, param)
+    null = {name: None if value is True else value for name, value in body.items()}
+    assert (_post("/tokenize", **null).status == 200) == (null != body)
+
+
+def test_detokenize_answers_under_both_names() -> None:
+    assert _post("/detokenize", tokens=IDS).json() == {"prompt": TEXT, "content": TEXT}
+    assert _post("/detokenize", tokens=[]).json()["prompt"] == ""
+    assert _post("/detokenize", tokens=[1024]).error()["param"] == "body.tokens"

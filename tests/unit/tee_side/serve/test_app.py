@@ -1,36 +1,29 @@
-"""Paths, who may use them, and what holds for every request."""
+"""Paths, who may use them, what holds for every request, and `GET /v1/attestation`."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
+from starlette.requests import Request
 
+from tee_side.attest.claims import Claims
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import _GUARDED, create_app
+from tee_side.serve.attestation import Attestation
+from tee_side.serve.errors import ApiError
 from tee_side.serve.limits import RateLimitError
+from tests.kit.evidence import identity
 from tests.kit.rows import each_row
-from tests.kit.serve import FakeEngine, FakeWatch, authorise, call, model, serving
+from tests.kit.serve import Clock, FakeEngine, FakeWatch, authorise, call, in_a_loop, serving
+from tsqp.client.attested_tls import read_answer
 
 ORIGIN = {"origin": "https://example.org"}
 PATH = "/v1/completions"
-
-
-def test_the_served_model_is_listed_and_found_by_its_name() -> None:
-    listed = call(serving(), "GET", "/v1/models").json()
-    [entry] = listed["data"]
-    assert listed["object"] == "list"
-    assert (entry["id"], entry["object"], entry["max_model_len"]) == ("demo", "model", 512)
-    assert call(serving(), "GET", "/v1/models/demo").json() == entry
-    served = serving(model=model(name="org/name"))
-    assert call(served, "GET", "/v1/models/org/name").json()["id"] == "org/name"
-    assert call(serving(), "GET", "/version").json() == {"version": "1.2.3"}
-    # No page that would load scripts of a third party.
-    assert {call(serving(), "GET", path).status for path in ("/docs", "/redoc")} == {404}
-    missing = call(serving(), "GET", "/v1/models/other")
-    error = missing.error()
-    assert (missing.status, error["code"], error["param"]) == (404, "model_not_found", None)
 
 
 def test_health_says_whether_a_token_could_be_made() -> None:
@@ -78,7 +71,6 @@ def test_a_body_beyond_the_bound_is_413_by_its_length_or_by_what_came(chunk: int
 def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:
     preflight = ORIGIN | {
         "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
     }
     name = "access-control-allow-origin"
     assert call(serving(), "OPTIONS", PATH, None, preflight).status == 405
@@ -86,12 +78,8 @@ def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:
     app = create_app(serving(authorise=authorise), allow_origins=["https://example.org"])
     reply = call(app, "OPTIONS", PATH, None, preflight)
     assert (reply.status, reply.headers[name]) == (200, ORIGIN["origin"])
-    assert "x-stainless-lang" in reply.headers["access-control-allow-headers"]
     other = preflight | {"origin": "https://example.com"}
     assert call(app, "OPTIONS", PATH, None, other).status == 400
-    # A page has to see what went wrong, too.
-    refused = call(app, "POST", PATH, {}, ORIGIN)
-    assert (refused.status, refused.headers[name]) == (401, ORIGIN["origin"])
 
 
 @each_row(
@@ -119,3 +107,59 @@ def test_a_caller_beyond_its_limits_is_429_before_its_prompt_is_tokenized(
     assert (reply.status, reply.error()["code"]) == (429, "rate_limit_exceeded")
     assert (reply.headers["retry-after"], reply.headers["x-a"]) == ("3", "b")
     assert (watch.prechecked, watch.begun, watch.ended) == (["alice"], [], [])
+
+
+NONCE = bytes(range(32))
+
+
+async def _asked(attestation: Attestation, nonce: str = NONCE.hex()) -> Any:
+    request = Request({"type": "http", "query_string": f"nonce={nonce}".encode(), "headers": []})
+    return await attestation.answer(request)
+
+
+def _refusal(attestation: Attestation, nonce: str = NONCE.hex()) -> tuple[int, ApiError]:
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(_asked(attestation, nonce))
+    return refused.value.status_code, refused.value
+
+
+def test_evidence_is_of_the_nonce_and_not_asked_for_too_often() -> None:
+    clock = Clock()
+    attestation = Attestation(identity(), clock)
+    for nonce in (NONCE, NONCE[::-1]):
+        reply = asyncio.run(_asked(attestation, nonce.hex().upper()))
+        assert reply.headers["cache-control"] == "no-store"
+        assert Claims.decode(read_answer(reply.body).claims).nonce == nonce
+    for other in ("", NONCE.hex()[:-1], NONCE.hex() + "0", "g" * 64, NONCE.hex() + "%0a"):
+        status, error = _refusal(attestation, other)
+        assert (status, json.loads(error.body)["error"]["param"]) == (400, "query.nonce")
+    for wait_s, more in ((0.0, 30), (0.5, 4), (60.0, 32)):
+        clock.wait(wait_s)
+        for _ in range(more):
+            asyncio.run(_asked(attestation))
+        status, error = _refusal(attestation)
+        assert (status, error.headers) == (429, {"retry-after": "1"})
+
+
+@in_a_loop
+async def test_while_16_wait_for_the_hardware_none_more_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, release = identity(), threading.Event()
+    state = made.state
+
+    def slow(nonce: bytes) -> Any:
+        assert release.wait(60)
+        return state(nonce)
+
+    monkeypatch.setattr(made, "state", slow)
+
+    attestation = Attestation(made, Clock())
+    waiting = [asyncio.create_task(_asked(attestation)) for _ in range(16)]
+    await asyncio.sleep(0)  # the turn in which they begin
+    with pytest.raises(ApiError) as refused:
+        await _asked(attestation)
+    assert refused.value.status_code == 429
+    release.set()
+    await asyncio.gather(*waiting)
+    assert await _asked(attestation)

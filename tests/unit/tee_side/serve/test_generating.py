@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tee_side.engine.request import Request
-from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.serve.app import create_app
 from tee_side.serve.serving import GrammarKind
 from tests.kit.rows import each_row
@@ -22,8 +16,6 @@ from tests.kit.serve import (
     FakeEngine,
     FakeGrammar,
     Reply,
-    ask,
-    call,
     chat,
     complete,
     connection,
@@ -32,7 +24,6 @@ from tests.kit.serve import (
     serving,
     tokenizer,
 )
-from tsqp.cli.program import model_directory
 
 PATH, CONTEXT = "/v1/completions", model().max_model_len
 ENDS = model().config.eos_token_ids
@@ -69,15 +60,6 @@ def test_settings_reach_the_engine_by_their_names() -> None:
     assert (request.stop_ids, request.logprobs, request.salt) == (None, None, "s")
 
 
-def test_left_out_and_null_settings_are_openai_s_defaults() -> None:
-    names = ("temperature", "top_p", "n", "max_tokens", "stop", "logit_bias", "seed", "stream")
-    null = dict.fromkeys((*names, "stream_options", "echo", "logprobs", "response_format"))
-    (first,), (second,) = asked(complete), asked(complete, **null)
-    assert asdict(first) == asdict(second)
-    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.seed) == (1, 1, None)
-    assert (first.max_new_tokens, first.samples, first.sampling.top_k) == (16, 1, 0)
-
-
 @each_row(
     ("by", "body", "field", "values"),
     [
@@ -88,14 +70,11 @@ def test_left_out_and_null_settings_are_openai_s_defaults() -> None:
         (complete, {}, "stop_ids", [None]),
         # A prompt is a text or ids or several of either.
         (complete, {"prompt": ""}, "prompt_ids", [encoded("")]),
-        (complete, {"prompt": "Hello"}, "prompt_ids", [encoded("Hello")]),
         (complete, {"prompt": ["Hello", "a"]}, "prompt_ids", [encoded("Hello"), encoded("a")]),
         (complete, {"prompt": [5, 6, 7]}, "prompt_ids", [(5, 6, 7)]),
         (complete, {"prompt": [[5, 6], [7]]}, "prompt_ids", [(5, 6), (7,)]),
         # Tokens are as many as are wanted and have room.
         (chat, {}, "max_new_tokens", [64]),
-        (chat, {"max_tokens": 5}, "max_new_tokens", [5]),
-        (chat, {"max_completion_tokens": 6}, "max_new_tokens", [6]),
         (chat, {"max_tokens": 5, "max_completion_tokens": 6}, "max_new_tokens", [6]),
         (chat, {"max_tokens": 5000}, "max_new_tokens", [505]),
         (complete, {"prompt": [5] * (CONTEXT - 3), "max_tokens": 100}, "max_new_tokens", [3]),
@@ -137,14 +116,6 @@ def test_roles_parts_and_names_reach_the_template() -> None:
     assert request.prompt_ids == (*without.prompt_ids, *encoded("<|assistant|>")[1:])
 
 
-def test_a_model_without_a_chat_template_is_400_for_chats_alone(tmp_path: Path) -> None:
-    shutil.copy(model_directory("demo") / TOKENIZER_FILE, tmp_path)
-    served = serving(model=model(tokenizer=Tokenizer(tmp_path)))
-    reply = call(served, "POST", "/v1/chat/completions", {"messages": [USER]})
-    assert (reply.status, reply.error()["code"]) == (400, "no_chat_template")
-    assert call(served, "POST", PATH, {"prompt": "Hello"}).status == 200
-
-
 def test_a_prompt_beyond_the_context_is_400_before_any_byte_of_a_stream() -> None:
     for stream in (False, True):
         reply = complete(prompt=[5] * CONTEXT, stream=stream)
@@ -162,15 +133,10 @@ def _json_schema(**form: Any) -> dict[str, Any]:
     ("body", "kind", "content"),
     [
         ({"guided_json": {"type": "object"}}, "json_schema", {"type": "object"}),
-        ({"guided_json": "{}"}, "json_schema", "{}"),
-        ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_grammar": "root ::= x"}, "grammar", "root ::= x"),
         ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
-        ({"structured_outputs": {"json": {"a": 1}}}, "json_schema", {"a": 1}),
         ({"structured_outputs": {"json_object": True}}, "json_object", {}),
-        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
-        ({"structured_outputs": {"grammar": "x"}}, "grammar", "x"),
         ({"response_format": {"type": "json_object"}}, "json_object", {}),
         (_json_schema(json_schema={"name": "n", "schema": {"b": 2}}), "json_schema", {"b": 2}),
         ({"response_format": {"type": "text"}}, None, None),
@@ -186,15 +152,10 @@ def test_a_grammar_is_compiled_from_either_vendor_s_field(
 @each_row(
     ("body", "param"),
     [
-        ({"guided_regex": "("}, "body.guided_regex"),
         ({"structured_outputs": {"regex": "("}}, "body.structured_outputs.regex"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "body"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "body"),
         (_json_schema(), "body.response_format.json_schema"),
-        (
-            _json_schema(type="json_object", json_schema={"schema": {}}),
-            "body.response_format.json_schema",
-        ),
         (_json_schema(type="xml"), "body.response_format.type"),
     ],
 )
@@ -255,24 +216,3 @@ async def test_costly_grammars_of_one_key_hold_up_no_other_nor_those_of_a_client
     assert compile_slowly.compiled.count("costly") == 63
     assert "left" not in compile_slowly.compiled
     assert (await done("alice", "quick")).status == 200
-
-
-@in_a_loop
-async def test_the_loop_goes_on_while_a_prompt_is_tokenized(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun, may_end, encode = threading.Event(), threading.Event(), Tokenizer.encode
-    app = create_app(serving())
-
-    def slow(self: Any, *arguments: Any, **more: Any) -> list[int]:
-        begun.set()
-        assert may_end.wait(60)
-        return encode(self, *arguments, **more)
-
-    monkeypatch.setattr(Tokenizer, "encode", slow)
-    task = asyncio.create_task(ask(app, "POST", PATH, {"prompt": "Hello"}))
-    await asyncio.to_thread(begun.wait)
-    assert (await ask(app, "GET", "/health")).status == 200
-    assert not task.done()
-    may_end.set()
-    assert (await task).status == 200

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hpke
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -17,11 +14,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ProtocolError
-from tee_side.serve import hpke_key
 from tee_side.serve.hpke_key import KEY_BYTES, HpkeKey
 from tee_side.serve.sealed_bodies import CHUNK_BYTES, Direction, open_secret, seal_secret
 from tests.kit.rows import each_row
-from tests.kit.service import ENVIRONMENT
 
 TARGET = b"/v1/completions?a=b"
 DOMAIN = b"TSQP sealed body 1\0"
@@ -86,9 +81,8 @@ def test_a_secret_opens_as_it_is_by_its_key_and_at_its_target_alone(
     assert again != secret
     assert another[:32] != front[:32]
     others = [(HpkeKey(hybrid=hybrid), front, TARGET)]
-    targets = (b"", TARGET[:-1], TARGET + b"c", b"/v1/chat/completions")
-    others += [(mine, front, target) for target in targets]
-    fronts = [front[:-1], front + b"\0", b"", bytes(len(front)), b"\xff" * len(front)]
+    others += [(mine, front, target) for target in (b"", b"/v1/chat/completions")]
+    fronts = [front[:-1], front + b"\0", bytes(len(front))]
     fronts += [flipped(front, at, at % 8) for at in range(len(front))]
     for by, data, target in [*others, *((mine, one, TARGET) for one in fronts)]:
         with pytest.raises(ProtocolError, match="another key, purpose or content"):
@@ -98,13 +92,9 @@ def test_a_secret_opens_as_it_is_by_its_key_and_at_its_target_alone(
 @each_row(
     "suite, public",
     [
-        ("x25519", b""),
-        ("x25519", bytes(31)),
         ("x25519", bytes(32)),  # of small order: no secret comes of it
-        ("x25519", b"x" * 33),
         ("x25519", key(True).public),
         ("mlkem768-x25519", key(False).public),
-        ("mlkem768-x25519", key(True).public[1:]),
         ("mlkem768-x25519", key(True).public + b"x"),
         ("mlkem768-x25519", b"\xff" * 1216),
         ("mlkem768-x25519", key(True).public[:-32] + bytes(32)),
@@ -114,21 +104,6 @@ def test_a_secret_opens_as_it_is_by_its_key_and_at_its_target_alone(
 def test_nothing_is_sealed_to_what_is_no_key_of_the_suite(suite: str, public: bytes) -> None:
     with pytest.raises(ProtocolError, match=f"another public key, expected one of {suite}"):
         seal_secret(suite, public, TARGET)  # type: ignore[arg-type]
-
-
-def test_without_ml_kem_in_the_library_the_key_is_of_x25519(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Without:
-        @staticmethod
-        def generate() -> MLKEM768PrivateKey:
-            raise UnsupportedAlgorithm("ML-KEM-768")
-
-    monkeypatch.setattr(hpke_key, "MLKEM768PrivateKey", Without)
-    made = HpkeKey()
-    assert (made.suite, len(made.public), made.sealed_bytes) == ("x25519", 32, 80)
-    secret, front = seal_secret(made.suite, made.public, TARGET)
-    assert open_secret(made, front, TARGET) == secret
 
 
 @each_row("size", [0, 1, 99, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
@@ -158,24 +133,13 @@ def test_a_body_that_was_changed_cut_or_put_in_another_order_is_refused() -> Non
     other = sealer(secret=b"o" * 32).seal(b"head")
     for order in (
         [two, one, three, last],
-        [one, three, two, last],
         [one, three, last],
-        [two, three, last],
         [last],
         [one, one, two, three, last],
-        [one, last, two, three],
         [other, two, three, last],
-        [other, one, two, three, last],
     ):
         for step in (2**30, 1):
             refused(b"".join(order), step)
-    # Each piece opens when it has come.
-    by = sealer()
-    for part, piece in zip(parts, PIECES, strict=True):
-        assert [by.open(part[at : at + 1]) for at in range(len(part))] == [
-            *[[]] * (len(part) - 1),
-            [piece],
-        ]
     # Its last chunk is the end, at the place of another as well.
     early = chunks_of(PIECES[:2])[-1]
     assert opened(one + early) == PIECES[:2]
@@ -242,15 +206,3 @@ def test_the_two_parts_of_a_hybrid_key_are_both_used() -> None:
         _, front = seal_secret("mlkem768-x25519", public, TARGET)
         with pytest.raises(ProtocolError):
             open_secret(mine, front, TARGET)
-
-
-def test_no_http_library_is_imported() -> None:
-    code = (
-        "import sys, tee_side.serve.sealed_bodies, tee_side.serve.sealed_heads\n"
-        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
-    )
-    for name in ("fastapi", "starlette", "uvicorn", "httpx2", "httpx", "http", "ssl", "requests"):
-        assert f"'{name}'" not in done.stdout

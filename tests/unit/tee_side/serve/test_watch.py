@@ -1,4 +1,4 @@
-"""What accounts for a request, in limits, log and metrics: once, however it ends."""
+"""The limits of a key, and what accounts for a request in limits, log and metrics: once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tee_side.serve.audit_log import AuditLog, AuditReader, open_log
 from tee_side.serve.keys import ApiKey
-from tee_side.serve.limits import Limits, RateLimitError
+from tee_side.serve.limits import Admission, Limits, RateLimitError
 from tee_side.serve.metrics import FINISHED_REASONS, Metrics
 from tee_side.serve.watch import Watch
 from tests.kit.rows import each_row
@@ -153,15 +152,6 @@ def test_a_refusal_is_accounted_for_at_once(world: World) -> None:
     assert world.told()["error"] == 2
 
 
-def test_without_keys_and_without_a_log(world: World) -> None:
-    watch = Watch(Limits(lambda _: None), world.metrics, None, "tee-only")
-    one = watch.request()
-    one.begin("", 1, 10**6)
-    assert one.headers() == {}
-    one.end("stop", 1, 1)
-    assert (world.told()["stop"], world.records()) == (1, [])
-
-
 # The names of vLLM; others are ours.
 VLLM = {
     "running": "num_requests_running",
@@ -195,11 +185,6 @@ def test_every_number_of_the_engine_is_told_as_it_is_at_the_scrape() -> None:
     assert {sample.labels["model_name"] for sample in samples} == {"demo"}
     with pytest.raises(KeyError):
         metrics.ended("a text")
-    # What there is not is left out.
-    page = Metrics("other", lambda: engine_stats(pads_ready=None)).page()[0]
-    assert not any(name in page for name in (b"pads_ready", b"audit", b"demo"))
-    known = prometheus_client.REGISTRY._names_to_collectors
-    assert not any(name.startswith(("vllm", "tsqp")) for name in known)
 
 
 def test_pads_made_per_second_of_the_last_minute() -> None:
@@ -219,3 +204,131 @@ def test_pads_made_per_second_of_the_last_minute() -> None:
         clock.wait(step_s)
         total += made
         assert value(metrics, "tsqp:pads_made_per_second") == pytest.approx(rate)
+
+
+class Keyed:
+    """Keys whose limits the test changes, and a clock that it moves."""
+
+    def __init__(self) -> None:
+        self.clock, self.keys = Clock(), dict[str, ApiKey]()
+        self.limits = Limits(self.keys.get, self.clock)
+
+    def key(self, name: str = "alice", **limits: int) -> None:
+        self.keys[name] = ApiKey(name=name, sha256="0" * 64, **limits)
+
+    def begin(self, tokens: int = 1, owner: str = "alice", prompt: int = 0) -> Admission:
+        return self.limits.begin(owner, prompt, tokens)
+
+    def refused(self, tokens: int = 1, prompt: int = 0) -> RateLimitError:
+        """Refuse a request, which takes nothing."""
+        before = self.limits.running("alice"), self.limits.headers("alice")
+        with pytest.raises(RateLimitError) as refused:
+            self.begin(tokens, prompt=prompt)
+        assert (self.limits.running("alice"), self.limits.headers("alice")) == before
+        return refused.value
+
+    def left(self, what: str = "tokens") -> int:
+        return int(self.limits.headers("alice")[f"x-ratelimit-remaining-{what}"])
+
+
+@pytest.fixture
+def keyed() -> Keyed:
+    return Keyed()
+
+
+def test_requests_a_minute_refill_steadily(keyed: Keyed) -> None:
+    keyed.key(requests_per_minute=6)
+    for _ in range(6):
+        keyed.begin().end(2)
+    refused = keyed.refused()
+    assert str(refused) == (
+        "API key alice: got no room for 1, expected at most 6 (requests a minute)"
+    )
+    assert (refused.retryable, refused.retry_after_s) == (True, 10)
+    for wait_s, told in ((0, "10"), (8.5, "2"), (1.25, "1")):
+        keyed.clock.wait(wait_s)
+        assert keyed.refused().headers["retry-after"] == told
+    keyed.clock.wait(0.25)
+    keyed.begin()
+    keyed.refused()
+    keyed.clock.wait(3600)  # no more than a minute's worth comes together
+    for _ in range(6):
+        keyed.begin()
+    keyed.refused()
+
+
+def test_tokens_are_reserved_and_settled(keyed: Keyed) -> None:
+    keyed.key(tokens_per_minute=600)
+    first = keyed.begin(400, prompt=100)
+    assert keyed.left() == 100
+    refused = keyed.refused(200)
+    assert (refused.retry_after_s, refused.headers["retry-after"]) == (10, "10")
+    for used in (150, 0):  # a second end is none
+        first.end(used)
+        assert keyed.left() == 450
+    keyed.begin(450).end(750)  # more than it reserved is owed
+    assert keyed.left() == 0
+    assert keyed.refused(0).retry_after_s == 30
+    keyed.clock.wait(30)
+    # What comes back never exceeds the budget.
+    held = keyed.begin(0)
+    keyed.clock.wait(60)
+    held.end(0)
+    assert keyed.left() == 600
+    keyed.refused(601)
+
+
+def test_what_can_never_fit_is_not_to_be_retried(keyed: Keyed) -> None:
+    keyed.key(tokens_per_minute=100, max_tokens=60)
+    for refused, got in (
+        (keyed.refused(61), "got 61, expected at most 60 (max_tokens)"),
+        (keyed.refused(60, prompt=50), "got no room for 110, expected at most 100 (tokens a"),
+    ):
+        assert got in str(refused)
+        assert (refused.retryable, refused.retry_after_s) == (False, None)
+        assert "retry-after" not in refused.headers
+
+
+def test_concurrent_requests(keyed: Keyed) -> None:
+    keyed.key(concurrent=2)
+    held = [keyed.begin() for _ in range(2)]
+    refused = keyed.refused()
+    assert (refused.retryable, refused.headers) == (True, {"retry-after": "1"})
+    held[0].end(2)
+    held[0].end(2)
+    keyed.begin()
+    keyed.refused()
+
+
+def test_what_nothing_would_be_let_in_for_is_known_before_the_tokens_are(keyed: Keyed) -> None:
+    for limits in ({"concurrent": 1}, {"requests_per_minute": 1}, {"tokens_per_minute": 60}):
+        keyed.limits = Limits(keyed.keys.get, keyed.clock)
+        keyed.key(**limits)
+        for _ in range(3):  # takes nothing
+            keyed.limits.precheck("alice")
+        keyed.begin(60)
+        with pytest.raises(RateLimitError) as refused:
+            keyed.limits.precheck("alice")
+        assert refused.value.retryable
+    keyed.clock.wait(1)
+    keyed.limits.precheck("alice")
+    keyed.refused(2)
+    keyed.limits.precheck("removed")
+
+
+def test_what_a_key_took_outlives_a_change_of_its_limits(keyed: Keyed) -> None:
+    keyed.key(requests_per_minute=10, tokens_per_minute=100, concurrent=2)
+    held = [keyed.begin(30), keyed.begin(30)]
+    keyed.key(requests_per_minute=3, tokens_per_minute=70, concurrent=3)
+    assert (keyed.left("requests"), keyed.left()) == (1, 10)
+    held.append(keyed.begin(0))
+    keyed.refused(0)
+    # Its entry is removed while requests run, and comes back.
+    keyed.keys.clear()
+    held.append(keyed.begin(10**6))
+    for one in held:
+        one.end(30)
+    assert keyed.limits.running("alice") == 0
+    keyed.key(tokens_per_minute=100)
+    # Two of 30, and one that took 30 and had reserved none; the fourth had no limit.
+    assert keyed.left() == 10
