@@ -52,7 +52,7 @@ demo: $(DEMO)  ## watch a model generate text across two processes, and check it
 	@$(BIN)/tsqp demo
 
 test: $(STAMP)  ## run the tests of every change, in minutes
-	$(PYTEST) -m 'not more and not apart'
+	$(PYTEST) -m 'not slow'
 
 check: format lint types imports test  ## everything that a change must pass: format, lint, types, imports, tests
 
@@ -60,7 +60,7 @@ release: $(RELEASE)  ## run everything, hours: check, demo and all the parts bel
 	@$(BIN)/python -m tests.release $(addprefix --only ,$(ONLY))
 
 test-slow: $(RELEASE)  ## run what test leaves out: a browser, clients, Triton's interpreter, other processors
-	$(PYTEST) -m 'more and not apart' --ignore tests/e2e/test_guest.py --ignore tests/native
+	$(PYTEST) -m slow --ignore tests/e2e/test_guest.py --ignore tests/native
 
 test-guest: $(RELEASE)  ## build the whole guest image twice, start it under emulation, chat with it (root, half an hour)
 	$(BIN)/python -m pytest -q tests/e2e/test_guest.py
@@ -70,7 +70,7 @@ mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice; ONLY
 
 test-kernels: $(STAMP)  ## run what compares whole passes with each other kernels that this processor has
 	set -e; for kernels in $$($(BIN)/python -c 'from tests.kit.kernels import KERNELS; print(*KERNELS[:-1])'); do \
-	    $(PYTEST) -m 'not more and not apart' --kernels $$kernels tests/equivalence/test_integers.py \
+	    $(PYTEST) -m 'not slow' --kernels $$kernels tests/equivalence/test_integers.py \
 	        tests/equivalence/test_architectures.py tests/contract/test_policies.py \
 	        tests/boundary/test_uniform.py; done
 

@@ -37,7 +37,7 @@ from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.statement import Statement, read_certificate
 from tee_side.serve.identity import About, Identity, certify
-from tests.tools import snp_chain
+from tests.kit import snp_chain
 from tsqp.lab.bench.machine import describe_machine
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's

@@ -49,12 +49,11 @@ hypothesis.settings.load_profile("tests")
 
 TESTS = Path(__file__).parent
 
-# What `make test` leaves to `make test-more`, beside what is marked so: tools for people with a
+# What `make test` leaves to `make test-slow`, beside what is marked so: tools for people with a
 # slow test each, and short forms of what runs for hours.
-MORE = (
+SLOW = (
     "e2e/test_bench.py",
     "e2e/test_demo.py",
-    "e2e/test_leak.py",
     "e2e/test_plan.py",
     "fuzz",
     "mutations",
@@ -62,7 +61,6 @@ MORE = (
     "soak",
     "unit/benchmarks",
     "unit/tsqp/bench",
-    "unit/tsqp/leak",
     "unit/tsqp/plan",
     "unit/tsqp/test_cli_bench.py",
 )
@@ -80,17 +78,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import what `make test` leaves out as a whole."""
-    leaves_out = "not more" in config.getoption("markexpr")
+    leaves_out = "not slow" in config.getoption("markexpr")
     return True if leaves_out and _is_more(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `more` what is in `MORE`, and what `pairwise` and `each_value` can do without."""
+    """Mark as `slow` what is in `SLOW`, and what `pairwise` and `each_value` can do without."""
     products: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if _is_more(item.path):
-            item.add_marker("more")
+            item.add_marker("slow")
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for strength, name in enumerate(("each_value", "pairwise"), start=1):
                 if item.get_closest_marker(name) is not None:
@@ -99,12 +97,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases = [_values(function) for function in functions]
         chosen = covering(cases, min(strength, len(cases[0])))
         for position in set(range(len(functions))).difference(chosen):
-            functions[position].add_marker("more")
+            functions[position].add_marker("slow")
 
 
 @functools.cache
 def _is_more(path: Path) -> bool:
-    return any(path.is_relative_to(TESTS / name) for name in MORE)
+    return any(path.is_relative_to(TESTS / name) for name in SLOW)
 
 
 def _values(function: pytest.Function) -> list[Hashable]:

@@ -36,8 +36,8 @@ class Incoming(NamedTuple):
 
     @property
     def peer(self) -> str:
-        """A short name of the client for logs."""
-        return self.route[0].hex()
+        """A short name of the client for logs: no more of it than is no secret."""
+        return self.route[0][-8:].hex()
 
 
 class Listener(Protocol):

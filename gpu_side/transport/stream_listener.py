@@ -13,18 +13,16 @@ import logging
 import os
 import select
 import socket
-import stat
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import count
 
 from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.device_memory import DeviceMemory
 from gpu_side.transport.listener import Incoming, admits_no_client
-from gpu_side.transport.live_socket import refuse_live_socket
+from gpu_side.transport.live_socket import SocketFile, bind_at, refuse_live_socket
 from gpu_side.transport.stream_client import STALLED_S, Client, Patience
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
@@ -106,7 +104,7 @@ class StreamListener:
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
         self._wakeup: socket.socket | None = None
-        self._file: tuple[str, int, int] | None = None
+        self._file: SocketFile | None = None
         parsed = parse_endpoint(endpoint, for_bind=True)
         self._shares_memory = parsed.scheme in ("shm", "ivshmem")
         if self._shares_memory:
@@ -197,7 +195,8 @@ class StreamListener:
         """See `Listener.close`."""
         self._acceptor.stop()
         self._socket.close()
-        self._remove_file()
+        if self._file is not None:
+            self._file.remove()
         self._watch_wakeup(None)
         give_up = time.monotonic() + _CLOSING_S
         for client in list(self._clients.values()):
@@ -266,40 +265,22 @@ class StreamListener:
         if address is None:
             raise EndpointError(endpoint.text, got="no stream", expected=f"a stream of {SPELLINGS}")
         refuse_live_socket(endpoint)
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_VSOCK
         try:
-            listening = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            raise _unbindable(endpoint, error) from None
-        try:
-            if endpoint.socket_path is not None:
-                _remove_stale(endpoint.socket_path)
-            listening.bind(address)
-            listening.listen(_BACKLOG)
+            if isinstance(address, str):
+                listening = bind_at(address, _BACKLOG)
+                self._file = SocketFile(address)
+            else:
+                listening = _bind_vsock(address)
             listening.setblocking(False)
-            if endpoint.socket_path is not None:
-                status = os.stat(endpoint.socket_path)
-                self._file = endpoint.socket_path, status.st_dev, status.st_ino
         except OSError as error:
-            listening.close()
-            raise _unbindable(endpoint, error) from None
+            raise EndpointError(
+                endpoint.text, got=os.strerror(error.errno or 0), expected="an address to bind"
+            ) from None
         if isinstance(address, str):
             return listening, endpoint.text
         cid, port = listening.getsockname()
         before = f"ivshmem://{endpoint.memory}," if endpoint.memory else "vsock://"
         return listening, f"{before}{'any' if cid == VSOCK_ANY else cid}:{port}"
-
-    def _remove_file(self) -> None:
-        """Remove our socket's file, unless it is another's by now."""
-        if self._file is None:
-            return
-        path, device, inode = self._file
-        try:
-            status = os.lstat(path)
-            if (status.st_dev, status.st_ino) == (device, inode):
-                os.unlink(path)
-        except OSError:
-            pass
 
     # ---------------------------------------------------------------------------- clients
 
@@ -545,17 +526,12 @@ def _handed_over(connection: socket.socket) -> Lane:
             os.close(file)
 
 
-def _remove_stale(path: str) -> None:
-    """Remove the socket of a dead service; what is no socket stays, and bind will refuse it.
-
-    `refuse_live_socket` has found that no process listens.
-    """
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode):
-            os.unlink(path)
-
-
-def _unbindable(endpoint: Endpoint, error: OSError) -> EndpointError:
-    return EndpointError(
-        endpoint.text, got=os.strerror(error.errno or 0), expected="an address to bind"
-    )
+def _bind_vsock(address: tuple[int, int]) -> socket.socket:
+    listening = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+    try:
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening

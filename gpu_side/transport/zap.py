@@ -3,6 +3,9 @@
 ZeroMQ asks at inproc://zeromq.zap.01 of the service's context, once in the handshake of every
 connection. Without an answer no client gets in: the service's socket has
 `ZMQ_ZAP_ENFORCE_DOMAIN` set, and a handshake without an answer ends at its time limit.
+
+The answer also names the connection (`gpu_side.transport.zmq_names`). Of two routing ids ZeroMQ
+takes the one that it reads last, and it asks us just before it reads the client's own.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from gpu_side.transport.zmq_names import Names, as_property, bind_within_process
 from protocol.zmq_sockets import watch
 
 log = logging.getLogger("gpu_service")
@@ -34,7 +38,8 @@ class ZapHandler:
     """Lets in the clients whose public keys are `allowed`, and logs those that it does not.
 
     Ready when made, before the service's socket is bound. Its thread ends with the context, which
-    waits for it. `allowed`: public keys, Z85.
+    waits for it. `context`: with one I/O thread. `allowed`: public keys, Z85. `names`: of
+    connections.
     """
 
     def __init__(
@@ -42,8 +47,10 @@ class ZapHandler:
         context: zmq.Context[zmq.Socket[bytes]],
         service: zmq.Socket[bytes],
         allowed: frozenset[bytes],
+        names: Names,
     ) -> None:
         self._allowed = allowed
+        self._names = names
         # Keys of clients that were let in. Noted before the list is looked at: the code that
         # replaces the list finds here every client that the one before let in.
         self._authenticated: set[bytes] = set()
@@ -55,6 +62,7 @@ class ZapHandler:
         self._failures = watch(context, service, FAILURES)
         self._requests.setsockopt(zmq.LINGER, 0)
         self._requests.bind(_ADDRESS)
+        self._out, self._back = _around(context)
         self._thread = threading.Thread(target=self._serve, name="zap", daemon=True)
         self._thread.start()
 
@@ -83,8 +91,8 @@ class ZapHandler:
         except zmq.ContextTerminated:
             pass
         finally:
-            self._requests.close()
-            self._failures.close()
+            for one in (self._requests, self._failures, self._out, self._back):
+                one.close()
 
     def _answer_all(self) -> None:
         poller = zmq.Poller()
@@ -115,12 +123,24 @@ class ZapHandler:
             key = self._key_of(request)
             self._authenticated.add(key)
             if key in self._allowed:
-                return [version, request_id, b"200", b"OK", key, b""]
+                self._let_handshake_be_read()
+                name = as_property(self._names.draw())
+                return [version, request_id, b"200", b"OK", key, name]
             self._authenticated.discard(key)
             self._refuse("unknown_key", key=key.decode("ascii"))
         except ValueError as error:
             self._refuse(str(error))
         return [version, request_id, b"400", b"refused", b"", b""]
+
+    def _let_handshake_be_read(self) -> None:
+        """Return once ZeroMQ has read the routing id in the client's own handshake.
+
+        It reads that in the same step in which it asks us, and carries our message after it, on
+        the same thread. Without this one in seven clients was quicker than our answer, and kept
+        the routing id of its choice.
+        """
+        self._out.send(b"")
+        self._back.recv()
 
     def _key_of(self, request: list[bytes]) -> bytes:
         """Return the client's key (Z85). Raises ValueError, which says in a word what is wrong."""
@@ -145,6 +165,17 @@ class ZapHandler:
         """Count a connection that is refused, and log why."""
         self.refused += 1
         log.warning("connection_refused", extra={"fields": {"reason": reason, **more}})
+
+
+def _around(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Return two sockets between which a message goes through ZeroMQ's I/O thread."""
+    out, back = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for one in (out, back):
+        one.setsockopt(zmq.LINGER, 0)
+    back.connect(bind_within_process(out))
+    return out, back
 
 
 def sender_of(frame: zmq.Frame) -> bytes:

@@ -1,10 +1,11 @@
 """The service's end of ZeroMQ: a ROUTER socket, which also serves plain REQ sockets.
 
-A REQ socket's empty delimiter frame is kept with the peer's identity, and put back in front of the
-reply. Of two clients that call themselves by the same routing id the first is served, and the
-other gets nothing; our own let the ROUTER draw one. With keys (`protocol.curve`) a connection is
-let in by the ZAP handler (`gpu_side.transport.zap`), and each message is taken only from a client
-that is on the list as it stands then.
+A REQ socket's empty delimiter frame is kept with the connection's routing id, and put back in front
+of the reply. The id is ours, and no other connection's (`gpu_side.transport.zmq_names`): a reply
+reaches the connection that asked, or none. With keys (`protocol.curve`) a connection is let in by
+the ZAP handler (`gpu_side.transport.zap`), and each message is taken only from a client that is on
+the list as it stands then. Without keys clients come through a doorway
+(`gpu_side.transport.zmq_doorway`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from gpu_side.encoding import MAX_FRAMES
 from gpu_side.transport.listener import Incoming, admits_no_client
 from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, ZapHandler, sender_of
+from gpu_side.transport.zmq_doorway import Doorway
+from gpu_side.transport.zmq_names import Names, bind_within_process
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
@@ -117,17 +120,29 @@ class ZmqListener:
         # A message that `wait` has received and `receive` has not returned yet.
         self._waiting: Incoming | None = None
         self._patience_ms = -1
+        self._names = Names()
         self._zap_handler: ZapHandler | None = None
+        self._doorway: Doorway | None = None
+        # The one of the two that there is.
+        self._admitting: tuple[ZapHandler | Doorway, ...] = ()
         self._max_message_bytes = max_message_bytes
         self._unread = Unread()
         # Set by `allow`, on any thread; `_take` then cuts all connections.
         self._to_cut = False
-        self._context = zmq.Context()
+        self.endpoint = endpoint
+        # As many I/O threads as the ZAP handler counts on.
+        self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             self._set_up(endpoint, max_message_bytes, heartbeat_timeout_s, keys)
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            if keys is None:
+                self._doorway = Doorway(parsed, bind_within_process(self._socket), self._names)
+                self._admitting = (self._doorway,)
+                self.endpoint = self._doorway.endpoint
+            else:
+                self._socket.bind(endpoint)
+                self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise EndpointError(
                 endpoint, got=os.strerror(error.errno or 0), expected="an address to bind"
@@ -135,7 +150,6 @@ class ZmqListener:
         except BaseException:
             self.close()
             raise
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _set_up(
         self,
@@ -167,7 +181,8 @@ class ZmqListener:
                 expected="one that has it (4.3 or later): without it strangers may get in",
             ) from None
         # Before the socket is bound: the first client finds it.
-        self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed)
+        self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed, self._names)
+        self._admitting = (self._zap_handler,)
 
     def allow(self, allowed: frozenset[bytes]) -> None:
         """See `Listener.allow`.
@@ -186,8 +201,8 @@ class ZmqListener:
 
     @property
     def clients_refused(self) -> int:
-        """See `Listener.clients_refused`; without keys none is."""
-        return 0 if self._zap_handler is None else self._zap_handler.refused
+        """See `Listener.clients_refused`."""
+        return sum(one.refused for one in self._admitting)
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
@@ -226,8 +241,9 @@ class ZmqListener:
         Raises EndpointError where connections were cut and the address cannot be bound again, or
         the thread that lets clients in has failed.
         """
-        if self._zap_handler is not None and self._zap_handler.failed:
-            raise admits_no_client(self.endpoint)
+        for one in self._admitting:
+            if one.failed:
+                raise admits_no_client(self.endpoint)
         if self._to_cut:
             self._cut_connections()
         if patience_ms == 0:
@@ -245,14 +261,18 @@ class ZmqListener:
         if last.more:
             # What is left is refused for its number of frames, in a reply, as any other would be.
             self._discard_rest()
+        name = bytes(parts[0])
+        if not self._names.has_drawn(name):
+            # A ZeroMQ that lets clients name themselves, as none does that we know.
+            log.warning("dropped", extra={"fields": {"reason": "routing_id_not_ours"}})
+            return False
         key = b""
         if self._zap_handler is not None:
             key = sender_of(last)
             if not self._zap_handler.is_allowed(key):
                 return False
         has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
-        split = 2 if has_delimiter else 1
-        route = tuple([bytes(part) for part in parts[:split]])
+        route, split = ((name, b""), 2) if has_delimiter else ((name,), 1)
         self._waiting = Incoming(route, parts[split:], received_ns, key)
         return True
 
@@ -316,7 +336,12 @@ class ZmqListener:
 
     def close(self) -> None:
         """Stop listening; replies on their way get half a second."""
+        doorway, self._doorway = self._doorway, None
+        if doorway is not None:
+            doorway.stop()
         self._socket.close()
         self._context.term()
+        if doorway is not None:
+            doorway.close()
         if self._zap_handler is not None:
             self._zap_handler.join()

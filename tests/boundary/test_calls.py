@@ -8,7 +8,7 @@ from tests.tools.calls import measure
 from tests.tools.core_size import RECORDED
 
 
-@pytest.mark.more  # two minutes of a busy machine, under sys.setprofile
+@pytest.mark.slow  # two minutes of a busy machine, under sys.setprofile
 def test_an_rpc_takes_no_more_calls_than_are_recorded() -> None:
     found = measure()
     assert found.keys() == RECORDED["calls"].keys()

@@ -27,7 +27,7 @@ ALWAYS = "qwen2"
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind == ALWAYS else pytest.mark.more)
+        pytest.param(kind, marks=() if kind == ALWAYS else pytest.mark.slow)
         for kind in ARCHITECTURES
     ],
 )

@@ -27,8 +27,8 @@ PROMPT, NEW_TOKENS = "Once upon a time", 8
 POLICIES = (
     "shielded",
     "attention-in-tee",
-    pytest.param("quantized-clear", marks=pytest.mark.more),
-    pytest.param("tsqp", marks=pytest.mark.more),
+    pytest.param("quantized-clear", marks=pytest.mark.slow),
+    pytest.param("tsqp", marks=pytest.mark.slow),
 )
 
 Start = Callable[[str], Service]
@@ -107,7 +107,7 @@ def test_parts_of_some_layers_beside_one_service_for_the_rest(
     assert _generate("shielded", *gpu) == _generate("shielded", demo_service.endpoint)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_each_share_in_parts_of_its_own_owner(
     demo_service: Service, parts: list[str], others: list[str]
 ) -> None:
@@ -119,7 +119,7 @@ def test_each_share_in_parts_of_its_own_owner(
 
 
 @pytest.mark.parametrize(
-    "policy", ["shielded", pytest.param("attention-in-tee", marks=pytest.mark.more)]
+    "policy", ["shielded", pytest.param("attention-in-tee", marks=pytest.mark.slow)]
 )
 def test_a_part_that_dies_is_replaced_by_one_with_the_same_columns(
     monkeypatch: pytest.MonkeyPatch,

@@ -35,7 +35,7 @@ MAX_IMAGE_BYTES = 450_000_000
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "8")
 CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 OPTIONS: Any = {"model": "demo", "seed": 7, "max_tokens": 16}
-pytestmark = [pytest.mark.apart, pytest.mark.timeout(2 * BUILD_S + 3 * BOOT_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * BUILD_S + 3 * BOOT_S)]
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_a_buffering_proxy_changes_no_token(
         assert proxy.passed > 20
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_proxy_that_cuts_connections_costs_retries_alone(
     service: Service, folder: Path, over_unix: list[int]
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_proxy_that_cuts_connections_costs_retries_alone(
         assert proxy.cut > 2
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_service_that_is_gone_is_stood_in_for(
     service: Service, folder: Path, over_unix: list[int]
 ) -> None:
@@ -120,7 +120,7 @@ def test_health_and_doctor_know_it(service: Service, folder: Path) -> None:
         assert answer.read() == b"ready\n"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_revoked_token_is_refused_from_then_on(folder: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text((folder / "tokens").read_text())
@@ -136,7 +136,7 @@ def test_a_revoked_token_is_refused_from_then_on(folder: Path, tmp_path: Path) -
         assert run("tsqp", "health", service.endpoint, *stays).returncode == 0
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_tls_of_the_service_itself(folder: Path, over_unix: list[int]) -> None:
     pem = str(folder / "proxy.pem")
     tls = ("--http-cert", pem, "--http-key", pem, "--http-tokens", str(folder / "tokens"))

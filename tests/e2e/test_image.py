@@ -13,7 +13,7 @@ from tsqp.deploy.image import LOCK, first_difference
 
 BUILD_S = 900
 UEFI = Path("/usr/share/ovmf/OVMF.fd")
-pytestmark = [pytest.mark.more, pytest.mark.timeout(2 * BUILD_S + 5 * BOOT_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * BUILD_S + 5 * BOOT_S)]
 
 FIRST, SECOND, THIRD = (f"{digit * 8}-1111-4111-8111-111111111111" for digit in "123")
 

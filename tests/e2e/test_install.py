@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_wheel_holds_the_packages_with_their_data(wheel: zipfile.ZipFile) -> None:
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {
@@ -49,7 +49,7 @@ def test_a_wheel_holds_the_packages_with_their_data(wheel: zipfile.ZipFile) -> N
     assert {".toml", ".j2", ".typed", ".safetensors", ".json", ".jinja", ".txt"} <= kinds
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_its_commands_are_installed(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     text = wheel.read(name).decode()

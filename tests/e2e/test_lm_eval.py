@@ -58,7 +58,7 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps(task))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_harness_gets_the_numbers_of_transformers(tmp_path: Path) -> None:
     write_tasks(tmp_path)
     demo = str(model_directory("demo"))

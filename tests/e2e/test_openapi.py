@@ -42,7 +42,7 @@ def test_it_has_every_path(server: Server) -> None:
     }
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_is_promised_is_kept(server: Server, tmp_path: Path) -> None:
     command = [
         str(Path(sys.executable).parent / "schemathesis"),

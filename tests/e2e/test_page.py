@@ -105,7 +105,7 @@ def _open(browser: Chrome, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param("attention-in-tee", marks=pytest.mark.more), "shielded"]
+    "policy", [pytest.param("attention-in-tee", marks=pytest.mark.slow), "shielded"]
 )
 def test_an_answer_fills_three_panes(
     browser: Chrome, endpoint: str, policy: str, tmp_path: Path

@@ -176,7 +176,7 @@ def _pairs(*values: Iterable[str]) -> list[tuple[str, ...]]:
     return [cases[position] for position in sorted(covering(cases, 2))]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "architecture", "dtype"), _pairs(KERNELS, ARCHITECTURES, DTYPES)
 )
@@ -189,7 +189,7 @@ def test_a_request_gives_the_same_bits_in_many_companies(
         _check(tees, Random(kernels + architecture), targets=1, companies=3, most=200)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "policy", "dtype"),
     _pairs(KERNELS, ["quantized-clear", "tee-only-int8"], DTYPES),
@@ -278,7 +278,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     _check_rows(kernels, dtype, operator, 10)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)

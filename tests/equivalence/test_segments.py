@@ -87,7 +87,7 @@ class Forgetful(LoopbackChannel):
             what,
             name,
             id=f"{variant}-{name}",
-            marks=[pytest.mark.more] * (masked > 0 and masked - 1 != turn % 2),
+            marks=[pytest.mark.slow] * (masked > 0 and masked - 1 != turn % 2),
         )
         for turn, (variant, kind, what) in enumerate(VARIANTS)
         for masked, name in enumerate(SEGMENTS)

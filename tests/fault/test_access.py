@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from protocol.zmq_channel import ZmqChannel
 from tests.fault.test_service_limits import slow_device, submit_until_some_wait
 from tests.kit.model import SavedModel, make_model
 from tests.kit.service import CALM_S, Service, run, running_service
-from tests.kit.wire import header, inline, part, segment
+from tests.kit.wire import HIDDEN_BYTES, header, inline, part, segment
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair
@@ -252,30 +252,74 @@ def _frames_2(body: bytes) -> bytes:
     return b"\x01\0" + bytes([0, len(body)]) + body
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [ZMTP_1 + _frames_1(REQUEST), ZMTP_2 + _frames_2(REQUEST)],
-    ids=["ZMTP 1.0", "ZMTP 2.0"],
-)
 @pytest.mark.parametrize("with_keys", [True, False])
-def test_old_protocols_are_no_way_around_the_keys(
-    model: Path, files: Files, with_keys: bool, sent: bytes
+def test_old_protocols_are_no_way_around_keys_and_names(
+    model: Path, files: Files, with_keys: bool
 ) -> None:
     options = files.options("friend") if with_keys else ()
     with running_service(model, "tcp://127.0.0.1:*", *options) as service:
         host, _, port = service.endpoint.removeprefix("tcp://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=30) as client:
-            client.sendall(sent)
-            received = b""
-            while b"success" not in received:
-                try:
-                    received += (more := client.recv(65536))
-                except ConnectionResetError:
-                    break
-                if not more:
-                    break
-        # Without keys they are served, so the test asks as it should.
-        assert (b"success" in received) == (not with_keys)
+        for sent in (ZMTP_1 + _frames_1(REQUEST), ZMTP_2 + _frames_2(REQUEST)):
+            with socket.create_connection((host, int(port)), timeout=30) as client:
+                client.sendall(sent)
+                received = b""
+                with suppress(ConnectionResetError):
+                    while more := client.recv(65536):
+                        received += more
+            assert b"success" not in received
+
+
+# ------------------------------------------------------------------------------- routing ids
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_what_clients_call_themselves_neither_ends_the_service_nor_brings_a_reply(
+    model: Path, files: Files, tmp_path: Path, with_keys: bool
+) -> None:
+    options = (*files.options("friend", "other"), "--device", slow_device(tmp_path, 1.0))
+    keys = {name: _set_up_curve(files.client(name)) for name in ("friend", "other")}
+    if not with_keys:
+        options, keys = options[-2:], dict.fromkeys(keys, lambda _: None)
+    with running_service(model, "tcp://127.0.0.1:*", *options) as service, ExitStack() as stack:
+
+        def client(name: bytes, key: str = "other") -> Client:
+            def set_up(made: zmq.Socket[bytes]) -> None:
+                keys[key](made)
+                if name:
+                    made.setsockopt(zmq.ROUTING_ID, name)
+
+            made = Client(zmq.DEALER, service.endpoint, set_up)
+            assert made.is_served()
+            return made
+
+        # The ids that ZeroMQ would give to the next clients: the first of every process.
+        for n in range(32):
+            stack.enter_context(closing(client(b"\0" + (0x6B8B4567 + n).to_bytes(4))))
+        for _ in range(33):
+            stack.enter_context(closing(client(b"")))
+
+        with closing(client(b"victim", "friend")) as victim:
+            victim.socket.send_multipart([header(request_id=1), bytes(HIDDEN_BYTES)])
+            victim.socket.send_multipart([header(request_id=2, method="Health", request={})])
+            assert _id_of(victim) == 2  # the first is being computed
+        with closing(client(b"victim")) as thief:
+            thief.socket.send_multipart([header(request_id=3), bytes(HIDDEN_BYTES)])
+            assert _id_of(thief) == 3
+        assert service.stop() == 0
+    log = "\n".join(service.log)
+    assert " client_gone " in log
+    assert b"victim".hex() not in log
+    assert "6b8b45" not in log
+
+
+def _set_up_curve(keys: ClientKeys) -> Callable[[zmq.Socket[bytes]], None]:
+    return _curve(keys.secret, keys.public, keys.service)
+
+
+def _id_of(client: Client) -> int:
+    """Wait for a reply, and say to which request it is."""
+    assert client.socket.poll(30_000)
+    return int(msgpack.unpackb(client.socket.recv_multipart()[0])["request_id"])
 
 
 # ------------------------------------------------------------------------------------- SIGHUP

@@ -305,7 +305,7 @@ def test_with_nobody_left_one_error_says_what_became_of_each(
 # --------------------------------------------------------------------------------------- shares
 
 
-@pytest.mark.parametrize("at", [11, pytest.param(40, marks=pytest.mark.more)])
+@pytest.mark.parametrize("at", [11, pytest.param(40, marks=pytest.mark.slow)])
 def test_no_service_ever_gets_the_other_share(
     saved_model: Callable[..., SavedModel], start: Callable[..., Worker], record: Record, at: int
 ) -> None:

@@ -59,7 +59,7 @@ def service(running: Service) -> Iterator[Service]:
 
 # What ZeroMQ does the same over either: `make test` sees one of them.
 over_tcp = pytest.mark.parametrize(
-    "running", ["tcp", pytest.param("ipc", marks=pytest.mark.more)], indirect=True
+    "running", ["tcp", pytest.param("ipc", marks=pytest.mark.slow)], indirect=True
 )
 
 
@@ -97,7 +97,7 @@ with ZmqChannel(sys.argv[1], timeout_s=3600) as channel:
 """
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_client_that_is_stopped_itself_says_the_same() -> None:
     # Its machine pauses: the call that waited for the service is interrupted then.
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -179,7 +179,7 @@ def _compute(seconds: float) -> None:
         pow(3, 200_003)  # holds Python's lock while it lasts
 
 
-@pytest.mark.parametrize("with_keys", [pytest.param(False, marks=pytest.mark.more), True])
+@pytest.mark.parametrize("with_keys", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_who_is_busy_is_not_cut_off_on_either_side(with_keys: bool) -> None:
     # Both sides at once: the threads that answer heartbeats are ZeroMQ's, and not Python's.
     public, secret = zmq.curve_keypair()

@@ -16,8 +16,8 @@ import pytest
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import WITNESSES
+from tests.kit.pads import create, fill, new_boot, place, put_all, reopen, use
 from tests.kit.service import ENVIRONMENT, Forked
-from tests.unit.tee_side.pads.tiny import create, fill, new_boot, place, put_all, reopen, use
 
 CAPACITY = 24
 CALLS = ("fsync", "replace", "pwrite", "write", "open")
@@ -263,7 +263,7 @@ def test_lost_records_are_noticed_not_used(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from tests.unit.tee_side.pads.tiny import fill, reopen, use
+from tests.kit.pads import fill, reopen, use
 bank = reopen(Path(sys.argv[1]), block=4)
 while True:
     if bank.available < 3:

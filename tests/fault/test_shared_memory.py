@@ -24,7 +24,7 @@ from tests.soak.victims import Victim
 from tests.tools.scribbler import Scribbler
 
 HOUR_S = 3600.0
-ROUNDS = [400, pytest.param(2000, marks=pytest.mark.more)]
+ROUNDS = [400, pytest.param(2000, marks=pytest.mark.slow)]
 STEPS = 30
 VOCAB = SIZES["vocab_size"]
 

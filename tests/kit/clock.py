@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu_side import request_loop
-from gpu_side.replies import Kernel, Result
+from gpu_side.replies import Result
 from gpu_side.request_loop import RequestLoop
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
@@ -24,28 +24,43 @@ from protocol.messages import MatmulRequest, Request, TensorReply
 from protocol.tensors import Buffer, from_torch
 
 MS = 1_000_000
-# Computes a request, wherever it came from.
 Answer = Callable[[Request], Result]
 REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
 RESULT: Result = (TensorReply(output=from_torch(torch.ones(1, 1))), None)
 
 
-class Listener:
-    """Stands in for the socket: hands out messages, keeps replies."""
+def incoming_request(
+    request_id: int,
+    timeout_ms: int = 60_000,
+    age_s: float = 0.0,
+    client: str = "peer",
+    request: Request = REQUEST,
+    key: bytes = b"",
+) -> Incoming:
+    frames = [memoryview(bytes(f)) for f in encode_request(request, request_id, timeout_ms)]
+    came_ns = time.perf_counter_ns() - int(age_s * 1e9)
+    return Incoming((client.encode(),), frames, came_ns, key)
 
-    def __init__(self, incoming: list[Incoming], *, gone: bool = False) -> None:
+
+def incoming_bytes(body: bytes | dict[str, object], client: str = "peer") -> Incoming:
+    frame = memoryview(body if isinstance(body, bytes) else msgpack.packb(body))
+    return Incoming((client.encode(), b""), [frame], time.perf_counter_ns())
+
+
+class Listener:
+    """Stands in for the socket: hands out messages, keeps replies and tells `on_send` of each."""
+
+    def __init__(self, incoming: Sequence[Incoming] = (), *, gone: bool = False) -> None:
         self.incoming, self.gone = deque(incoming), gone
         self.sent: list[dict[str, Any]] = []
-        self.clients_refused = 0
+        self.sent_bytes = 0
         self.revoked: set[bytes] = set()
+        self.on_send: Callable[[dict[str, Any]], None] = lambda reply: None
 
     def is_allowed(self, key: bytes) -> bool:
         return key not in self.revoked
 
-    def allow(self, allowed: frozenset[bytes]) -> None:
-        raise NotImplementedError
-
-    def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+    def wait(self, *, wakeup: Any = None, timeout_ms: int | None = None) -> bool:
         return bool(self.incoming)
 
     def receive(self) -> Incoming | None:
@@ -53,33 +68,13 @@ class Listener:
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
         self.sent.append(msgpack.unpackb(frames[0]))
+        self.sent_bytes += sum(map(len, frames))
+        self.on_send(self.sent[-1])
         return not self.gone
 
-
-class Handler:
-    """Stands in for the weights: answers by a function of the test's."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        # The loop asks only where there may be sessions to expire.
-        self.sessions: Any = SimpleNamespace(look_at_s=0.0)
-
-    def expire_sessions(self) -> int | None:
-        return None
-
-    def prepare(self, request: Request) -> Kernel:
-        return lambda request, _slot: self._answer(request)
-
-
-def incoming_request(
-    request_id: int,
-    timeout_ms: int = 60_000,
-    age_s: float = 0.0,
-    client: bytes = b"peer",
-    request: Request = REQUEST,
-) -> Incoming:
-    frames = [memoryview(bytes(f)) for f in encode_request(request, request_id, timeout_ms)]
-    return Incoming((client,), frames, time.perf_counter_ns() - int(age_s * 1e9))
+    @property
+    def outcomes(self) -> list[tuple[int, str | None]]:
+        return [(reply.get("request_id", 0), reply.get("error")) for reply in self.sent]
 
 
 class EndsWhenIdle(StopSignal):
@@ -96,35 +91,38 @@ class EndsWhenIdle(StopSignal):
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
     stop = EndsWhenIdle()
-    try:
+    with stop.reader, stop.writer:
         yield stop
-    finally:
-        stop.reader.close()
-        stop.writer.close()
 
 
 def make_loop(answer: Answer, state: ServiceState | None = None, **settings: Any) -> Any:
-    handler: Any = Handler(answer)
+    """Return a loop whose requests are answered by a function of the test's."""
+
+    def kernel(request: Request, _incoming: Incoming | None) -> Result:
+        return answer(request)
+
+    # The loop asks only where there may be sessions to expire.
+    sessions = SimpleNamespace(look_at_s=0.0)
+    handler: Any = SimpleNamespace(
+        prepare=lambda _: kernel, sessions=sessions, expire_sessions=lambda: None
+    )
     return RequestLoop(handler, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
 
 
 def run_loop(
     listener: Listener,
-    answer: Answer,
+    answer: Answer = lambda request: RESULT,
     state: ServiceState | None = None,
     stop: StopSignal | None = None,
     **settings: Any,
 ) -> None:
+    """Run a loop until it is told to stop, or the listener has no more messages."""
     with stop_signal() as own:
         make_loop(answer, state, **settings).run(listener, stop or own)
 
 
-def errors_of(listener: Listener) -> list[tuple[int, str | None]]:
-    return [(reply["request_id"], reply.get("error")) for reply in listener.sent]
-
-
 class Clock:
-    """Stands still but for who waits."""
+    """Stands still while nothing waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 10**9
@@ -139,67 +137,53 @@ class Clock:
         self.now += round(seconds * 1e9)
 
 
-class Work:
-    """Takes from one time of the clock to another, or fails then."""
-
-    def __init__(self, clock: Clock, end_ns: int, fails: bool) -> None:
-        self._clock, self._end_ns, self._fails = clock, end_ns, fails
-
-    def ends_ns(self) -> int:
-        if self._fails and self._clock.now >= self._end_ns:
-            raise RuntimeError("canary")
-        return self._end_ns
-
-
-class Asked(Work):
-    """Does not say when it ends."""
-
-    def ends_ns(self) -> int:
-        if self._clock.now < self._end_ns:
-            return self._clock.now + 70_000
-        return self._end_ns
-
-
 class Accelerator:
-    """Works on each request for so long, one after the other, on a clock of its own."""
+    """Works on each request for so long; `asked`: without saying when it ends; one may fail."""
 
     def __init__(
-        self,
-        clock: Clock,
-        duration_ns: int,
-        *,
-        kind: type[Work] = Work,
-        failing: int = 0,
+        self, clock: Clock, duration_ns: int, *, asked: bool = False, failing: int = 0
     ) -> None:
         self._clock, self._duration_ns = clock, duration_ns
-        self._kind, self._failing = kind, failing
+        self._asked, self._failing = asked, failing
         self._free_ns = self._count = 0
 
     def __call__(self, request: Request) -> Result:
         self._count += 1
         self._free_ns = max(self._clock.now, self._free_ns) + self._duration_ns
-        fails = self._count == self._failing
-        work = self._kind(self._clock, self._free_ns, fails)
+        end_ns, fails = self._free_ns, self._count == self._failing
+
+        def ends_ns() -> int:
+            now = self._clock.now
+            if fails and now >= end_ns:
+                raise RuntimeError("canary")
+            return now + 70_000 if self._asked and now < end_ns else end_ns
+
+        work: Any = SimpleNamespace(ends_ns=ends_ns)
         return RESULT[0], work
 
 
 class Timed(Listener):
-    """Requests that come at their times, in ns behind the beginning, and when replies go."""
+    """Messages, or requests numbered from 1, that come at their times (ns), and when replies go."""
 
-    def __init__(self, clock: Clock, *arrivals_ns: int, timeout_ms: int = 60_000) -> None:
-        super().__init__([])
-        self._clock, self._began, self._timeout_ms = clock, clock.now, timeout_ms
-        self._coming = deque(enumerate(arrivals_ns, 1))
+    def __init__(
+        self, clock: Clock, *arrivals: int | tuple[int, Incoming], timeout_ms: int = 60_000
+    ) -> None:
+        super().__init__()
+        self._clock, self._began = clock, clock.now
+        self._coming = deque(
+            (one, incoming_request(number, timeout_ms)) if isinstance(one, int) else one
+            for number, one in enumerate(arrivals, 1)
+        )
         self.sent_ns: list[int] = []
         self.received_ns: list[int] = []
 
     def _here(self) -> bool:
-        return bool(self._coming) and self._began + self._coming[0][1] <= self._clock.now
+        return bool(self._coming) and self._began + self._coming[0][0] <= self._clock.now
 
-    def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+    def wait(self, *, wakeup: Any = None, timeout_ms: int | None = None) -> bool:
         limit = self._clock.now + (10**12 if timeout_ms is None else timeout_ms * 10**6)
         if self._coming:
-            self._clock.now = max(self._clock.now, min(limit, self._began + self._coming[0][1]))
+            self._clock.now = max(self._clock.now, min(limit, self._began + self._coming[0][0]))
         elif timeout_ms is not None:
             self._clock.now = limit
         return self._here()
@@ -207,9 +191,8 @@ class Timed(Listener):
     def receive(self) -> Incoming | None:
         if not self._here():
             return None
-        number, _ = self._coming.popleft()
+        _, incoming = self._coming.popleft()
         self.received_ns.append(self._clock.now - self._began)
-        incoming = incoming_request(number, self._timeout_ms)
         return incoming._replace(received_ns=self._clock.now)
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:

@@ -1,23 +1,20 @@
-"""Genuine evidence of hardware, which lies beside the repository where it is there at all."""
+"""Genuine evidence of hardware (tests/vectors), and an attested server of a simulated TEE."""
 
 from __future__ import annotations
 
-import base64
 import json
 import random
-import re
 import socket
 import ssl
 import threading
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp_report import Product, SigningKey, Tcb
@@ -25,168 +22,62 @@ from tee_side.attest.statement import Statement
 from tee_side.serve.identity import About, Identity
 from tsqp.attestation import tls_files
 
-VECTORS = Path(__file__).parents[3] / "shared" / "vectors"
-
-needs_vectors = pytest.mark.skipif(
-    not VECTORS.is_dir(), reason="the vectors of attestation are not beside the repository"
-)
-
-_PEM = re.compile(r"-----BEGIN (?:CERTIFICATE|X509 CRL)-----(.*?)-----END", re.DOTALL)
+VECTORS = Path(__file__).parents[1] / "vectors"
+PRODUCTS: tuple[Product, ...] = ("milan", "genoa", "turin")
 
 
-def read_pem(path: str) -> list[bytes]:
-    """Return what a file of PEM below VECTORS holds, in DER."""
-    text = (VECTORS / path).read_text()
-    return [base64.b64decode(content) for content in _PEM.findall(text)]
-
-
-def read_bytes(path: str) -> bytes:
-    """Return what a file below VECTORS holds."""
-    return (VECTORS / path).read_bytes()
-
-
-MICROSOFT = "microsoft-tee-attestation-verification/tests/test_data"
-PINNED = "microsoft-tee-attestation-verification/src/pinned_arks"
-RUST = "confidential-dot-ai-attestation-rs/crates/attestation"
-RUST_SNP = f"{RUST}/test_data/snp"
-GO = "google-go-sev-guest/verify"
-VIRTEE = "virtee-sev/tests/certs_data"
-DSTACK = "dstack/dstack/dstack-attest/tests"
-OPENPCC = "openpcc/attestation/attest/testdata/sev_certificates.txt"
-
-# Inside the time of every leaf but the VLEK's, which is of 2025.
-NOW = datetime(2026, 7, 1, tzinfo=UTC)
-NOW_VLEK = datetime(2025, 7, 1, tzinfo=UTC)
+def read_vector(name: str) -> bytes:
+    """Return a file of tests/vectors, whose README.md says what it is."""
+    return (VECTORS / name).read_bytes()
 
 
 def authority(product: Product, which: str) -> bytes:
     """Return AMD's ARK, ASK or ASVK of a product."""
-    return read_bytes(f"{RUST}/certs/amd/{product}/{which}.der")
+    return read_vector(f"snp/{product}-{which}.der")
 
 
-def certificates(leaf: bytes, product: Product, kind: SigningKey = "vcek") -> tuple[bytes, ...]:
-    """Return a chain of a leaf."""
-    intermediate = authority(product, "asvk" if kind == "vlek" else "ask")
-    return leaf, intermediate, authority(product, "ark")
-
-
-@dataclass(frozen=True)
-class SnpVector:
-    """A report, its leaf, and what they say."""
+class SnpVector(NamedTuple):
+    """A report, and what it says. `now`: a time at which its certificates are valid."""
 
     name: str
-    report_path: str
-    leaf_path: str
-    version: int
     product: Product
+    version: int
     tcb: Tcb
     kind: SigningKey = "vcek"
     vmpl: int = 0
     debug: bool = False
+    now: datetime = datetime(2026, 7, 1, tzinfo=UTC)
 
     @property
     def report(self) -> bytes:
         """The 1184 bytes."""
-        data = read_bytes(self.report_path)
-        if self.report_path.endswith(".json"):
-            return b64decode(json.loads(data)["evidence"]["attestation_report"])
-        if self.report_path.endswith(".hex"):
-            return bytes.fromhex(data.decode())
-        # One source has 4 bytes before the report, and more behind it.
-        return data[4:1188] if self.name == "dstack" else data
+        return read_vector(f"snp/{self.name}-report.bin")
 
     @property
     def leaf(self) -> bytes:
         """VCEK or VLEK, in DER."""
-        if self.leaf_path.endswith(".json"):
-            return b64decode(
-                json.loads(read_bytes(self.leaf_path))["evidence"]["cert_chain"]["vcek"]
-            )
-        if self.leaf_path.endswith(".pem"):
-            (leaf,) = read_pem(self.leaf_path)
-            return leaf
-        return read_bytes(self.leaf_path)
+        return read_vector(f"snp/{self.name}-leaf.der")
 
     @property
-    def chain(self) -> tuple[bytes, ...]:
+    def chain(self) -> tuple[bytes, bytes, bytes]:
         """Leaf, intermediate and root."""
-        return certificates(self.leaf, self.product, self.kind)
+        return self.chain_of(self.leaf)
 
-    @property
-    def now(self) -> datetime:
-        """A time at which the certificates are valid."""
-        return NOW_VLEK if self.kind == "vlek" else NOW
-
-
-def _of_microsoft(product: Product, version: int, tcb: Tcb) -> SnpVector:
-    files = f"{MICROSOFT}/{product}"
-    report, leaf = f"{files}_attestation_report.bin", f"{files}_vcek.pem"
-    return SnpVector(f"microsoft {product}", report, leaf, version, product, tcb)
+    def chain_of(self, leaf: bytes) -> tuple[bytes, bytes, bytes]:
+        """Return the chain with another leaf."""
+        intermediate = authority(self.product, "asvk" if self.kind == "vlek" else "ask")
+        return leaf, intermediate, authority(self.product, "ark")
 
 
+_IN_2025 = datetime(2025, 7, 1, tzinfo=UTC)
 SNP_VECTORS = (
-    _of_microsoft("milan", 3, Tcb(4, 0, 24, 219)),
-    _of_microsoft("genoa", 3, Tcb(10, 0, 23, 84)),
-    _of_microsoft("turin", 5, Tcb(1, 1, 4, 81, fmc=1)),
-    SnpVector(
-        "live genoa",
-        f"{RUST_SNP}/live-report-v5-genoa.bin",
-        f"{RUST_SNP}/live-vcek-genoa.der",
-        5,
-        "genoa",
-        Tcb(10, 0, 27, 27),
-    ),
-    SnpVector(
-        "live genoa evidence",
-        f"{RUST_SNP}/live-evidence-genoa.json",
-        f"{RUST_SNP}/live-evidence-genoa.json",
-        5,
-        "genoa",
-        Tcb(10, 0, 27, 27),
-    ),
-    SnpVector(
-        "attestation-rs milan",
-        f"{RUST_SNP}/test-report.bin",
-        f"{RUST_SNP}/test-vcek.der",
-        2,
-        "milan",
-        Tcb(3, 0, 8, 115),
-    ),
-    SnpVector(
-        "attestation-rs vlek",
-        f"{RUST_SNP}/test-vlek-report.bin",
-        f"{RUST_SNP}/test-vlek.der",
-        3,
-        "milan",
-        Tcb(4, 0, 24, 217),
-        kind="vlek",
-        vmpl=1,
-    ),
-    SnpVector(
-        "go-sev-guest debug",
-        f"{GO}/testdata/attestation.bin",
-        f"{GO}/testdata/vcek.testcer",
-        2,
-        "milan",
-        Tcb(2, 0, 5, 68),
-        debug=True,
-    ),
-    SnpVector(
-        "virtee milan",
-        f"{VIRTEE}/report_milan.hex",
-        f"{VIRTEE}/vcek_milan.der",
-        2,
-        "milan",
-        Tcb(3, 0, 8, 115),
-    ),
-    SnpVector(
-        "dstack",
-        f"{DSTACK}/sev_snp_attestation.bin",
-        f"{DSTACK}/sev_snp_vcek.pem",
-        3,
-        "milan",
-        Tcb(4, 0, 23, 213),
-    ),
+    SnpVector("milan", "milan", 3, Tcb(4, 0, 24, 219)),
+    SnpVector("genoa", "genoa", 3, Tcb(10, 0, 23, 84)),
+    SnpVector("turin", "turin", 5, Tcb(1, 1, 4, 81, fmc=1)),
+    SnpVector("genoa-v5", "genoa", 5, Tcb(10, 0, 27, 27)),
+    SnpVector("milan-v2", "milan", 2, Tcb(3, 0, 8, 115)),
+    SnpVector("milan-vlek", "milan", 3, Tcb(4, 0, 24, 217), "vlek", vmpl=1, now=_IN_2025),
+    SnpVector("milan-debug", "milan", 2, Tcb(2, 0, 5, 68), debug=True),
 )
 
 

@@ -86,7 +86,6 @@ class _Entry:
     generation: int = 0
     made_for: int = -1
     inblob: bytes = b""
-    vmpl: int = 0
     report: bytes = b""
 
 
@@ -163,7 +162,6 @@ class FakeKernel:
         readable, writable = ["generation", "provider", "outblob"], ["inblob"]
         if self.provider == "sev_guest":
             readable.append("auxblob")
-            writable.append("privlevel")
         if folder not in self.entries or (mode == "rb" and name not in (*readable, *writable)):
             _fail(errno.ENOENT)
         if name not in (readable if mode == "rb" else writable):
@@ -179,7 +177,7 @@ class FakeKernel:
         self.fail(f"read {name}")
         if name in self.intrusions:
             self.intrusions.remove(name)
-            self.store(entry, "inblob", _OTHERS)
+            self.store(entry, _OTHERS)
         if name == "generation":
             return b"%d\n" % entry.generation
         if name == "provider":
@@ -187,18 +185,13 @@ class FakeKernel:
         if not entry.inblob:
             _fail(errno.EINVAL)
         if entry.made_for != entry.generation:
-            entry.report = self.report(entry.inblob, entry.vmpl)
+            entry.report = self.report(entry.inblob, 0)
             entry.made_for = entry.generation
         return entry.report if name == "outblob" else self.table
 
-    def store(self, entry: _Entry, name: str, data: bytes) -> None:
-        """Write a file."""
-        if name == "privlevel":
-            if int(data) > 3:
-                _fail(errno.EINVAL)
-            entry.vmpl = int(data)
-        else:
-            entry.inblob = data
+    def store(self, entry: _Entry, data: bytes) -> None:
+        """Write what a report is to have in it."""
+        entry.inblob = data
         entry.generation += 1
 
     def ioctl(self, device: IO[Any], code: int, argument: bytearray) -> int:
@@ -250,10 +243,7 @@ class _File(io.RawIOBase):
         return len(part)
 
     def write(self, data: Any) -> int:
-        if self._name == "privlevel":
-            self._kernel.store(self.entry, self._name, bytes(data))
-        else:
-            self._written += bytes(data)
+        self._written += bytes(data)
         return len(data)
 
     def close(self) -> None:
@@ -266,7 +256,7 @@ class _File(io.RawIOBase):
                 self._kernel.fail(f"commit {self._name}")
             except OSError:
                 return
-            self._kernel.store(self.entry, self._name, self._written)
+            self._kernel.store(self.entry, self._written)
 
 
 def _fail(error: int) -> None:

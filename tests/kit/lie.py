@@ -24,10 +24,13 @@ from protocol.channel import Exchange
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
+    FUSED_MODULES,
     HealthReply,
     HealthRequest,
     InitRequest,
     LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
     Request,
     Response,
     RingLinearRequest,
@@ -37,9 +40,9 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import from_torch, to_torch, torch_dtype
-from tee_side.policy.placement import Policy
+from tee_side.words import Operator
 from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, expanded, token_ids, with_results
+from tests.kit.model import SIZES, LoopbackChannel, Tee, expanded, token_ids
 from tests.kit.service import Closing
 
 _WAIT_MS = 50
@@ -136,7 +139,7 @@ class MaliciousService(Closing):
         owed, memory.owed = memory.owed, []
         messages = [occasion.encoded()] if lie is None else lie.tell(occasion)
         self._remember(client, occasion.encoded(), result)
-        # Before it is sent: whoever gets it may look.
+        # Before it is sent: a test that gets the reply may look.
         self.told += lie is not None
         for message in (*owed, *messages):
             self.listener.send(incoming.route, message)
@@ -168,20 +171,15 @@ class MaliciousService(Closing):
             del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]
 
 
-Models = Callable[..., SavedModel]
 Change = Callable[[torch.Tensor], torch.Tensor]
 PROMPT = token_ids(7)
-
-
-def everything_verified(name: str) -> Policy:
-    """Return a built-in policy with all that leaves verified."""
-    return with_results(name, "freivalds")
 
 
 class Lying(LoopbackChannel):
     """A service that changes the tensor of one request: the `at`-th that `picks` chooses.
 
-    `distrusted`: what it is told, which it takes as if somebody else answered from then on.
+    `at`: None for every one of them, -1 for none. `distrusted`: what it is told, which it takes as
+    if another service answered from then on, if there are `others`. `lied`: at which requests.
     """
 
     def __init__(
@@ -190,23 +188,34 @@ class Lying(LoopbackChannel):
         change: Change,
         picks: Callable[[Request], bool] = lambda _request: True,
         *,
-        at: int = 0,
+        at: int | None = 0,
         others: bool = False,
         dtype: str = "float32",
     ) -> None:
         super().__init__(directory, dtype)
-        self._change, self._picks, self._at, self._others = change, picks, at, others
-        self._seen = 0
+        self._others = others
+        self.tell(change, picks, at=at)
+
+    def tell(
+        self,
+        change: Change,
+        picks: Callable[[Request], bool] = lambda _request: True,
+        *,
+        at: int | None = 0,
+    ) -> None:
+        """Lie from now on, and forget what was before."""
+        self._change, self._picks, self._at, self._seen = change, picks, at, 0
         self.lied: list[int] = []
         self.distrusted: list[tuple[Exchange, TsqpError]] = []
 
     def answer(self, request: Request) -> Response:
         """Compute the true reply, and change it where that is due."""
         reply = super().answer(request)
-        if not isinstance(reply, TensorReply) or not self._picks(request) or self.distrusted:
+        if not isinstance(reply, TensorReply) or not self._picks(request):
             return reply
+        due = self._at is None or (self._seen == self._at and not self.distrusted)
         self._seen += 1
-        if self._seen - 1 != self._at:
+        if not due:
             return reply
         self.lied.append(len(self.requests) - 1)
         wrong = self._change(to_torch(reply.output).clone())
@@ -220,21 +229,33 @@ class Lying(LoopbackChannel):
 
 
 def one_more(y: torch.Tensor) -> torch.Tensor:
+    """Lie about the last element, by 1."""
     y[(-1,) * y.dim()] += 1
     return y
 
 
 def site_of(request: Request) -> tuple[int, str] | None:
+    """Return the layer (-1: none) and the first module of a request for a product with weights."""
     if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
         return request.layer_idx, request.module_names[0]
-    if isinstance(request, RingLMHeadRequest):
-        return -1, "lm_head"
-    return None
+    return (-1, "lm_head") if isinstance(request, RingLMHeadRequest | LMHeadRequest) else None
+
+
+def is_of(operator: Operator, request: Request) -> bool:
+    """Say whether a request is one of an operator, by the sizes of `tests.kit.model`."""
+    if isinstance(request, MatmulRequest):
+        scores = request.a.shape[-1] == SIZES["head_dim"]
+        return operator == ("attn_scores" if scores else "attn_values")
+    if (site := site_of(request)) is None:
+        return operator == "embedding"
+    return site[1] in FUSED_MODULES.get(operator, (operator,))
 
 
 def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
+    """Return the tokens behind a short prompt."""
     return tee.greedy(PROMPT, new_tokens)
 
 
 def bytes_of(request: Request) -> bytes:
+    """Return the ring elements that a service gets or makes of a seed."""
     return bytes(expanded(request).elements.data)

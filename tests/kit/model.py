@@ -38,7 +38,7 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.randomness import Randomness
-from tee_side.words import Phase, Verify
+from tee_side.words import LAYERLESS, OPERATORS, Phase, Verify
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
@@ -390,6 +390,21 @@ class SavedModel:
         )
         new: list[int] = ids[0, len(prompt_ids) :].tolist()
         return new
+
+
+# How an operator leaves in the clear, and is believed.
+CLEAR = {"place": "gpu", "mask": "none", "verify": "none"}
+
+
+def policy_of(operators: dict[Any, Any] | None = None, **settings: Any) -> Policy:
+    """Return a policy with everything in the TEE but these operators, or but a segment's layers.
+
+    None leaves an operator out. `settings`: other fields.
+    """
+    given = operators or {}
+    placed = {**dict.fromkeys(LAYERLESS if "segment" in given else OPERATORS, "tee"), **given}
+    placed = {operator: value for operator, value in placed.items() if value is not None}
+    return Policy.model_validate({"name": "n", "summary": "s", "operators": placed, **settings})
 
 
 def with_results(policy: Policy | str, verify: Verify) -> Policy:

@@ -27,17 +27,10 @@ FIELDS = ((6, bytes.fromhex("005e009601000000")), (3, b"535.86.09\0"), (11, b"U"
 
 _COMPOSITE_DEVICE_ID, _TCB_INFO = "2.23.133.5.4.1", "2.23.133.5.4.1.1"
 _SHA384 = bytes.fromhex("0609608648016503040202")
-_KEY_USAGES = [
-    "digital_signature",
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "key_cert_sign",
-    "crl_sign",
-    "encipher_only",
-    "decipher_only",
-]
+_KEY_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, fields
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 from fastapi import FastAPI
+from starlette.requests import Request as HttpRequest
 
 from protocol.errors import PromptError
 from protocol.model.config import read_config
@@ -25,8 +26,10 @@ from tee_side.engine.request import (
     PromptRead,
     Request,
 )
+from tee_side.engine.stats import EngineStats
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
+from tee_side.serve.errors import ApiError
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
@@ -79,6 +82,7 @@ class FakeEngine:
     """Delivers `says` to every sample, a token a turn of the event loop.
 
     `hold`: deliveries wait until the test calls `step`. `fail_after`: tokens before `error`.
+    `numbers`: makes up log-probabilities.
     """
 
     says: Sequence[int] = field(default_factory=lambda: tokenizer().encode(SAID)[1:])
@@ -92,6 +96,7 @@ class FakeEngine:
     error: Exception | None = None
     fail_after: int = 0
     reused: int = 0
+    numbers: Callable[[int, int], Logprob] = logprob
     open: list[FakeTicket] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     cancelled: list[FakeTicket] = field(default_factory=list)
@@ -158,7 +163,7 @@ class FakeEngine:
     def _token(self, request: Request, sample: int, ids: Sequence[int], at: int) -> NewToken:
         last = at + 1 == len(ids)
         cut = len(ids) < len(self.says)
-        number = None if request.logprobs is None else logprob(ids[at], request.logprobs)
+        number = None if request.logprobs is None else self.numbers(ids[at], request.logprobs)
         return NewToken(
             sample, ids[at], number, ("length" if cut else self.finish) if last else None
         )
@@ -166,7 +171,7 @@ class FakeEngine:
     def _read(self, request: Request) -> PromptRead:
         count = request.prompt_logprobs
         rest = request.prompt_ids[1:]
-        numbers = () if count is None else tuple(logprob(one, count) for one in rest)
+        numbers = () if count is None else tuple(self.numbers(one, count) for one in rest)
         pooled = None
         if request.pooling is not None:
             pooled = torch.tensor([float(len(request.prompt_ids)), 2.0, -2.0])
@@ -229,6 +234,13 @@ def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Grammar:
     if content == "(":
         raise PromptError("grammar", got="an open bracket", expected="a regular expression")
     return FakeGrammar(kind, content)
+
+
+def authorise(request: HttpRequest) -> str:
+    """Let in alice alone, by her key."""
+    if request.headers.get("authorization") != "Bearer right":
+        raise ApiError(401, "a key is needed", headers={"www-authenticate": "Bearer"})
+    return "alice"
 
 
 def serving(engine: FakeEngine | None = None, **changes: Any) -> Serving:
@@ -343,10 +355,17 @@ async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
     return found.reply
 
 
+@cache
+def _app() -> FastAPI:
+    return create_app(serving())
+
+
 def call(app: FastAPI | Serving, *parts: Any, **more: Any) -> Reply:
-    """Send one request in an event loop of its own."""
-    served = create_app(app) if isinstance(app, Serving) else app
-    return asyncio.run(ask(served, *parts, **more))
+    """Send one request in an event loop of its own; to make an app takes longer than to answer."""
+    if isinstance(app, Serving):
+        _app().state.serving = app
+        app = _app()
+    return asyncio.run(ask(app, *parts, **more))
 
 
 def complete(engine: FakeEngine | None = None, **body: Any) -> Reply:
@@ -356,6 +375,16 @@ def complete(engine: FakeEngine | None = None, **body: Any) -> Reply:
 def chat(engine: FakeEngine | None = None, **body: Any) -> Reply:
     messages = [{"role": "user", "content": "Hello"}]
     return call(serving(engine), "POST", "/v1/chat/completions", {"messages": messages} | body)
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine."""
+
+    @wraps(test)
+    def run(*fixtures: Any, **more: Any) -> None:
+        asyncio.run(test(*fixtures, **more))
+
+    return run
 
 
 @asynccontextmanager
@@ -370,29 +399,10 @@ async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Con
         await task
 
 
-@dataclass
-class Stats:
-    """As the engine's, each number another one."""
-
-    running: int = 1
-    waiting: int = 2
-    kv_usage: float = 0.25
-    prompt_tokens: int = 3
-    generation_tokens: int = 4
-    steps: int = 5
-    prefix_queries: int = 6
-    prefix_hits: int = 7
-    draft_tokens: int = 8
-    accepted_tokens: int = 9
-    pads_ready: int | None = 10
-    pads_made: int = 0
-    pads_used: int = 11
-    pads_waited: int = 12
-    pads_in_tee: int = 13
-    round_trips: int = 14
-    bytes_sent: int = 15
-    bytes_received: int = 16
-    services: int = 17
+def engine_stats(**changed: float | None) -> EngineStats:
+    """Return the engine's, each number another one; no pads were made."""
+    numbers = {field.name: at for at, field in enumerate(fields(EngineStats), start=1)}
+    return EngineStats(**(numbers | {"kv_usage": 0.25, "pads_made": 0} | changed))  # type: ignore[arg-type]
 
 
 class Clock:

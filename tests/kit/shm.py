@@ -46,11 +46,10 @@ class RawClient:
 
     def put_bytes(self, slot: int, message: bytes, claimed: int | None = None) -> None:
         """Put any bytes there as a message of any size."""
-        lane = self.lane
-        start = lane._out[slot]
-        lane._memory[start : start + len(message)] = message
-        self.write_line(slot, lane._put + 1, len(message) if claimed is None else claimed)
-        lane._put += 1
+        start = self.lane._out[slot]
+        self.lane._memory[start : start + len(message)] = message
+        self.lane._put += 1
+        self.write_line(slot, self.lane._put, len(message) if claimed is None else claimed)
         self.wake_up()
 
     def write_line(self, slot: int, number: int, size: int) -> None:

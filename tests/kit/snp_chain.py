@@ -1,8 +1,8 @@
 """Makes certificates as AMD's are, and reports of SEV-SNP that they sign: of any content.
 
 Everything is written in DER by hand, so that a test can make what is wrong in one place and signed
-all the same. The keys are the same in every run, and nothing is a secret: the factors of the RSA
-keys are primes of RFC 2409, 3526 and 7919, because to make two keys of 4096 bits takes seconds.
+all the same. The keys are the same in every run, and nothing is a secret: to make two keys of 4096
+bits takes seconds.
 """
 
 from __future__ import annotations
@@ -142,74 +142,17 @@ PSS_SHORT, PSS_LONG = pss(), pss(element(0xA3, integer(1)))
 # --------------------------------------------------------------------------------------- keys
 
 
-def _prime(bits: int, digits: int, added: int) -> int:
-    """Return a prime whose middle is the first bits of pi or of e (`digits`), a little raised."""
-    return (1 << bits) - (1 << bits - 64) - 1 + 2**64 * ((digits >> (_DIGITS - bits + 130)) + added)
-
-
-_DIGITS = 3072
-
-
-def _pi() -> int:
-    """Return pi by Machin's formula, in units of 2**-_DIGITS."""
-
-    def arctan(inverse: int) -> int:
-        total, term, n = 0, (1 << _DIGITS + 64) // inverse, 1
-        while term:
-            total += term // n if n % 4 == 1 else -(term // n)
-            term //= inverse * inverse
-            n += 2
-        return total
-
-    return (16 * arctan(5) - 4 * arctan(239)) >> 64
-
-
-def _e() -> int:
-    total, term, n = 0, 1 << _DIGITS + 64, 1
-    while term:
-        total += term
-        term //= n
-        n += 1
-    return total >> 64
-
-
-def rsa_key(p: int, q: int) -> RSAPrivateKey:
-    """Return a key with these factors."""
-    exponent = 65537
+def _rsa_key(p_below: int, q_below: int) -> RSAPrivateKey:
+    """Return a key of 4096 bits; its factors are primes, so far below 2**2048."""
+    p, q, exponent = 2**2048 - p_below, 2**2048 - q_below, 65537
     d = pow(exponent, -1, (p - 1) * (q - 1))
-    numbers = RSAPrivateNumbers(
-        p=p,
-        q=q,
-        d=d,
-        dmp1=rsa_crt_dmp1(d, p),
-        dmq1=rsa_crt_dmq1(d, q),
-        iqmp=rsa_crt_iqmp(p, q),
-        public_numbers=RSAPublicNumbers(exponent, p * q),
-    )
+    parts = rsa_crt_dmp1(d, p), rsa_crt_dmq1(d, q), rsa_crt_iqmp(p, q)
+    numbers = RSAPrivateNumbers(p, q, d, *parts, RSAPublicNumbers(exponent, p * q))
     # The factors are known to be primes; to find that again takes long.
     return numbers.private_key(unsafe_skip_rsa_key_validation=True)
 
 
-@cache
-def primes() -> tuple[int, int, int, int]:
-    """Return primes of 1024 bits (RFC 2409), 2048 (RFC 3526 and 7919) and 3072 (RFC 3526)."""
-    pi = _pi()
-    found = (_prime(1024, pi, 129093), _prime(2048, pi, 124476), _prime(2048, _e(), 560316))
-    return (*found, _prime(3072, pi, 1690314))
-
-
-@cache
-def ark_key() -> RSAPrivateKey:
-    """Return the root's key."""
-    return rsa_key(*primes()[1:3])
-
-
-@cache
-def ask_key() -> RSAPrivateKey:
-    """Return the key of intermediates."""
-    return rsa_key(primes()[3], primes()[0])
-
-
+ARK_KEY, ASK_KEY = _rsa_key(1557, 2543), _rsa_key(7437, 8507)
 LEAF_KEY = ec.derive_private_key(0x1EAF, ec.SECP384R1())
 
 
@@ -252,12 +195,12 @@ class Body:
 
 def ark_body(product: Product) -> Body:
     """Return the root's certificate before it is signed."""
-    return _authority(f"ARK-{product.capitalize()}", f"ARK-{product.capitalize()}", ark_key(), 1)
+    return _authority(f"ARK-{product.capitalize()}", f"ARK-{product.capitalize()}", ARK_KEY, 1)
 
 
 def ask_body(product: Product, kind: SigningKey = "vcek") -> Body:
     """Return the ASK, or the ASVK for a VLEK, before it is signed."""
-    return _authority(f"ARK-{product.capitalize()}", _ask_name(product, kind), ask_key(), 2)
+    return _authority(f"ARK-{product.capitalize()}", _ask_name(product, kind), ASK_KEY, 2)
 
 
 def _ask_name(product: Product, kind: SigningKey) -> str:
@@ -341,9 +284,9 @@ def make_chain(product: Product = "milan", kind: SigningKey = "vcek") -> Chain:
     """Return a chain in which everything is right."""
     return Chain(
         product,
-        leaf=leaf_body(product, kind).signed(ask_key()),
-        ask=ask_body(product, kind).signed(ark_key()),
-        ark=ark_body(product).signed(ark_key()),
+        leaf=leaf_body(product, kind).signed(ASK_KEY),
+        ask=ask_body(product, kind).signed(ARK_KEY),
+        ark=ark_body(product).signed(ARK_KEY),
     )
 
 

@@ -1,29 +1,32 @@
-"""Raw sockets and hand-made messages for the fault tests: nothing of ours encodes them."""
+"""Raw sockets and hand-made messages, which nothing of ours encodes, and a scripted channel."""
 
 from __future__ import annotations
 
+import math
 import socket
-import ssl
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgpack
 import torch
 import zmq
 
-from gpu_side.encoding import Form, encode_reply, open_request
+from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.stream_listener import StreamListener
-from protocol.encoding import encode_request
-from protocol.errors import ErrorCode
+from protocol.encoding import Reply, encode_request
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.liveness import PROBE
 from protocol.messages import InitRequest, SegmentRequest, TensorReply
-from protocol.shared_memory import frames_in
+from protocol.pending import Pending, PendingChannel, Received
+from protocol.prepared import PreparedRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, from_torch, to_torch
 
@@ -59,56 +62,39 @@ def inline(method: object, request: object, **more: object) -> bytes:
     return bytes(msgpack.packb({"method": method, "request": request, **more}))
 
 
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not ...}
+
+
 def linear_body(**changes: Any) -> dict[str, Any]:
     """Return a good inline Linear body, changed; `...` removes a field."""
-    body = {
-        "layer_idx": 0,
-        "module_name": "q_proj",
-        "hidden_states": bytes(HIDDEN_BYTES),
-        "shape": [1, HIDDEN],
-        "dtype": "torch.float32",
-    } | changes
-    return {key: value for key, value in body.items() if value is not ...}
+    where = {"layer_idx": 0, "module_name": "q_proj", "hidden_states": bytes(HIDDEN_BYTES)}
+    return _given({**where, "shape": [1, HIDDEN], "dtype": "torch.float32", **changes})
 
 
 def embedding_body(ids: list[int], **changes: Any) -> dict[str, Any]:
     """Return an inline Embedding body."""
-    data = b"".join(n.to_bytes(8, "little", signed=True) for n in ids)
+    data = struct.pack(f"<{len(ids)}q", *ids)
     return {"input_ids": data, "input_shape": [1, len(ids)], "dtype": "torch.float32"} | changes
 
 
 def matmul_body(a: list[int], b: list[int]) -> dict[str, Any]:
     """Return an inline Matmul body of zeros."""
-    sizes = {"a_buffer": a, "b_buffer": b}
-    buffers = {}
-    for name, shape in sizes.items():
-        elements = 1
-        for n in shape:
-            elements *= n
-        buffers[name] = bytes(4 * elements)
-    return {**buffers, "a_shape": a, "b_shape": b, "dtype": "torch.float32"}
+    zeros = {"a_buffer": bytes(4 * math.prod(a)), "b_buffer": bytes(4 * math.prod(b))}
+    return {**zeros, "a_shape": a, "b_shape": b, "dtype": "torch.float32"}
 
 
 def header(**changes: Any) -> bytes:
     """Return a good framed Linear header, changed; `...` removes a field."""
-    fields = {
-        "version": 1,
-        "request_id": 7,
-        "timeout_ms": TIMEOUT_MS,
-        "method": "Linear",
-        "request": {
-            "layer_idx": 0,
-            "module_names": ["q_proj"],
-            "hidden_states": {"dtype": "float32", "shape": [1, HIDDEN], "frame": 1},
-        },
-    } | changes
-    return bytes(msgpack.packb({k: v for k, v in fields.items() if v is not ...}))
+    head = {"version": 1, "request_id": 7, "timeout_ms": TIMEOUT_MS, "method": "Linear"}
+    hidden = {"dtype": "float32", "shape": [1, HIDDEN], "frame": 1}
+    body = {"layer_idx": 0, "module_names": ["q_proj"], "hidden_states": hidden}
+    return bytes(msgpack.packb(_given({**head, "request": body, **changes})))
 
 
 def framed_linear(**changes: Any) -> bytes:
     """Return a framed Linear header with changed fields of the message itself."""
-    fields = msgpack.unpackb(header())["request"] | changes
-    return header(request={k: v for k, v in fields.items() if v is not ...})
+    return header(request=_given(msgpack.unpackb(header())["request"] | changes))
 
 
 def is_healthy(endpoint: str) -> bool:
@@ -119,6 +105,37 @@ def is_healthy(endpoint: str) -> bool:
     return statuses == {"success"} and len(framed) == 2
 
 
+def changed(message: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """Return nested maps with another value in one place (`a/b`); `...` leaves it out."""
+    name, _, rest = path.partition("/")
+    inner = changed(message[name], rest, value) if rest else value
+    return _given({**message, name: inner})
+
+
+# A field, the values in it that are refused alike, and how; perhaps the frames behind the header.
+Rows: TypeAlias = Iterable[tuple[Any, ...]]
+
+
+def not_refused(
+    read: Callable[[list[Buffer]], object],
+    message: dict[str, Any],
+    rows: Rows,
+    behind: Sequence[Buffer] = (),
+) -> list[str]:
+    """Return what of a table is read, or refused with another code, or in words of the message."""
+    wrong = []
+    for path, values, code, *frames in rows:
+        for value in values:
+            header, said = msgpack.packb(changed(message, path, value)), ""
+            try:
+                found: object = read([header, *(frames[0] if frames else behind)])
+            except ProtocolError as error:
+                found, said = error.code, str(error)
+            if found is not code or "canary" in said:
+                wrong.append(f"{path} {value!r}: got {found} ({said}), expected {code}")
+    return wrong
+
+
 LARGE = 2**20
 REFUSED = encode_reply(Form.FRAMED, 1, "Init", ErrorCode.INTERNAL)
 
@@ -127,7 +144,11 @@ def raw_socket(endpoint: str) -> socket.socket:
     """Connect to a Unix socket; no read takes longer than ten seconds."""
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(10)
-    raw.connect(endpoint.removeprefix("unix://"))
+    try:
+        raw.connect(endpoint.removeprefix("unix://"))
+    except OSError:
+        raw.close()
+        raise
     return raw
 
 
@@ -199,104 +220,6 @@ def is_dropped(listener: StreamListener, raw: socket.socket) -> bool:
         return True
 
 
-# Takes the body of a request, and returns an answer; nothing ends the connection.
-Answer = Callable[[bytes], bytes]
-
-
-def answer(status: int, body: bytes = b"", *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-def message(frames: list[Buffer]) -> bytes:
-    return b"".join(bytes(piece) for piece in to_pieces(frames)[0])
-
-
-def reply_to(body: bytes, elements: int = 4) -> bytes:
-    """Return the body that answers a request with ones."""
-    frames = frames_in(memoryview(bytearray(body)), "test", max_frames=64, max_message_bytes=2**30)
-    opened = open_request(frames, 2**30)
-    reply = TensorReply(output=from_torch(torch.ones(elements)))
-    return message(encode_reply(Form.FRAMED, opened.request_id, opened.method, reply))
-
-
-def good(body: bytes, instance: str = "aa") -> bytes:
-    return answer(200, reply_to(body), f"TSQP-Instance: {instance}")
-
-
-@dataclass
-class HttpPeer:
-    """`answers`: one request each; the last is for all that follow."""
-
-    answers: list[Answer]
-    url: str = ""
-    # The head and the body of each request.
-    requests: list[tuple[str, bytes]] = field(default_factory=list)
-    # Set when a client has closed its connection.
-    closed: threading.Event = field(default_factory=threading.Event)
-
-    def serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
-            while True:
-                head = b""
-                try:
-                    while not head.endswith(b"\r\n\r\n"):
-                        if not (line := lines.readline()):
-                            self.closed.set()
-                            return
-                        head += line
-                    headers = head.decode("latin-1").lower()
-                    size = int(headers.partition("content-length: ")[2].split("\r\n")[0])
-                    body = lines.read(size)
-                    self.requests.append((head.decode("latin-1"), body))
-                    now = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
-                    if not (said := now(body)):
-                        return
-                    connection.sendall(said)
-                    if b"Connection: close" in said:
-                        return
-                except OSError:
-                    self.closed.set()
-                    return
-
-
-@contextmanager
-def http_peer(*answers: Answer, tls: ssl.SSLContext | None = None) -> Iterator[HttpPeer]:
-    """Serve on a port of loopback until the block ends."""
-    peer = HttpPeer(list(answers))
-    threads: list[threading.Thread] = []
-    made: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        peer.url = f"http{'s' if tls else ''}://127.0.0.1:{listening.getsockname()[1]}"
-
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = listening.accept()
-                    if tls is not None:
-                        connection = tls.wrap_socket(connection, server_side=True)
-                except ssl.SSLError:
-                    continue
-                except OSError:
-                    return
-                made.append(connection)
-                threads.append(threading.Thread(target=peer.serve, args=(connection,)))
-                threads[-1].start()
-
-        acceptor = threading.Thread(target=accept)
-        acceptor.start()
-        try:
-            yield peer
-        finally:
-            listening.shutdown(socket.SHUT_RDWR)
-            acceptor.join()
-            for connection in made:
-                with suppress(OSError):  # it may have been closed, by either end
-                    connection.shutdown(socket.SHUT_RDWR)
-            for thread in threads:
-                thread.join()
-
-
 def part(
     session: int, start: int, rows: int, *, length: int | None = None, parent: int = 0
 ) -> list[int]:
@@ -334,3 +257,60 @@ class Client:
         assert work is None
         assert isinstance(reply, TensorReply)
         return to_torch(reply.output)
+
+
+class ScriptedChannel(PendingChannel):
+    """A transport that does what a test says. `script`: what `_receive` comes to, step by step.
+
+    Frames are a message that arrives so many ms after the last request; "lost" is a connection that
+    is lost, "unseen" one that is, and is noticed only by looking. `sent`: each message's frames.
+    """
+
+    def __init__(self, max_message_bytes: int = 10_000) -> None:
+        super().__init__("scripted", timeout_s=5.0, max_message_bytes=max_message_bytes)
+        self.sent: list[list[bytes]] = []
+        self.script: deque[tuple[list[Buffer], int] | str] = deque()
+        self.unseen = False
+        self.sent_ns = 10**12
+
+    def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
+        self._refuse_second_connection(method)
+        self.sent.append([bytes(frame) for frame in frames])
+        assert size == sum(map(len, self.sent[-1]))
+        self.patience_s = timeout_s
+        return self.sent_ns
+
+    def _receive(self, deadline: float) -> Received | None:
+        if not self.script:
+            return None
+        step = self.script.popleft()
+        if isinstance(step, str):
+            self._connection += step == "lost"
+            self.unseen |= step == "unseen"
+            return self._receive(deadline) if step == "unseen" else None
+        frames, after_ms = step
+        views = [memoryview(bytearray(frame)) for frame in frames]
+        return views, self.sent_ns + after_ms * 1_000_000
+
+    def _was_replaced(self, connection: int) -> bool:
+        self._connection += self.unseen
+        self.unseen = False
+        return self._connection != connection
+
+    def close(self) -> None:
+        pass
+
+
+class Expecting(ScriptedChannel):
+    """Waits for the replies to requests of one kind with these ids."""
+
+    def __init__(self, prepared: PreparedRequest, ids: Iterable[int]) -> None:
+        super().__init__()
+        for request_id in ids:
+            self._pending[request_id] = Pending(
+                method=prepared.method, prepared=prepared, deadline=0.0, timeout_s=0.0
+            )
+
+    def expected(self, frames: Sequence[memoryview]) -> Reply | None:
+        """Return the reply if it is taken without being decoded."""
+        return self._expected_reply(frames)

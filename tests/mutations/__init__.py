@@ -75,23 +75,28 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """All mutations, and for each concern the files of tests (patterns) that must notice them."""
+    """All mutations, and for each concern the files of tests (patterns) that must notice them.
+
+    `slow`: concerns of which only tests that are left to `make test-slow` can notice anything.
+    """
 
     concerns: dict[str, list[str]]
     mutations: list[Mutation]
+    slow: frozenset[str] = frozenset()
 
     @staticmethod
     def read(folder: Path = MISTAKES) -> Table:
         """Read all files of a folder. Raises MutationError for a name that is used twice."""
-        concerns, mutations = {}, []
+        concerns, mutations, slow = {}, [], set()
         for path in sorted(folder.glob("*.toml")):
             content = tomllib.loads(path.read_text(encoding="utf-8"))
             concerns[path.stem] = content["tests"]
+            slow |= {path.stem} if content.get("slow", False) else set()
             mutations += [Mutation(concern=path.stem, **row) for row in content["mistakes"]]
         names = Counter(mutation.name for mutation in mutations)
         if twice := sorted(name for name, count in names.items() if count > 1):
             raise MutationError(f"{folder.name}: got {', '.join(twice)} twice, expected each once")
-        return Table(concerns, mutations)
+        return Table(concerns, mutations, frozenset(slow))
 
     def chosen(self, names: Sequence[str] | None) -> list[Mutation]:
         """Return the mutations that are named, or whose concern is; without names all."""
@@ -105,14 +110,15 @@ class Table:
         return found
 
     def tests_of(self, concern: str, root: Path) -> list[str]:
-        """Return the files of tests of a concern. Raises MutationError for a pattern without."""
+        """Return pytest's arguments for a concern. Raises MutationError for a pattern without."""
         found: list[str] = []
         for pattern in self.concerns[concern]:
             paths = sorted(path.relative_to(root).as_posix() for path in root.glob(pattern))
             if not paths:
                 raise MutationError(f"{concern}: got no file for {pattern}, expected tests")
             found += paths
-        return found
+        # The last of several marks counts.
+        return found + ["-m", "slow"] * (concern in self.slow)
 
     def problems(self, root: Path = ROOT) -> list[str]:
         """Say what of the table does not fit the tree."""
@@ -216,10 +222,11 @@ def try_all(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-mutations-"))
         copies: SimpleQueue[Copy] = SimpleQueue()
+        noticed: dict[str, str] = {}
         for number in range(jobs):
             root = Path(folder) / str(number)
             root.mkdir()
-            copy = Copy(root, "-m", "not more", *options)
+            copy = Copy(root, "-m", "not slow", *options)
             stack.callback(copy.close)
             copies.put(copy)
 
@@ -231,9 +238,17 @@ def try_all(
                 raise MutationError(f"{concern}: {result.by} fails without any mutation")
 
         def mutated(mutation: Mutation) -> Result:
+            tests = table.tests_of(mutation.concern, ROOT)
+            # What noticed the last mistake in a module often notices the next, and ends the run.
+            if (first := noticed.get(mutation.file)) in tests:
+                tests = [first, *(name for name in tests if name != first)]
             copy = copies.get()
-            result = copy.try_mutation(mutation, table.tests_of(mutation.concern, copy.root))
-            copies.put(copy)
+            try:
+                result = copy.try_mutation(mutation, tests)
+            finally:
+                copies.put(copy)
+            if result.outcome == "caught":
+                noticed[mutation.file] = result.by[0].partition("::")[0]
             said = (
                 f"{result.outcome}  {mutation.concern}/{mutation.name}  {' '.join(result.by[:1])}"
             )

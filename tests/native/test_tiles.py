@@ -84,7 +84,7 @@ def test_products_and_attention_over_the_vectors_of_the_variant(build: Callable[
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@pytest.mark.apart  # `make sanitize`: each is compiled
+@pytest.mark.slow  # `make sanitize`: each is compiled
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_kernel_is_noticed(
     fault: str, build: Callable[..., Path], tmp_path: Path
@@ -95,7 +95,7 @@ def test_a_fault_of_the_kernel_is_noticed(
     assert ended.stdout or ended.stderr
 
 
-@pytest.mark.apart
+@pytest.mark.slow
 @needs_avx512
 @pytest.mark.parametrize("fault", FAULTS_OF_ATTENTION)
 def test_a_fault_of_attention_is_noticed(

@@ -31,8 +31,8 @@ from protocol.messages import (
 )
 from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, WireTensor
+from tests.kit.wire import Expecting
 from tests.property import test_encoding_property as wire
-from tests.unit.protocol.test_pending import Expecting
 
 # One for all examples, as one service has for all its clients.
 _reader = RequestReader(wire.MAX_BYTES, lambda request: lambda _: (request, None))

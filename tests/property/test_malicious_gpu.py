@@ -527,7 +527,7 @@ def play(folder: Path, policy: str, *, games: int = 300, controlled: bool = True
     return ended
 
 
-@pytest.mark.parametrize("games", [20, pytest.param(50, marks=pytest.mark.more)])
+@pytest.mark.parametrize("games", [20, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
 def test_a_malicious_gpu_never_wins(folder: Path, policy: str, games: int) -> None:
     ended = play(folder, policy, games=games, controlled=False)

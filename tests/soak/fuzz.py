@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.fuzz.engine import MAX_BYTES, MAX_SECONDS, Fuzzer, Report, read_corpus
+from tests.fuzz.engine import BATCH, MAX_BYTES, MAX_SECONDS, Fuzzer, Report
 from tests.fuzz.targets import (
     TARGETS,
     count_executions,
@@ -42,13 +42,14 @@ def run(count: int) -> RowResult:
         for name, share in shares(count).items():
             (target,) = (target for target in TARGETS if target.name == name)
             fuzzer = Fuzzer(target, 3, timed=False)
-            fuzzer.run(share)
+            for start in range(0, share, BATCH):
+                fuzzer.run(min(BATCH, share - start))
             merge(report, fuzzer.report)
             progress(min(count, sum(report.executions.values())))
         cumulative = sum(read_executions().values())
     seconds = time.monotonic() - began
     for finding in report.findings:
-        note(str(finding))
+        note(finding)
     executions = sum(report.executions.values())
     # The sum of all runs may be spread over many; every run executes every target.
     everything = all(report.executions.get(target.name, 0) > 0 for target in TARGETS)
@@ -65,7 +66,7 @@ def run(count: int) -> RowResult:
             "cumulative": cumulative,
             "per second": executions / seconds,
             "decoders": len(TARGETS),
-            "kept": sum(len(read_corpus(target)) for target in TARGETS),
+            "kept": sum(len(target.found()) for target in TARGETS),
             "wrong": len(report.findings),
             "slowest ms": report.slowest_s * 1000,
             "largest KiB": report.largest_bytes // 1024,

@@ -27,8 +27,8 @@ from protocol.errors import PadsExhaustedError
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.source import PadLane, Pads
+from tests.kit import pads as tiny
 from tests.soak.row import RowResult, is_full, note, progress
-from tests.unit.tee_side.pads import tiny
 
 NAME = "pads"
 TEST = "draws, crashes and retries between them"

@@ -30,7 +30,7 @@ sessions go on. [threat-model.md](threat-model.md) says what policies promise ag
 lies.
 
 `make soak` runs everything and writes this page: about an hour on two otherwise idle cores. `make
-soak ONLY=ROW` repeats one row; its name and time are in the first column. `make test-more` runs a
+soak ONLY=ROW` repeats one row; its name and time are in the first column. `make test-slow` runs a
 short form of every row, in which no time is judged. Rows that measure time run alone; the others,
 {minutes:.0f} minutes one after the other, two at once.
 """

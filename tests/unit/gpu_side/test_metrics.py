@@ -1,16 +1,17 @@
-"""What a scrape says, and where it is served."""
+"""What is counted, what a scrape says of it and where, and how many lines the log gets."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_side.counters import BOUNDS_NS
+from gpu_side.counters import BOUNDS_NS, Histogram
+from gpu_side.log_limit import LIMITS, MAX_REASONS, REASONS, LineFilter, LineLimit, limited
 from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
@@ -18,66 +19,26 @@ from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError, SettingsError
 from tests.kit.rows import each_row
 
-
-@pytest.fixture
-def state() -> ServiceState:
-    return ServiceState(QueueLimits(), device="model:h100", clients_refused=lambda: 3)
-
-
-@pytest.fixture
-def server(state: ServiceState) -> Iterator[MetricsServer]:
-    with MetricsServer("127.0.0.1:*", state) as made:
-        yield made
+log = logging.getLogger("gpu_service")
 
 
 def _scrape(server: MetricsServer) -> dict[str, Metric]:
     with urllib.request.urlopen(server.url, timeout=30) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain")
         text = answer.read().decode()
+    assert "canary" not in text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def _values(family: Metric, *labels: str) -> dict[tuple[str, ...], float]:
-    return {
-        (sample.name, *(sample.labels[label] for label in labels if label in sample.labels)): (
-            sample.value
-        )
-        for sample in family.samples
-    }
+def test_a_bound_belongs_to_its_bucket() -> None:
+    assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (20_000, 100 * 10**9)
+    for ns, bucket in ((0, 0), (20_000, 0), (20_001, 1), (10**11, 20), (10**11 + 1, 21)):
+        histogram = Histogram()
+        histogram.add(ns)
+        assert histogram.cumulative() == [0] * bucket + [1] * (22 - bucket), ns
 
 
-def test_a_fresh_service(server: MetricsServer, state: ServiceState) -> None:
-    found = _scrape(server)
-    assert {name: family.type for name, family in found.items()} == {
-        "tsqp_requests": "counter",
-        "tsqp_compute_seconds": "histogram",
-        "tsqp_queue_seconds": "histogram",
-        "tsqp_received_bytes": "counter",
-        "tsqp_sent_bytes": "counter",
-        "tsqp_dropped_replies": "counter",
-        "tsqp_refused_clients": "counter",
-        "tsqp_queued_requests": "gauge",
-        "tsqp_queued_bytes": "gauge",
-        "tsqp_queued_requests_limit": "gauge",
-        "tsqp_queued_bytes_limit": "gauge",
-        "tsqp_underway_requests": "gauge",
-        "tsqp_sessions": "gauge",
-        "tsqp_session_bytes": "gauge",
-        "tsqp_spilled_sessions": "gauge",
-        "tsqp_spilled_session_bytes": "gauge",
-        "tsqp_ready": "gauge",
-        "tsqp_uptime_seconds": "gauge",
-        "tsqp_device_info": "gauge",
-    }
-    assert set(_values(found["tsqp_requests"], "method", "code").values()) == {0.0}
-    assert found["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
-    assert found["tsqp_refused_clients"].samples[0].value == 3
-    assert found["tsqp_ready"].samples[0].value == 0
-    assert found["tsqp_queued_requests_limit"].samples[0].value == 1024
-    assert 0 < found["tsqp_uptime_seconds"].samples[0].value <= state.uptime_s
-
-
-def test_what_was_counted_is_what_is_served(server: MetricsServer, state: ServiceState) -> None:
+def test_what_was_counted_is_what_is_served() -> None:
+    state = ServiceState(QueueLimits(), device="model:h100", clients_refused=lambda: 3)
     counters = state.counters
     linear = counters.methods["Linear"]
     for ns in (20_000, 30_000, 10**12):
@@ -87,39 +48,46 @@ def test_what_was_counted_is_what_is_served(server: MetricsServer, state: Servic
     counters.unknown.outcomes["UNKNOWN_METHOD"] += 2
     counters.received_bytes, counters.sent_bytes, counters.dropped_replies = 11, 12, 13
     state.queue.put(Incoming((b"canary",), [memoryview(b"canary")], 0))
-    state.underway, state.status = 2, "ready"
-    found = _scrape(server)
-    requests = _values(found["tsqp_requests"], "method", "code")
-    assert {key[1:]: value for key, value in requests.items() if value} == {
-        ("Linear", "OK"): 3,
-        ("unknown", "UNKNOWN_METHOD"): 2,
-    }
-    compute = _values(found["tsqp_compute_seconds"], "method", "le")
-    name = "tsqp_compute_seconds"
-    buckets = {float(key[2]): value for key, value in compute.items() if key[0] == f"{name}_bucket"}
-    assert sorted(buckets) == [*(ns / 1e9 for ns in BOUNDS_NS), float("inf")]
-    assert (buckets[2e-05], buckets[5e-05], buckets[100.0], buckets[float("inf")]) == (1, 2, 2, 3)
-    assert compute[f"{name}_count", "Linear"] == 3
-    assert compute[f"{name}_sum", "Linear"] == pytest.approx(1000.00005)
-    queue = _values(found["tsqp_queue_seconds"], "method", "le")
-    assert queue["tsqp_queue_seconds_bucket", "Linear", "2e-05"] == 3
-    for metric, value in {
+    state.underway = 2
+    expected = {
+        "tsqp_refused_clients": 3,
         "tsqp_received_bytes": 11,
         "tsqp_sent_bytes": 12,
         "tsqp_dropped_replies": 13,
         "tsqp_queued_requests": 1,
         "tsqp_queued_bytes": 6,
+        "tsqp_queued_requests_limit": 1024,
+        "tsqp_queued_bytes_limit": QueueLimits().total_bytes,
         "tsqp_underway_requests": 2,
-        "tsqp_ready": 1,
-    }.items():
-        assert [sample.value for sample in found[metric].samples] == [value], metric
-    state.status = "draining"
-    assert _scrape(server)["tsqp_ready"].samples[0].value == 0
-    with urllib.request.urlopen(server.url, timeout=30) as answer:
-        assert b"canary" not in answer.read()
+        "tsqp_sessions": 0,
+        "tsqp_session_bytes": 0,
+        "tsqp_spilled_sessions": 0,
+        "tsqp_spilled_session_bytes": 0,
+    }
+    with MetricsServer("127.0.0.1:*", state) as server:
+        for state.status, ready in (("loading", 0), ("ready", 1), ("draining", 0)):
+            found = _scrape(server)
+            plain = {name: found[name].samples[0].value for name in (*expected, "tsqp_ready")}
+            assert plain == expected | {"tsqp_ready": ready}, state.status
+    assert 0 < found["tsqp_uptime_seconds"].samples[0].value <= state.uptime_s
+    assert found["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
+    samples = found["tsqp_requests"].samples
+    requests = {(one.labels["method"], one.labels["code"]): one.value for one in samples}
+    assert {labels: value for labels, value in requests.items() if value} == {
+        ("Linear", "OK"): 3,
+        ("unknown", "UNKNOWN_METHOD"): 2,
+    }
+    compute, queue = (
+        {sample.labels.get("le", sample.name[-5:]): sample.value for sample in found[name].samples}
+        for name in ("tsqp_compute_seconds", "tsqp_queue_seconds")
+    )
+    assert len(compute) == len(BOUNDS_NS) + 3
+    assert [compute[le] for le in ("2e-05", "5e-05", "100", "+Inf", "count")] == [1, 2, 2, 3, 3]
+    assert compute["s_sum"] == pytest.approx(1000.00005)
+    assert queue["2e-05"] == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "expected"),
     [
         ("9464", ("127.0.0.1", 9464)),
@@ -128,36 +96,78 @@ def test_what_was_counted_is_what_is_served(server: MetricsServer, state: Servic
         ("0.0.0.0:1", ("0.0.0.0", 1)),
         ("gpu-host.example:65535", ("gpu-host.example", 65535)),
         ("[::1]:9464", ("::1", 9464)),
+        *((text, None) for text in ("", "host", "host:", "host:65536", "host:-1", "::1:9464")),
+        *((text, None) for text in ("http://host:1", "a b:1")),
     ],
 )
-def test_an_address(text: str, expected: tuple[str, int]) -> None:
-    assert parse_address(text) == expected
-
-
-@each_row(
-    "text", ["", "host", "host:", "host:65536", "host:-1", "::1:9464", "http://host:1", "a b:1"]
-)
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_address(text: str, expected: tuple[str, int] | None) -> None:
+    if expected is not None:
+        assert parse_address(text) == expected
+        return
     with pytest.raises(SettingsError, match=r"metrics address: got .*, expected \[HOST:\]PORT"):
         parse_address(text)
 
 
-def test_a_taken_port_is_refused(state: ServiceState) -> None:
+def test_an_address_that_is_taken_is_refused_and_free_afterwards() -> None:
+    state = ServiceState()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(EndpointError, match=f"{address}: got Address already in use"):
             MetricsServer(address, state)
+    for _ in range(2):
+        with MetricsServer(address, state) as server:
+            assert server.url == f"http://{address}/metrics"
 
 
-def test_a_port_is_free_again_afterwards(state: ServiceState) -> None:
-    with MetricsServer("*", state) as first:
-        address = first.url.split("/")[2]
-        with pytest.raises(EndpointError):
-            MetricsServer(address, state)
-    with MetricsServer(address, state) as second:
-        assert second.url == first.url
+# ------------------------------------------------------------------------------- lines of the log
 
 
-def test_an_address_of_another_machine_is_refused(state: ServiceState) -> None:
-    with pytest.raises(EndpointError, match="got Cannot assign requested address"):
-        MetricsServer("192.0.2.1:9464", state)
+def test_the_first_lines_of_an_interval_pass_and_the_next_says_how_many_did_not() -> None:
+    limit = LineLimit(2, 10.0)
+    times = (5.0, 6.0, 7.0, 14.9, 15.0, 16.0, 17.0, 40.0)
+    assert [limit.due(now) for now in times] == [0, 0, None, None, 2, 0, None, 1]
+    # An interval begins with a line, and not where the last one ended.
+    assert [limit.due(now) for now in (49.0, 49.9, 50.0)] == [0, None, 1]
+    for event, (lines, interval_s) in LIMITS.items():
+        limit = LineLimit(lines, interval_s)
+        passed = sum(limit.due(hundredth / 100) is not None for hundredth in range(6000))
+        assert 6 <= passed <= 60, event
+
+
+def test_each_event_and_reason_is_limited_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    lines = LineFilter({"refused": (2, 10.0)}, lambda: now)
+
+    def written(event: str, **fields: object) -> bool:
+        caplog.clear()
+        log.warning(event, extra={"fields": fields})
+        return bool(caplog.records)
+
+    log.addFilter(lines)
+    try:
+        for field in REASONS:
+            flood = [written("refused", **{field: "a"}, number=n) for n in range(5)]
+            assert flood == [True, True, False, False, False], field
+            assert written("refused", **{field: "b"}), field
+        assert all(written("other") for _ in range(5))
+        now = 110.0
+        assert written("refused", reason="a", number=5)
+        (record,) = caplog.records
+        assert vars(record)["fields"] == {"reason": "a", "number": 5, "left_out": 3}
+        # Reasons that are kept apart are bounded.
+        count = MAX_REASONS + 50
+        assert sum(written("refused", reason=str(number)) for number in range(count)) < count
+        assert len(lines._lines) <= MAX_REASONS + 1
+    finally:
+        log.removeFilter(lines)
+
+
+def test_failures_of_two_kinds_are_counted_apart(caplog: pytest.LogCaptureFixture) -> None:
+    with limited(log):
+        for error in [ValueError] * 60 + [KeyError]:
+            try:
+                raise error
+            except (LookupError, ValueError):
+                log.exception("failed")
+    failures = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert failures == [ValueError] * 50 + [KeyError]

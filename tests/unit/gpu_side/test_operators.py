@@ -1,45 +1,39 @@
-"""Tests of what the service computes, and of everything that it refuses to compute."""
+"""What the service computes, and everything that it refuses to compute."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
 
 from gpu_side.handler import RequestHandler
-from gpu_side.provision import Provision, write_provision
+from gpu_side.queues import QueueLimits
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.errors import ErrorCode, ProtocolError
+from protocol.errors import ErrorCode, EvidenceError, ProtocolError
 from protocol.messages import (
-    Arithmetic,
-    EmbeddingRequest,
     InitReply,
     InitRequest,
-    LinearRequest,
-    LMHeadRequest,
-    MatmulRequest,
     ModuleName,
     Request,
-    RingLinearRequest,
-    RingLMHeadRequest,
-    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.model.quantized import quantize_rows
 from protocol.seed import expand
-from protocol.tensors import ITEMSIZE, WireTensor, from_torch, short_name, to_torch
+from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
+from tests.kit import ask
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
 
-FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-SINGLE: tuple[ModuleName, ...] = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-)
+CPU = torch.device("cpu")
+# By dtype how close a result is.
+FLOATS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SINGLE: tuple[ModuleName, ...] = (*ask.QKV, "o_proj", *ask.GATE_UP, "down_proj")
+MODULES: list[tuple[ModuleName, ...]] = [*((name,) for name in SINGLE), ask.QKV, ask.GATE_UP]
 LIMIT = 2**26
 VOCAB, HIDDEN = SIZES["vocab_size"], SIZES["hidden_size"]
 
@@ -56,7 +50,7 @@ def model(directory: Path) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def weights(directory: Path, model: transformers.PreTrainedModel) -> ServiceWeights:
-    return load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
+    return load_weights(directory, device=CPU, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +58,10 @@ def operators(weights: ServiceWeights) -> RequestHandler:
     return RequestHandler(weights, LIMIT)
 
 
-def _apply(operators: RequestHandler, request: Request) -> torch.Tensor:
-    reply = operators.apply(request)[0]
-    assert isinstance(reply, TensorReply)
-    return to_torch(reply.output)
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Any:
+    with torch.no_grad():
+        yield
 
 
 def _refused(operators: RequestHandler, request: Request) -> ProtocolError:
@@ -76,191 +70,88 @@ def _refused(operators: RequestHandler, request: Request) -> ProtocolError:
     return info.value
 
 
-def _linear(hidden: torch.Tensor, *modules: ModuleName, layer: int = 1) -> LinearRequest:
-    return LinearRequest(layer_idx=layer, module_names=modules, hidden_states=from_torch(hidden))
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    tolerance = FLOATS[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def _ring(elements: torch.Tensor, *modules: ModuleName, layer: int = 1) -> RingLinearRequest:
-    return RingLinearRequest(layer_idx=layer, module_names=modules, elements=from_torch(elements))
+# ----------------------------------------------------------------------------- what is computed
 
 
-def _seeded(
-    rows: int = 2,
-    columns: int = HIDDEN,
-    *modules: ModuleName,
-    seed: bytes = bytes(32),
-    dtype: str = "int32",
-) -> SeededRingLinearRequest:
-    return SeededRingLinearRequest(
-        layer_idx=1,
-        module_names=modules or ("q_proj",),
-        rows=rows,
-        columns=columns,
-        seed=WireTensor(dtype, (len(seed) // ITEMSIZE[dtype],), seed),
-    )
-
-
-def _ring_head(elements: torch.Tensor) -> RingLMHeadRequest:
-    return RingLMHeadRequest(elements=from_torch(elements))
-
-
-def _uniform(*shape: int) -> torch.Tensor:
-    """Elements as a pad leaves them."""
-    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
-
-
-def _module(model: transformers.PreTrainedModel, layer: int, name: str) -> torch.nn.Module:
+def _modules(
+    model: transformers.PreTrainedModel, layer: int, names: Sequence[str]
+) -> list[torch.nn.Linear]:
     block = model.model.layers[layer]
-    return getattr(block.self_attn, name, None) or getattr(block.mlp, name)
+    return [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in names]
 
 
-def _embedding(ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> EmbeddingRequest:
-    return EmbeddingRequest.model_validate(
-        {"input_ids": from_torch(ids), "dtype": short_name(dtype)}
-    )
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> MatmulRequest:
-    return MatmulRequest(a=from_torch(a), b=from_torch(b))
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", SINGLE)
-def test_one_module_equals_torch(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    name: ModuleName,
-    dtype: torch.dtype,
+@each_row("names", MODULES)
+def test_linear_equals_torch(
+    operators: RequestHandler, model: transformers.PreTrainedModel, names: tuple[ModuleName, ...]
 ) -> None:
-    module = _module(model, 1, name)
-    hidden = torch.randn(2, 3, module.in_features).to(dtype)
-    output = _apply(operators, _linear(hidden, name))
-    assert output.dtype == dtype
-    torch.testing.assert_close(
-        output.float(), module(hidden.float()), rtol=_tolerance(dtype), atol=_tolerance(dtype)
-    )
+    modules = _modules(model, 1, names)
+    for dtype in FLOATS:
+        for bias in (True, False):
+            hidden = torch.randn(2, 3, modules[0].in_features).to(dtype)
+            request = ask.linear(hidden, *names).model_copy(update={"bias": bias})
+            rows = hidden.float()
+            parts = [linear(rows, m.weight, m.bias if bias else None) for m in modules]
+            # Fused modules stand side by side.
+            _assert_close(ask.answer(operators, request), torch.cat(parts, dim=-1), dtype)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
-def test_fused_modules_stand_side_by_side(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    names: tuple[ModuleName, ...],
-) -> None:
-    hidden = torch.randn(5, HIDDEN)
-    output = _apply(operators, _linear(hidden, *names, layer=2))
-    expected = torch.cat([_module(model, 2, name)(hidden) for name in names], dim=-1)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("names", [("q_proj",), ("o_proj",), ("q_proj", "k_proj", "v_proj")])
-def test_linear_without_bias(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    names: tuple[ModuleName, ...],
-) -> None:
-    modules = [_module(model, 1, name) for name in names]
-    hidden = torch.randn(3, modules[0].in_features)
-    request = _linear(hidden, *names).model_copy(update={"bias": False})
-    expected = torch.cat([torch.nn.functional.linear(hidden, m.weight) for m in modules], dim=-1)
-    torch.testing.assert_close(_apply(operators, request), expected, rtol=1e-5, atol=1e-5)
-    with_bias = _apply(operators, _linear(hidden, *names))
-    biases = torch.cat([m.bias for m in modules])
-    torch.testing.assert_close(with_bias, expected + biases, rtol=1e-5, atol=1e-5)
-
-
-RING_MODULES: list[tuple[ModuleName, ...]] = [
-    *[(name,) for name in SINGLE],
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-]
-
-
-@torch.no_grad()
-@pytest.mark.each_value
-@pytest.mark.parametrize("names", RING_MODULES)
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 1, 3)])
-def test_ring_linear_is_the_product_modulo_the_ring(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    names: tuple[ModuleName, ...],
-    shape: tuple[int, ...],
-) -> None:
-    weight = torch.cat([quantize_rows(_module(model, 2, name).weight)[0] for name in names])
-    elements = _uniform(*shape, weight.shape[1])
-    product = _apply(operators, _ring(elements, *names, layer=2))
+def _assert_exact(product: torch.Tensor, elements: torch.Tensor, weight: torch.Tensor) -> None:
     exact = elements.long() @ weight.long().t()
     assert product.dtype == torch.int32
     assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
 
 
-def test_ring_linear_is_linear_in_the_ring(operators: RequestHandler) -> None:
-    """What every mask of the ring relies on: the pad comes off, whatever wrapped on the way."""
-    value, pad = _uniform(4, HIDDEN) // 2**14, _uniform(4, HIDDEN)
-    names: tuple[ModuleName, ...] = ("gate_proj", "up_proj")
-    masked = _apply(operators, _ring(value - pad, *names))
-    unmasked = masked + _apply(operators, _ring(pad, *names))
-    assert torch.equal(unmasked, _apply(operators, _ring(value, *names)))
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_ring_lm_head_is_the_product_modulo_the_ring(
-    tmp_path: Path, shape: tuple[int, ...], tied: bool
+@each_row("names", MODULES)
+def test_ring_linear_is_the_product_modulo_the_ring(
+    operators: RequestHandler, model: transformers.PreTrainedModel, names: tuple[ModuleName, ...]
 ) -> None:
-    model = make_model(tmp_path, tie_word_embeddings=tied)
-    served = RequestHandler(
-        load_weights(
-            tmp_path, device=torch.device("cpu"), dtype=torch.float32, arithmetic=("int8",)
-        ),
-        LIMIT,
-    )
-    elements = _uniform(*shape, HIDDEN)
-    product = _apply(served, _ring_head(elements))
-    exact = elements.long() @ quantize_rows(model.lm_head.weight.detach())[0].long().t()
-    assert product.dtype == torch.int32
-    assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
+    weight = torch.cat([quantize_rows(module.weight)[0] for module in _modules(model, 2, names)])
+    for shape in ((), (1,), (5,), (2, 3), (2, 1, 3)):
+        elements = ask.uniform(*shape, weight.shape[1])
+        _assert_exact(ask.answer(operators, ask.ring(elements, *names, layer=2)), elements, weight)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 3)])
-def test_embedding_equals_torch(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
-    ids = torch.randint(0, VOCAB, shape)
-    ids.view(-1)[0], ids.view(-1)[-1] = 0, VOCAB - 1
-    output = _apply(operators, _embedding(ids, dtype))
-    assert torch.equal(output, model.model.embed_tokens(ids).to(dtype))
+@each_row("tied", [False, True])
+def test_ring_lm_head_is_the_product_modulo_the_ring(tmp_path: Path, tied: bool) -> None:
+    weight = make_model(tmp_path, tie_word_embeddings=tied).lm_head.weight.detach()
+    held = load_weights(tmp_path, device=CPU, dtype=torch.float32, arithmetic=("int8",))
+    for shape in ((), (1,), (2, 3)):
+        elements = ask.uniform(*shape, HIDDEN)
+        product = ask.answer(RequestHandler(held, LIMIT), ask.ring_head(elements))
+        _assert_exact(product, elements, quantize_rows(weight)[0])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_lm_head_equals_torch(
+def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: RequestHandler) -> None:
+    kernel = operators.prepare(ask.seeded(3, HIDDEN, *ask.GATE_UP))
+    for seed in (bytes(range(32)), bytes(reversed(range(32)))):
+        drawn = torch.frombuffer(expand(seed, 3 * HIDDEN), dtype=torch.int32).view(3, HIDDEN)
+        # The one kernel of a header computes every seed that comes under it.
+        reply, _ = kernel(ask.seeded(3, HIDDEN, *ask.GATE_UP, seed=seed), None)
+        assert isinstance(reply, TensorReply)
+        assert torch.equal(
+            to_torch(reply.output), ask.answer(operators, ask.ring(drawn, *ask.GATE_UP))
+        )
+
+
+@each_row("dtype", FLOATS)
+def test_embedding_and_lm_head_equal_torch(
     operators: RequestHandler, model: transformers.PreTrainedModel, dtype: torch.dtype
 ) -> None:
+    for shape in ((4,), (1, 4), (2, 3)):
+        ids = torch.randint(0, VOCAB, shape)
+        ids.view(-1)[0], ids.view(-1)[-1] = 0, VOCAB - 1
+        output = ask.answer(operators, ask.embedding(ids, dtype))
+        assert torch.equal(output, model.model.embed_tokens(ids).to(dtype))
     hidden = torch.randn(2, 3, HIDDEN).to(dtype)
-    output = _apply(operators, LMHeadRequest(hidden_states=from_torch(hidden)))
-    assert output.dtype == dtype
-    torch.testing.assert_close(
-        output.float(),
-        model.lm_head(hidden.float()),
-        rtol=_tolerance(dtype),
-        atol=_tolerance(dtype),
-    )
+    _assert_close(ask.answer(operators, ask.head(hidden)), model.lm_head(hidden.float()), dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @each_row(
     ("a", "b"),
     [
@@ -275,73 +166,46 @@ def test_lm_head_equals_torch(
     ],
 )
 def test_matmul_broadcasts_like_torch(
-    operators: RequestHandler, a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype
+    operators: RequestHandler, a: tuple[int, ...], b: tuple[int, ...]
 ) -> None:
-    left, right = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
-    output = _apply(operators, _matmul(left, right))
-    expected = torch.matmul(left.float(), right.float()).to(dtype)
-    assert (output.dtype, output.shape) == (dtype, expected.shape)
-    torch.testing.assert_close(output, expected, rtol=_tolerance(dtype), atol=_tolerance(dtype))
+    for dtype in FLOATS:
+        left, right = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
+        expected = torch.matmul(left.float(), right.float())
+        output = ask.answer(operators, ask.matmul(left, right))
+        assert output.shape == expected.shape
+        _assert_close(output, expected.to(dtype), dtype)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,)])
+@each_row("able", [True, False])
 def test_one_row_gives_the_same_whether_or_not_it_is_multiplied_twice(
-    directory: Path,
-    model: transformers.PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-    shape: tuple[int, ...],
-    twice: bool,
+    directory: Path, operators: RequestHandler, able: bool
 ) -> None:
-    capabilities = {"avx512_bf16": twice}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    counted: list[int] = []
-    held = load_weights(directory, device=torch.device("cpu"), dtype=torch.bfloat16)
-    operators = RequestHandler(held, LIMIT)
-
-    def count(hidden: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
-        counted.append(hidden.numel() // HIDDEN)
-        return torch.nn.functional.linear(hidden, *rest)
-
-    monkeypatch.setattr("gpu_side.kernels.linear", count)
-    hidden = torch.randn(*shape, HIDDEN).bfloat16()
-    output = _apply(operators, _linear(hidden, "gate_proj", "up_proj"))
-    head = _apply(operators, LMHeadRequest(hidden_states=from_torch(hidden)))
-    assert (output.shape, head.shape) == ((*shape, 192), (*shape, VOCAB))
-    assert counted == ([2, 2] if twice or shape == (2,) else [1, 1])
-    block = model.model.layers[1].mlp
-    expected = torch.cat([block.gate_proj(hidden.float()), block.up_proj(hidden.float())], dim=-1)
-    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=5e-2)
-    torch.testing.assert_close(head.float(), model.lm_head(hidden.float()), rtol=2e-2, atol=5e-2)
+    """As two rows of bfloat16, where the processor is faster at that."""
+    with pytest.MonkeyPatch.context() as patch:
+        features = {"avx512_bf16": able}
+        patch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+        held = RequestHandler(load_weights(directory, device=CPU, dtype=torch.bfloat16), LIMIT)
+    for shape in ((), (1,), (1, 1), (2,)):
+        hidden = torch.randn(*shape, HIDDEN).bfloat16()
+        for request in (ask.linear(hidden, *ask.GATE_UP), ask.head(hidden)):
+            found, expected = (ask.answer(one, request).float() for one in (held, operators))
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
 
 
-def test_one_row_of_float32_is_multiplied_once(
-    operators: RequestHandler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[torch.Size] = []
-
-    def look(hidden: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
-        seen.append(hidden.shape)
-        return torch.nn.functional.linear(hidden, *rest)
-
-    monkeypatch.setattr("gpu_side.kernels.linear", look)
-    _apply(operators, _linear(torch.randn(1, HIDDEN), "q_proj"))
-    assert seen == [(1, HIDDEN)]
+# --------------------------------------------------------------------------------- what is said
 
 
 def test_init_says_what_is_there(
-    operators: RequestHandler, model: transformers.PreTrainedModel
+    weights: ServiceWeights, model: transformers.PreTrainedModel
 ) -> None:
-    reply = operators.apply(InitRequest())[0]
+    limits = QueueLimits(requests=7, bytes=8, total_requests=9, total_bytes=10)
+    reply = RequestHandler(weights, 1234, limits).apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
-    assert reply.config.model_dump() == {
-        "num_layers": 3,
-        "hidden_size": 48,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-    }
+    told = reply.max_message_bytes, reply.max_queued_requests, reply.max_queued_bytes
+    assert told == (1234, 7, 8)
+    config = reply.config
+    assert (config.num_layers, config.hidden_size, config.head_dim) == (3, 48, 16)
+    assert (config.num_heads, config.num_kv_heads) == (6, 2)
     rotary = model.model.rotary_emb
     torch.testing.assert_close(to_torch(reply.rotary_emb_params.inv_freq), rotary.inv_freq)
     assert reply.rotary_emb_params.attention_scaling == rotary.attention_scaling
@@ -349,136 +213,99 @@ def test_init_says_what_is_there(
     final = reply.norm_weights["final_norm"]
     assert torch.equal(to_torch(final.weight), model.model.norm.weight)
     assert final.eps == model.config.rms_norm_eps
-    assert reply.arithmetic == ("float", "int8")
-    assert reply.provision_id is None
+    assert (reply.arithmetic, reply.provision_id) == (("float", "int8"), None)
 
 
-@pytest.mark.parametrize("arithmetic", [("float",), ("int8",), ("float", "int8")])
-def test_what_is_not_held_is_unavailable(
-    directory: Path, model: transformers.PreTrainedModel, arithmetic: tuple[Arithmetic, ...]
+def test_init_states_what_the_service_is_for_a_nonce(
+    weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = load_weights(
-        directory, device=torch.device("cpu"), dtype=torch.float32, arithmetic=arithmetic
-    )
-    operators = RequestHandler(held, LIMIT)
-    reply = operators.apply(InitRequest())[0]
-    assert isinstance(reply, InitReply)
-    assert reply.arithmetic == arithmetic
-    cases: list[tuple[Arithmetic, Request, str]] = [
-        ("float", _linear(torch.zeros(1, HIDDEN), "q_proj"), "float weights"),
-        ("int8", _ring(_uniform(1, HIDDEN), "q_proj"), "int8 weights"),
-        ("int8", _ring_head(_uniform(1, HIDDEN)), "int8 weights"),
-    ]
-    for kind, request, needed in cases:
-        if kind in arithmetic:
-            _apply(operators, request)
-            continue
-        error = _refused(operators, request)
-        assert error.code is ErrorCode.UNAVAILABLE
-        assert str(error) == (
-            f"{request.method}: got a request that needs {needed}, expected one that"
-            f" {arithmetic[0]} linear weights can answer"
-        )
-    # These two are float whatever the linears are.
-    _apply(operators, _embedding(torch.tensor([1])))
-    _apply(operators, LMHeadRequest(hidden_states=from_torch(torch.zeros(1, HIDDEN))))
+    now, held = 100.0, weights
+
+    def attest(nonce: bytes, digest: str) -> bytes:
+        nonlocal now
+        assert digest == held.model_digest
+        now += 3.0
+        if nonce == bytes(32):
+            raise EvidenceError("device", got="nothing", expected="evidence")
+        return b"stated " + nonce
+
+    def stated(handler: RequestHandler, nonce: bytes) -> bytes:
+        reply = handler.apply(InitRequest(nonce=nonce))[0]
+        assert isinstance(reply, InitReply)
+        return reply.statement
+
+    monkeypatch.setattr("gpu_side.handler.time.monotonic", lambda: now)
+    handler = RequestHandler(held, LIMIT, attest=attest)
+    assert stated(RequestHandler(held, LIMIT), b"nonce") == b""
+    assert stated(handler, b"nonce") == b"stated nonce"
+    # Evidence takes a third of the time at most.
+    now += 5.9
+    assert _refused(handler, InitRequest(nonce=b"nonce")).code is ErrorCode.QUEUE_FULL
+    assert stated(handler, b"") == b""
+    now += 0.1
+    failed = _refused(handler, InitRequest(nonce=bytes(32)))
+    assert (failed.where, failed.code) == ("device", ErrorCode.UNAVAILABLE)
+    now += 6.0
+    assert stated(handler, b"n") == b"stated n"
 
 
-@pytest.fixture(scope="module")
-def provisioned(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> RequestHandler:
-    copy = tmp_path_factory.mktemp("provisioned")
-    shutil.copy(directory / "config.json", copy)
-    tensors = load_file(directory / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if "_proj." in n}, copy / "model.safetensors")
-    write_provision(copy, Provision(mask="feature-rotation", provision_id="5a" * 32))
-    held = load_weights(copy, device=torch.device("cpu"), dtype=torch.float32)
-    return RequestHandler(held, LIMIT)
+# ------------------------------------------------------------------------------ what is refused
+
+ROWS, INTS = torch.zeros(2, HIDDEN), torch.zeros(2, HIDDEN, dtype=torch.int32)
+WRONG_SEEDS = {"int32 [7]": 28, "int32 [9]": 36, "int64 [4]": 32, "float32 [8]": 32}
+TOGETHER = ["v_proj k_proj q_proj", "q_proj q_proj q_proj", "up_proj gate_proj", "o_proj o_proj"]
 
 
-def test_init_of_a_provisioned_directory(
-    model: transformers.PreTrainedModel, operators: RequestHandler, provisioned: RequestHandler
-) -> None:
-    reply = provisioned.apply(InitRequest())[0]
-    own = operators.apply(InitRequest())[0]
-    assert isinstance(reply, InitReply)
-    assert isinstance(own, InitReply)
-    assert (reply.model_digest, reply.provision_id) == ("5a" * 32, "5a" * 32)
-    assert reply.norm_weights == {}
-    assert reply.arithmetic == ("float",)
-    assert reply.config == own.config
-    # The same tensors here; a transform would change them.
-    assert reply.linear_digest == own.linear_digest
-
-
-def test_a_provisioned_directory_answers_linears_alone(
-    model: transformers.PreTrainedModel, operators: RequestHandler, provisioned: RequestHandler
-) -> None:
-    hidden = torch.randn(2, HIDDEN)
-    request = _linear(hidden, "q_proj", "k_proj", "v_proj")
-    assert torch.equal(_apply(provisioned, request), _apply(operators, request))
-    _apply(provisioned, _matmul(hidden, hidden.t()))
-    cases: list[tuple[Request, str]] = [
-        (_embedding(torch.tensor([1])), "an embedding"),
-        (LMHeadRequest(hidden_states=from_torch(hidden)), "an LM head"),
-        (_ring(_uniform(2, HIDDEN), "q_proj"), "int8 weights"),
-        (_ring_head(_uniform(2, HIDDEN)), "an LM head"),
-    ]
-    for case, needed in cases:
-        error = _refused(provisioned, case)
-        assert error.code is ErrorCode.UNAVAILABLE
-        assert error.got == f"a request that needs {needed}"
-        assert "the mask feature-rotation alone" in error.expected
-
-
-_HIDDEN = torch.zeros(2, HIDDEN)
-_RING = torch.zeros(2, HIDDEN, dtype=torch.int32)
+def _names(text: str) -> Any:
+    return text.split()
 
 
 @each_row(
     ("case", "text"),
     [
-        (_linear(_HIDDEN, "q_proj", layer=3), "Linear.layer_idx: got 3, expected 0 to 2"),
-        (_linear(_HIDDEN, "q_proj", layer=4095), "got 4095, expected 0 to 2"),
-        (_linear(torch.zeros(2, HIDDEN + 1), "q_proj"), "got shape [2, 49], expected 48 on the"),
-        (_linear(torch.zeros(HIDDEN, 2), "q_proj"), "got shape [48, 2]"),
-        (_linear(_HIDDEN, "down_proj"), "expected 96 on the last axis"),
-        (_linear(_HIDDEN.long(), "q_proj"), "hidden_states: got int64, expected a float dtype"),
-        (_linear(_HIDDEN, "q_proj", "k_proj"), "got q_proj k_proj, expected one module"),
-        (_linear(_HIDDEN, "v_proj", "k_proj", "q_proj"), "got v_proj k_proj q_proj"),
-        (_linear(_HIDDEN, "q_proj", "q_proj", "q_proj"), "got q_proj q_proj q_proj"),
-        (_linear(_HIDDEN, "up_proj", "gate_proj"), "got up_proj gate_proj"),
-        (_linear(_HIDDEN, "o_proj", "o_proj"), "got o_proj o_proj"),
-        (_linear(_HIDDEN, "q_proj", "gate_proj"), "got q_proj gate_proj"),
-        (_linear(_HIDDEN.int(), "q_proj"), "hidden_states: got int32, expected a float dtype"),
-        (_ring(_RING, "q_proj", layer=3), "RingLinear.layer_idx: got 3, expected 0 to 2"),
-        (_ring(_HIDDEN, "q_proj"), "RingLinear.elements: got float32, expected int32"),
-        (_ring(_HIDDEN.long(), "q_proj"), "RingLinear.elements: got int64, expected int32"),
-        (_ring(_RING[:, 1:], "q_proj"), "elements: got shape [2, 47], expected 48 on the last"),
-        (_ring(_RING, "down_proj"), "expected 96 on the last axis"),
-        (_ring(_RING, "q_proj", "k_proj"), "RingLinear.module_names: got q_proj k_proj, expected"),
-        (_ring(_RING, "up_proj", "gate_proj"), "got up_proj gate_proj"),
-        (_seeded(2, 47), "SeededRingLinear.elements: got shape [2, 47], expected 48 on the last"),
-        (_seeded(2**31 - 1, 1), "got shape [2147483647, 1], expected 48 on the last"),
-        (_seeded(seed=bytes(28)), "SeededRingLinear.seed: got int32 [7], expected int32 [8]"),
-        (_seeded(seed=bytes(36)), "SeededRingLinear.seed: got int32 [9], expected int32 [8]"),
-        (_seeded(seed=bytes(32), dtype="int64"), "seed: got int64 [4], expected int32 [8]"),
-        (_seeded(seed=bytes(32), dtype="float32"), "seed: got float32 [8], expected int32 [8]"),
-        (_seeded(2, HIDDEN, "down_proj"), "expected 96 on the last axis"),
-        (_seeded(2, HIDDEN, "q_proj", "k_proj"), "module_names: got q_proj k_proj, expected"),
-        (_ring_head(_HIDDEN), "RingLMHead.elements: got float32, expected int32"),
-        (_ring_head(_RING[:, 1:]), "elements: got shape [2, 47], expected 48 on the last"),
-        (_embedding(torch.tensor([0, VOCAB])), "expected 0 to 319"),
-        (_embedding(torch.tensor([-1])), "expected 0 to 319"),
-        (_embedding(torch.tensor([2**62])), "got an id outside the vocabulary"),
-        (_embedding(torch.zeros(3)), "input_ids: got float32, expected int64"),
-        (LMHeadRequest(hidden_states=from_torch(torch.zeros(47))), "got shape [47]"),
-        (LMHeadRequest(hidden_states=from_torch(_HIDDEN.long())), "got int64"),
-        (_matmul(torch.zeros(3), torch.zeros(3, 2)), "got [3] @ [3, 2], expected [..., M, K]"),
-        (_matmul(torch.zeros(2, 3), torch.zeros(3)), "got [2, 3] @ [3]"),
-        (_matmul(torch.zeros(2, 3), torch.zeros(2, 3)), "got [2, 3] @ [2, 3]"),
-        (_matmul(torch.zeros(2, 1, 1), torch.zeros(3, 1, 1)), "expected leading dimensions that"),
-        (_matmul(torch.zeros(2, 2), torch.zeros(2, 2).half()), "got float32 and float16"),
-        (_matmul(_HIDDEN.long(), _HIDDEN.T.long()), "got int64 and int64, expected one float"),
+        *((ask.linear(ROWS, "q_proj", layer=n), f"got {n}, expected 0 to 2") for n in (3, 4095)),
+        (ask.ring(INTS, "q_proj", layer=3), "RingLinear.layer_idx: got 3, expected 0 to 2"),
+        (ask.linear(torch.zeros(2, 49), "q_proj"), "got shape [2, 49], expected 48 on the last"),
+        (ask.linear(torch.zeros(HIDDEN, 2), "q_proj"), "got shape [48, 2]"),
+        (ask.linear(ROWS, "down_proj"), "expected 96 on the last axis"),
+        (ask.ring(INTS[:, 1:], "q_proj"), "elements: got shape [2, 47], expected 48 on the last"),
+        (ask.ring(INTS, "down_proj"), "expected 96 on the last axis"),
+        (ask.seeded(2, 47, "q_proj"), "elements: got shape [2, 47], expected 48 on the last"),
+        (ask.seeded(2**31 - 1, 1, "q_proj"), "got shape [2147483647, 1], expected 48 on the"),
+        (ask.seeded(2, HIDDEN, "down_proj"), "expected 96 on the last axis"),
+        (ask.ring_head(INTS[:, 1:]), "elements: got shape [2, 47], expected 48 on the last"),
+        (ask.head(torch.zeros(47)), "got shape [47]"),
+        *(
+            (kind(rows, *_names(names)), f"module_names: got {names}, expected one module, or")
+            for kind, rows in ((ask.linear, ROWS), (ask.ring, INTS))
+            for names in ("q_proj k_proj", "q_proj gate_proj", *TOGETHER)
+        ),
+        (ask.seeded(2, HIDDEN, "q_proj", "k_proj"), "module_names: got q_proj k_proj, expected"),
+        (ask.linear(ROWS.long(), "q_proj"), "hidden_states: got int64, expected a float dtype"),
+        (ask.linear(ROWS.int(), "q_proj"), "hidden_states: got int32, expected a float dtype"),
+        (ask.head(ROWS.long()), "got int64"),
+        (ask.ring(ROWS, "q_proj"), "RingLinear.elements: got float32, expected int32"),
+        (ask.ring(ROWS.long(), "q_proj"), "RingLinear.elements: got int64, expected int32"),
+        (ask.ring_head(ROWS), "RingLMHead.elements: got float32, expected int32"),
+        *(
+            (
+                ask.seeded(2, HIDDEN, "q_proj", seed=bytes(size), dtype=said.split()[0]),
+                f"SeededRingLinear.seed: got {said}, expected int32 [8]",
+            )
+            for said, size in WRONG_SEEDS.items()
+        ),
+        # The ids themselves are not quoted.
+        *(
+            (ask.embedding(torch.tensor([0, n])), "got an id outside the vocabulary, expected 0 to")
+            for n in (VOCAB, -1, 2**62)
+        ),
+        (ask.embedding(torch.zeros(3)), "input_ids: got float32, expected int64"),
+        (ask.matmul(torch.zeros(3), torch.zeros(3, 2)), "got [3] @ [3, 2], expected [..., M, K]"),
+        (ask.matmul(torch.zeros(2, 3), torch.zeros(3)), "got [2, 3] @ [3]"),
+        (ask.matmul(torch.zeros(2, 3), torch.zeros(2, 3)), "got [2, 3] @ [2, 3]"),
+        (ask.matmul(torch.zeros(2, 1, 1), torch.zeros(3, 1, 1)), "dimensions that broadcast"),
+        (ask.matmul(ROWS, ROWS.T.half()), "got float32 and float16"),
+        (ask.matmul(ROWS.long(), ROWS.T.long()), "got int64 and int64, expected one float"),
     ],
 )
 def test_request_that_does_not_fit_is_refused(
@@ -504,77 +331,38 @@ def test_ids_that_change_are_neither_checked_nor_used(
         check(tensor)
 
     monkeypatch.setattr(operators._checker, "check_ids", changed_before)
-    output = _apply(operators, _embedding(ids))
+    output = ask.answer(operators, ask.embedding(ids))
     assert torch.equal(output, model.model.embed_tokens(torch.tensor([3, 5])))
 
 
-def test_refusal_does_not_quote_the_token_ids(operators: RequestHandler) -> None:
-    assert "7654321" not in str(_refused(operators, _embedding(torch.tensor([7654321]))))
-
-
 @each_row(
-    "case",
+    ("case", "size"),
     [
-        _embedding(torch.zeros(6, dtype=torch.int64)),
-        _linear(torch.zeros(3, HIDDEN), "q_proj"),
-        _linear(torch.zeros(1, HIDDEN), "q_proj", "k_proj", "v_proj", layer=0),
-        _linear(torch.zeros(2, HIDDEN), "gate_proj", "up_proj"),
-        _ring(_RING, "q_proj"),
-        _ring(_RING, "gate_proj", "up_proj"),
-        _seeded(2, HIDDEN, "gate_proj", "up_proj"),
-        LMHeadRequest(hidden_states=from_torch(torch.zeros(1, HIDDEN))),
-        _matmul(torch.zeros(16, 1), torch.zeros(1, 16)),
-        _matmul(torch.zeros(16, 1, 1), torch.zeros(16, 1, 1, 1)),
+        *((ask.embedding(torch.zeros(n, dtype=torch.int64)), 192 * n) for n in (1, 6)),
+        (ask.linear(torch.zeros(3, HIDDEN), "q_proj"), 3 * 96 * 4),
+        (ask.linear(torch.zeros(1, HIDDEN), *ask.QKV, layer=0), 160 * 4),
+        (ask.ring(INTS, *ask.GATE_UP), 2 * 192 * 4),
+        (ask.head(torch.zeros(1, HIDDEN)), VOCAB * 4),
+        (ask.matmul(torch.zeros(16, 1, 1), torch.zeros(16, 1, 1, 1)), 16 * 16 * 4),
+        # Of a seed the elements count, too, where they are larger than the reply.
+        (ask.seeded(2, HIDDEN, *ask.GATE_UP), 2 * 192 * 4),
+        *((ask.seeded(rows, 96, "down_proj"), rows * 96 * 4 + 16) for rows in (2, 2**14)),
+        # torch.matmul writes broadcast operands out: here 64 times the inputs and the output.
+        (ask.matmul(torch.zeros(64, 1, 1, 64), torch.zeros(1, 64, 64, 1)), 64**3 * 4),
+        (ask.matmul(torch.zeros(2**16, 1), torch.zeros(1, 2**16)), 2**34),
     ],
 )
-@pytest.mark.parametrize("allowed", [False, True])
-def test_output_over_the_limit_is_refused(
-    operators: RequestHandler, weights: ServiceWeights, case: Request, allowed: bool
-) -> None:
-    size = _apply(operators, case).nbytes
-    if allowed:
-        assert _apply(RequestHandler(weights, size), case).nbytes == size
-        return
-    error = _refused(RequestHandler(weights, size - 1), case)
-    assert error.code is ErrorCode.LIMIT_EXCEEDED
-    assert str(error).endswith(f"expected at most {size - 1}")
-
-
-def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: RequestHandler) -> None:
-    modules: tuple[ModuleName, ...] = ("gate_proj", "up_proj")
-    kernel = operators.prepare(_seeded(3, HIDDEN, *modules))
-    for seed in (bytes(range(32)), bytes(reversed(range(32)))):
-        drawn = torch.frombuffer(expand(seed, 3 * HIDDEN), dtype=torch.int32).view(3, HIDDEN)
-        # The one kernel of a header computes every seed that comes under it.
-        reply, _ = kernel(_seeded(3, HIDDEN, *modules, seed=seed), None)
-        assert isinstance(reply, TensorReply)
-        assert torch.equal(to_torch(reply.output), _apply(operators, _ring(drawn, *modules)))
-
-
-@pytest.mark.parametrize("rows", [2, 2**14])
-def test_no_elements_are_made_of_a_seed_that_is_refused(
-    weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch, rows: int
+def test_what_would_be_over_the_limit_is_refused_before_it_is_allocated(
+    weights: ServiceWeights, case: Request, size: int
 ) -> None:
     def never(seed: bytes, count: int) -> bytearray:
         raise AssertionError("expanded")
 
-    monkeypatch.setattr("protocol.messages.expand", never)
-    # A reply would be as large as this allows, and the elements are twice as large.
-    narrow = _seeded(rows, 96, "down_proj")
-    error = _refused(RequestHandler(weights, rows * HIDDEN * 4), narrow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("protocol.messages.expand", never)
+        error = _refused(RequestHandler(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
-    assert error.where == "SeededRingLinear.rows"
-    assert error.got == f"elements of {rows * 384 + 16} bytes"
-    assert error.expected == f"at most {rows * 192}"
-
-
-def test_matmul_whose_operands_grow_by_broadcasting_is_refused(weights: ServiceWeights) -> None:
-    # torch.matmul writes broadcast operands out: here 64 times the inputs and the output.
-    request = _matmul(torch.zeros(64, 1, 1, 64), torch.zeros(1, 64, 64, 1))
-    assert _refused(RequestHandler(weights, 64 * 64 * 4), request).code is ErrorCode.LIMIT_EXCEEDED
-
-
-def test_real_output_bomb_is_refused_before_it_is_allocated(operators: RequestHandler) -> None:
-    error = _refused(operators, _matmul(torch.zeros(2**16, 1), torch.zeros(1, 2**16)))
-    assert error.code is ErrorCode.LIMIT_EXCEEDED
-    assert str(error) == (f"Matmul.shape: got an output of {2**34} bytes, expected at most {LIMIT}")
+    most = min(size - 1, MAX_TENSOR_BYTES)
+    assert (f"of {size} bytes" in error.got, error.expected) == (True, f"at most {most}")
+    if size < LIMIT:
+        assert ask.answer(RequestHandler(weights, size), case).nbytes <= size

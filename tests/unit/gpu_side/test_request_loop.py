@@ -1,333 +1,482 @@
-"""Tests of the request loop with messages that the test hands it, without sockets or clocks."""
+"""The request loop without sockets: its order, accelerators, too many requests, and its end."""
 
 from __future__ import annotations
 
 import logging
 import math
 import select
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import pytest
-import torch
 
-from gpu_side import request_loop
+from gpu_side import encoding, request_loop
+from gpu_side.encoding import OpenedRequest, open_request
 from gpu_side.handler import RequestHandler
-from gpu_side.metrics import StateCollector
+from gpu_side.log_limit import LIMITS
 from gpu_side.queues import QueueLimits
 from gpu_side.replies import Result
-from gpu_side.request_loop import MAX_UNDERWAY
-from gpu_side.segment_parts import Part
-from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, Window
-from gpu_side.session_settings import SessionSettings
-from gpu_side.sessions import Sessions
+from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY, REFUSING_NS, REFUSING_PART
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
-from protocol.messages import Request, TensorReply
+from protocol.messages import HealthRequest, InitRequest, Request, TensorReply
 from protocol.tensors import Buffer, WireTensor
 from tests.kit.clock import (
     MS,
     RESULT,
     Accelerator,
-    Asked,
+    Answer,
     Clock,
     Listener,
     Timed,
-    Work,
-    errors_of,
+    incoming_bytes,
     incoming_request,
     make_loop,
     run_loop,
     stop_signal,
 )
+from tests.kit.rows import each_row
+
+INIT, CANARY = ({"method": method, "request": {}} for method in ("Init", "Canary"))
+BROKEN = (TensorReply(output=WireTensor("float32", (1,), None)), None)  # type: ignore[arg-type]
+HEALTH = {"method": "Health", "request": {}}
 
 
-def test_good_request_has_a_result_and_its_timing() -> None:
-    listener = Listener([incoming_request(1, age_s=2.0)])
-    run_loop(listener, lambda request: RESULT)
-    (reply,) = listener.sent
-    assert (reply["status"], reply["request_id"], reply["method"]) == ("success", 1, "Matmul")
-    assert reply["timing"]["queue_us"] >= 2_000_000
-    assert reply["timing"]["compute_us"] >= 0
-
-
-def test_request_that_waited_past_its_deadline_is_not_computed() -> None:
-    computed = []
-    listener = Listener(
-        [incoming_request(1, timeout_ms=1000, age_s=1.5), incoming_request(2, timeout_ms=60_000)]
-    )
-    run_loop(listener, lambda request: computed.append(request) or RESULT)  # type: ignore[func-returns-value]
-    assert errors_of(listener) == [(1, "DEADLINE_EXCEEDED"), (2, None)]
-    assert len(computed) == 1
-
-
-@pytest.mark.parametrize("error", [RuntimeError("canary"), MemoryError(), KeyError("canary")])
-def test_failure_in_an_operator_fails_one_request_only(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    failures = iter([error])
-
-    def answer(request: Request) -> Result:
-        for failure in failures:
-            raise failure
-        return RESULT
-
-    listener = Listener([incoming_request(1), incoming_request(2)])
-    with caplog.at_level(logging.WARNING):
-        run_loop(listener, answer)
-    assert errors_of(listener) == [(1, "INTERNAL"), (2, None)]
-    assert "canary" not in str(listener.sent)
-    assert [record.getMessage() for record in caplog.records] == ["failed"]
-
-
-def test_result_that_cannot_be_encoded_fails_one_request_only() -> None:
-    broken = (TensorReply(output=WireTensor("float32", (1,), None)), None)  # type: ignore[arg-type]
-    answers = iter([broken, RESULT])
-    listener = Listener(
-        [
-            Incoming((b"peer", b""), [memoryview(_inline_matmul())], time.perf_counter_ns()),
-            incoming_request(2),
-        ]
-    )
-    run_loop(listener, lambda request: next(answers))
-    assert listener.sent[0] == {"status": "error", "error": "INTERNAL"}
-    assert listener.sent[1]["status"] == "success"
-
-
-def _inline_matmul() -> bytes:
-    one = {"a_buffer": bytes(4), "a_shape": [1, 1], "b_buffer": bytes(4), "b_shape": [1, 1]}
-    return bytes(msgpack.packb({"method": "Matmul", "request": one | {"dtype": "float32"}}))
-
-
-def test_a_request_is_answered_before_others_are_looked_for() -> None:
-    events: list[str] = []
-
-    class Noting(Listener):
-        def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
-            events.append("wait")
-            return super().wait()
-
-        def receive(self) -> Incoming | None:
-            incoming = super().receive()
-            events.append("nothing" if incoming is None else "message")
-            return incoming
-
-        def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
-            events.append("send")
-            return super().send(route, frames)
-
-    run_loop(Noting([incoming_request(1)]), lambda request: RESULT)
-    assert events[:5] == ["wait", "message", "send", "nothing", "wait"]
-
-
-GAUGES = ("tsqp_sessions", "tsqp_session_bytes")
-
-
-def test_sessions_end_without_another_request() -> None:
-    now = 0.0
-    settings, shape = SessionSettings(2**20, ttl_s=90.0), CacheShape(1, 1, 2, torch.float32, None)
-    sessions, state = Sessions(settings, 0, clock=lambda: now), ServiceState()
-    state.sessions = lambda: sessions.totals
-    collector, gauges, timeouts = StateCollector(state), [], []
-
-    def answer(request: Request) -> Result:
-        with sessions.running(b"a", (0, 0), [Part(b"s" * 16, 0, 1, 1)], shape, Window()):
-            return RESULT
-
-    class Idle(Listener):
-        def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
-            nonlocal now
-            timeouts.append(timeout_ms)
-            gauges.append([m.samples[0].value for m in collector.collect() if m.name in GAUGES])
-            now += (timeout_ms or 0) / 1000
-            stop.requested = len(timeouts) == 4
-            return super().wait()
-
-    with stop_signal() as stop:
-        # It goes on when it is woken without a message.
-        stop.forget_wakeup = lambda: None  # type: ignore[method-assign]
-        loop = make_loop(answer, state)
-        loop._handler.expire_sessions = partial(RequestHandler.expire_sessions, loop._handler)
-        loop._handler.sessions = sessions
-        loop.run(Idle([incoming_request(1)]), stop)
-    assert timeouts[:4] == [None, 60_000, 30_000, None]
-    kept = [1, GROWTH_TOKENS * shape.token_bytes]
-    assert gauges[:4] == [[0, 0], kept, kept, [0, 0]]
-
-
-def test_sessions_of_a_client_whose_key_is_revoked_end_though_nothing_comes() -> None:
-    told: list[tuple[bool, bool]] = []
-
-    class Idle(Listener):
-        def wait(self, *, wakeup: Any = None, timeout_ms: int | None = None) -> bool:
-            if not self.revoked:
-                self.revoked.add(b"b")
-                stop.note_list()
-                # It is woken.
-                assert select.select([wakeup], [], [], 0)[0]
-            else:
-                stop.requested = True
-            return False
-
-    with stop_signal() as stop:
-        stop.forget_wakeup = partial(StopSignal.forget_wakeup, stop)  # type: ignore[method-assign]
-        loop = make_loop(lambda request: RESULT)
-        loop._handler.sessions = SimpleNamespace(
-            look_at_s=math.inf,
-            forget_revoked=lambda is_allowed: told.append((is_allowed(b"a"), is_allowed(b"b"))),
-        )
-        loop.run(Idle([]), stop)
-    assert told == [(True, False)]
-
-
-def test_sessions_end_while_there_is_always_a_request() -> None:
-    looks = 0
-
-    def expires() -> None:
-        nonlocal looks
-        looks += 1
-
-    with stop_signal() as stop:
-        loop = make_loop(lambda request: RESULT)
-        loop._handler.expire_sessions = expires
-        loop.run(Listener([incoming_request(n) for n in range(5)]), stop)
-    assert looks >= 5
+def _from(client: str, *numbers: int, key: bytes = b"") -> list[Incoming]:
+    return [incoming_request(number, client=client, key=key) for number in numbers]
 
 
 def test_everything_that_has_arrived_is_picked_up_between_two_requests() -> None:
-    listener = Listener([incoming_request(n) for n in (1, 2, 3)])
+    listener = Listener([incoming_request(1, age_s=2.0), *_from("a", 2, 3)])
     left: list[int] = []
-
-    def answer(request: Request) -> Result:
-        left.append(len(listener.incoming))
-        return RESULT
-
-    run_loop(listener, answer)
+    # The first is answered before others are looked for.
+    listener.on_send = lambda reply: left.append(len(listener.incoming))
+    run_loop(listener)
     assert left == [2, 0, 0]
-    assert [request_id for request_id, _ in errors_of(listener)] == [1, 2, 3]
+    assert listener.outcomes == [(1, None), (2, None), (3, None)]
+    assert listener.sent[0]["timing"]["queue_us"] >= 2_000_000
 
 
-def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        run_loop(Listener([incoming_request(1)], gone=True), lambda request: RESULT)
-    assert [record.getMessage() for record in caplog.records] == ["client_gone"]
-
-
-@pytest.mark.parametrize("kind", [Work, Asked])
-def test_requests_are_received_while_an_accelerator_works(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Work]
+@each_row("failure", [RuntimeError("canary"), MemoryError(), KeyError("canary"), BROKEN])
+def test_a_failure_fails_one_request_only(
+    failure: Exception | Result, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock(monkeypatch)
-    listener = Timed(clock, 0, 3 * MS, 9_900_000, 30 * MS)
-    run_loop(listener, Accelerator(clock, 10 * MS, kind=kind))
-    # 9.9 ms is within the last two milliseconds of the first: seen a moment later.
-    late_ns = [
-        received - sent
-        for received, sent in zip(
-            listener.received_ns, [0, 3 * MS, 9_900_000, 30 * MS], strict=True
-        )
-    ]
-    assert all(0 <= late <= 200_000 for late in late_ns)
-    # Each reply goes out when its own time has come, one after the other, none with another's.
-    late_ns = [sent - number * 10 * MS for number, sent in enumerate(listener.sent_ns, 1)]
-    assert all(0 <= late <= (70_000 if kind is Asked else 0) for late in late_ns)
-    timings = [reply["timing"] for reply in listener.sent]
-    assert [timing["compute_us"] for timing in timings] == [10_000] * 4
-    assert timings[0]["queue_us"] == 0
-    assert 6_800 <= timings[1]["queue_us"] <= 7_000
-
-
-def test_an_accelerator_that_fails_fails_one_request_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = Clock(monkeypatch)
-    listener = Timed(clock, 0, 1 * MS, 2 * MS)
-    with caplog.at_level(logging.WARNING):
-        run_loop(listener, Accelerator(clock, 10 * MS, failing=2))
-    assert errors_of(listener) == [(1, None), (2, "INTERNAL"), (3, None)]
-    assert "canary" not in str(listener.sent)
-    assert [record.getMessage() for record in caplog.records] == ["failed"]
-
-
-def test_an_accelerator_has_two_requests_and_the_queue_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    state = ServiceState(QueueLimits(requests=4))
-    room = 1 + 4
-    listener = Timed(clock, *([0] * (room + 3)))
-    given_ns: list[int] = []
-    accelerator = Accelerator(clock, 10 * MS)
+    """Of an operator, or of a result that cannot be encoded."""
+    caplog.clear()
+    outcomes = iter([failure, RESULT])
 
     def answer(request: Request) -> Result:
-        given_ns.append(clock.now - 10**9)
-        return accelerator(request)
+        if isinstance(outcome := next(outcomes), Exception):
+            raise outcome
+        return outcome
 
-    run_loop(listener, answer, state)
-    assert given_ns == [max(0, n + 1 - MAX_UNDERWAY) * 10 * MS for n in range(room)]
-    # The first, and as many as may wait behind it; the rest is told so at once.
-    assert listener.received_ns == [0] * (room + 3)
-    refused = {n for n, error in errors_of(listener) if error == "QUEUE_FULL"}
-    assert len(refused) == 3
-    assert listener.sent_ns == [0] * 3 + [n * 10 * MS for n in range(1, room + 1)]
-    assert state.underway == 0
+    listener = Listener([incoming_bytes(INIT), *_from("a", 2)])
+    run_loop(listener, answer)
+    assert listener.outcomes == [(0, "INTERNAL"), (2, None)]
+    assert "canary" not in str(listener.sent)
+    assert caplog.messages == ["failed"]
 
 
-def test_deadlines_are_checked_before_an_accelerator_gets_a_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    listener = Timed(clock, 0, 0, 0, 0, timeout_ms=25)
-    accelerator, computed = Accelerator(clock, 30 * MS), []
-    run_loop(listener, lambda request: computed.append(request) or accelerator(request))  # type: ignore[func-returns-value]
-    assert sorted(errors_of(listener)) == [
-        (1, None),
-        (2, None),
-        (3, "DEADLINE_EXCEEDED"),
-        (4, "DEADLINE_EXCEEDED"),
-    ]
-    assert len(computed) == 2
-
-
-def test_a_request_s_memory_is_free_while_an_accelerator_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    listener = Timed(clock, 0)
-    alive: list[bool] = []
-    accelerator = Accelerator(clock, 10 * MS)
-    loop = make_loop(accelerator)
-    wait_until = clock.wait_until
-
-    def waiting(ns: int) -> None:
-        alive.extend(bool([*one.incoming.frames, *one.opened.frames]) for one in loop._underway)
-        wait_until(ns)
-
-    monkeypatch.setattr(request_loop, "wait_until", waiting)
-    with stop_signal() as stop:
-        loop.run(listener, stop)
-    assert alive == [False]
-    assert errors_of(listener) == [(1, None)]
-
-
-def test_a_service_whose_listener_fails_does_not_look_ready(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    listener, state = Listener([]), ServiceState()
+def test_a_service_whose_listener_fails_does_not_look_ready() -> None:
+    listener, state = Listener(), ServiceState()
     said: list[str] = []
 
     def fail(**_: object) -> bool:
         said.append(state.status)
         raise EndpointError("unix:///s", got="nobody at the door", expected="somebody")
 
-    monkeypatch.setattr(listener, "wait", fail)
+    listener.wait = fail  # type: ignore[method-assign]
     with pytest.raises(EndpointError, match="nobody at the door"):
-        run_loop(listener, lambda request: RESULT, state)
-    assert said == ["ready"]
-    assert state.status == state.health().status == "draining"
+        run_loop(listener, state=state)
+    assert (said, state.status, state.health().status) == (["ready"], "draining", "draining")
+
+
+def test_sessions_end_without_another_request_and_with_their_keys() -> None:
+    timeouts: list[int | None] = []
+    told: list[tuple[bool, bool]] = []
+    ends = [90.0, 30.0, math.inf]
+
+    class Idle(Listener):
+        def wait(self, *, wakeup: Any = None, timeout_ms: int | None = None) -> bool:
+            timeouts.append(timeout_ms)
+            if len(timeouts) == 3:
+                self.revoked.add(b"b")
+                stop.note_list()
+                assert select.select([wakeup], [], [], 0)[0], "it is not woken"
+            stop.requested = len(timeouts) == 4
+            return False
+
+    with stop_signal() as stop:
+        # It goes on when it is woken without a message.
+        stop.forget_wakeup = partial(StopSignal.forget_wakeup, stop)  # type: ignore[method-assign]
+        loop = make_loop(lambda request: RESULT)
+        handler = loop._handler
+        handler.sessions = SimpleNamespace(
+            look_at_s=0.0,
+            expire=lambda: ends.pop(0) if ends else math.inf,
+            forget_revoked=lambda is_allowed: told.append((is_allowed(b"a"), is_allowed(b"b"))),
+        )
+        handler.expire_sessions = partial(RequestHandler.expire_sessions, handler)
+        loop.run(Idle(), stop)
+    # No transport waits for more than a minute; without sessions there is no end.
+    assert timeouts[:4] == [60_000, 30_000, None, None]
+    assert told == [(True, False)]
+
+
+# --------------------------------------------------------------------------------- accelerators
+
+
+@each_row("asked", [False, True])
+def test_requests_are_received_while_an_accelerator_works(
+    monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    clock, arrivals = Clock(monkeypatch), (0, 3 * MS, 9_900_000, 30 * MS)
+    listener = Timed(clock, *arrivals)
+    run_loop(listener, Accelerator(clock, 10 * MS, asked=asked, failing=4))
+    # 9.9 ms is within the last two milliseconds of the first: seen a moment later.
+    late_ns = [got - sent for got, sent in zip(listener.received_ns, arrivals, strict=True)]
+    assert all(0 <= late <= 200_000 for late in late_ns), late_ns
+    # Each reply goes out when its own time has come, one after the other, none with another's.
+    late_ns = [sent - number * 10 * MS for number, sent in enumerate(listener.sent_ns, 1)]
+    assert all(0 <= late <= (70_000 if asked else 0) for late in late_ns), late_ns
+    timings = [reply.get("timing") for reply in listener.sent]
+    assert [timing and timing["compute_us"] for timing in timings] == [10_000] * 3 + [None]
+    assert timings[0]["queue_us"] == 0
+    assert 6_800 <= timings[1]["queue_us"] <= 7_000
+    # One that fails fails its own request.
+    assert listener.outcomes == [(1, None), (2, None), (3, None), (4, "INTERNAL")]
+
+
+def test_an_accelerator_has_two_requests_and_the_queue_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, state, room = Clock(monkeypatch), ServiceState(QueueLimits(requests=4)), 1 + 4
+    listener = Timed(clock, *[0] * (room + 3), timeout_ms=25)
+    given_ns, accelerator, kept = list[int](), Accelerator(clock, 10 * MS), []
+
+    def answer(request: Request) -> Result:
+        given_ns.append(clock.now - 10**9)
+        kept.extend([*one.incoming.frames, *one.opened.frames] for one in loop._underway)
+        return accelerator(request)
+
+    loop = make_loop(answer, state)
+    with stop_signal() as stop:
+        loop.run(listener, stop)
+    # The first, and as many as may wait behind it; the others are told so at once.
+    assert listener.received_ns == [0] * (room + 3)
+    assert [error for _, error in listener.outcomes[:3]] == ["QUEUE_FULL"] * 3
+    # Deadlines are checked before it gets a request, and what was received is free then.
+    assert given_ns == [max(0, n + 1 - MAX_UNDERWAY) * 10 * MS for n in range(room - 1)]
+    assert listener.outcomes[3:] == [
+        (1, None),
+        (2, None),
+        (3, None),
+        (5, "DEADLINE_EXCEEDED"),
+        (4, None),
+    ]
+    assert kept == [[]] * 3
+    assert state.underway == 0
+
+
+# ---------------------------------------------------------------------------- too many requests
+
+
+def test_a_key_has_one_turn_whatever_its_connections() -> None:
+    # The first was answered before the loop looked what else has come.
+    flood = [one for n in range(1, 5) for one in _from(f"c{n}", n, key=b"flood")]
+    listener = Listener([*flood, *_from("modest", 101, 102, key=b"modest")])
+    run_loop(listener)
+    assert [number for number, _ in listener.outcomes] == [1, 101, 2, 102, 3, 4]
+
+
+def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = Listener([*_from("a", 1, 2, 3, 4, 5), *_from("b", 11), incoming_bytes(INIT, "a")])
+    run_loop(listener, state=ServiceState(QueueLimits(requests=2)))
+    full = [number for number, error in listener.outcomes if error == "QUEUE_FULL"]
+    assert (full, len(listener.sent)) == ([4, 5, 0], 7)
+    assert caplog.messages == ["queue_full"] * 3
+    fields = vars(caplog.records[0])["fields"]
+    assert (fields["request_id"], fields["limit"], fields["allowed"]) == (
+        4,
+        "max_queued_requests",
+        2,
+    )
+
+
+@each_row(
+    ("body", "most_bytes", "error", "decoded"),
+    [
+        # Not decoded to be refused, nor to see whether it asks for our health.
+        (bytes(100_000), 99_999, "QUEUE_FULL", 0),
+        ({"method": "Canary", "request": {"a": bytes(100_000)}}, 2**20, "UNKNOWN_METHOD", 1),
+        # What is no message is called so, whether it fits or not.
+        (b"\xc1" * 5000, 4999, "MALFORMED_MESSAGE", 1),
+    ],
+)
+def test_a_large_message_is_decoded_once_at_most(
+    body: bytes | dict[str, object], most_bytes: int, error: str, decoded: int
+) -> None:
+    opened: list[int] = []
+
+    def noting(frames: Sequence[Buffer], limit: int) -> OpenedRequest:
+        opened.append(len(frames[0]))
+        return open_request(frames, limit)
+
+    large = incoming_bytes(body, "a")
+    listener = Listener([*_from("b", 1), large])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "open_request", noting)
+        run_loop(listener, state=ServiceState(QueueLimits(bytes=most_bytes)))
+    assert listener.outcomes[1:] == [(0, error)]
+    assert opened.count(len(large.frames[0])) == decoded
+
+
+@each_row("product_ns", [MS // 10, 20 * MS])
+def test_a_flood_is_got_through_while_the_work_goes_on(
+    monkeypatch: pytest.MonkeyPatch, product_ns: int
+) -> None:
+    """A key with a thousand connections has as many turns in the transport, before another's."""
+    clock, refusal_ns = Clock(monkeypatch), 20_000
+    flood = [one for n in range(1, 1001) for one in _from(f"c{n}", n, key=b"flood")]
+    listener = Listener([*flood, *_from("m", 1001, key=b"modest")])
+
+    def sent(reply: dict[str, Any]) -> None:
+        clock.now += refusal_ns if "error" in reply else 0
+
+    def answer(request: Request) -> Result:
+        clock.now += product_ns
+        return RESULT
+
+    listener.on_send = sent
+    run_loop(listener, answer, ServiceState(QueueLimits(requests=3)))
+    assert len(listener.sent) == 1001
+    runs = "".join("x" if error else "." for _, error in listener.outcomes).split(".")
+    refusing_ns = max(REFUSING_NS, product_ns // REFUSING_PART)
+    assert max(map(len, runs)) == refusing_ns // refusal_ns
+    # All that are ahead of it are refused first, but not four at a time.
+    products = [number for number, error in listener.outcomes if error is None]
+    assert products.index(1001) <= 1000 * refusal_ns // refusing_ns + 2
+
+
+@each_row("asks", [False, True])
+def test_a_few_are_answered_between_two_requests_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """Of what is refused, and of those who ask how we are."""
+    clock, messages = Clock(monkeypatch), _from("flood", *range(1, 101))
+    if asks:
+        health = [incoming_request(n, client="f", request=HealthRequest()) for n in range(1, 101)]
+        messages = [*_from("modest", 1, 2, 3, 4), *health]
+    listener = Listener(messages)
+
+    def sent(_reply: object) -> None:
+        clock.now += 10 * MS
+
+    listener.on_send = sent
+    run_loop(listener, state=ServiceState(QueueLimits(requests=3)))
+    is_product = [reply["method"] == "Matmul" and "error" not in reply for reply in listener.sent]
+    runs = "".join("." if product else "x" for product in is_product).split(".")
+    assert (len(is_product), max(map(len, runs[:-1]))) == (len(messages), MAX_REFUSED_AT_ONCE)
+
+
+def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it waits, or an accelerator works on it; and it is not computed in vain."""
+    clock, keys = Clock(monkeypatch), (b"revoked", b"other")
+    messages = [(0, incoming_request(n, key=keys[(n - 1) % 2])) for n in range(1, 8)]
+    listener, accelerator, computed = Timed(clock, *messages), Accelerator(clock, 10 * MS), []
+
+    def answer(request: Request) -> Result:
+        computed.append(request)
+        if len(computed) == 2:
+            listener.revoked.add(b"revoked")
+        return accelerator(request)
+
+    state = ServiceState()
+    run_loop(listener, answer, state)
+    assert listener.outcomes == [(2, None), (4, None), (6, None)]
+    assert (len(computed), state.counters.dropped_replies) == (4, 4)
+    assert caplog.messages == ["dropped"] * 4
+
+
+# --------------------------------------------------------------------------- health, and counting
+
+
+def test_health_alone_is_answered_ahead_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ahead = [
+        incoming_request(9, request=HealthRequest()),
+        incoming_bytes(HEALTH),
+        # What asks for its own health and more is refused.
+        incoming_bytes(HEALTH | {"request": {"verbose": True}}),
+    ]
+    behind = [
+        incoming_request(5, request=InitRequest()),
+        incoming_bytes({"method": "Init", "request": {"Health": 1}}),
+        incoming_bytes(b"Health"),
+    ]
+    messages = [(0, message) for message in (*behind, *ahead)]
+    listener = Timed(clock, 0, 0, *messages)
+    run_loop(listener, Accelerator(clock, 10 * MS))
+    assert listener.outcomes[:3] == [(9, None), (0, None), (0, "INVALID_FIELD")]
+    assert listener.sent_ns[:4] == [0, 0, 0, 10 * MS]
+    assert sorted(listener.outcomes[3:], key=str) == [
+        *[(0, "INVALID_FIELD"), (0, "MALFORMED_MESSAGE"), (1, None), (2, None), (5, None)]
+    ]
+    health = listener.sent[0]["response"]
+    assert health.keys() == {"status", "uptime_s", "queued_requests", "queued_bytes"}
+    # Of five one is with the accelerator.
+    assert (health["status"], health["queued_requests"]) == ("ready", 4)
+    waiting = [incoming_request(2), *behind]
+    assert health["queued_bytes"] == sum(len(f) for one in waiting for f in one.frames)
+    assert health["uptime_s"] >= 0
+
+
+@each_row("gone", [False, True])
+def test_everything_is_counted_and_logged_by_a_name_that_is_limited(
+    gone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    messages = [
+        incoming_request(1, age_s=2.0),
+        incoming_request(2, timeout_ms=1, age_s=1.0),
+        incoming_bytes(INIT),
+        incoming_bytes(CANARY),
+        incoming_bytes(b"\xc1", "a"),
+        incoming_request(3, request=HealthRequest()),
+    ]
+    listener, state = Listener(messages, gone=gone), ServiceState()
+    run_loop(listener, state=state)
+    counters = state.counters
+    found = {
+        (method, code): count
+        for method, counted in counters.methods.items()
+        for code, count in counted.outcomes.items()
+        if count
+    }
+    assert found == {
+        ("Matmul", "OK"): 1,
+        ("Matmul", "DEADLINE_EXCEEDED"): 1,
+        ("Init", "OK"): 1,
+        ("unknown", "UNKNOWN_METHOD"): 1,
+        ("unknown", "MALFORMED_MESSAGE"): 1,
+        ("Health", "OK"): 1,
+    }
+    received = sum(frame.nbytes for one in messages for frame in one.frames)
+    assert counters.received_bytes == received
+    assert counters.sent_bytes == (0 if gone else listener.sent_bytes)
+    assert counters.dropped_replies == len(messages) * gone
+    matmul = counters.methods["Matmul"]
+    assert (sum(matmul.queue.buckets), sum(matmul.compute.buckets)) == (1, 1)
+    assert matmul.queue.sum_ns >= 2e9
+    assert matmul.compute.sum_ns > 0
+    assert set(caplog.messages) == {"refused"} | ({"client_gone"} if gone else set())
+    assert LIMITS.keys() >= {"refused", "client_gone", "failed", "dropped", "queue_full"}
+
+
+# -------------------------------------------------------------------------------------- its end
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignal]:
+    with stop_signal() as made:
+        yield made
+
+
+def _stopping(stop: StopSignal, at: int, answer: Answer = lambda request: RESULT) -> Answer:
+    """Answer, and stop the loop while it is at so many a request."""
+    numbers = iter(range(1, 10**6))
+
+    def answering(request: Request) -> Result:
+        if next(numbers) == at:
+            stop.request(signal.SIGTERM, None)
+        return answer(request)
+
+    return answering
+
+
+def test_what_was_not_picked_up_is_refused(
+    stop: StopSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_loop, "_STOPPING_S", 60.0)
+    count = 3 * MAX_REFUSED_AT_ONCE
+    health = incoming_request(2, request=HealthRequest())
+    others = [incoming_bytes(b"\xc1"), health, *_from("a", *range(3, count))]
+    listener, state = Listener([*_from("a", 1), *others]), ServiceState()
+    run_loop(listener, _stopping(stop, 1), state, stop)
+    refused = [(number, "SHUTTING_DOWN") for number in range(3, count)]
+    assert listener.outcomes == [(1, None), (0, "MALFORMED_MESSAGE"), (2, None), *refused]
+    assert listener.sent[2]["response"]["status"] == state.status == "draining"
+
+
+@each_row(
+    ("stops_at", "timeout_s", "finished_ns", "refused_ns", "ended"),
+    [
+        # What an accelerator works on is finished, and what waits behind it.
+        ([2], 30.0, [10, 20, 30], [15], None),
+        # As long as that may take; or until a second signal.
+        ([2], 0.014, [10], [14, 14, 15], 2),
+        ([2, 3], 30.0, [10], [10, 10, 15], 2),
+    ],
+)
+def test_a_drain_finishes_what_was_picked_up_and_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stops_at: list[int],
+    timeout_s: float,
+    finished_ns: list[int],
+    refused_ns: list[int],
+    ended: int | None,
+) -> None:
+    caplog.clear()
+    caplog.set_level(logging.INFO, "gpu_service")
+    clock = Clock(monkeypatch)
+    listener = Timed(clock, 0, 0, 0, 15 * MS)
+    with stop_signal() as stop:
+        answer: Answer = Accelerator(clock, 10 * MS)
+        for at in stops_at:
+            answer = _stopping(stop, at, answer)
+        run_loop(listener, answer, stop=stop, drain_timeout_s=timeout_s)
+    went: dict[str | None, list[int]] = {None: [], "SHUTTING_DOWN": []}
+    for (_, error), sent_ns in zip(listener.outcomes, listener.sent_ns, strict=True):
+        went[error].append(sent_ns // MS)
+    assert went == {None: finished_ns, "SHUTTING_DOWN": refused_ns}
+    said = [(one.message, vars(one)["fields"]) for one in caplog.records]
+    assert said[0] == ("draining", {"queued_requests": 1, "underway_requests": 2})
+    rest = [] if ended is None else [("drain_ended", {"refused_requests": ended})]
+    assert said[1:] == rest
+
+
+class Flood(Listener):
+    """A client that goes on sending."""
+
+    def receive(self) -> Incoming | None:
+        return incoming_request(1)
+
+    def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+        return True
+
+
+def test_a_client_that_goes_on_sending_cannot_keep_the_service_from_stopping(
+    stop: StopSignal,
+) -> None:
+    listener, state = Flood(), ServiceState()
+    run_loop(listener, _stopping(stop, 20), state, stop)
+    # What waited was finished in spite of it.
+    finished = [error for _, error in listener.outcomes if error is None]
+    assert len(finished) == 19 + state.queue.limits.requests
+    # Nor one that begins when a service stops that was idle for long.
+    loop, listener = make_loop(lambda request: RESULT), Flood()
+    loop._began_ns = time.perf_counter_ns() - 10**15
+    stop.request(signal.SIGTERM, None)
+    loop.run(listener, stop)
+    assert {error for _, error in listener.outcomes} == {"SHUTTING_DOWN"}

@@ -1,4 +1,7 @@
-"""Whole layers at the service give what transformers gives, however a sequence is cut."""
+"""Whole layers at the service give what transformers gives, however a sequence is cut.
+
+Every architecture, bfloat16 and steps of a batch are compared in tests/equivalence/test_segments.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,11 @@ from gpu_side import segment_attention, session_cache, sessions
 from gpu_side.handler import RequestHandler
 from gpu_side.provision import Provision, write_provision
 from gpu_side.session_settings import SessionSettings
-from gpu_side.sessions import SessionTotals
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.connect import open_channel
-from protocol.errors import ErrorCode, ModelError, ProtocolError, ServiceError
-from protocol.messages import TensorReply
-from protocol.tensors import to_torch, torch_dtype
-from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, FLOAT32_STEPS
+from protocol.errors import ErrorCode, ModelError, ProtocolError
+from tests.equivalence.tolerances import FLOAT32_LOGITS
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
-from tests.kit.service import running_service
 from tests.kit.wire import Client, part, segment
 
 CPU = torch.device("cpu")
@@ -32,29 +30,22 @@ LIMIT = 2**26
 LAST = SIZES["num_hidden_layers"] - 1
 WHOLE = (0, LAST)
 TOKENS = 24
-# Each differs from the plain one in what the layers must do differently.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 0.1}),
-    ("llama", {"num_key_value_heads": 6}),
-    ("mistral", {"sliding_window": 7}),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    ("qwen3", {"attention_bias": True}),
-]
 
 
 @cache
-def _weights(directory: Path, dtype: str, **settings: Any) -> ServiceWeights:
+def _weights(directory: Path) -> ServiceWeights:
     """Load what all clients of a model share: a service changes none."""
-    return load_weights(directory, device=CPU, dtype=torch_dtype(dtype), **settings)
+    return load_weights(directory, device=CPU, dtype=torch.float32)
 
 
 class Model:
-    """A model on disk, transformers' copy of it, and the embeddings of some token ids."""
+    """A model on disk, transformers' copy of it, and the embeddings of some token ids.
+
+    `served`: another directory that the service has.
+    """
 
     def __init__(self, directory: Path, kind: str = "llama", **overrides: Any) -> None:
-        self.directory = directory
+        self.directory = self.served = directory
         self.reference = make_model(directory, kind, **overrides)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -65,9 +56,9 @@ class Model:
         with torch.no_grad():
             return self.reference.model.embed_tokens(ids)
 
-    def client(self, dtype: str = "float32", **settings: Any) -> Client:
-        weights = _weights(self.directory, dtype, **settings)
-        return Client(RequestHandler(weights, LIMIT, sessions=SessionSettings(bytes=2**24)))
+    def client(self) -> Client:
+        settings = SessionSettings(bytes=2**24)
+        return Client(RequestHandler(_weights(self.served), LIMIT, sessions=settings))
 
 
 def _ids(count: int = TOKENS, seed: int = 0) -> torch.Tensor:
@@ -85,12 +76,11 @@ def client(model: Model) -> Client:
     return model.client()
 
 
-@pytest.fixture(params=[False, True], ids=["blocks", "small blocks"])
-def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without more than one block of rows, by both ways to compute one."""
-    if request.param:
-        monkeypatch.setattr(segment_attention, "_BLOCK_ROWS", 5)
-        monkeypatch.setattr(segment_attention, "_FEW_ROWS", 4)
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one block of rows, by both ways to compute one."""
+    monkeypatch.setattr(segment_attention, "_BLOCK_ROWS", 5)
+    monkeypatch.setattr(segment_attention, "_FEW_ROWS", 4)
 
 
 def _in_chunks(client: Client, h_TD: torch.Tensor, *ends: int, **fields: Any) -> torch.Tensor:
@@ -104,8 +94,11 @@ def _in_chunks(client: Client, h_TD: torch.Tensor, *ends: int, **fields: Any) ->
     return torch.cat(found)
 
 
-@pytest.mark.usefixtures("_blocks")
-@each_row(("kind", "overrides"), VARIANTS)
+@pytest.mark.usefixtures("_small_blocks")
+@each_row(
+    ("kind", "overrides"),
+    [("llama", {"num_key_value_heads": 1}), ("mistral", {"sliding_window": 7})],
+)
 def test_logits_equal_transformers_however_a_prompt_is_cut(
     tmp_path_factory: pytest.TempPathFactory, kind: str, overrides: dict[str, Any]
 ) -> None:
@@ -144,60 +137,32 @@ def test_rope_that_depends_on_the_length(
         FLOAT32_LOGITS.check(found, model.logits(ids))
 
 
-def test_layers_in_two_segments_are_those_in_one(client: Client, model: Model) -> None:
-    h_TD = model.embedded(_ids())
-    numbers = [part(1, 0, TOKENS)]
-    whole = client.ask(segment(h_TD, numbers, WHOLE))
-    between = client.ask(segment(h_TD, numbers, (0, 0)))
-    rest = client.ask(segment(between, numbers, (1, LAST)))
-    FLOAT32_STEPS.check(rest, whole)
-    assert whole.shape == h_TD.shape
-    # The session of other layers is another one.
-    again = client.ask(segment(h_TD[:1], [part(1, TOKENS, 1)], (0, 0)))
-    assert again.isfinite().all()
-
-
 def test_several_sessions_in_one_request(client: Client, model: Model) -> None:
     prompts = [_ids(count, seed=count) for count in (9, 1, 14)]
-    expected = [model.logits(ids) for ids in prompts]
     h_TD = torch.cat([model.embedded(ids) for ids in prompts])
     numbers = [part(n, 0, len(ids)) for n, ids in enumerate(prompts, 1)]
     found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
-    FLOAT32_LOGITS.check(found, torch.cat(expected))
+    FLOAT32_LOGITS.check(found, torch.cat([model.logits(ids) for ids in prompts]))
     # Then one token of each, in another order, one of them in two parts of a row each.
     longer = [torch.cat((ids, _ids(2, seed=77))) for ids in prompts]
     ends = [model.embedded(ids)[-2:] for ids in longer]
     numbers = [part(3, 14, 1, length=16), part(1, 9, 2), part(3, 15, 1)]
     h_TD = torch.cat((ends[2][:1], ends[0], ends[2][1:]))
-    found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
     first, third = model.logits(longer[0])[-2:], model.logits(longer[2])[-2:]
-    FLOAT32_LOGITS.check(found, torch.cat((third[:1], first, third[1:])))
+    expected = torch.cat((third[:1], first, third[1:]))
+    # Once more, as after a lost reply, only the rows that are wanted, and in two segments.
+    for wanted in (torch.arange(4), torch.tensor([0, 2, 3])):
+        request = segment(h_TD, numbers, WHOLE, lm_head=True, outputs=wanted)
+        FLOAT32_LOGITS.check(client.ask(request), expected[wanted])
+    whole = model.embedded(prompts[0])
+    between = client.ask(segment(whole, [part(5, 0, 9)], (0, 0)))
+    rest = client.ask(segment(between, [part(5, 0, 9)], (1, LAST), lm_head=True))
+    FLOAT32_LOGITS.check(rest, model.logits(prompts[0]))
 
 
-def test_only_the_rows_that_are_wanted(client: Client, model: Model) -> None:
-    ids = _ids()
-    wanted = torch.tensor([0, 7, TOKENS - 1])
-    request = segment(
-        model.embedded(ids), [part(1, 0, TOKENS)], WHOLE, lm_head=True, outputs=wanted
-    )
-    FLOAT32_LOGITS.check(client.ask(request), model.logits(ids)[wanted])
-
-
-def test_a_session_is_cut_to_where_rows_begin(client: Client, model: Model) -> None:
-    ids, other = _ids(), _ids(seed=1)
-    _in_chunks(client, model.embedded(ids), 20)
-    # The same once more, as after a reply that was lost.
-    request = segment(model.embedded(ids)[20:], [part(1, 20, 4)], WHOLE, lm_head=True)
-    expected = model.logits(ids)[20:]
-    for _ in range(2):
-        FLOAT32_LOGITS.check(client.ask(request), expected)
-    # Other tokens from the middle on: rejected ones, or another turn.
-    mixed = torch.cat((ids[:13], other[13:]))
-    request = segment(model.embedded(mixed)[13:], [part(1, 13, 11)], WHOLE, lm_head=True)
-    FLOAT32_LOGITS.check(client.ask(request), model.logits(mixed)[13:])
-
-
-def test_a_session_begins_with_tokens_of_its_parent(client: Client, model: Model) -> None:
+def test_a_session_is_cut_to_where_rows_begin_or_begins_with_its_parents_tokens(
+    client: Client, model: Model
+) -> None:
     ids, other = _ids(), _ids(seed=1)
     _in_chunks(client, model.embedded(ids), TOKENS)
     mixed = torch.cat((ids[:10], other[10:]))
@@ -208,18 +173,10 @@ def test_a_session_begins_with_tokens_of_its_parent(client: Client, model: Model
     FLOAT32_LOGITS.check(found[:14], model.logits(mixed)[10:])
     # What it was begun with is as it was.
     FLOAT32_LOGITS.check(found[14:], model.logits(longer)[TOKENS:])
-
-
-def test_bfloat16_is_as_close_as_transformers_is(tmp_path: Path) -> None:
-    for kind in ("llama", "qwen3"):
-        model = Model(tmp_path / kind, kind)
-        client, ids = model.client("bfloat16"), _ids()
-        h_TD = model.embedded(ids)
-        found = _in_chunks(client, h_TD.bfloat16(), 9, 10, TOKENS).float()
-        model.reference.to(torch.bfloat16)
-        BFLOAT16_LOGITS.check(found, model.logits(ids))
-        # In the request's dtype, whatever is computed in.
-        assert _in_chunks(client, h_TD, TOKENS).dtype is torch.float32
+    # Other tokens from the middle on: rejected ones, or another turn.
+    mixed = torch.cat((ids[:13], other[13:]))
+    request = segment(model.embedded(mixed)[13:], [part(1, 13, 11)], WHOLE, lm_head=True)
+    FLOAT32_LOGITS.check(client.ask(request), model.logits(mixed)[13:])
 
 
 # ------------------------------------------------------------------------------- attention sinks
@@ -240,7 +197,7 @@ def _dropped_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "GROWTH_TOKENS", 4)
 
 
-@pytest.mark.usefixtures("_blocks", "_dropped_soon")
+@pytest.mark.usefixtures("_small_blocks", "_dropped_soon")
 @each_row(("sinks", "recent"), [(2, 6), (0, 5), (4, 1), (3, 100)])
 def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, recent: int) -> None:
     ids = _ids(60)
@@ -250,26 +207,6 @@ def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, rece
         FLOAT32_LOGITS.check(found, expected)
     if recent < 60:
         assert (expected - model.logits(ids)).abs().max() > 0.1
-
-
-def test_sessions_go_with_their_time_or_their_client(model: Model) -> None:
-    client, now = model.client(), 0.0
-    handler, sessions = client.handler, client.handler.sessions
-    assert sessions is not None
-    sessions._clock = lambda: now
-    assert handler.expire_sessions() is None
-    client.ask(segment(HIDDEN, ROWS, WHOLE))
-    # No transport waits for an hour at once.
-    assert handler.expire_sessions() == 60_000
-    now = 3599.9995
-    assert (handler.expire_sessions(), handler.session_totals().sessions > 0) == (1, True)
-    now = 3600.0
-    assert (handler.expire_sessions(), handler.session_totals()) == (None, SessionTotals())
-    client.ask(segment(HIDDEN, ROWS, WHOLE))
-    handler.forget_client(b"another")
-    assert handler.session_totals().sessions > 0
-    handler.forget_client(client.name)
-    assert handler.session_totals() == SessionTotals()
 
 
 @pytest.mark.usefixtures("_dropped_soon")
@@ -287,108 +224,56 @@ def test_what_no_token_attends_to_takes_no_memory(model: Model) -> None:
 
 @pytest.mark.usefixtures("_dropped_soon")
 def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Model) -> None:
-    window = {"sinks": 2, "recent": 8}
+    window: dict[str, Any] = {"sinks": 2, "recent": 8}
     ids = _ids(60)
     h_TD, expected = model.embedded(ids), _with_window(model, ids, 2, 8)
-
-    def ask(client: Client, start: int, **fields: int) -> torch.Tensor:
-        request = segment(h_TD[start:50], [part(1, start, 50 - start)], WHOLE, **fields)
-        return client.ask(request.model_copy(update={"lm_head": True}))
-
-    client = model.client()
-    _in_chunks(client, h_TD, 30, 48, 49, 50, **window)
-    # As far as a step goes back, and the same again.
-    for _ in range(2):
-        FLOAT32_LOGITS.check(ask(client, 48, **window), expected[48:50])
-    # To within the sinks there is all that is needed.
-    for start, fields, known in (
-        (20, window, False),
-        (48, {}, False),
-        (48, {"sinks": 2, "recent": 30}, False),
-        (48, {"sinks": 3, "recent": 8}, False),
-        (2, window, True),
-        (0, {}, True),
+    whole = model.logits(ids)
+    for session, start, fields, found in (
+        # As far as a step goes back, and the same again.
+        *[(1, 48, window, expected)] * 2,
+        # To within the sinks there is all that is needed, and a fork has what its parent has.
+        (1, 2, window, expected),
+        (1, 0, {}, whole),
+        (2, 2, window, expected),
+        (2, 50, window, expected),
+        (1, 20, window, None),
+        (1, 48, {}, None),
+        (1, 48, {"sinks": 2, "recent": 30}, None),
+        (1, 48, {"sinks": 3, "recent": 8}, None),
     ):
         client = model.client()
         _in_chunks(client, h_TD, 30, 48, 49, 50, **window)
-        if known:
-            whole = _with_window(model, ids, 2, 8) if fields else model.logits(ids)
-            FLOAT32_LOGITS.check(ask(client, start, **fields), whole[start:50])
-        else:
-            _refused(client, ask, start, fields)
-
-
-def _refused(client: Client, ask: Any, start: int, fields: dict[str, int]) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        ask(client, start, **fields)
-    assert caught.value.code is ErrorCode.UNKNOWN_SESSION
-
-
-@pytest.mark.usefixtures("_dropped_soon")
-def test_a_session_begins_with_what_a_window_has_left_of_its_parent(model: Model) -> None:
-    ids, client = _ids(60), model.client()
-    h_TD, expected = model.embedded(ids), _with_window(model, ids, 2, 8)
-    _in_chunks(client, h_TD, 30, 48, 49, 50, sinks=2, recent=8)
-    for session, start in ((2, 2), (3, 50)):
-        numbers = [part(session, start, 60 - start, parent=1)]
-        request = segment(h_TD[start:], numbers, WHOLE, lm_head=True, sinks=2, recent=8)
-        FLOAT32_LOGITS.check(client.ask(request), expected[start:])
+        numbers = [part(session, start, 60 - start, parent=session - 1)]
+        request = segment(h_TD[start:], numbers, WHOLE, lm_head=True, **fields)
+        if found is not None:
+            FLOAT32_LOGITS.check(client.ask(request), found[start:])
+            continue
+        with pytest.raises(ProtocolError) as caught:
+            client.ask(request)
+        assert caught.value.code is ErrorCode.UNKNOWN_SESSION
 
 
 # ----------------------------------------------------------------------------------- directories
 
 
-def _provisioned(model: Model, target: Path, holds: Any, **more: torch.Tensor) -> Path:
-    """Write a server's directory with the weights as they are, of so much of the model."""
+def _provisioned(model: Model, target: Path, **more: torch.Tensor | None) -> Path:
+    """Write a server's directory of a model with other tensors, or without those that are None."""
+    target.mkdir()
     shutil.copy(model.directory / "config.json", target)
     tensors = load_file(model.directory / "model.safetensors") | more
-    kept = {"linears": ("_proj.",), "layers": ("model.layers.",)}.get(
-        holds, ("model.layers.", "model.norm.", "lm_head.")
-    )
-    found = {name: tensor for name, tensor in tensors.items() if any(k in name for k in kept)}
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    del found["model.embed_tokens.weight"]
     save_file(found, target / "model.safetensors")
-    write_provision(target, Provision(mask="test", provision_id="5a" * 32, holds=holds))
+    write_provision(target, Provision(mask="test", provision_id="5a" * 32, holds="model"))
     return target
-
-
-def test_a_directory_of_whole_layers(model: Model, tmp_path: Path) -> None:
-    ids = _ids()
-    h_TD, numbers = model.embedded(ids), [part(1, 0, TOKENS)]
-    expected = model.client().ask(segment(h_TD, numbers, WHOLE))
-    for holds, code in (("linears", ErrorCode.UNAVAILABLE), ("layers", None), ("model", None)):
-        (target := tmp_path / holds).mkdir()
-        made = Model.__new__(Model)
-        made.directory = _provisioned(model, target, holds)
-        client = made.client()
-        whole, head = (segment(h_TD, numbers, WHOLE, lm_head=head) for head in (False, True))
-        if code is None:
-            torch.testing.assert_close(client.ask(whole), expected, rtol=0, atol=0)
-        else:
-            _unavailable(client, whole)
-        if holds == "model":
-            FLOAT32_LOGITS.check(client.ask(head), model.logits(ids))
-            # The weights are on the device once more than without an LM head.
-            vocabulary = SIZES["vocab_size"] * SIZES["hidden_size"] * 4
-            weights = load_weights(target, device=CPU, dtype=torch.float32)
-            without = load_weights(tmp_path / "layers", device=CPU, dtype=torch.float32)
-            assert weights.weight_bytes - without.weight_bytes == vocabulary
-        else:
-            _unavailable(client, head)
-
-
-def _unavailable(client: Client, request: Any) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        client.ask(request)
-    assert caught.value.code is ErrorCode.UNAVAILABLE
 
 
 def test_pairs_of_rope_in_another_order_and_norms_by_head(tmp_path: Path) -> None:
     """Channels of queries and keys are shuffled by pairs, in each head in another way."""
-    (plain := tmp_path / "plain").mkdir()
-    model = Model(plain, "qwen3", attention_bias=True)
+    model = Model(tmp_path / "plain", "qwen3", attention_bias=True)
     H, K, C = (SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     generator = torch.Generator().manual_seed(3)
-    tensors, more = load_file(plain / "model.safetensors"), {}
+    tensors, more = load_file(model.directory / "model.safetensors"), {}
     for layer in range(LAST + 1):
         order = torch.stack([torch.randperm(C // 2, generator=generator) for _ in range(K)])
         channels = torch.cat((order, order + C // 2), dim=1)
@@ -402,11 +287,9 @@ def test_pairs_of_rope_in_another_order_and_norms_by_head(tmp_path: Path) -> Non
                     rows
                 ]
             more[f"{prefix}.{short}_norm.weight"] = tensors[f"{prefix}.{short}_norm.weight"][its]
-    (target := tmp_path / "served").mkdir()
-    made = Model.__new__(Model)
-    made.directory = _provisioned(model, target, "model", **more)
+    model.served = _provisioned(model, tmp_path / "served", **more)
     ids = _ids()
-    found = _in_chunks(made.client(), model.embedded(ids), 11, 12, TOKENS)
+    found = _in_chunks(model.client(), model.embedded(ids), 11, 12, TOKENS)
     FLOAT32_LOGITS.check(found, model.logits(ids))
 
 
@@ -427,47 +310,9 @@ ORDER = "model.layers.1.self_attn.rope_order"
 def test_a_damaged_directory_is_refused(
     model: Model, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
-    target = tmp_path / str(len(list(tmp_path.iterdir())))
-    target.mkdir()
-    _provisioned(model, target, "model")
-    tensors = load_file(target / "model.safetensors") | change
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, target / "model.safetensors")
+    target = _provisioned(model, tmp_path / str(len(list(tmp_path.iterdir()))), **change)
     with pytest.raises(ModelError, match=message):
         load_weights(target, device=CPU, dtype=torch.float32)
-
-
-def test_an_own_directory_has_norms_for_all_heads_alone(tmp_path: Path) -> None:
-    model = Model(tmp_path, "qwen3")
-    path = tmp_path / "model.safetensors"
-    for name in ("model.layers.0.self_attn.q_norm.weight", ORDER):
-        tensors = load_file(path)
-        save_file(tensors | {name: torch.ones(6, 16)}, path)
-        with pytest.raises(ModelError, match=name):
-            model.client()
-        save_file(tensors, path)
-
-
-@each_row(
-    ("settings", "layers", "code"),
-    [
-        ({"arithmetic": ("int8",)}, (0, 0), ErrorCode.UNAVAILABLE),
-        ({"columns": (0, 2)}, (0, 0), ErrorCode.UNAVAILABLE),
-        ({"layers": (1, 1)}, (0, 1), ErrorCode.UNAVAILABLE),
-        ({"layers": (1, 1)}, (1, 2), ErrorCode.UNAVAILABLE),
-        ({"layers": (1, 1)}, (1, 1), None),
-        ({"arithmetic": ("float", "int8")}, (0, 2), None),
-    ],
-)
-def test_what_a_service_does_not_hold(
-    model: Model, settings: dict[str, Any], layers: tuple[int, int], code: ErrorCode | None
-) -> None:
-    client = model.client(**settings)
-    request = segment(torch.ones(1, SIZES["hidden_size"]), [part(1, 0, 1)], layers)
-    if code is None:
-        assert client.ask(request).shape == (1, SIZES["hidden_size"])
-    else:
-        _unavailable(client, request)
 
 
 # ---------------------------------------------------------------------------- what does not fit
@@ -526,10 +371,9 @@ def test_a_request_that_does_not_fit_changes_nothing(
 
 
 def test_what_lies_between_and_the_reply_are_bounded(model: Model) -> None:
-    weights = load_weights(model.directory, device=CPU, dtype=torch.float32)
     widest = 2 * SIZES["intermediate_size"] * 4
     for limit, rows, outputs in ((4 * widest, 5, 1), (5 * widest, 5, 5)):
-        client = Client(RequestHandler(weights, limit))
+        client = Client(RequestHandler(_weights(model.directory), limit))
         hidden = torch.ones(rows, SIZES["hidden_size"])
         wanted = torch.arange(outputs)
         request = segment(hidden, [part(1, 0, rows)], WHOLE, lm_head=True, outputs=wanted)
@@ -553,41 +397,3 @@ def test_numbers_are_read_again_for_a_header_that_is_known(client: Client, model
     wrong = segment(h_TD[1:], [part(1, 1, 2)], WHOLE, lm_head=True)
     with pytest.raises(ProtocolError, match="2 rows"):
         client.ask(wrong)
-
-
-# ------------------------------------------------------------------------------------ a process
-
-
-@pytest.mark.usefixtures("patient_streams")
-@pytest.mark.parametrize("scheme", ["ipc", "unix", "shm"])
-def test_a_process_keeps_the_sessions_of_each_connection(
-    model: Model, tmp_path: Path, scheme: str
-) -> None:
-    ids = _ids()
-    h_TD, expected = model.embedded(ids), model.logits(ids)
-    (spilled := tmp_path / "spilled").mkdir()
-    arguments = ("--sessions-mib", "1", "--session-spill", str(spilled), "--arithmetic", "float")
-    with running_service(model.directory, f"{scheme}://{tmp_path}/s", *arguments) as service:
-        channels = [
-            open_channel(service.endpoint, timeout_s=20, heartbeat_timeout_s=0) for _ in range(2)
-        ]
-
-        def ask(which: int, start: int, end: int, session: int = 1) -> torch.Tensor:
-            numbers = [part(session, start, end - start)]
-            request = segment(h_TD[start:end], numbers, WHOLE, lm_head=True)
-            response = channels[which].call(request).response
-            assert isinstance(response, TensorReply)
-            return to_torch(response.output).clone()
-
-        FLOAT32_LOGITS.check(ask(0, 0, 20), expected[:20])
-        # More sessions than there is memory for: the first one comes back from the disk.
-        for session in range(2, 40):
-            ask(0, 0, 1, session)
-        FLOAT32_LOGITS.check(ask(0, 20, TOKENS), expected[20:])
-        with pytest.raises(ServiceError) as caught:
-            ask(1, 20, TOKENS)
-        assert caught.value.code is ErrorCode.UNKNOWN_SESSION
-        for channel in channels:
-            channel.close()
-    assert service.stop() == 0
-    assert list(spilled.iterdir()) == []

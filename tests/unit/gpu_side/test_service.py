@@ -1,35 +1,47 @@
-"""What a service holds, and when it does not start."""
+"""What a service holds, when it does not start, and what signals do to it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import select
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 import zmq
 
+from gpu_side import allow_list_reload
+from gpu_side.access import ServiceKeys
+from gpu_side.allow_list_reload import rereads_list
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import RequestLoop
-from gpu_side.service import ServiceSettings, _arithmetic, serve
+from gpu_side.service import ServiceSettings, _arithmetic, _stop_signals, serve
 from gpu_side.stop_signal import StopSignal
-from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import Listener
-from gpu_side.transport.zap import ZapHandler
-from protocol.errors import EndpointError, KernelError, SettingsError
+from gpu_side.transport.zmq_listener import ZmqListener
+from protocol.errors import KernelError, SettingsError
 from protocol.model.config import read_config
 from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+from tests.kit.service import until
 from tsqp.cli.gpu_service import command
-from tsqp.key_files import new_key_pair
+
+MIB = 2**20
+SECRET = zmq.curve_keypair()[1]
+FRIEND, OTHER = (zmq.curve_keypair()[0] for _ in range(2))
 
 
-def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
-    return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
+@pytest.fixture
+def model(saved_model: Callable[..., SavedModel]) -> Path:
+    return saved_model().directory
 
 
 def test_the_command_line_has_the_defaults_of_the_settings() -> None:
@@ -47,194 +59,118 @@ def test_the_command_line_has_the_defaults_of_the_settings() -> None:
     assert shown["max_message_mib"] * MIB == ServiceSettings.max_message_bytes
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("asked", ["float", "int8", "both"])
+def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+    return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
+
+
+@each_row(
+    ("asked", "exact", "expected"),
+    [
+        ("float", True, ("float",)),
+        ("int8", True, ("int8",)),
+        ("both", True, ("float", "int8")),
+        ("float", False, ("float",)),
+        ("both", False, ("float",)),
+        ("int8", False, None),
+    ],
+)
 def test_what_is_held_where_int8_products_are_exact_and_where_not(
-    saved_model: Callable[..., SavedModel],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
     caplog: pytest.LogCaptureFixture,
     asked: Literal["float", "int8", "both"],
     exact: bool,
+    expected: tuple[str, ...] | None,
 ) -> None:
-    directory = saved_model().directory
-    if not exact:
-        monkeypatch.setattr(torch, "_int_mm", _inexact)
-    settings = ServiceSettings(directory, "", arithmetic=asked)
-    config, device = read_config(directory), torch.device("cpu")
-    if asked == "int8" and not exact:
-        with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
-            _arithmetic(settings, config, device)
-        return
-    expected = {"float": ("float",), "int8": ("int8",), "both": ("float", "int8")}[asked]
-    with caplog.at_level(logging.WARNING):
-        held = _arithmetic(settings, config, device)
-    if asked == "both" and not exact:
-        assert held == ("float",)
-        (record,) = caplog.records
-        assert record.getMessage() == "no_int8"
-        assert record.levelno == logging.WARNING
-        assert "wrong numbers" in record.fields["detail"]  # type: ignore[attr-defined]
-    else:
-        assert held == expected
-        assert not caplog.records
+    caplog.clear()
+    settings, config = ServiceSettings(model, "", arithmetic=asked), read_config(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if not exact:
+            patch.setattr(torch, "_int_mm", _inexact)
+        if expected is None:
+            with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
+                _arithmetic(settings, config, torch.device("cpu"))
+            return
+        assert _arithmetic(settings, config, torch.device("cpu")) == expected
+    assert caplog.messages == ["no_int8"] * (asked == "both" and not exact)
 
 
 def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
-    saved_model: Callable[..., SavedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(torch, "_int_mm", _inexact)
-    endpoint = f"ipc://{tmp_path}/s"
-    with pytest.raises(KernelError):
-        serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
-    # The address is free again.
-    with pytest.raises(KernelError):
-        serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
-
-
-def test_a_service_may_have_as_many_connections_as_the_system_lets_it(
-    saved_model: Callable[..., SavedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(torch, "_int_mm", _inexact)
-    settings = ServiceSettings(saved_model().directory, f"ipc://{tmp_path}/s", arithmetic="int8")
+    settings = ServiceSettings(model, f"ipc://{tmp_path}/s", arithmetic="int8")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], before[1] - 1), before[1]))
-        with pytest.raises(KernelError):
-            serve(settings)
+        # The second time the address is free again.
+        for _ in range(2):
+            with pytest.raises(KernelError):
+                serve(settings)
+        # A service may have as many connections as the system lets it.
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_stream_on_which_nobody_is_let_in_any_more_is_the_services_end(
-    saved_model: Callable[..., SavedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    def fail(_: Acceptor) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Acceptor, "_attend_all", fail)
-    settings = ServiceSettings(saved_model().directory, f"unix://{tmp_path}/s")
-    with pytest.raises(EndpointError, match="got no thread that lets clients in"):
-        serve(settings)
-    assert "acceptor_failed" in caplog.messages
-
-
-def test_keys_that_nobody_looks_at_any_more_are_the_services_end(
-    saved_model: Callable[..., SavedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    public, secret = zmq.curve_keypair()
-    identity, _, service = new_key_pair(tmp_path / "service")
-    (tmp_path / "allow").write_bytes(public)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(ZapHandler, "_answer", fail)
-    settings = ServiceSettings(
-        saved_model().directory,
-        f"ipc://{tmp_path}/s",
-        identity=identity,
-        allow=tmp_path / "allow",
-    )
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.setsockopt(zmq.LINGER, 0)
-        client.curve_publickey, client.curve_secretkey = public, secret
-        client.curve_serverkey = service.encode()
-        client.connect(settings.bind)
-        with pytest.raises(EndpointError, match="got no thread that lets clients in"):
-            serve(settings)
-    assert "zap_handler_failed" in caplog.messages
-
-
-def test_what_others_can_have_logged_is_limited_while_it_serves(
-    saved_model: Callable[..., SavedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    def flooded(*_: object) -> None:
-        for _n in range(100):
-            logging.getLogger("gpu_service").warning("dropped")
-
-    monkeypatch.setattr(RequestLoop, "run", flooded)
-    serve(ServiceSettings(saved_model().directory, f"ipc://{tmp_path}/s"))
-    assert caplog.messages.count("dropped") == 50
-    # And of everybody's lines only while it serves.
-    flooded()
-    assert caplog.messages.count("dropped") == 150
-
-
-def test_what_is_known_of_its_listener(
-    saved_model: Callable[..., SavedModel],
+def test_what_is_known_of_its_listener_and_logged_while_it_serves(
+    model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
     told = []
 
+    def flood() -> None:
+        for _ in range(100):
+            logging.getLogger("gpu_service").warning("dropped")
+
     def run(loop: RequestLoop, listener: Listener, _stop: StopSignal) -> None:
+        flood()
         told.append(getattr(listener, "on_gone", None) == loop._handler.forget_client)
 
     monkeypatch.setattr(RequestLoop, "run", run)
+    caplog.set_level(logging.INFO, "gpu_service")
     for bind in (f"unix://{tmp_path}/s", "tcp://127.0.0.1:*"):
-        with caplog.at_level(logging.INFO, "gpu_service"):
-            serve(ServiceSettings(saved_model().directory, bind))
+        caplog.clear()
+        serve(ServiceSettings(model, bind, device="null", arithmetic="float"))
         said = {one.message: vars(one).get("fields", {}) for one in caplog.records}
         assert "*" not in said["stopped"]["endpoint"]
         assert said["stopped"]["endpoint"] == said["bound"]["endpoint"] == said["ready"]["endpoint"]
+        assert (said["null_device"]["computes"], said["loaded"]["weight_bytes"]) == ("nothing", 0)
+        assert caplog.messages.count("dropped") == 50
     assert told == [True, False]
+    # Lines that others can cause are limited as long as it serves.
+    flood()
+    assert caplog.messages.count("dropped") == 150
 
 
-MIB = 2**20
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "expected"),
     [
-        ({}, QueueLimits(64, 512 * MIB, 1024, 2048 * MIB)),
-        ({"max_message_bytes": MIB}, QueueLimits(64, MIB, 1024, 4 * MIB)),
+        ({}, (64, 512, 1024, 2048)),
+        ({"max_message_bytes": 1}, (64, 1, 1024, 4)),
         (
-            {"max_message_bytes": MIB, "max_queued_bytes": 3 * MIB, "max_queued_requests": 1024},
-            QueueLimits(1024, 3 * MIB, 1024, 12 * MIB),
+            {"max_message_bytes": 1, "max_queued_bytes": 3, "max_queued_requests": 1024},
+            (1024, 3, 1024, 12),
         ),
-        (
-            {"max_queued_total_bytes": 512 * MIB, "max_queued_total_requests": 64},
-            QueueLimits(64, 512 * MIB, 64, 512 * MIB),
-        ),
+        ({"max_queued_total_bytes": 512, "max_queued_total_requests": 64}, (64, 512, 64, 512)),
+        ({"max_queued_bytes": 511}, "--max-queued-mib: got 511, expected at least 512, which is"),
+        ({"max_queued_total_bytes": 511}, "--max-queued-total-mib: got 511, expected at least 512"),
+        ({"max_queued_total_requests": 63}, "--max-queued-total-requests: got 63, expected at"),
     ],
 )
-def test_limits_of_the_queue(settings: dict[str, int], expected: QueueLimits) -> None:
-    assert ServiceSettings(Path(), "", **settings).limits == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"max_queued_bytes": 512 * MIB - 1},
-            "--max-queued-mib: got 511.999999, expected at least 512, which is --max-message-mib",
-        ),
-        (
-            {"max_queued_total_bytes": 512 * MIB - 1},
-            "--max-queued-total-mib: got 511.999999, expected at least 512, which is --max-queued",
-        ),
-        (
-            {"max_queued_total_requests": 63},
-            "--max-queued-total-requests: got 63, expected at least 64, which is --max-queued-req",
-        ),
-    ],
-)
-def test_limits_that_contradict_each_other_are_refused(
-    settings: dict[str, int], message: str
+def test_limits_of_the_queue(
+    settings: dict[str, int], expected: tuple[int, int, int, int] | str
 ) -> None:
-    with pytest.raises(SettingsError, match=message):
-        _ = ServiceSettings(Path(), "", **settings).limits  # type: ignore[arg-type]
+    """In MiB."""
+    given = {k: v * MIB if k.endswith("bytes") else v for k, v in settings.items()}
+    if isinstance(expected, str):
+        with pytest.raises(SettingsError, match=expected):
+            _ = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
+        return
+    requests, size, all_requests, all_bytes = expected
+    limits = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
+    assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
 
 
 def test_metrics_without_their_library_are_refused_by_name(
@@ -245,3 +181,71 @@ def test_metrics_without_their_library_are_refused_by_name(
     settings = ServiceSettings(tmp_path, f"ipc://{tmp_path}/s", metrics="*")
     with pytest.raises(SettingsError, match="got no prometheus_client"):
         serve(settings)
+
+
+# ----------------------------------------------------------------------- SIGHUP, and signals to end
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Any:
+    made = ZmqListener(f"ipc://{tmp_path}/s", keys=ServiceKeys(SECRET, frozenset({FRIEND})))
+    yield made
+    made.close()
+
+
+def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
+    listener: ZmqListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be on a disk of the network that hangs."""
+    reading, going_on = threading.Event(), threading.Event()
+
+    def hangs(_: Path) -> frozenset[bytes]:
+        reading.set()
+        going_on.wait()
+        return frozenset({FRIEND})
+
+    monkeypatch.setattr(allow_list_reload, "read_allow_list", hangs)
+    monkeypatch.setattr(allow_list_reload, "_ENDING_S", 0.0)
+    with _stop_signals() as stop, rereads_list(listener.allow, Path("allow")):
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert reading.wait(30)
+        # It is not our loop's business.
+        assert not listener.wait(wakeup=stop.reader, timeout_ms=0)
+        # And a second one, which ends a drain.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            assert not stop.requested
+            os.kill(os.getpid(), number)
+            assert select.select([stop.reader], [], [], 30)[0]
+            assert not listener.wait(wakeup=stop.reader)
+            assert stop.requested
+            stop.rearm()
+    (thread,) = [one for one in threading.enumerate() if one.name == "allow-list"]
+    going_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
+    listener: ZmqListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lists = iter([MemoryError(), frozenset({OTHER})])
+    allowed, told = [], threading.Event()
+
+    def fails_once(_: Path) -> frozenset[bytes]:
+        found = next(lists)
+        if isinstance(found, MemoryError):
+            raise found
+        return found
+
+    def allow(found: frozenset[bytes]) -> None:
+        allowed.append(found)
+        told.set()
+
+    monkeypatch.setattr(allow_list_reload, "read_allow_list", fails_once)
+    with _stop_signals(), rereads_list(allow, Path("allow")):
+        os.kill(os.getpid(), signal.SIGHUP)
+        until(lambda: "allow_list_unchanged" in caplog.messages)
+        assert allowed == []
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert told.wait(30)
+    assert allowed == [frozenset({OTHER})]

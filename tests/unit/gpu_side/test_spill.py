@@ -1,10 +1,9 @@
-"""Sessions on disk: they come back as they were or not at all, and tell the disk nothing."""
+"""A session on disk: it comes back as it was or not at all, and tells the disk nothing."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +11,23 @@ import pytest
 import torch
 
 from gpu_side import session_files, spill
-from gpu_side.segment_parts import Part
-from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache
 from gpu_side.session_files import SessionFiles
-from gpu_side.session_settings import SessionSettings
-from gpu_side.sessions import Sessions, SessionTotals
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
-from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
 from tests.kit.rows import each_row
 
-SHAPE = CacheShape(3, 2, 4, torch.float32, torch.device("cpu"))
-UNIT = GROWTH_TOKENS * SHAPE.token_bytes
 NAME = SessionName(b"client", bytes(15) + b"\x01", 0, 2)
+SHAPE = CacheShape(3, 2, 4, torch.float32, torch.device("cpu"))
 TOKENS = 10
 
 
-def _cache(tokens: int = TOKENS, shape: CacheShape = SHAPE) -> SessionCache:
+def _cache(shape: CacheShape = SHAPE) -> SessionCache:
     cache = SessionCache(shape)
     cache.resize(GROWTH_TOKENS)
-    cache.length = tokens
+    cache.length = TOKENS
     for tensor in cache.tensors:
         tensor.copy_(torch.randn(tensor.shape))
-    return cache
-
-
-def _empty(shape: CacheShape = SHAPE) -> SessionCache:
-    cache = SessionCache(shape)
-    cache.resize(GROWTH_TOKENS)
     return cache
 
 
@@ -53,11 +41,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "_PIECE_BYTES", 300)
 
 
-@pytest.fixture
-def spilled(tmp_path: Path) -> Iterator[SpilledSession]:
-    made = SpilledSession(tmp_path, NAME, _cache(), SpillKey())
-    yield made
-    made.close()
+def _spilled(folder: Path, cache: SessionCache, key: SpillKey | None = None) -> SpilledSession:
+    return SpilledSession(folder, NAME, cache, key or SpillKey())
 
 
 def _descriptor(spilled: SpilledSession) -> int:
@@ -65,14 +50,17 @@ def _descriptor(spilled: SpilledSession) -> int:
     return descriptor
 
 
+def _written(spilled: SpilledSession) -> bytes:
+    return os.pread(_descriptor(spilled), 2**20, 0)
+
+
 @each_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_comes_back_as_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
     shape = SHAPE._replace(dtype=dtype)
-    cache = _cache(shape=shape)
+    cache, found = _cache(shape), _cache(shape)
     cache.length, cache.sinks, cache.dropped = 30, 2, 20
-    spilled = SpilledSession(tmp_path, NAME, cache, SpillKey())
+    spilled = _spilled(tmp_path, cache)
     assert (spilled.tokens, spilled.shape) == (10, shape)
-    found = _empty(shape)
     assert spilled.read_into(found)
     assert (found.length, found.sinks, found.dropped) == (30, 2, 20)
     for mine, theirs in zip(_stored(found), _stored(cache), strict=True):
@@ -80,96 +68,74 @@ def test_it_comes_back_as_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
     spilled.close()
 
 
-def test_the_disk_gets_no_name_and_no_plain_bytes(tmp_path: Path) -> None:
-    cache = _cache()
-    spilled = SpilledSession(tmp_path, NAME, cache, SpillKey())
+@each_row("nameless", [True, False])
+def test_the_disk_gets_no_name_and_no_plain_bytes(tmp_path: Path, nameless: bool) -> None:
+    """Whether the file system has files without a name or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not nameless:
+            patch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+        cache = _cache()
+        spilled = _spilled(tmp_path, cache)
     assert list(tmp_path.iterdir()) == []
-    descriptor = _descriptor(spilled)
-    status = os.fstat(descriptor)
+    status = os.fstat(_descriptor(spilled))
     assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
-    written = os.pread(descriptor, 2**20, 0)
+    written = _written(spilled)
     assert len(written) == status.st_size == spilled.bytes
     plain = b"".join(bytes(raw_bytes(tensor)) for tensor in _stored(cache))
     pieces = 3 * len(cache.tensors)  # 640 bytes a layer: 300, 300 and 40
     assert len(written) == len(plain) + 16 * pieces
-    for start in range(0, len(plain) - 8, 4):
-        assert plain[start : start + 8] not in written
+    assert not any(plain[n : n + 8] in written for n in range(0, len(plain) - 8, 4))
     assert NAME.client not in written
     # The same once more, with another key, is nothing like it.
-    other = SpilledSession(tmp_path, NAME, cache, SpillKey())
-    assert os.pread(_descriptor(other), 64, 0) != written[:64]
+    other = _spilled(tmp_path, cache)
+    assert _written(other)[:64] != written[:64]
     spilled.close()
     other.close()
-
-
-def test_a_file_system_without_nameless_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
-    spilled = SpilledSession(tmp_path, NAME, _cache(), SpillKey())
-    status = os.fstat(_descriptor(spilled))
-    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
-    assert list(tmp_path.iterdir()) == []
-    spilled.close()
 
 
 def test_a_nonce_is_never_used_twice_by_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used: list[tuple[int, bytes]] = []
+    used: list[bytes] = []
+    real = spill.AESGCM
 
     class Noted:
         def __init__(self, key: bytes) -> None:
-            self._cipher = spill.AESGCM.__wrapped__(key)  # type: ignore[attr-defined]
-            self.key = key
+            self._cipher = real(key)
+            self.decrypt = self._cipher.decrypt
 
         def encrypt(self, nonce: bytes, data: Any, bound: bytes) -> bytes:
-            used.append((id(self), nonce))
-            sealed: bytes = self._cipher.encrypt(nonce, data, bound)
-            return sealed
-
-        def decrypt(self, nonce: bytes, data: Any, bound: bytes) -> bytes:
-            plain: bytes = self._cipher.decrypt(nonce, data, bound)
-            return plain
+            used.append(nonce)
+            return self._cipher.encrypt(nonce, data, bound)
 
         @staticmethod
         def generate_key(bits: int) -> bytes:
             assert bits == 256
             return os.urandom(32)
 
-    Noted.__wrapped__ = spill.AESGCM  # type: ignore[attr-defined]
     monkeypatch.setattr(spill, "AESGCM", Noted)
-    sessions = _sessions(tmp_path, units=1)
-    for turn in range(4):
-        for number in (1, 2, 3):
-            _run(sessions, _part(number, turn, 1))
-    assert len(used) >= 3 * 9
-    assert len(set(used)) == len(used)
-    assert len({cipher for cipher, _ in used}) == 3
-    assert {len(nonce) for _, nonce in used} == {12}
-    sessions.close()
-
-
-def test_the_last_nonce_is_the_last(tmp_path: Path) -> None:
+    key, cache = SpillKey(), _cache()
+    for _ in range(3):
+        spilled = _spilled(tmp_path, cache, key)
+        assert spilled.read_into(cache)
+        spilled.close()
+    assert len(used) == len(set(used)) == 3 * 9
+    assert {len(nonce) for nonce in used} == {12}
+    # The last one is the last.
     key = SpillKey(2**96 - 2)
-    assert key.next_nonce() == b"\xff" * 11 + b"\xfe"
-    assert key.next_nonce() == b"\xff" * 12
+    assert [key.next_nonce()[-1:] for _ in range(2)] == [b"\xfe", b"\xff"]
     for _ in range(2):
         with pytest.raises(OverflowError):
             key.next_nonce()
     with pytest.raises(OverflowError):
-        SpilledSession(tmp_path, NAME, _cache(), key)
+        _spilled(tmp_path, _cache(), key)
 
 
-@each_row(
-    "damage",
-    ["a bit", "a tag", "pieces in another order", "the end", "all", "another file"],
-)
+@each_row("damage", ["a bit", "a tag", "pieces in another order", "the end", "all", "another file"])
 def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damage: str) -> None:
     key = SpillKey()
-    spilled = SpilledSession(tmp_path, NAME, _cache(), key)
-    descriptor = _descriptor(spilled)
-    content = bytearray(os.pread(descriptor, 2**20, 0))
+    spilled = _spilled(tmp_path, _cache(), key)
+    content = bytearray(_written(spilled))
     if damage == "a bit":
         content[700] ^= 1
     elif damage == "a tag":
@@ -182,144 +148,34 @@ def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damage: str) -> N
         content.clear()
     else:
         # Of the same key and session, from before: its nonces are others.
-        other = SpilledSession(tmp_path, NAME, _cache(), key)
-        content = bytearray(os.pread(_descriptor(other), 2**20, 0))
+        other = _spilled(tmp_path, _cache(), key)
+        content = bytearray(_written(other))
         other.close()
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, content, 0)
-    assert not spilled.read_into(_empty())
+    os.ftruncate(_descriptor(spilled), 0)
+    os.pwrite(_descriptor(spilled), content, 0)
+    assert not spilled.read_into(_cache())
     spilled.close()
 
 
 @each_row(
-    "change",
+    ("field", "value"),
     [
-        {"name": NAME._replace(client=b"other")},
-        {"name": NAME._replace(session=bytes(16))},
-        {"name": NAME._replace(first_layer=1)},
-        {"name": NAME._replace(last_layer=3)},
-        {"_sizes": (TOKENS, 1, 0)},
-        {"_shape": SHAPE._replace(heads=4, head_dim=2)},
-        {"_shape": SHAPE._replace(dtype=torch.int32)},
-        {"key": SpillKey()},
+        ("name", NAME._replace(client=b"other")),
+        ("name", NAME._replace(session=bytes(16))),
+        ("name", NAME._replace(first_layer=1)),
+        ("name", NAME._replace(last_layer=3)),
+        ("_sizes", (TOKENS, 1, 0)),
+        ("_shape", SHAPE._replace(heads=4, head_dim=2)),
+        ("_shape", SHAPE._replace(dtype=torch.int32)),
+        ("key", SpillKey()),
     ],
 )
-def test_what_was_written_is_bound_to_its_session(tmp_path: Path, change: dict[str, Any]) -> None:
-    spilled = SpilledSession(tmp_path, NAME, _cache(), SpillKey())
-    assert spilled.read_into(_empty())
-    for name, value in change.items():
-        setattr(spilled, name, value)
-    assert not spilled.read_into(_empty())
+def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, value: Any) -> None:
+    spilled = _spilled(tmp_path, _cache())
+    assert spilled.read_into(_cache())
+    setattr(spilled, field, value)
+    assert not spilled.read_into(_cache())
     spilled.close()
-
-
-# -------------------------------------------------------------------- as a part of all sessions
-
-
-def _sessions(
-    directory: Path, *, units: int = 2, spilled: int | None = None, clock: Any = None
-) -> Sessions:
-    settings = SessionSettings(units * UNIT, units * UNIT, 60.0, directory, spilled)
-    return Sessions(settings, 0, clock=clock or (lambda: 0.0))
-
-
-def _part(session: int, start: int, rows: int, parent: int = 0) -> Part:
-    numbers = (number.to_bytes(16, "little") for number in (session, parent))
-    return Part(next(numbers), start, rows, start + rows, next(numbers))
-
-
-def _run(sessions: Sessions, *parts: Part) -> list[float]:
-    """Run a request; return what the first part's session held before."""
-    with sessions.running(b"client", (0, 2), parts, SHAPE, Window()) as caches:
-        before = caches[0].tensors[2][1, 1, : caches[0].length, 3].tolist()
-        for cache, part in zip(caches, parts, strict=True):
-            for tensor in cache.tensors:
-                tensor[:, :, part.start : part.start + part.rows] = part.session[0] + part.start / 8
-    return before
-
-
-def _is_lost(sessions: Sessions, part: Part) -> bool:
-    with pytest.raises(ProtocolError) as caught:
-        _run(sessions, part)
-    return caught.value.code is ErrorCode.UNKNOWN_SESSION
-
-
-def test_sessions_wait_on_disk_for_their_next_request(tmp_path: Path) -> None:
-    sessions = _sessions(tmp_path)
-    for number in (1, 2, 3, 4):
-        _run(
-            sessions,
-            _part(number, 0, 1),
-        )
-        _run(sessions, _part(number, 1, 1))
-    totals = sessions.totals
-    assert (totals.sessions, totals.bytes, totals.spilled) == (2, 2 * UNIT, 2)
-    assert totals.spilled_bytes == 2 * (2 * SHAPE.token_bytes + 3 * 16)
-    for number in (1, 2, 3, 4, 1):
-        assert _run(sessions, _part(number, 2, 1)) == [number, number + 1 / 8]
-    # A fork of one that waits.
-    assert sessions.totals.spilled == 2
-    assert _run(sessions, _part(9, 2, 1, parent=2)) == [2, 2 + 1 / 8]
-    # A session that is begun anew, or forgotten, waits no more.
-    before = sessions.totals.spilled
-    _run(sessions, _part(3, 0, 1))
-    with sessions.running(
-        b"client",
-        (0, 2),
-        [_part(3, 1, 1), *(_part(number, 0, 0) for number in (1, 2, 4, 9))],
-        SHAPE,
-        Window(),
-    ):
-        pass
-    assert before > 0
-    assert sessions.totals == SessionTotals(1, UNIT)
-    sessions.close()
-    assert sessions.totals == SessionTotals()
-
-
-def test_a_damaged_file_is_a_session_that_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    sessions = _sessions(tmp_path, units=1)
-    _run(sessions, _part(1, 0, 2))
-    _run(sessions, _part(2, 0, 2))
-    [(spilled, _)] = sessions._files._files.values()
-    (byte,) = os.pread(_descriptor(spilled), 1, 7)
-    os.pwrite(_descriptor(spilled), bytes([byte ^ 1]), 7)
-    assert _is_lost(sessions, _part(1, 2, 1))
-    assert [record.message for record in caplog.records] == ["spill_damaged"]
-    assert sessions.totals.spilled <= 1
-    assert _run(sessions, _part(1, 0, 1)) == []
-    sessions.close()
-
-
-def test_time_ends_those_on_disk_as_well(tmp_path: Path) -> None:
-    now = 0.0
-    sessions = _sessions(tmp_path, units=1, clock=lambda: now)
-    _run(sessions, _part(1, 0, 1))
-    now = 50.0
-    _run(sessions, _part(2, 0, 1))
-    now = 61.0
-    assert _is_lost(sessions, _part(1, 1, 1))
-    assert sessions.totals.spilled == 0
-    now = 109.0
-    assert _run(sessions, _part(2, 1, 1)) == [2]
-    sessions.close()
-
-
-def test_what_waits_is_bounded_in_bytes_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = SHAPE.token_bytes + 3 * 16
-    for limit, files in ((2 * size + 1, 512), (2**20, 2)):
-        monkeypatch.setattr(session_files, "MAX_FILES", files)
-        sessions = _sessions(tmp_path, units=1, spilled=limit)
-        for number in (1, 2, 3, 4):
-            _run(sessions, _part(number, 0, 1))
-        assert sessions.totals == SessionTotals(1, UNIT, 2, 2 * size)
-        assert _is_lost(sessions, _part(1, 1, 1))
-        assert _run(sessions, _part(2, 1, 1)) == [2]
-        sessions.close()
 
 
 @each_row(("most", "files"), [(4, 512), (1000, 4)])
@@ -329,91 +185,22 @@ def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     monkeypatch.setattr(session_files, "MAX_FILES", files)
     kept = SessionFiles(tmp_path, most * (TOKENS * SHAPE.token_bytes + 9 * 16))
 
-    def put(client: bytes, *numbers: int) -> None:
+    def put(client: bytes, *numbers: int) -> str:
+        """Write sessions, and return all that are left."""
         for number in numbers:
             kept.begin_request()
             kept.put(SessionName(client, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
-
-    def left() -> list[tuple[bytes, int]]:
-        return sorted((name.client, name.session[0]) for name in kept)
+        return " ".join(sorted(f"{name.client.decode()}{name.session[0]}" for name in kept))
 
     put(b"a", 1)
-    put(b"b", *range(1, 8))
-    assert left() == [(b"a", 1), (b"b", 5), (b"b", 6), (b"b", 7)]
+    assert put(b"b", *range(1, 8)) == "a1 b5 b6 b7"
     # Also where it is another that needs the room.
-    put(b"a", 2)
-    assert left() == [(b"a", 1), (b"a", 2), (b"b", 6), (b"b", 7)]
+    assert put(b"a", 2) == "a1 a2 b6 b7"
     # With half of it each, what was used least recently goes.
     kept.touch(SessionName(b"a", b"\1", 0, 2))
-    put(b"c", 1, 2)
-    assert left() == [(b"a", 1), (b"a", 2), (b"c", 1), (b"c", 2)]
-    put(b"c", 3)
-    assert left() == [(b"a", 1), (b"a", 2), (b"c", 2), (b"c", 3)]
+    assert put(b"c", 1, 2) == "a1 a2 c1 c2"
+    assert put(b"c", 3) == "a1 a2 c2 c3"
     kept.forget_client(b"c")
-    assert left() == [(b"a", 1), (b"a", 2)]
+    assert put(b"c") == "a1 a2"
     kept.close()
     assert (len(kept), kept.total_bytes) == (0, 0)
-
-
-def test_a_request_has_so_much_written_and_the_rest_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_files, "REQUEST_BYTES", 3 * SHAPE.token_bytes)
-    sessions = _sessions(tmp_path, units=4)
-    for turn in (0, 4):
-        # Of four that make room two are written: another one has two tokens.
-        _run(sessions, _part(turn + 1, 0, 1), _part(turn + 2, 0, 1), _part(turn + 3, 0, 2))
-        _run(sessions, _part(turn + 4, 0, 1))
-    assert sessions.totals.spilled == 3
-    assert _is_lost(sessions, _part(3, 2, 1))
-    for number in (1, 2, 4):
-        assert _run(sessions, _part(number, 1, 1)) == [number]
-    sessions.close()
-
-
-def test_a_request_makes_no_more_files_than_there_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_files, "MAX_FILES", 3)
-    made: list[int] = []
-
-    def write(spilled: SpilledSession, piece: memoryview) -> None:
-        made.append(1)
-        spilled.bytes += len(piece)
-
-    monkeypatch.setattr(SpilledSession, "_write", write)
-    sessions = _sessions(tmp_path, units=5)
-    _run(sessions, *(_part(number, 0, 1) for number in range(1, 6)))
-    _run(sessions, *(_part(number, 0, 1) for number in range(6, 11)))
-    assert (len(made), sessions.totals.spilled) == (3 * SHAPE.layers, 3)
-    sessions.close()
-
-
-def test_files_go_with_their_client_and_their_time(tmp_path: Path) -> None:
-    now = 0.0
-    sessions = _sessions(tmp_path, units=1, clock=lambda: now)
-    for number in (1, 2, 3):
-        _run(sessions, _part(number, 0, 1))
-        now += 10
-    sessions.forget_client(b"another")
-    assert (sessions.totals.spilled, sessions.expire()) == (2, 30)
-    now = 60.0
-    assert (sessions.expire(), sessions.totals.spilled, sessions.totals.sessions) == (10, 1, 1)
-    sessions.forget_client(b"client")
-    assert sessions.totals == SessionTotals()
-
-
-@each_row("error", [OSError("full"), OverflowError()])
-def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Exception) -> None:
-    sessions = _sessions(tmp_path, units=1)
-    _run(sessions, _part(1, 0, 1))
-    with pytest.MonkeyPatch.context() as patch:
-
-        def fails(*_: object) -> None:
-            raise error
-
-        patch.setattr(SpilledSession, "_write", fails)
-        _run(sessions, _part(2, 0, 1))
-    assert sessions.totals == SessionTotals(1, UNIT)
-    assert _is_lost(sessions, _part(1, 1, 1))
-    sessions.close()

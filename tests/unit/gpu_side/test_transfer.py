@@ -1,14 +1,19 @@
-"""Tests of the copies to and from a device, with a stand-in for CUDA's pinned memory."""
+"""Copies to and from a device, with a stand-in for CUDA's pinned memory, and waiting for it."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpu_side import transfer
-from gpu_side.transfer import InPlace, PinnedStaging, Queued, transfer_to
+from gpu_side.clock import wait_until
+from gpu_side.transfer import PinnedStaging, Queued, transfer_to
+from tests.kit.rows import each_row
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Pinned:
@@ -31,97 +36,84 @@ class Pinned:
     def query(self) -> bool:
         return self.done
 
+    def staging(self) -> PinnedStaging:
+        return PinnedStaging(torch.device("cpu"), empty=self.empty, record=self.record)
 
-def _staging(pinned: Pinned) -> PinnedStaging:
-    return PinnedStaging(torch.device("cpu"), empty=pinned.empty, record=pinned.record)
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("dtype", DTYPES)
 def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) -> None:
     pinned, sent = Pinned(), torch.randn(3, 4)
-    there = _staging(pinned).to_device(sent, dtype)
-    assert torch.equal(there, sent.to(dtype))
-    assert there.dtype == dtype
+    expected = sent.clone()
+    there = pinned.staging().to_device(sent, dtype)
+    sent.zero_()  # its memory is another request's by then
     (staged,) = pinned.made
-    assert staged.dtype == sent.dtype
-    assert torch.equal(staged, sent)
+    assert (there.dtype, staged.dtype) == (dtype, torch.float32)
+    assert torch.equal(there, expected.to(dtype))
+    assert torch.equal(staged, expected)
     assert pinned.events == 0
 
 
-def test_what_is_on_its_way_does_not_alias_the_request() -> None:
-    sent = torch.ones(4)
-    pinned = Pinned()
-    _staging(pinned).to_device(sent, torch.float32)
-    sent.zero_()
-    assert torch.equal(pinned.made[0], torch.ones(4))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_comes_back_is_pinned_and_converted(dtype: torch.dtype) -> None:
+@each_row("dtype", DTYPES)
+def test_what_comes_back_is_pinned_converted_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, output = Pinned(), torch.randn(3, 4)
-    here, _ = _staging(pinned).to_host(output, dtype)
-    (made,) = pinned.made
-    assert here.data_ptr() == made.data_ptr()
+    staging = pinned.staging()
+    here, work = staging.to_host(output, dtype)
+    staging.to_host(torch.zeros(3, 4), dtype)
+    assert here.data_ptr() == pinned.made[0].data_ptr()
     assert torch.equal(here, output.to(dtype))
-    assert pinned.events == 1
-
-
-def test_the_host_is_told_when_the_device_is_done() -> None:
-    pinned = Pinned()
-    _, work = _staging(pinned).to_host(torch.ones(2), torch.float32)
+    assert pinned.events == 2
     assert work is not None
-    for _ in range(2):
-        now_ns = time.perf_counter_ns()
-        assert work.ends_ns() > now_ns  # ask again then
-    pinned.done = True
-    before_ns = time.perf_counter_ns()
-    ended_ns = work.ends_ns()
-    assert before_ns <= ended_ns <= time.perf_counter_ns()
-    pinned.done = False  # nobody asks the device any more
-    assert work.ends_ns() == ended_ns
+    now_ns = time.perf_counter_ns()
+    assert work.ends_ns() > now_ns  # ask again then
 
 
 def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Clock:
-        now = 0
-
-        def perf_counter_ns(self) -> int:
-            return self.now
-
-    clock, pinned, ended = Clock(), Pinned(), list[int]()
-    monkeypatch.setattr(transfer, "time", clock)
-    clock.now = 1_000
-    work = Queued(pinned, 300.0, lambda: ended.append(clock.now))
+    now, pinned, ended = 1_000, Pinned(), list[int]()
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(perf_counter_ns=lambda: now))
+    work = Queued(pinned, 300.0, lambda: ended.append(now))
     for taken_ns, again_ns in ((0, 1), (299_999, 1), (300_000, 50_000), (8_000_000, 1_000_000)):
-        clock.now = 1_000 + taken_ns
-        assert work.ends_ns() == clock.now + again_ns
+        now = 1_000 + taken_ns
+        assert work.ends_ns() == now + again_ns
     assert not ended
-    pinned.done = True
-    clock.now = 9_000_000
-    assert (work.ends_ns(), work.ends_ns()) == (9_000_000, 9_000_000)
+    pinned.done, now = True, 9_000_000
+    assert work.ends_ns() == 9_000_000
+    # It is not asked any more.
+    pinned.done, now = False, 10_000_000
+    assert work.ends_ns() == 9_000_000
     assert ended == [9_000_000]
 
 
-def test_every_reply_has_memory_of_its_own() -> None:
-    pinned = Pinned()
-    staging = _staging(pinned)
-    first, _ = staging.to_host(torch.ones(4), torch.float32)
-    staging.to_host(torch.zeros(4), torch.float32)
-    assert torch.equal(first, torch.ones(4))
-
-
 def test_on_the_cpu_nothing_is_copied_without_need() -> None:
-    transfer, tensor = InPlace(), torch.randn(3)
+    transfer, tensor = transfer_to(torch.device("cpu")), torch.randn(3)
     assert transfer.to_device(tensor, torch.float32) is tensor
     here, work = transfer.to_host(tensor, torch.float32)
-    assert here is tensor
-    assert work is None
-    assert transfer.to_device(tensor, torch.bfloat16).dtype == torch.bfloat16
-    assert transfer.to_host(tensor, torch.float16)[0].dtype == torch.float16
-
-
-def test_cuda_is_staged_and_the_cpu_is_not() -> None:
-    assert isinstance(transfer_to(torch.device("cpu")), InPlace)
+    assert (here is tensor, work) == (True, None)
     assert isinstance(transfer_to(torch.device("cuda", 0)), PinnedStaging)
+
+
+class Clock:
+    """Time that passes where it is looked at, and in sleeps, which end late."""
+
+    def __init__(self, late_ns: int) -> None:
+        self.now, self.slept_ns, self.late_ns = 10**12, 0, late_ns
+
+    def __call__(self) -> int:
+        self.now += 1000
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.slept_ns += int(seconds * 1e9)
+        self.now += int(seconds * 1e9) + self.late_ns
+
+
+@each_row("duration_ns", [-(10**9), 0, 5_000, 100_000, 250_000, 5_000_000])
+def test_a_wait_ends_at_its_time_and_is_slept_but_for_the_end(duration_ns: int) -> None:
+    for late_ns in (0, 60_000):
+        clock = Clock(late_ns)
+        deadline_ns = clock.now + duration_ns
+        wait_until(deadline_ns, clock, clock.sleep)
+        assert deadline_ns <= clock.now <= max(deadline_ns, 10**12) + 2000
+        assert clock.slept_ns >= duration_ns - 130_000

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import memory_pool
+from protocol import memory_pool, stream_wire
 from protocol.stream import StreamChannel
 
 
@@ -38,6 +38,12 @@ def listener(endpoint: str) -> Iterator[StreamListener]:
 def channel(endpoint: str) -> Iterator[StreamChannel]:
     with StreamChannel(endpoint, timeout_s=20) as made:
         yield made
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets that hold little of what is sent."""
+    monkeypatch.setattr(stream_wire, "SOCKET_BUFFER_BYTES", 4096)
 
 
 @pytest.fixture

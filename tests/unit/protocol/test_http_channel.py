@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
+from gpu_side.encoding import Form, encode_reply, open_request
 from protocol.connect import open_channel
 from protocol.errors import (
     DeadlineExceededError,
@@ -23,14 +29,86 @@ from protocol.errors import (
 from protocol.http_access import HttpAccess, read_token
 from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply
+from protocol.shared_memory import frames_in
+from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch, to_torch
 from tests.e2e.tls_ending_proxy import _contexts
 from tests.kit.rows import each_row
-from tests.kit.wire import Answer, answer, good, http_peer, message
 
 TOKEN = "tsqp-" + "t" * 43
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(4)))
 OURS = "tsqp-instance: aa"
+LOST = "a lost connection"
+# Takes the body of a request, and returns an answer; nothing ends the connection.
+Answer = Callable[[bytes], bytes]
+
+
+def _answer(status: int, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _says(status: int, body: bytes = b"", *headers: str) -> Answer:
+    return lambda _: _answer(status, body, *headers)
+
+
+def _good(body: bytes, instance: str = "aa") -> bytes:
+    """Answer a request with ones."""
+    frames = frames_in(memoryview(bytearray(body)), "test", max_frames=64, max_message_bytes=2**30)
+    opened = open_request(frames, 2**30)
+    reply = TensorReply(output=from_torch(torch.ones(4)))
+    sent = encode_reply(Form.FRAMED, opened.request_id, opened.method, reply)
+    return _answer(200, b"".join(to_pieces(sent)[0]), f"TSQP-Instance: {instance}")
+
+
+class Peer(ThreadingHTTPServer):
+    """`answers`: one request each; the last is for all that follow. `heads`: what it has got."""
+
+    daemon_threads = False
+
+    def __init__(self, *answers: Answer, tls: ssl.SSLContext | None = None) -> None:
+        self.answers, self.heads = list(answers), list[str]()
+        # Set when a client has closed its connection.
+        self.closed = threading.Event()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        self.closed.set()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Peer
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body, peer = self.rfile.read(int(self.headers["content-length"])), self.server
+        peer.heads.append(f"{self.requestline}\r\n{self.headers}")
+        said = (peer.answers[0] if len(peer.answers) == 1 else peer.answers.pop(0))(body)
+        self.wfile.write(said)
+        self.close_connection = not said or b"Connection: close" in said
+
+    def finish(self) -> None:
+        self.server.closed.set()
+        super().finish()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def http_peer(*answers: Answer, tls: ssl.SSLContext | None = None) -> Iterator[Peer]:
+    """Serve on a port of loopback until the block ends, and the channels in it."""
+    with Peer(*answers, tls=tls) as peer:
+        thread = threading.Thread(target=peer.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield peer
+        finally:
+            peer.shutdown()
+            thread.join()
 
 
 def _ask(url: str, *, timeout_s: float = 20.0, access: HttpAccess | None = None) -> torch.Tensor:
@@ -41,76 +119,47 @@ def _ask(url: str, *, timeout_s: float = 20.0, access: HttpAccess | None = None)
 
 
 def test_a_connection_is_used_again_below_the_path_of_the_url() -> None:
-    with http_peer(good) as peer, HttpChannel(f"{peer.url}/of/model/") as channel:
+    with http_peer(_good) as peer, HttpChannel(f"{peer.url}/of/model/") as channel:
         for _ in range(3):
             channel.call(REQUEST)
         assert not peer.closed.is_set()
-    heads = [head for head, _ in peer.requests]
-    assert len(heads) == 3
-    assert all(head.startswith("POST /of/model/v1/rpc HTTP/1.1\r\n") for head in heads)
-    assert len({head.partition("tsqp-channel: ")[2][:32] for head in heads}) == 1
-    assert "authorization" not in heads[0].lower()
-
-
-def test_the_token_is_sent_and_stands_in_no_error() -> None:
-    access = HttpAccess(token=TOKEN)
-    assert TOKEN not in repr(access)
-    refused = pytest.raises(EndpointError, match="got HTTP status 401, expected a token")
-    with http_peer(lambda _: answer(401)) as peer, refused as info:
-        _ask(peer.url, access=access)
-    assert f"authorization: Bearer {TOKEN}\r\n" in peer.requests[0][0]
-    assert TOKEN not in str(info.value)
-
-
-def test_a_token_never_crosses_a_network_in_the_clear() -> None:
-    with pytest.raises(SettingsError, match="expected https://: the token is a secret"):
-        HttpChannel("http://gpu.example", access=HttpAccess(token=TOKEN))
-    for url in ("https://gpu.example", "http://127.0.0.1:1", "http://[::1]:1", "http://localhost"):
-        HttpChannel(url, access=HttpAccess(token=TOKEN)).close()
+    assert len(peer.heads) == 3
+    assert all(head.startswith("POST /of/model/v1/rpc HTTP/1.1\r\n") for head in peer.heads)
+    assert len({head.partition("tsqp-channel: ")[2][:32] for head in peer.heads}) == 1
+    assert "authorization" not in peer.heads[0].lower()
 
 
 @each_row(
     ("said", "error", "match"),
     [
-        (lambda _: answer(302, b"", "Location: http://127.0.0.1:1/"), EndpointError, "status 302"),
+        (_says(302, b"", "Location: http://127.0.0.1:1/"), EndpointError, "status 302"),
+        (_says(404, b"", OURS), EndpointError, "status 404, expected gpu-service --http"),
+        (_says(200, b"<html>"), EndpointError, "status 200 of another server"),
+        (_says(200, b"<html>", OURS), ProtocolError, "0 frames|1819568188 frames"),
+        (_says(200, b"", OURS), ProtocolError, "0 frames in 0 bytes"),
         (
-            lambda _: answer(404, b"", OURS),
-            EndpointError,
-            "status 404, expected gpu-service --http",
+            _says(200, bytes(to_pieces([b"x"])[0][0]) + b"y", OURS),
+            ProtocolError,
+            "no byte behind them",
         ),
-        (lambda _: answer(200, b"<html>"), EndpointError, "status 200 of another server"),
-        (lambda _: answer(200, b"<html>", OURS), ProtocolError, "0 frames|1819568188 frames"),
-        (lambda _: answer(200, b"", OURS), ProtocolError, "0 frames in 0 bytes"),
-        (lambda _: answer(200, message([b"x"]) + b"y", OURS), ProtocolError, "no byte behind them"),
-        (lambda body: good(body)[:-1], EndpointError, "a lost connection"),
-        (lambda _: answer(500), EndpointError, "lost connection .* HTTP status 500"),
-        (lambda _: answer(413, b"", OURS), EndpointError, "lost connection .* HTTP status 413"),
-        (lambda _: answer(503, b"", OURS), EndpointError, "lost connection .* HTTP status 503"),
-        (lambda _: b"", EndpointError, "a lost connection"),
-        (lambda _: b"SSH-2.0-x\r\n\r\n", EndpointError, "a lost connection"),
-        (
-            lambda _: b"HTTP/1.1 200 X\r\n" + b"a: b\r\n" * 30_000,
-            EndpointError,
-            "a lost connection",
-        ),
+        (lambda body: _good(body)[:-1], EndpointError, LOST),
+        (_says(500), EndpointError, "lost connection .* HTTP status 500"),
+        (_says(413, b"", OURS), EndpointError, "lost connection .* HTTP status 413"),
+        (_says(503, b"", OURS), EndpointError, "lost connection .* HTTP status 503"),
+        (lambda _: b"", EndpointError, LOST),
+        (lambda _: b"SSH-2.0-x\r\n\r\n", EndpointError, LOST),
+        (lambda _: b"HTTP/1.1 200 X\r\n" + b"a: b\r\n" * 30_000, EndpointError, LOST),
     ],
 )
 def test_what_is_no_reply(said: Answer, error: type[Exception], match: str) -> None:
-    # The connection ends with each answer: one that is cut short is not waited for.
-    with http_peer(_once(said)) as peer, pytest.raises(error, match=match) as info:
+    def once(body: bytes) -> bytes:
+        """End the connection with the answer: one that is cut short is not waited for."""
+        head = b"\r\nContent-Length"
+        return said(body).replace(head, b"\r\nConnection: close" + head, 1)
+
+    with http_peer(once) as peer, pytest.raises(error, match=match) as info:
         _ask(peer.url)
     assert "127.0.0.1:1/" not in str(info.value)
-
-
-def _once(said: Answer) -> Answer:
-    """Close the connection behind an answer."""
-
-    def close(body: bytes) -> bytes:
-        return said(body).replace(
-            b"\r\nContent-Length", b"\r\nConnection: close\r\nContent-Length", 1
-        )
-
-    return close
 
 
 @each_row("chunked", [False, True])
@@ -143,22 +192,20 @@ def test_a_reply_is_bounded_while_it_is_read(chunked: bool) -> None:
         thread.join()
 
 
-def test_a_proxy_whose_service_is_not_there_yet_is_waited_for() -> None:
+def test_a_proxy_whose_service_is_not_there_is_waited_for_until_it_was() -> None:
     """As a host does that starts a machine when it is asked."""
-    starting = [lambda _: answer(502), lambda _: answer(503), lambda _: answer(504)]
-    with http_peer(*starting, good) as peer:
+    with http_peer(*(_says(status) for status in (502, 503, 504)), _good) as peer:
         assert _ask(peer.url).tolist() == [1.0] * 4
-    assert len(peer.requests) == 4
-    with http_peer(lambda _: answer(503)) as peer, pytest.raises(DeadlineExceededError):
+    assert len(peer.heads) == 4
+    with http_peer(_says(503)) as peer, pytest.raises(DeadlineExceededError):
         _ask(peer.url, timeout_s=0.2)
-
-
-def test_once_there_a_service_that_is_gone_is_a_lost_connection() -> None:
-    with http_peer(good, lambda _: answer(502)) as peer, HttpChannel(peer.url) as channel:
+    with pytest.raises(DeadlineExceededError):  # a name that is no host's
+        _ask("http://" + "a" * 70 + ".invalid:1", timeout_s=0.2)
+    with http_peer(_good, _says(502)) as peer, HttpChannel(peer.url) as channel:
         channel.call(REQUEST)
         with pytest.raises(EndpointError, match=r"a lost connection .*HTTP status 502"):
             channel.call(REQUEST)
-    assert len(peer.requests) == 2
+    assert len(peer.heads) == 2
 
 
 def test_a_loss_is_one_for_all_that_is_in_flight() -> None:
@@ -168,9 +215,9 @@ def test_a_loss_is_one_for_all_that_is_in_flight() -> None:
         held.wait(20)
         return b""
 
-    with http_peer(hold, hold, hold, good) as peer, HttpChannel(peer.url) as channel:
+    with http_peer(hold, hold, hold, _good) as peer, HttpChannel(peer.url) as channel:
         first, *others = (channel.submit(REQUEST) for _ in range(3))
-        while len(peer.requests) < 3:
+        while len(peer.heads) < 3:
             assert not channel.arrived(first)
         held.set()
         until = time.monotonic() + 20
@@ -188,7 +235,7 @@ def test_a_loss_is_one_for_all_that_is_in_flight() -> None:
 
 def test_another_process_is_no_successor_where_one_is_asked_for() -> None:
     """A host may put several processes behind one URL; the handshake was with one of them."""
-    replies = (good, good, lambda body: good(body, "bb"))
+    replies = (_good, _good, lambda body: _good(body, "bb"))
     with http_peer(*replies) as peer, HttpChannel(peer.url) as channel:
         channel.use_one_connection()
         channel.call(REQUEST)
@@ -208,11 +255,11 @@ def test_what_is_given_up_ends_its_connection(given_up: str) -> None:
 
     def hold(body: bytes) -> bytes:
         waiting.wait(20)
-        return good(body)
+        return _good(body)
 
-    with http_peer(hold, good) as peer, HttpChannel(peer.url) as channel:
+    with http_peer(hold, _good) as peer, HttpChannel(peer.url) as channel:
         request_id = channel.submit(REQUEST, timeout_s=0.3 if given_up == "wait" else 20)
-        while not peer.requests:
+        while not peer.heads:
             channel.arrived(request_id)
         if given_up == "abandon":
             channel.abandon(request_id)
@@ -229,84 +276,71 @@ def test_what_is_given_up_ends_its_connection(given_up: str) -> None:
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with http_peer(lambda _: answer(500)) as proxy, http_peer(good) as peer:
+    with http_peer(_says(500)) as proxy, http_peer(_good) as peer:
         for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "https_proxy"):
             monkeypatch.setenv(name, proxy.url)
         _ask(peer.url)
-    assert not proxy.requests
+    assert not proxy.heads
 
 
-def test_a_name_that_is_no_host_is_not_there() -> None:
-    with pytest.raises(DeadlineExceededError):
-        _ask("http://" + "a" * 70 + ".invalid:1", timeout_s=0.2)
-
-
-# ------------------------------------------------------------------------------------------ TLS
+# ------------------------------------------------------------------------------- tokens and TLS
 
 
 def test_a_certificate_is_verified(tmp_path: Path) -> None:
     serving, _ = _contexts(tmp_path)
     ca = (tmp_path / "proxy.pem").read_text()
-    with http_peer(good, tls=serving) as peer:
+    with http_peer(_good, tls=serving) as peer:
         assert _ask(peer.url, access=HttpAccess(TOKEN, ca)).tolist() == [1.0] * 4
         for url, trusted in ((peer.url, None), (peer.url.replace("127.0.0.1", "localhost"), ca)):
             with pytest.raises(EndpointError, match=r"got TLS that fails: .*, expected a certif"):
                 _ask(url, access=HttpAccess(TOKEN, trusted))
-        assert len(peer.requests) == 1, "a request was sent before the certificate was known"
-
-
-def test_what_speaks_no_tls_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def refuse() -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(2**16)
-                connection.sendall(answer(400))
-
-        thread = threading.Thread(target=refuse)
-        thread.start()
-        with pytest.raises(EndpointError, match="got TLS that fails"):
-            _ask(f"https://127.0.0.1:{listening.getsockname()[1]}")
-        thread.join()
-
-
-def test_a_file_without_a_ca_is_refused() -> None:
+        assert len(peer.heads) == 1, "a request was sent before the certificate was known"
+    with http_peer(_good) as plain, pytest.raises(EndpointError, match="got TLS that fails"):
+        _ask(plain.url.replace("http:", "https:"))
     with pytest.raises(SettingsError, match="--http-ca: got something else"):
         HttpChannel("https://gpu.example", access=HttpAccess(ca="no certificate"))
 
 
-# ---------------------------------------------------------------------------------------- tokens
+def test_a_token_is_sent_where_it_stays_secret_and_stands_in_no_error() -> None:
+    access = HttpAccess(token=TOKEN)
+    assert TOKEN not in repr(access)
+    refused = pytest.raises(EndpointError, match="got HTTP status 401, expected a token")
+    with http_peer(_says(401)) as peer, refused as info:
+        _ask(peer.url, access=access)
+    assert f"authorization: Bearer {TOKEN}\n" in peer.heads[0]
+    assert TOKEN not in str(info.value)
+    with pytest.raises(SettingsError, match="expected https://: the token is a secret"):
+        HttpChannel("http://gpu.example", access=access)
+    for url in ("https://gpu.example", "http://127.0.0.1:1", "http://[::1]:1", "http://localhost"):
+        HttpChannel(url, access=access).close()
 
 
-def test_a_token_is_read_from_a_file_of_its_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text(TOKEN + "\n")
-    path.chmod(0o600)
-    assert read_token(path) == TOKEN
-    path.chmod(0o640)
-    with pytest.raises(KeyFileError, match="mode 0640"):
-        read_token(path)
-
-
-@each_row("text", ["", "short", TOKEN + "\n\n", TOKEN + "\r\nX: y", "tok en" * 10, "ä" * 40])
-def test_what_is_no_token_is_refused_and_not_quoted(text: str, tmp_path: Path) -> None:
+@each_row(
+    ("text", "mode", "said"),
+    [
+        (TOKEN + "\n", 0o600, None),
+        (TOKEN, 0o640, "mode 0640"),
+        *(
+            (text, 0o600, "that are no token")
+            for text in ("", "t" * 31, TOKEN + "\n\n", TOKEN + "\r\nX: y", "tok en" * 10, "ä" * 40)
+        ),
+    ],
+)
+def test_a_token_is_a_line_of_a_file_of_its_owner_alone(
+    text: str, mode: int, said: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "token"
     path.write_text(text)
-    path.chmod(0o600)
-    with pytest.raises(KeyFileError, match="that are no token") as info:
+    path.chmod(mode)
+    if said is None:
+        assert read_token(path) == TOKEN
+        return
+    with pytest.raises(KeyFileError, match=said) as info:
         read_token(path)
-    assert len(text) < 5 or text.strip() not in str(info.value)
-
-
-def test_what_is_no_url_is_refused() -> None:
-    with pytest.raises(EndpointError, match="got no URL"):
-        HttpChannel("tcp://127.0.0.1:1")
+    assert len(text) < 6 or text.strip() not in str(info.value)
 
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "httpcore2", None)
     monkeypatch.delitem(sys.modules, "protocol.http_channel", raising=False)
     monkeypatch.delitem(sys.modules, "protocol.http_streams", raising=False)

@@ -25,6 +25,7 @@ from tests.kit.shm import PAGE
 from tests.kit.wire import tensor_reply
 
 SIZE = 2**20
+REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(8)))
 
 
 @pytest.fixture
@@ -47,10 +48,6 @@ def plain(tmp_path: Path) -> Iterator[StreamListener]:
     made.close()
 
 
-def _request() -> LMHeadRequest:
-    return LMHeadRequest(hidden_states=from_torch(torch.ones(8)))
-
-
 def _take(listener: StreamListener) -> Incoming:
     assert listener.wait(timeout_ms=10_000)
     incoming = listener.receive()
@@ -60,7 +57,7 @@ def _take(listener: StreamListener) -> Incoming:
 
 def _call(channel: IvshmemChannel, listener: StreamListener, value: float = 1.0) -> bool:
     """Have a request answered; say whether it came in a slot."""
-    request_id = channel.submit(_request())
+    request_id = channel.submit(REQUEST)
     incoming = _take(listener)
     assert open_request(incoming.frames, 2**20).request_id == request_id
     assert listener.send(incoming.route, tensor_reply(request_id, torch.full((1,), value)))
@@ -100,31 +97,24 @@ def test_slots_are_used_once_the_service_has_them(
     listener: StreamListener, endpoint: str, memory: Path
 ) -> None:
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
-        ids = [channel.submit(_request()) for _ in range(2)]
+        ids = [channel.submit(REQUEST) for _ in range(2)]
         for request_id in ids:
             incoming = _take(listener)
             assert incoming.slot is None
             listener.send(incoming.route, tensor_reply(request_id, torch.ones(1)))
         for request_id in ids:
             channel.wait(request_id)
-        for _ in range(2 * SLOTS):
-            assert _call(channel, listener)
+        assert all(_call(channel, listener) for _ in range(2 * SLOTS))
         head = memory.read_bytes()[:44]
     magic, slots, session, *sizes = struct.unpack_from("<8sI4sQQ", head)
     assert (magic, head[40:]) == (b"TSQPshm1", session)
     assert Areas(slots, *sizes) == areas_for(2**30, 2**30, SIZE)
 
 
-def test_every_session_has_its_own_number(
+def test_every_session_has_a_number_of_chance(
     listener: StreamListener, endpoint: str, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By chance: a number that an earlier client has left there says nothing."""
-    sessions = set()
-    for _ in range(3):
-        with IvshmemChannel(endpoint, timeout_s=20) as channel:
-            _call(channel, listener)
-            sessions.add(memory.read_bytes()[12:16])
-    assert len(sessions) == 3
+    """What an earlier client has left there says nothing."""
     drawn: list[int] = []
     monkeypatch.setattr(ivshmem.os, "urandom", lambda size: drawn.append(size) or b"1234")
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
@@ -143,36 +133,26 @@ def test_every_session_has_its_own_number(
         (bytes(SMALLEST - 1), f"got {SMALLEST - 1} bytes, expected {SMALLEST} or more"),
         (b"#!/bin/sh\n" + bytes(SIZE), "got something else in it, expected zeros"),
         (b"TSQPshm2" + bytes(SIZE), "got something else in it"),
+        (None, "got No such file or directory, expected a file to map"),
+        (..., "got Is a directory"),
     ],
 )
 def test_another_file_is_refused_and_left_alone(
-    plain: StreamListener, endpoint: str, memory: Path, content: bytes, said: str
+    plain: StreamListener, tmp_path: Path, content: object, said: str
 ) -> None:
-    memory.write_bytes(content)
+    memory = tmp_path / "other"
+    memory.unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        memory.write_bytes(content)
+    elif content is ...:
+        memory.mkdir()
     with (
-        IvshmemChannel(endpoint, timeout_s=3600) as channel,
+        IvshmemChannel(f"ivshmem://{memory},{tmp_path}/s", timeout_s=3600) as channel,
         pytest.raises(EndpointError, match=f"^{memory}: {said}"),
     ):
-        channel.submit(_request())
-    assert memory.read_bytes() == content
+        channel.submit(REQUEST)
+    assert content in (None, ...) or memory.read_bytes() == content
     assert _kept(memory) == (0, 0)
-
-
-@each_row(
-    ("path", "said"),
-    [
-        ("none", "got No such file or directory, expected a file to map"),
-        ("", "got Is a directory"),
-    ],
-)
-def test_no_memory_is_refused_at_once(
-    plain: StreamListener, tmp_path: Path, path: str, said: str
-) -> None:
-    with (
-        IvshmemChannel(f"ivshmem://{tmp_path}/{path},{tmp_path}/s", timeout_s=3600) as channel,
-        pytest.raises(EndpointError, match=said),
-    ):
-        channel.submit(_request())
 
 
 def test_a_second_client_does_not_touch_the_memory_of_the_first(
@@ -185,11 +165,13 @@ def test_a_second_client_does_not_touch_the_memory_of_the_first(
             IvshmemChannel(endpoint, timeout_s=3600) as second,
             pytest.raises(EndpointError, match=f"{memory}: got another client, expected one at a"),
         ):
-            second.submit(_request())
+            second.submit(REQUEST)
         assert memory.read_bytes()[:40] == had
         assert _call(first, listener)
+        kept = first._lane  # as an error may keep the segment, by its frames
     with IvshmemChannel(endpoint, timeout_s=20) as successor:
         assert [_call(successor, listener) for _ in range(2)] == [False, True]
+    assert kept is not None
 
 
 # ------------------------------------------------------------------------- what is left over
@@ -207,32 +189,22 @@ def test_nothing_is_left_of_a_lost_connection(
             assert _kept(memory) == before == (1, 1)
 
 
-def test_memory_that_is_still_mapped_is_not_locked(listener: StreamListener, endpoint: str) -> None:
-    """An error may keep the segment, by its frames."""
-    with IvshmemChannel(endpoint, timeout_s=20) as first:
-        assert [_call(first, listener) for _ in range(2)] == [False, True]
-        kept = first._lane
-    with IvshmemChannel(endpoint, timeout_s=20) as second:
-        assert [_call(second, listener) for _ in range(2)] == [False, True]
-    assert kept is not None
-
-
 def test_a_reply_to_an_earlier_client_is_none_to_the_next(
     listener: StreamListener, endpoint: str
 ) -> None:
     """The service puts it there after the next one has laid out its segment."""
     with IvshmemChannel(endpoint, timeout_s=20) as first:
         _call(first, listener)
-        gone_id = first.submit(_request())
+        gone_id = first.submit(REQUEST)
         late = _take(listener)
         assert late.slot is not None
     with IvshmemChannel(endpoint, timeout_s=20) as second:
-        request_id = second.submit(_request())
+        request_id = second.submit(REQUEST)
         assert listener.send(late.route, tensor_reply(gone_id, torch.full((1,), 9.0)))
         incoming = _take(listener)
         listener.send(incoming.route, tensor_reply(request_id, torch.ones(1)))
         second.wait(request_id)
-        asked = second.submit(_request())
+        asked = second.submit(REQUEST)
         incoming = _take(listener)
         assert incoming.route[1] == late.route[1]  # it is in the same slot
         assert not second.arrived(asked)
@@ -250,29 +222,18 @@ def test_a_head_that_changes_while_connected_changes_nothing(
     listener: StreamListener, endpoint: str, memory: Path
 ) -> None:
     """Each end goes by the sizes that it knew from the start."""
-    with IvshmemChannel(endpoint, timeout_s=20) as channel:
+    with IvshmemChannel(endpoint, timeout_s=20) as channel, memory.open("r+b") as file:
         _call(channel, listener)
-        with memory.open("r+b") as file:
-            for head in (struct.pack("<8sI4sQQ", b"TSQPshm1", 8, b"", 2**40, 2**40), b"\xff" * 40):
-                file.seek(0)
-                file.write(head)
-                file.flush()
-                for _ in range(SLOTS):
-                    assert _call(channel, listener)
-                assert channel._lane is not None
-                assert channel._lane._incoming == areas_for(2**30, 2**30, SIZE).reply_bytes
-
-
-@pytest.mark.parametrize("size", [SIZE, 2**63])
-def test_a_reply_beyond_its_area_is_refused(
-    listener: StreamListener, endpoint: str, memory: Path, size: int
-) -> None:
-    with IvshmemChannel(endpoint, timeout_s=20) as channel:
-        _call(channel, listener)
-        request_id = channel.submit(_request())
-        slot = _take(listener).route[1][0]
-        with memory.open("r+b") as file:
-            file.seek(192 + 64 * (SLOTS + slot))
-            file.write(struct.pack("<IxxxxQ", 77, size))
-        with pytest.raises(ProtocolError, match=f"got a message of {size} bytes"):
+        for head in (struct.pack("<8sI4sQQ", b"TSQPshm1", 8, b"", 2**40, 2**40), b"\xff" * 40):
+            file.seek(0)
+            file.write(head)
+            file.flush()
+            assert all(_call(channel, listener) for _ in range(SLOTS))
+            assert channel._lane is not None
+            assert channel._lane._incoming == areas_for(2**30, 2**30, SIZE).reply_bytes
+        request_id = channel.submit(REQUEST)
+        file.seek(192 + 64 * (SLOTS + _take(listener).route[1][0]))
+        file.write(struct.pack("<IxxxxQ", 77, SIZE))
+        file.flush()
+        with pytest.raises(ProtocolError, match=f"got a message of {SIZE} bytes"):
             channel.wait(request_id)

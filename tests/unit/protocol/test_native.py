@@ -1,11 +1,12 @@
-"""Compiled kernels: which are chosen, that a wrong one is not, and what threads share."""
+"""Compiled kernels: which are chosen, that a wrong or broken one is not, what threads share."""
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import ring_product
+from protocol.native.loading import load
 from protocol.native.proof import PORTABLE, differs
-from tests.kit.kernels import KERNELS, using_kernels
+from tests.kit.kernels import KERNELS
+from tests.kit.rows import each_row
 
 REAL = native.library
 compiled_only = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")
@@ -46,6 +49,9 @@ class Library:
         return lambda *_: 0  # does nothing: what was in memory before stays
 
 
+# ------------------------------------------------------------------------------ what is chosen
+
+
 @compiled_only
 def test_every_variant_of_this_processor_proves_itself() -> None:
     assert KERNELS[:2] == ("torch", PORTABLE)
@@ -53,13 +59,11 @@ def test_every_variant_of_this_processor_proves_itself() -> None:
 
 
 @compiled_only
-@pytest.mark.parametrize(
-    "kernel", ["product", "encode", "rms_norm", "silu_mul", "rope", "attention"]
-)
+@each_row("kernel", ["product", "encode", "rms_norm", "silu_mul", "rope", "attention"])
 def test_a_variant_with_a_wrong_kernel_is_not_used(
     kernel: str, monkeypatch: pytest.MonkeyPatch, chosen_again: None
 ) -> None:
-    best = native.library.variants()[-1]
+    best = REAL.variants()[-1]
     if best == PORTABLE:
         pytest.skip("a processor with the portable variant alone")
     with monkeypatch.context() as patch:
@@ -71,15 +75,11 @@ def test_a_variant_with_a_wrong_kernel_is_not_used(
             native.use(best)
 
 
-def test_an_unknown_variant_is_refused_with_those_that_there_are(chosen_again: None) -> None:
-    expected = "got 'sse9', expected one of auto, torch"
-    with pytest.raises(KernelError, match=expected):
-        native.use("sse9")
-
-
 def test_without_a_library_torch_computes_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chosen_again: None
 ) -> None:
+    with pytest.raises(KernelError, match="got 'sse9', expected one of auto, torch"):
+        native.use("sse9")
     with monkeypatch.context() as patch:
         patch.setattr(native, "library", None)
         assert native.use() == native.Choice("torch", (), False)
@@ -89,19 +89,61 @@ def test_without_a_library_torch_computes_and_the_log_says_so(
             native.use(PORTABLE)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 40])
-def test_products_have_the_same_bits_however_they_are_computed(rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randint(-128, 128, (131, 197), generator=generator).to(torch.int8)
-    elements = torch.randint(-(2**31), 2**31, (rows, 197), generator=generator).to(torch.int32)
-    exact = (elements.long() @ weight.long().t()).to(torch.int32)
-    for name in KERNELS:
-        with using_kernels(name):
-            assert torch.equal(ring_product(elements, weight), exact), name
-            assert torch.equal(ring_product(elements, weight[5:69]), exact[:, 5:69]), name
+# ------------------------------------------------------------------------ a library that is broken
+
+_MACHINE = 18  # in an ELF header
+_SHORT, _OTHER = "cut short, or no library", "built for another processor or system"
+
+
+def _other_machine(library: bytes) -> bytes:
+    return library[:_MACHINE] + (0xF3).to_bytes(2, sys.byteorder) + library[_MACHINE + 2 :]
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "half": (lambda library: library[: len(library) // 2], _SHORT),
+    "less": (lambda library: library[:-1], _SHORT),
+    "begun": (lambda library: library[:20], _SHORT),
+    "empty": (lambda library: b"", _SHORT),
+    "noise": (lambda library: b"no library " * 1000, _SHORT),
+    "machine": (_other_machine, _OTHER),
+    "symbols": (lambda library: library.replace(b"PyInit__native", b"PyInit__nothin"), _OTHER),
+}
 
 
 @compiled_only
+def test_a_library_that_does_not_load_is_of_no_use_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    whole = Path(REAL.__file__).read_bytes()
+    found = {}
+    for name, (damage, _) in DAMAGES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / Path(REAL.__file__).name).write_bytes(damage(whole))
+        found[name] = load(f"{name}._native")
+    assert found == {name: (None, why) for name, (_, why) in DAMAGES.items()}
+    assert load("protocol.native._native") == (REAL, "")
+    assert load("protocol.native._none") == (None, "")
+
+
+# --------------------------------------------------------------------------------- threads, forks
+
+
+@pytest.fixture
+def _threads_again() -> Iterator[None]:
+    yield
+    native.set_threads(1)
+
+
+def _exit_status_in_a_fork(work: Callable[[], object]) -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+@compiled_only
+@pytest.mark.usefixtures("_threads_again")
 def test_threads_and_forked_children_have_pools_of_their_own() -> None:
     # More threads than cores, and jobs of different sizes back to back: workers wake up late, in
     # the middle of a job that is not the one they were woken for.
@@ -109,99 +151,48 @@ def test_threads_and_forked_children_have_pools_of_their_own() -> None:
     for outputs in (2048, 512, 1024):
         weight = torch.randint(-128, 128, (outputs, 256)).to(torch.int8)
         elements = torch.randint(-(2**31), 2**31, (32, 256)).to(torch.int32)
-        exact = (elements.long() @ weight.long().t()).to(torch.int32)
+        exact = (elements.double() @ weight.double().t()).long().to(torch.int32)
         products.append((elements, weight, exact))
     wrong: list[int] = []
 
     def compute(number: int) -> None:
         wrong.extend(
             number
-            for _ in range(100)
+            for _ in range(25)
             for elements, weight, exact in products
             # By numpy: torch's own threads do not outlive a fork.
             if not np.array_equal(ring_product(elements, weight).numpy(), exact.numpy())
         )
 
+    def compute_and_exit() -> None:
+        compute(4)
+        raise SystemExit(len(wrong))
+
     native.set_threads(4)
-    try:
-        threads = [threading.Thread(target=compute, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        compute(3)
-        child = multiprocessing.get_context("fork").Process(
-            target=_exit_if_right, args=(compute, wrong)
-        )
-        child.start()
-        child.join(60)
-    finally:
-        native.set_threads(1)
+    threads = [threading.Thread(target=compute, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    compute(3)
+    assert _exit_status_in_a_fork(compute_and_exit) == 0
     assert not wrong
-    assert child.exitcode == 0
 
 
 @compiled_only
+@pytest.mark.usefixtures("_threads_again")
 def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
     made, forked = threading.Event(), threading.Event()
 
     def keep_a_pool() -> None:
-        _make_a_pool()
+        assert native.own.pool
         made.set()
         forked.wait(60)
 
     native.set_threads(3)
-    try:
-        thread = threading.Thread(target=keep_a_pool)
-        thread.start()
-        made.wait(60)
-        child = multiprocessing.get_context("fork").Process(target=_make_a_pool)
-        child.start()
-        child.join(60)
-        forked.set()
-        thread.join()
-    finally:
-        native.set_threads(1)
-    assert child.exitcode == 0
-
-
-@compiled_only
-def test_another_number_of_threads_frees_no_pool_that_is_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, changed = threading.Event(), threading.Event()
-    freed: list[int] = []
-    seen: list[bool] = []
-
-    def look() -> None:
-        pool = native.own.pool  # as a call in progress has it
-        used = int(pool)
-        made.set()
-        changed.wait(60)
-        seen.append(used in freed)
-        del pool
-        seen.append(used in freed)
-        seen.append(native.own.pool == used)
-
-    real = native.library
-    counted = SimpleNamespace(pool_new=real.pool_new, pool_free=freed.append)
-    monkeypatch.setattr(native, "library", counted)
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=keep_a_pool)
     thread.start()
     made.wait(60)
-    native.set_threads(2)
-    changed.set()
+    assert _exit_status_in_a_fork(lambda: native.own.pool) == 0
+    forked.set()
     thread.join()
-    native.set_threads(1)
-    assert seen == [False, True, False]
-    for pool in freed:
-        real.pool_free(pool)
-
-
-def _make_a_pool() -> None:
-    assert native.own.pool
-
-
-def _exit_if_right(compute: Any, wrong: list[int]) -> None:
-    compute(4)
-    raise SystemExit(len(wrong))

@@ -1,19 +1,37 @@
-"""Prepared requests: the bytes that they send, and replies that are not the expected one."""
+"""Prepared requests: the bytes that they send, and replies that are not the expected one.
+
+Compiled code takes a reply only where decoding it would say the same
+(`tests/property/test_known_headers_property.py` says so of the Python that does it).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply
-from protocol.channel import Channel
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.transport.bind import open_listener
+from protocol import native
+from protocol.channel import Exchange
+from protocol.connect import open_channel
 from protocol.encoding import encode_request
-from protocol.errors import ErrorCode, ProtocolError, ReplyError, ServiceError
+from protocol.errors import ErrorCode, ProtocolError, ReplyError, ServiceError, TsqpError
+from protocol.header_numbers import (
+    MAX_TEMPLATE_BYTES,
+    REPLY,
+    REQUEST,
+    UNTIMED_REPLY,
+    HeaderLayout,
+    pack_template,
+)
 from protocol.messages import (
+    MAX_TIMING_US,
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
@@ -24,98 +42,150 @@ from protocol.messages import (
 )
 from protocol.pending import OversizedRequestError
 from protocol.prepared import Preparable, PreparedRequest
+from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, WireTensor, from_torch
-from tests.unit.protocol.test_pending import ScriptedChannel
+from tests.kit.rows import each_row
+from tests.kit.wire import ScriptedChannel
 
-TIMING = Timing(queue_us=3, compute_us=4)
 ROWS, IN, OUT = 2, 4, 6
+ID = 2**61 + 12345
+TIMING = Timing(queue_us=3, compute_us=MAX_TIMING_US)
+OUTPUT = torch.arange(1, ROWS * OUT + 1, dtype=torch.int32).view(ROWS, OUT)
 
 
-def _empty(dtype: str, *shape: int) -> WireTensor:
-    return WireTensor(dtype, shape, b"")
+def _empty(dtype: str) -> WireTensor:
+    return WireTensor(dtype, (ROWS, IN), b"")
 
 
 MESSAGES: list[tuple[Preparable, torch.dtype]] = [
     (
-        RingLinearRequest(
-            layer_idx=3, module_names=("q_proj", "k_proj"), elements=_empty("int32", ROWS, IN)
-        ),
+        RingLinearRequest(layer_idx=3, module_names=("q_proj", "k_proj"), elements=_empty("int32")),
         torch.int32,
     ),
     (
         LinearRequest(
             layer_idx=0,
             module_names=("o_proj",),
-            hidden_states=_empty("bfloat16", ROWS, IN),
+            hidden_states=_empty("bfloat16"),
             bias=False,
         ),
         torch.bfloat16,
     ),
-    (LMHeadRequest(hidden_states=_empty("float32", ROWS, IN)), torch.float32),
-    (EmbeddingRequest(input_ids=_empty("int64", ROWS, IN), dtype="float16"), torch.int64),
+    (LMHeadRequest(hidden_states=_empty("float32")), torch.float32),
+    (EmbeddingRequest(input_ids=_empty("int64"), dtype="float16"), torch.int64),
 ]
 
 
-class Keeping(ScriptedChannel):
-    """Keeps the frames that it sends."""
-
-    def _send(self, method: str, frames: Any, size: int, timeout_s: float) -> int:
-        self.frames = [bytes(frame) for frame in frames]
-        assert size == sum(map(len, self.frames))
-        return super()._send(method, frames, size, timeout_s)
-
-
-def _ring() -> PreparedRequest:
-    return PreparedRequest(MESSAGES[0][0], (ROWS, OUT), "int32")
+def _ring(outputs: int = OUT) -> PreparedRequest:
+    return PreparedRequest(MESSAGES[0][0], (ROWS, outputs), "int32")
 
 
 def _payload(dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.arange(ROWS * IN).view(ROWS, IN).to(dtype)
 
 
-def _reply(request_id: int, output: torch.Tensor, method: str = "RingLinear") -> list[Buffer]:
+def _reply(
+    request_id: int, output: torch.Tensor = OUTPUT, method: str = "RingLinear"
+) -> list[Buffer]:
     result = TensorReply(output=from_torch(output))
     return encode_reply(Form.FRAMED, request_id, method, result, TIMING)
 
 
-OUTPUT = torch.arange(ROWS * OUT, dtype=torch.int32).view(ROWS, OUT)
+def _answered(answer: Callable[[int], list[Buffer]], prepared: PreparedRequest) -> Exchange:
+    """Start a request over a scripted channel, and take what comes for an answer."""
+    channel = ScriptedChannel()
+    request_id = channel.start(prepared, _payload())
+    channel.script.append((answer(request_id), 1))
+    return channel.wait(request_id)
 
 
-@pytest.mark.parametrize(("message", "dtype"), MESSAGES)
+# --------------------------------------------------------------------------------------- headers
+
+ASKED = {"version": 1, "method": "Linear", "request": {"layer_idx": 3}}
+ANSWERED = {"version": 1, "method": "Linear", "status": "success", "response": {}}
+
+
+@each_row(
+    ("layout", "fields", "head"),
+    [(REQUEST, ASKED, 41), (REPLY, ANSWERED, 67), (UNTIMED_REPLY, ANSWERED, 21)],
+)
+def test_a_header_is_one_map_whose_numbers_stand_first(
+    layout: HeaderLayout, fields: dict[str, object], head: int
+) -> None:
+    template = pack_template(fields)
+    for drawn in ((1, 0, 2**53), (2**63 - 1, 3_600_000, 1)):
+        numbers = drawn[: len(layout.places)]
+        header = layout.header(template, *numbers)
+        assert msgpack.unpackb(header).items() >= {"request_id": numbers[0], **fields}.items()
+        assert len(header) == head + len(template)
+        assert layout.split(memoryview(bytearray(header))) == (numbers, template)
+        for other in (REQUEST, REPLY):
+            assert (other.split(header) is None) == (other is not layout)
+
+
+@each_row("layout", [REQUEST, REPLY])
+def test_a_header_that_is_laid_out_otherwise_is_not_split(layout: HeaderLayout) -> None:
+    numbers = [2**64 - 1] * len(layout.places)
+    header, longest = layout.header(b"", *numbers), b"x" * MAX_TEMPLATE_BYTES
+    # A byte of a key, or of a mark of a number; not one of a number.
+    for place in range(len(header)):
+        changed = bytearray(header + b"x")
+        changed[place] ^= 1
+        assert (layout.split(changed) is None) == (header[place] != 0xFF), place
+        assert layout.split(header[:place]) is None
+    assert layout.split(header) is None
+    assert layout.split(header + longest) == (tuple(numbers), longest)
+    assert layout.split(header + longest + b"x") is None
+
+
+# --------------------------------------------------------------------------------- what is sent
+
+
+@each_row(("message", "dtype"), MESSAGES)
 def test_a_started_request_has_the_bytes_of_a_submitted_one(
     message: Preparable, dtype: torch.dtype
 ) -> None:
-    channel, payload = Keeping(), _payload(dtype)
+    channel, payload = ScriptedChannel(), _payload(dtype)
     prepared = PreparedRequest(message, (ROWS, OUT), "float32")
-    request_id = channel.start(prepared, payload, 1.5)
+    # Not contiguous: it is sent in order all the same.
+    request_id = channel.start(prepared, payload.t().contiguous().t(), 1.5)
     whole = prepared.request(payload)
-    expected = [bytes(frame) for frame in encode_request(whole, request_id, 1500)]
-    assert channel.frames == expected
-    assert prepared.request_bytes == sum(map(len, expected))
+    assert channel.sent[0] == [bytes(frame) for frame in encode_request(whole, request_id, 1500)]
+    assert prepared.request_bytes == sum(map(len, channel.sent[0]))
     channel.submit(whole, 1.5)
-    header = msgpack.unpackb(channel.frames[0]) | {"request_id": request_id}
-    assert header == msgpack.unpackb(expected[0])
-    assert channel.frames[1:] == expected[1:]
+    header = msgpack.unpackb(channel.sent[1][0]) | {"request_id": request_id}
+    assert header == msgpack.unpackb(channel.sent[0][0])
+    assert channel.sent[1][1:] == channel.sent[0][1:]
 
 
 def test_a_seed_crosses_in_place_of_the_elements() -> None:
-    channel, prepared, words = Keeping(), _ring(), torch.arange(8, dtype=torch.int32)
-    request_id = channel.start(prepared.seeded, words, 1.5)
-    whole = SeededRingLinearRequest(
-        layer_idx=3,
-        module_names=("q_proj", "k_proj"),
-        rows=ROWS,
-        columns=IN,
-        seed=from_torch(words),
-    )
-    assert channel.frames == [bytes(frame) for frame in encode_request(whole, request_id, 1500)]
-    assert prepared.seeded.request(words) == whole
-    assert prepared.seeded is prepared.seeded
-    frames = _reply(request_id, OUTPUT, "SeededRingLinear")
-    channel.script.append((frames, 1))
+    channel, prepared, words = ScriptedChannel(), _ring(), torch.arange(8, dtype=torch.int32)
+    request_id = channel.start(prepared.seeded, words)
+    sent = read_request(open_request(list(channel.sent[0]), 2**20))
+    assert isinstance(sent, SeededRingLinearRequest)
+    assert (sent.layer_idx, sent.module_names) == (3, ("q_proj", "k_proj"))
+    assert (sent.rows, sent.columns, sent.seed) == (ROWS, IN, from_torch(words))
+    channel.script.append((_reply(request_id, method="SeededRingLinear"), 1))
     assert torch.equal(prepared.output(channel.wait(request_id)), OUTPUT)
     with pytest.raises(ValueError, match="SeededRingLinearRequest"):
         _ = PreparedRequest(MESSAGES[2][0], (ROWS, OUT), "float32").seeded
+
+
+@each_row(
+    "payload",
+    [_payload()[:1], _payload(torch.float32), _payload().flatten(), _payload().view(4, 2)],
+)
+def test_a_payload_that_was_not_prepared_is_not_sent(payload: torch.Tensor) -> None:
+    channel = ScriptedChannel()
+    with pytest.raises(ProtocolError, match=r"payload of RingLinear: .* expected int32 \[2, 4\]"):
+        channel.start(_ring(), payload)
+    small = ScriptedChannel(max_message_bytes=_ring().request_bytes - 1)
+    with pytest.raises(OversizedRequestError, match=f"at most {_ring().request_bytes - 1} "):
+        small.start(_ring(), _payload())
+    assert channel.sent == small.sent == []
+
+
+# ------------------------------------------------------------------------------ what is received
 
 
 def test_the_expected_reply_is_taken_without_being_decoded(
@@ -125,145 +195,146 @@ def test_the_expected_reply_is_taken_without_being_decoded(
         raise AssertionError("decoded in full")
 
     monkeypatch.setattr("protocol.pending.decode_reply", decode)
-    channel, prepared = ScriptedChannel(), _ring()
-    request_id = channel.start(prepared, _payload())
-    frames = _reply(request_id, OUTPUT)
-    channel.script.append((frames, 1))
-    exchange = channel.wait(request_id)
+    prepared = _ring()
+    exchange = _answered(_reply, prepared)
     assert torch.equal(prepared.output(exchange), OUTPUT)
     assert exchange.timing == TIMING
-    assert (exchange.bytes_sent, exchange.bytes_received) == (
-        prepared.request_bytes,
-        sum(len(bytes(frame)) for frame in frames),
-    )
+    assert exchange.bytes_sent == prepared.request_bytes
+    assert exchange.bytes_received == prepared.reply_bytes
 
 
-def _spelt_otherwise(frames: list[Buffer]) -> list[Buffer]:
-    fields = msgpack.unpackb(frames[0])
-    return [msgpack.packb(dict(reversed(fields.items()))), frames[1]]
-
-
-def test_a_good_reply_that_is_spelt_otherwise_is_decoded() -> None:
-    channel, prepared = ScriptedChannel(), _ring()
-    request_id = channel.start(prepared, _payload())
-    channel.script.append((_spelt_otherwise(_reply(request_id, OUTPUT)), 1))
-    assert torch.equal(prepared.output(channel.wait(request_id)), OUTPUT)
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        OUTPUT[:1],
-        OUTPUT.float(),
-        OUTPUT.flatten(),
-        OUTPUT.view(OUT, ROWS),
-        OUTPUT.view(1, ROWS, OUT),
-    ],
-)
-def test_a_reply_of_another_form_is_refused_when_its_output_is_asked_for(
-    output: torch.Tensor,
-) -> None:
-    channel, prepared = ScriptedChannel(), _ring()
-    request_id = channel.start(prepared, _payload())
-    channel.script.append((_reply(request_id, output), 1))
-    exchange = channel.wait(request_id)
-    with pytest.raises(ReplyError, match=r"RingLinear reply from scripted: got .*expected int32"):
-        prepared.output(exchange)
-
-
-def test_a_reply_to_another_method_is_refused() -> None:
-    channel = ScriptedChannel()
-    request_id = channel.start(_ring(), _payload())
-    channel.script.append((_reply(request_id, OUTPUT, "Linear"), 1))
-    with pytest.raises(ReplyError, match="got Linear, expected RingLinear"):
-        channel.wait(request_id)
-
-
-def test_an_error_reply_is_an_error() -> None:
-    channel = ScriptedChannel()
-    request_id = channel.start(_ring(), _payload())
-    error = encode_reply(Form.FRAMED, request_id, "RingLinear", ErrorCode.INTERNAL, TIMING)
-    channel.script.append((error, 1))
-    with pytest.raises(ServiceError, match="INTERNAL"):
-        channel.wait(request_id)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda header, frame: [header],
-        lambda header, frame: [header, frame, frame],
-        lambda header, frame: [header, frame[:-1]],
-        lambda header, frame: [header, bytes(frame) + b"\0"],
-        lambda header, frame: [header[:-1], frame],
-        lambda header, frame: [header + b"\0", frame],
-        lambda header, frame: [header[:-1] + b"\2", frame],
-    ],
-)
-def test_frames_that_are_not_the_expected_ones_are_refused(
-    change: Callable[[bytes, Buffer], list[Buffer]],
-) -> None:
-    channel = ScriptedChannel()
-    request_id = channel.start(_ring(), _payload())
-    header, frame = _reply(request_id, OUTPUT)
-    channel.script.append((change(bytes(header), frame), 1))
-    with pytest.raises(ProtocolError):
-        channel.wait(request_id)
-
-
-@pytest.mark.parametrize(("queue_us", "compute_us"), [(2**53 + 1, 0), (0, 2**53 + 1)])
-def test_times_of_an_expected_reply_are_bounded(queue_us: int, compute_us: int) -> None:
-    channel = ScriptedChannel()
-    request_id = channel.start(_ring(), _payload())
+def _timed(request_id: int, queue_us: int, compute_us: int) -> list[Buffer]:
     claim = Timing.model_construct(queue_us=queue_us, compute_us=compute_us)
     result = TensorReply(output=from_torch(OUTPUT))
-    frames = encode_reply(Form.FRAMED, request_id, "RingLinear", result, claim)
-    channel.script.append((frames, 1))
-    with pytest.raises(ProtocolError, match="timing"):
-        channel.wait(request_id)
+    return encode_reply(Form.FRAMED, request_id, "RingLinear", result, claim)
+
+
+def _with(change: Callable[[bytes, Buffer], list[Buffer]]) -> Callable[[int], list[Buffer]]:
+    return lambda request_id: change(*_reply(request_id))  # type: ignore[arg-type]
+
+
+# What answers a prepared request wrongly: by id, the frames, and what is raised.
+WRONG: list[tuple[Callable[[int], list[Buffer]], type[TsqpError]]] = [
+    (lambda n: _reply(n, OUTPUT[:1]), ReplyError),
+    (lambda n: _reply(n, OUTPUT.float()), ReplyError),
+    (lambda n: _reply(n, OUTPUT.flatten()), ReplyError),
+    (lambda n: _reply(n, OUTPUT.view(OUT, ROWS)), ReplyError),
+    (lambda n: _reply(n, OUTPUT.view(1, ROWS, OUT)), ReplyError),
+    (lambda n: _reply(n, method="Linear"), ReplyError),
+    (lambda n: encode_reply(Form.FRAMED, n, "RingLinear", ErrorCode.INTERNAL), ServiceError),
+    (lambda n: [b"\xc1"], ProtocolError),
+    (_with(lambda header, frame: [header]), ProtocolError),
+    (_with(lambda header, frame: [header, frame, frame]), ProtocolError),
+    (_with(lambda header, frame: [header, frame[:-1]]), ProtocolError),
+    (_with(lambda header, frame: [header, bytes(frame) + b"\0"]), ProtocolError),
+    (_with(lambda header, frame: [header[:-1], frame]), ProtocolError),
+    (_with(lambda header, frame: [header + b"\0", frame]), ProtocolError),
+    (_with(lambda header, frame: [header[:-1] + b"\2", frame]), ProtocolError),
+    (lambda n: _timed(n, 2**53 + 1, 0), ProtocolError),
+    (lambda n: _timed(n, 0, 2**53 + 1), ProtocolError),
+]
+
+
+@each_row(("answer", "error"), WRONG, ids=map(str, range(len(WRONG))))
+def test_another_reply_is_refused(
+    answer: Callable[[int], list[Buffer]], error: type[TsqpError]
+) -> None:
+    prepared = _ring()
+    with pytest.raises(error):
+        prepared.output(_answered(answer, prepared))
 
 
 def test_replies_of_two_prepared_requests_are_not_taken_for_each_other() -> None:
-    channel, first = ScriptedChannel(), _ring()
-    second = PreparedRequest(MESSAGES[0][0], (ROWS, 1), "int32")
+    channel, first, second = ScriptedChannel(), _ring(), _ring(1)
     ids = channel.start(first, _payload()), channel.start(second, _payload())
-    channel.script.extend([(_reply(ids[1], OUTPUT[:, :1]), 1), (_reply(ids[0], OUTPUT), 1)])
+    channel.script.extend([(_reply(ids[1], OUTPUT[:, :1]), 1), (_reply(ids[0]), 1)])
     assert torch.equal(first.output(channel.wait(ids[0])), OUTPUT)
     assert torch.equal(second.output(channel.wait(ids[1])), OUTPUT[:, :1])
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [_payload()[:1], _payload(torch.float32), _payload().flatten(), _payload().view(4, 2)],
-)
-def test_a_payload_that_was_not_prepared_is_not_sent(payload: torch.Tensor) -> None:
-    channel = ScriptedChannel()
-    with pytest.raises(ProtocolError, match=r"payload of RingLinear: .* expected int32 \[2, 4\]"):
-        channel.start(_ring(), payload)
-    assert channel.sent == []
+# -------------------------------------------------------------------------------- compiled code
+
+compiled_only = pytest.mark.skipif(native.library is None, reason="no compiled kernels")
 
 
-def test_a_payload_that_is_not_contiguous_is_sent_in_order() -> None:
-    channel, payload = Keeping(), _payload()
-    channel.start(_ring(), payload.t().contiguous().t())
-    assert channel.frames[1] == payload.numpy().tobytes()
+class Taking:
+    """`lane_take` over an area of our own."""
+
+    def __init__(self) -> None:
+        self.shape = _ring().answered_as
+        self.payload = torch.empty(ROWS, OUT, dtype=torch.int32)
+        self.times = np.zeros(2, np.int64)
+
+    def take(self, message: bytes | bytearray, size: int | None = None) -> int:
+        area = np.frombuffer(bytes(message), np.uint8)
+        seen = np.array([1, len(message) if size is None else size], np.uint64)
+        self.payload.zero_()
+        taken: int = native.library.lane_take(
+            *(self.shape.address, ID, area.ctypes.data, 0, seen.ctypes.data, -1),
+            *(self.payload.data_ptr(), self.times.ctypes.data),
+        )
+        assert self.payload.any() == (taken == 1)
+        return taken
 
 
-def test_a_prepared_request_that_is_too_large_is_not_sent() -> None:
-    prepared = _ring()
-    channel = ScriptedChannel(max_message_bytes=prepared.request_bytes - 1)
-    with pytest.raises(OversizedRequestError, match=f"at most {prepared.request_bytes - 1} "):
-        channel.start(prepared, _payload())
-    assert channel.sent == []
+@compiled_only
+def test_compiled_code_takes_the_expected_reply_and_no_other() -> None:
+    taking, message = Taking(), b"".join(to_pieces(_reply(ID))[0])
+    assert len(message) == taking.shape.total_bytes
+    assert taking.take(message) == 1
+    assert torch.equal(taking.payload, OUTPUT)
+    assert taking.times.tolist() == [3, MAX_TIMING_US]
+    places = [64 + place for place in REPLY.places]
+    times = {at + i for at in places[1:] for i in range(8)}
+    for at in range(len(message) - OUTPUT.nbytes):
+        changed = bytearray(message)
+        # A time that is less than the largest is as good; its first byte makes it larger.
+        changed[at] ^= 1 if at not in times else 0x80
+        if at not in times or at in places[1:]:
+            assert taking.take(changed) == -1, at
+    for place in places[1:]:
+        for time_us in (MAX_TIMING_US + 1, 2**63, 2**64 - 1):
+            late = time_us.to_bytes(8, "big")
+            assert taking.take(message[:place] + late + message[place + 8 :]) == -1
+    for size in (0, len(message) - 1, len(message) + 1, 2**63):
+        assert taking.take(message, size) == -1
+    assert taking.take(b"".join(to_pieces(_reply(ID + 1))[0])) == -1
 
 
-def test_a_channel_that_only_submits_can_be_started() -> None:
-    """What looks into messages need not know of prepared ones."""
+@contextmanager
+def _started(
+    link: str, folder: Path
+) -> Iterator[Callable[[Callable[[int], list[Buffer]]], Exchange]]:
+    """Start a request over a link; yield what answers it, and returns the exchange."""
+    endpoint, payload = f"{link}://{folder}/s", _payload()
+    with open_channel(endpoint, timeout_s=20, spin_us=100_000) as channel:
+        listener = open_listener(endpoint)
+        try:
+            request_id = channel.start(_ring(), payload)
+            assert listener.wait(timeout_ms=10_000)
+            incoming = listener.receive()
+            assert incoming is not None
+            message = read_request(open_request(incoming.frames, 2**20))
+            assert isinstance(message, RingLinearRequest)
+            assert bytes(message.elements.data) == payload.numpy().tobytes()
 
-    class Looking(ScriptedChannel):
-        start = Channel.start
+            def answered(answer: Callable[[int], list[Buffer]]) -> Exchange:
+                listener.send(incoming.route, answer(request_id))
+                return channel.wait(request_id)
 
-    channel, prepared = Looking(), _ring()
-    request_id = channel.start(prepared, _payload())
-    channel.script.append((_reply(request_id, OUTPUT), 1))
-    assert torch.equal(prepared.output(channel.wait(request_id)), OUTPUT)
+            yield answered
+        finally:
+            listener.close()
+
+
+@compiled_only
+@pytest.mark.parametrize("link", ["unix", "shm"])
+def test_a_reply_over_a_link_is_taken_or_refused(link: str, tmp_path: Path) -> None:
+    with _started(link, tmp_path) as answered:
+        exchange = answered(_reply)
+        assert exchange.output is not None
+        assert torch.equal(_ring().output(exchange), OUTPUT)
+        assert exchange.timing == TIMING
+    for answer, error in (*WRONG[:8], WRONG[10]):
+        with _started(link, tmp_path) as answered, pytest.raises(error):
+            _ring().output(answered(answer))

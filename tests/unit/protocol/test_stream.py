@@ -1,4 +1,7 @@
-"""A channel over a stream where it differs from ZeroMQ: buffers, slow and wrong services."""
+"""A channel over a stream: messages cut anywhere, buffers, slow and wrong services.
+
+What it has in common with the other transports is in `tests/contract/test_transports.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
+import numpy
 import pytest
 import torch
 
@@ -22,24 +29,211 @@ from protocol.errors import (
     ProtocolError,
     ServiceError,
 )
-from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.memory_pool import MemoryPool
+from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream import StreamChannel
-from protocol.stream_wire import to_pieces
-from protocol.tensors import from_torch, to_torch
-from tests.kit.wire import (
-    LARGE,
-    REFUSED,
-    accepted,
-    request_bytes,
-    slow_reader,
-    tensor_reply,
+from protocol.stream_wire import (
+    BUFFER_BYTES,
+    COPY_BYTES,
+    JOIN_BYTES,
+    MessageReader,
+    MessageWriter,
+    layout,
+    to_pieces,
 )
+from protocol.tensors import from_torch
+from tests.kit.rows import each_row
+from tests.kit.wire import LARGE, accepted, request_bytes, slow_reader
+
+Pair = tuple[socket.socket, socket.socket]
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5", "ipc:///tmp/s"])
-def test_what_is_no_stream_is_refused(endpoint: str) -> None:
-    with pytest.raises(EndpointError, match="got no stream"):
-        StreamChannel(endpoint)
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    left, right = socket.socketpair()
+    right.settimeout(10)
+    with left, right:
+        yield left, right
+
+
+def _reader(connection: socket.socket, max_message_bytes: int = 2**30) -> MessageReader:
+    return MessageReader(
+        connection, MemoryPool(), where="peer", max_frames=8, max_message_bytes=max_message_bytes
+    )
+
+
+def _stream(*messages: list[bytes]) -> bytes:
+    return b"".join(b"".join(to_pieces(frames)[0]) for frames in messages)
+
+
+def _taken(reader: MessageReader) -> list[list[bytes]]:
+    """Take the messages, whose frames lie where a processor likes to read them."""
+    taken = [[bytes(frame) for frame in frames] for frames, _ in reader.messages]
+    for frames, _ in reader.messages:
+        total = layout(tuple(map(len, frames))).total
+        for frame in filter(len, frames):
+            address = numpy.frombuffer(frame, numpy.uint8).ctypes.data
+            assert address % (64 if total >= COPY_BYTES else 16) == 0
+    reader.messages.clear()
+    return taken
+
+
+# --------------------------------------------------------------------------------- how it is laid
+
+
+def test_every_frame_begins_at_a_multiple_of_64_behind_the_sizes() -> None:
+    expected = struct.pack("<IQQ", 2, 3, 70).ljust(64, b"\0") + b"abc".ljust(64, b"\0") + b"x" * 70
+    assert _stream([b"abc", b"x" * 70]) == expected
+    for sizes in [(0,), (1,), (64,), (0, 0), (44, 44, 1), (63, 64, 65), tuple(range(12))]:
+        places, gaps, total = layout(sizes)
+        assert [place.stop - place.start for place in places] == list(sizes)
+        assert all(place.start % 64 == 0 for place in places)
+        assert places[-1].stop == total == sum(sizes) + sum(map(len, gaps))
+        assert struct.unpack_from(f"<I{len(sizes)}Q", gaps[0]) == (len(sizes), *sizes)
+    tensor = memoryview(bytes(JOIN_BYTES))
+    pieces, total = to_pieces([b"header", tensor])
+    assert any(piece is tensor for piece in pieces)  # not copied
+    assert total == 128 + JOIN_BYTES
+
+
+def test_remembered_layouts_are_bounded() -> None:
+    for size in range(1000):
+        layout((size, size + 1))
+        layout(tuple(range(size, size + 20)))
+    information = stream_wire._remembered_layout.cache_info()
+    assert information.maxsize is not None
+    assert information.currsize <= information.maxsize
+
+
+# ------------------------------------------------------------------------------------ how it comes
+
+SIZES = st.sampled_from([0, 1, 63, 64, 1000, COPY_BYTES, BUFFER_BYTES, BUFFER_BYTES + 1, 300_000])
+
+
+# The second lies in one buffer with others, at no multiple of 64.
+@hypothesis.example(messages=[[1], [COPY_BYTES], [13, 200_001]], cuts=[], seed=0)
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(
+    messages=st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(1, 200_000), max_size=30),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_messages_are_found_wherever_the_stream_is_cut(
+    messages: list[list[int]], cuts: list[int], seed: int
+) -> None:
+    data = numpy.random.default_rng(seed)
+    sent = [[data.bytes(size) for size in sizes] for sizes in messages]
+    left = memoryview(_stream(*sent))
+    left_socket, right_socket = socket.socketpair()
+    taken = []
+    with left_socket, right_socket:
+        reader = _reader(right_socket)
+        slices = iter(cuts)
+        while left:
+            size = min(next(slices, 100_000), 100_000)
+            left_socket.sendall(left[:size])
+            left = left[size:]
+            while True:
+                try:
+                    assert reader.read(socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    break
+            taken += _taken(reader)
+    assert taken == sent
+
+
+@each_row(
+    ("prefix", "code", "got"),
+    [
+        (struct.pack("<I", 0), ErrorCode.MALFORMED_MESSAGE, "0 frames"),
+        (struct.pack("<I", 9), ErrorCode.MALFORMED_MESSAGE, "9 frames"),
+        (b"GET / HTTP/1.1\r\n", ErrorCode.MALFORMED_MESSAGE, "542393671 frames"),
+        (struct.pack("<IQ", 1, 1001), ErrorCode.LIMIT_EXCEEDED, "1001 bytes"),
+        (struct.pack("<IQQ", 2, 500, 501), ErrorCode.LIMIT_EXCEEDED, "1001 bytes"),
+        (struct.pack("<IQ", 1, 2**64 - 1), ErrorCode.LIMIT_EXCEEDED, f"{2**64 - 1} bytes"),
+        (struct.pack("<IQQ", 2, 2**63, 2**63), ErrorCode.LIMIT_EXCEEDED, f"{2**64} bytes"),
+    ],
+)
+def test_what_is_no_message_is_refused_before_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch, prefix: bytes, code: ErrorCode, got: str
+) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        reader = _reader(right, max_message_bytes=1000)
+        largest = [b"a" * 400, b"b" * 600]
+        left.sendall(_stream(largest))
+        reader.read()
+        assert _taken(reader) == [largest]
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryPool, "take", None)
+            left.sendall(prefix)
+            with pytest.raises(
+                ProtocolError, match=f"message from peer: got {got}, expected"
+            ) as info:
+                reader.read()
+        assert info.value.code is code
+
+
+@each_row("size", [COPY_BYTES, 2 * BUFFER_BYTES, 500 * 2**20])
+def test_a_message_larger_than_the_memory_that_is_left_is_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    left, right = socket.socketpair()
+    with left, right, monkeypatch.context() as patch:
+        reader = _reader(right)
+        patch.setattr(MemoryPool, "take", exhausted)
+        left.sendall(struct.pack("<IQ", 1, size).ljust(64, b"\0") + bytes(min(size, COPY_BYTES)))
+        with pytest.raises(ProtocolError, match=r"message from peer: got .* into memory") as info:
+            reader.read()
+        assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+
+
+# --------------------------------------------------------------------------------- how it is sent
+
+
+@each_row("count", [1, 1200])
+def test_what_the_kernel_does_not_take_waits_in_order(pair: Pair, count: int) -> None:
+    left, right = pair
+    writer = MessageWriter(left)
+    sent = [[b"header", bytes([n]) * 200_000] for n in range(5)]
+    sent.append([bytes([n % 256]) * 200 for n in range(count)])
+    for frames in sent:
+        writer.send(frames)
+    # The kernel took some of it; all others are still whole messages behind it.
+    assert 1 <= len(writer.unsent) <= 6
+    received = bytearray()
+    expected = _stream(*sent)
+    assert 0 < writer.unsent_bytes < len(expected)
+    while len(received) < len(expected):
+        received += right.recv(50_000)
+        done = writer.flush()
+    assert done
+    assert received == expected
+    assert (len(writer.unsent), writer.unsent_bytes) == (0, 0)
+    assert writer.send([b"small"])
+    assert len(right.recv(200)) == 69
+
+
+def test_a_small_message_does_not_overtake_one_that_waits(pair: Pair) -> None:
+    left, right = pair
+    writer = MessageWriter(left)
+    assert not writer.send([b"header", bytes(2_000_000)])
+    # The kernel has room again, and the first message still waits.
+    received = right.recv(1000)
+    assert not writer.send([b"next"])
+    assert len(writer.unsent) == 2
+    expected = _stream([b"header", bytes(2_000_000)], [b"next"])
+    while len(received) < len(expected):
+        received += right.recv(50_000)
+        writer.flush()
+    assert received == expected
+
+
+GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+LARGE_REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
 
 
 def test_an_address_that_can_never_answer_is_told_at_once(tmp_path: Path) -> None:
@@ -65,41 +259,11 @@ def test_a_socket_of_vsock_gets_its_timeout(channel: StreamChannel) -> None:
     assert struct.unpack("@ll", value) == (1, 500_000)
 
 
-@pytest.fixture
-def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_wire, "SOCKET_BUFFER_BYTES", 4096)
+# -------------------------------------------------------------------- a service that does not read
 
 
-@pytest.mark.usefixtures("_small_buffers", "patient_streams")
-def test_both_sides_write_large_messages_at_once(
-    listener: StreamListener, channel: StreamChannel
-) -> None:
-    """With buffers that hold nothing, a side that only writes would wait for ever for the other."""
-    reader, writer = socket.socketpair()
-
-    def serve() -> None:
-        while listener.wait(wakeup=reader):
-            while (incoming := listener.receive()) is not None:
-                opened = open_request(incoming.frames, 2**30)
-                reply = tensor_reply(opened.request_id, torch.full((LARGE,), opened.request_id))
-                assert listener.send(incoming.route, reply)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    request = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
-    ids = [channel.submit(request) for _ in range(12)]
-    replies = [channel.wait(request_id).response for request_id in ids]
-    writer.send(b"x")
-    thread.join()
-    reader.close()
-    writer.close()
-    for request_id, reply in zip(ids, replies, strict=True):
-        assert isinstance(reply, TensorReply)
-        assert torch.equal(to_torch(reply.output), torch.full((LARGE,), request_id))
-
-
-@pytest.mark.usefixtures("_small_buffers")
-def test_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint: str) -> None:
+@pytest.mark.usefixtures("small_buffers")
+def test_a_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint: str) -> None:
     request = LMHeadRequest(hidden_states=from_torch(torch.zeros(1000)))
 
     def fill(channel: StreamChannel) -> None:
@@ -110,6 +274,7 @@ def test_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint
         with pytest.raises(EndpointError, match="got a full send queue") as info:
             fill(channel)
         assert info.value.retryable
+        assert len(channel._writer.unsent) == stream.QUEUED_REQUESTS
         # The service reads again: what waited goes out, and new requests too.
         until = time.monotonic() + 30
         while channel._writer.unsent:
@@ -121,50 +286,12 @@ def test_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint
         channel.submit(request)
 
 
-def test_a_reply_that_came_before_the_connection_was_lost_counts(
-    endpoint: str, channel: StreamChannel
-) -> None:
-    listener = StreamListener(endpoint)
-    ids = [channel.submit(InitRequest()) for _ in range(2)]
-    for _ in ids:
-        listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    listener.send(incoming.route, encode_reply(Form.FRAMED, ids[0], "Init", ErrorCode.INTERNAL))
-    listener.close()
-    with pytest.raises(EndpointError, match="a lost connection while Init"):
-        channel.wait(ids[1])
-    with pytest.raises(ServiceError, match="error reply INTERNAL"):
-        channel.wait(ids[0])
-
-
-def test_with_one_connection_nothing_goes_to_who_listens_there_next(
-    endpoint: str, channel: StreamChannel
-) -> None:
-    """Somebody else, perhaps, with whom nothing was agreed."""
-    first = StreamListener(endpoint)
-    channel.use_one_connection()
-    request_id = channel.submit(InitRequest())
-    assert first.wait(timeout_ms=10_000)
-    first.close()
-    second = StreamListener(endpoint)
-    with pytest.raises(EndpointError, match="a lost connection while Init"):
-        channel.wait(request_id)
-    for _ in range(2):
-        with pytest.raises(EndpointError, match="a lost connection before Init could be sent"):
-            channel.submit(InitRequest())
-    assert channel._socket is None
-    assert not second.wait(timeout_ms=0)
-    second.close()
-
-
-@pytest.mark.usefixtures("_small_buffers", "listener")
+@pytest.mark.usefixtures("small_buffers", "listener")
 def test_replies_that_nobody_asked_for_are_not_read_without_an_end(
     channel: StreamChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a request waits to be sent: who reads none must not fill our memory meanwhile."""
-    large = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
-    channel.submit(large, timeout_s=0.05)
+    """While a request waits to be sent: a service that reads none must not fill our memory."""
+    channel.submit(LARGE_REQUEST, timeout_s=0.05)
     assert channel._writer.unsent
     most = stream.QUEUED_REQUESTS + len(channel._pending)
     read, was_reading = channel._read_and_write, []
@@ -181,138 +308,147 @@ def test_replies_that_nobody_asked_for_are_not_read_without_an_end(
     assert was_reading == [True, False]
 
 
-def test_a_service_that_hangs_up_is_given_up_in_time(endpoint: str) -> None:
-    listener = StreamListener(endpoint)
-    with StreamChannel(endpoint) as channel:
-        request_id = channel.submit(InitRequest())
-        listener.wait(timeout_ms=10_000)
-        listener.close()
-        with pytest.raises(EndpointError):
+def test_deadline_holds_while_a_large_request_is_read_a_little_at_a_time(
+    listening: socket.socket, channel: StreamChannel
+) -> None:
+    listening.setblocking(True)
+    request = LMHeadRequest(hidden_states=from_torch(torch.zeros(32 * LARGE)))
+    first = channel.submit(InitRequest())
+    with accepted(listening) as served:
+        reader, received = slow_reader(served)
+        reader.start()
+        request_id = channel.submit(request, timeout_s=0.05)
+        # To read it all takes four seconds at this pace.
+        assert len(received) < 64 * LARGE
+        with pytest.raises(DeadlineExceededError, match=r"no reply to LMHead within 0\.05 s"):
             channel.wait(request_id)
-        with pytest.raises(EndpointError, match="a lost connection before Init could be sent"):
-            channel.submit(InitRequest(), timeout_s=0.1)
+        assert len(received) < 64 * LARGE
+        channel.abandon(first)
+        channel.close()
+        reader.join()
 
 
-@pytest.mark.usefixtures("little_memory")
-def test_a_reply_that_does_not_fit_into_memory_is_a_protocol_error(
-    endpoint: str, channel: StreamChannel
-) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(endpoint.removeprefix("unix://"))
-        listening.listen()
-        request_id = channel.submit(InitRequest())
-        with accepted(listening) as served:
-            served.sendall(struct.pack("<IQ", 1, 500 * 2**20))
-            with pytest.raises(ProtocolError, match="what fits into memory") as info:
-                channel.wait(request_id)
-            assert info.value.code is ErrorCode.LIMIT_EXCEEDED
-            assert channel._socket is None
-
-
-def test_garbage_from_the_service_ends_the_connection(
-    endpoint: str, channel: StreamChannel
-) -> None:
-    path = endpoint.removeprefix("unix://")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
-        listening.listen()
-        first, second = channel.submit(InitRequest()), channel.submit(InitRequest())
-        with accepted(listening) as served:
-            served.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            with pytest.raises(ProtocolError, match=f"message from {endpoint}: got 1347703880 fra"):
-                channel.wait(first)
-            with pytest.raises(EndpointError, match="a lost connection while Init"):
-                channel.wait(second)
-            # It does not go on reading in the middle of something.
-            third = channel.submit(InitRequest())
-            with accepted(listening) as again:
-                again.sendall(b"".join(to_pieces(REFUSED)[0]))
-                channel.abandon(third)
-    os.unlink(path)
-
-
-def test_deadline_holds_in_the_middle_of_a_large_reply(
-    endpoint: str, channel: StreamChannel
-) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(endpoint.removeprefix("unix://"))
-        listening.listen()
-        request_id = channel.submit(InitRequest(), timeout_s=0.1)
-        with accepted(listening) as served:
-            served.sendall(struct.pack("<IQ", 1, 2**20) + bytes(1000))
-            with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 0\.1 s"):
-                channel.wait(request_id)
+# ------------------------------------------------------------------------------- wrong messages
 
 
 def test_deadline_holds_while_a_large_reply_comes_a_little_at_a_time(
-    endpoint: str, channel: StreamChannel
+    listening: socket.socket, channel: StreamChannel
 ) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(endpoint.removeprefix("unix://"))
-        listening.listen()
-        request_id = channel.submit(InitRequest(), timeout_s=0.1)
-        given_up, unnoticed = threading.Event(), threading.Event()
+    listening.setblocking(True)
+    request_id = channel.submit(InitRequest(), timeout_s=0.1)
+    given_up, unnoticed = threading.Event(), threading.Event()
 
-        def drip() -> None:
-            for _ in range(3000):
-                served.sendall(b"x")
-                if given_up.wait(0.001):
-                    return
-            unnoticed.set()
-            served.close()
+    def drip() -> None:
+        for _ in range(3000):
+            served.sendall(b"x")
+            if given_up.wait(0.001):
+                return
+        unnoticed.set()
+        served.close()
 
-        with accepted(listening) as served:
-            served.sendall(struct.pack("<IQ", 1, 2**20))
-            thread = threading.Thread(target=drip)
-            thread.start()
-            try:
-                with pytest.raises(DeadlineExceededError):
-                    channel.wait(request_id)
-            finally:
-                given_up.set()
-                thread.join()
-        assert not unnoticed.is_set()
-
-
-def test_deadline_holds_while_a_large_request_is_read_a_little_at_a_time(
-    endpoint: str, channel: StreamChannel
-) -> None:
-    request = LMHeadRequest(hidden_states=from_torch(torch.zeros(32 * LARGE)))
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(endpoint.removeprefix("unix://"))
-        listening.listen()
-        first = channel.submit(InitRequest())
-        with accepted(listening) as served:
-            reader, received = slow_reader(served)
-            reader.start()
-            request_id = channel.submit(request, timeout_s=0.05)
-            # To read it all takes four seconds at this pace.
-            assert len(received) < 64 * LARGE
-            with pytest.raises(DeadlineExceededError, match=r"no reply to LMHead within 0\.05 s"):
+    with accepted(listening) as served:
+        served.sendall(struct.pack("<IQ", 1, 2**20))
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 0\.1 s"):
                 channel.wait(request_id)
-            assert len(received) < 64 * LARGE
-            channel.abandon(first)
-            channel.close()
-            reader.join()
+        finally:
+            given_up.set()
+            thread.join()
+    assert not unnoticed.is_set()
 
 
-@pytest.mark.usefixtures("_small_buffers")
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(
+    ("sent", "code", "said"),
+    [
+        (GARBAGE, ErrorCode.MALFORMED_MESSAGE, "got 1347703880 frames"),
+        (struct.pack("<IQ", 1, 500 * 2**20), ErrorCode.LIMIT_EXCEEDED, "what fits into memory"),
+    ],
+)
+def test_what_is_no_message_ends_the_connection(
+    listening: socket.socket, channel: StreamChannel, sent: bytes, code: ErrorCode, said: str
+) -> None:
+    listening.setblocking(True)
+    first, second = channel.submit(InitRequest()), channel.submit(InitRequest())
+    with accepted(listening) as served:
+        served.sendall(sent)
+        with pytest.raises(
+            ProtocolError, match=f"message from {channel.endpoint}: .*{said}"
+        ) as info:
+            channel.wait(first)
+        assert info.value.code is code
+        assert channel._socket is None  # at once
+        with pytest.raises(EndpointError, match="a lost connection while Init"):
+            channel.wait(second)
+    # It does not go on reading in the middle of something.
+    channel.submit(InitRequest(), timeout_s=1.0)
+    with accepted(listening) as again:
+        assert again.recv(2**16) == request_bytes(channel._last_id)
+
+
+@pytest.mark.usefixtures("small_buffers")
 def test_garbage_while_a_request_waits_to_be_sent_ends_the_connection(
+    listening: socket.socket, channel: StreamChannel
+) -> None:
+    listening.setblocking(True)
+    channel.submit(LARGE_REQUEST)
+    with accepted(listening) as served:
+        served.sendall(GARBAGE)
+        with pytest.raises(ProtocolError, match="got 1347703880 frames"):
+            channel.submit(InitRequest())
+    channel.submit(InitRequest(), timeout_s=1.0)
+    with accepted(listening) as again:
+        again.settimeout(10)
+        # A whole message, from its beginning.
+        assert again.recv(2**16) == request_bytes(channel._last_id)
+
+
+# ----------------------------------------------------------------------------- lost connections
+
+
+def test_replies_that_came_before_the_connection_was_lost_count(
     endpoint: str, channel: StreamChannel
 ) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(endpoint.removeprefix("unix://"))
-        listening.listen()
-        channel.submit(LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE))))
-        with accepted(listening) as served:
-            served.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            with pytest.raises(ProtocolError, match="got 1347703880 frames"):
-                channel.submit(InitRequest())
-        channel.submit(InitRequest(), timeout_s=1.0)
-        with accepted(listening) as again:
-            again.settimeout(10)
-            # A whole message, from its beginning.
-            assert again.recv(2**16) == request_bytes(channel._last_id)
+    """Also after another one was made."""
+    first = StreamListener(endpoint)
+    *answered, lost = (channel.submit(InitRequest()) for _ in range(3))
+    assert first.wait(timeout_ms=10_000)
+    incoming = first.receive()
+    assert incoming is not None
+    for request_id in answered:
+        refusal = encode_reply(Form.FRAMED, request_id, "Init", ErrorCode.INTERNAL)
+        assert first.send(incoming.route, refusal)
+    first.close()
+    assert channel.arrived(answered[0], time.monotonic() + 10)
+    second = StreamListener(endpoint)
+    channel.submit(InitRequest())
+    for request_id in answered:
+        with pytest.raises(ServiceError, match="error reply INTERNAL"):
+            channel.wait(request_id)
+    with pytest.raises(EndpointError, match="a lost connection while Init"):
+        channel.wait(lost)
+    second.close()
+
+
+def test_with_one_connection_nothing_goes_to_who_listens_there_next(
+    endpoint: str, channel: StreamChannel
+) -> None:
+    """Somebody else, perhaps, with whom nothing was agreed."""
+    first = StreamListener(endpoint)
+    channel.use_one_connection()
+    request_id = channel.submit(InitRequest())
+    assert first.wait(timeout_ms=10_000)
+    first.close()
+    second = StreamListener(endpoint)
+    with pytest.raises(EndpointError, match="a lost connection while Init"):
+        channel.wait(request_id)
+    with pytest.raises(EndpointError, match="a lost connection before Init could be sent"):
+        channel.submit(InitRequest())
+    assert channel._socket is None
+    assert not second.wait(timeout_ms=0)
+    second.close()
 
 
 def test_an_interrupt_while_a_request_is_written_ends_the_connection(

@@ -20,7 +20,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Masked, RowMask
 from tee_side.protect.masks.registry import find_mask
 from tee_side.protect.randomness import Randomness
-from tests.contract.mask_contract import SHAPES, apply, supported
+from tests.kit.masks import SHAPES, apply, supported
 from tests.kit.model import SavedModel, assemble, token_ids
 from tsqp.cli.main import command
 

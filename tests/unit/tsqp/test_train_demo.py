@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainingRec
     return output, _tiny_run(output)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_saved_directory_loads(trained: tuple[Path, TrainingRecord]) -> None:
     output, record = trained
     model = AutoModelForCausalLM.from_pretrained(output)
@@ -62,7 +62,7 @@ def test_saved_directory_loads(trained: tuple[Path, TrainingRecord]) -> None:
     assert not model.generation_config.do_sample
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_tokenizer_restores_any_text(trained: tuple[Path, TrainingRecord]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained[0])
     for text in ("Mia's kite , and\n  more.", "Straße 雨 🎈"):
@@ -70,7 +70,7 @@ def test_tokenizer_restores_any_text(trained: tuple[Path, TrainingRecord]) -> No
         assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_chat_template_agrees_with_the_training_text(
     trained: tuple[Path, TrainingRecord],
 ) -> None:
@@ -84,7 +84,7 @@ def test_chat_template_agrees_with_the_training_text(
     assert asked == [*prompt, tokenizer.convert_tokens_to_ids("<|assistant|>")]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_record_holds_the_loss_of_the_saved_weights(
     trained: tuple[Path, TrainingRecord],
 ) -> None:
@@ -99,7 +99,7 @@ def test_record_holds_the_loss_of_the_saved_weights(
     assert record.steps == 3
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_same_seed_gives_identical_weights_and_leaves_global_state_alone(
     trained: tuple[Path, TrainingRecord], tmp_path: Path
 ) -> None:
@@ -197,7 +197,7 @@ def test_the_shipped_card_is_what_training_writes_but_for_the_calibration(tmp_pa
     assert (SHIPPED / "calibration.safetensors").exists()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_shipped_model_has_its_recorded_loss() -> None:
     record = read_record(SHIPPED)
     evaluation = evaluate(SHIPPED)
@@ -212,7 +212,7 @@ def test_shipped_model_has_its_recorded_loss() -> None:
     assert evaluation.nats_per_token < math.log(1024) / 4
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_shipped_model_tells_a_story_about_the_hero_asked_for() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(SHIPPED)
     tokenizer: Any = AutoTokenizer.from_pretrained(SHIPPED)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import InitRequest
 from protocol.shared_memory import ATTACH, Areas, frames_in
 from protocol.shm import ShmChannel
-from protocol.tensors import Buffer
+from tests.kit.rows import each_row
 from tests.kit.shm import PAGE, RawClient, attach, memfd, message
 from tests.kit.wire import REFUSED, is_dropped, wait_and_take
 
@@ -59,82 +58,66 @@ def _let_in(listener: StreamListener) -> None:
 # ------------------------------------------------------------------------------------ letting in
 
 
-WRONG_FILES: dict[str, tuple[int, bytes]] = {
-    "no file": (0, ATTACH),
-    "two files": (2, ATTACH),
-    "many files": (64, ATTACH),
-    "not that it attaches": (1, b"\xff"),
-    "a plain message": (0, message(REQUEST)),
-    "a plain message with a file": (1, message(REQUEST)),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_FILES)
-def test_what_hands_over_no_segment_is_refused(
-    listener: StreamListener, endpoint: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    count, said = WRONG_FILES[name]
-    file = memfd(Areas(1, PAGE, PAGE))
-    before = len(os.listdir("/proc/self/fd"))
-    with caplog.at_level(logging.WARNING), attach(endpoint, [file] * count, said) as raw:
-        assert is_dropped(listener, raw)
-    assert len(os.listdir("/proc/self/fd")) == before
-    (record,) = caplog.records
-    detail = record.fields["detail"]  # type: ignore[attr-defined]
-    assert re.match(r"shared memory: got \d files with the first bytes, expected one", detail)
-    _others_go_on(listener, endpoint)
-    os.close(file)
-
-
-def _no_segment(name: str) -> int:
-    if name == "no memfd":
+def _file(kind: str) -> int:
+    if kind == "no memfd":
         return os.open("/dev/null", os.O_RDWR)
-    if name == "unsealed":
-        return memfd(Areas(1, PAGE, PAGE), seals=0)
-    return memfd(Areas(1, PAGE, PAGE), head=bytes(32))
+    areas = Areas(1, PAGE, PAGE)
+    if kind == "unsealed":
+        return memfd(areas, seals=0)
+    return memfd(areas, head=bytes(32) if kind == "no head" else None)
 
 
-@pytest.mark.parametrize("name", ["unsealed", "no head", "no memfd"])
-def test_a_file_that_is_no_segment_is_refused(
-    listener: StreamListener, endpoint: str, name: str
+@pytest.mark.parametrize(
+    ("kind", "count", "said"),
+    [
+        ("good", 0, ATTACH),
+        ("good", 2, ATTACH),
+        ("good", 64, ATTACH),
+        ("good", 1, b"\xff"),
+        ("good", 1, message(REQUEST)),
+        ("unsealed", 1, ATTACH),
+        ("no head", 1, ATTACH),
+        ("no memfd", 1, ATTACH),
+    ],
+)
+def test_what_hands_over_no_segment_is_refused(
+    listener: StreamListener,
+    endpoint: str,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    count: int,
+    said: bytes,
 ) -> None:
-    file = _no_segment(name)
+    file = _file(kind)
     before = len(os.listdir("/proc/self/fd"))
-    with attach(endpoint, [file]) as raw:
+    with attach(endpoint, [file] * count, said) as raw:
         assert is_dropped(listener, raw)
+    # Files that were handed over are closed.
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(file)
+    if kind == "good":
+        (record,) = caplog.records
+        detail = vars(record)["fields"]["detail"]
+        assert re.match(r"shared memory: got \d files with the first bytes, expected one", detail)
     _others_go_on(listener, endpoint)
-
-
-def test_the_socket_is_as_private_as_a_unix_socket(
-    listener: StreamListener, tmp_path: Path
-) -> None:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 # --------------------------------------------------------------------------------------- slots
 
 
-def test_a_request_in_a_slot_is_answered_there(listener: StreamListener, client: RawClient) -> None:
-    client.put(5, REQUEST)
-    incoming = _take(listener)
-    assert list(map(bytes, incoming.frames)) == REQUEST
-    assert listener.send(incoming.route, REFUSED)
-    assert client.lane.look() == 5
-    reply = frames_in(client.lane.view(5), "service", max_frames=4, max_message_bytes=1000)
-    assert list(map(bytes, reply)) == list(map(bytes, REFUSED))
-
-
-def test_requests_are_handed_out_as_they_were_put(
+def test_requests_are_handed_out_as_they_were_put_and_answered_there(
     listener: StreamListener, client: RawClient
 ) -> None:
     for slot in (4, 1, 6):
-        client.lane.put(slot, [bytes([slot])])
+        client.lane.put(slot, [bytes([slot]), *TWO])
     client.wake_up()
-    assert [bytes(_take(listener).frames[0]) for _ in range(3)] == [b"\4", b"\1", b"\6"]
+    for slot in (4, 1, 6):
+        incoming = _take(listener)
+        assert list(map(bytes, incoming.frames)) == [bytes([slot]), *TWO]
+        assert listener.send(incoming.route, REFUSED)
+        assert client.lane.look() == slot
+        reply = frames_in(client.lane.view(slot), "service", max_frames=4, max_message_bytes=1000)
+        assert list(map(bytes, reply)) == list(map(bytes, REFUSED))
 
 
 def test_a_header_that_changes_after_it_was_taken_changes_nothing(
@@ -153,7 +136,7 @@ def test_a_reply_that_does_not_fit_gives_the_slot_back_and_goes_over_the_socket(
 ) -> None:
     client.put(2, REQUEST)
     incoming = _take(listener)
-    large: Sequence[Buffer] = [bytes(10 * PAGE)]
+    large = [bytes(10 * PAGE)]
     assert listener.send(incoming.route, large)
     assert client.lane.look() == 2
     assert len(client.lane.view(2)) == 0
@@ -162,13 +145,17 @@ def test_a_reply_that_does_not_fit_gives_the_slot_back_and_goes_over_the_socket(
     assert _take(listener).route == incoming.route
 
 
-def test_a_reply_to_a_client_that_has_gone_is_nobodys(
+def test_a_client_that_has_gone_gets_no_reply_and_its_requests_are_dropped(
     listener: StreamListener, endpoint: str
 ) -> None:
     """Its successor has the same slots, and its own name."""
     with RawClient(endpoint) as gone:
         gone.put(0, TWO)
+        gone.put(1, REQUEST)
         incoming = _take(listener)
+    assert not listener.wait(timeout_ms=100)
+    assert listener.receive() is None
+    assert not listener._sharing
     with RawClient(endpoint) as successor:
         successor.put(0, REQUEST)
         assert _take(listener).route != incoming.route
@@ -177,20 +164,46 @@ def test_a_reply_to_a_client_that_has_gone_is_nobodys(
     assert bytes(incoming.frames[1]) == TWO[1]  # as long as it is viewed
 
 
-def test_requests_of_a_client_that_has_gone_are_dropped(
-    listener: StreamListener, endpoint: str
-) -> None:
-    with RawClient(endpoint) as gone:
-        gone.put(0, REQUEST)
-        gone.put(1, REQUEST)
-        _take(listener)
-    assert not listener.wait(timeout_ms=100)
-    assert listener.receive() is None
-    assert not listener._sharing
-    _others_go_on(listener, endpoint)
+def test_closing_leaves_replies_in_their_slots(endpoint: str) -> None:
+    listener = StreamListener(endpoint)
+    with ShmChannel(endpoint) as channel:
+        request_id = channel.submit(InitRequest())
+        incoming = _take(listener)
+        assert listener.send(incoming.route, REFUSED)
+        listener.close()
+        with pytest.raises(ProtocolError, match="request id 1 with INTERNAL"):
+            channel.wait(request_id)
 
 
 # ------------------------------------------------------------------------- clients that do wrong
+
+
+@each_row(
+    ("said", "claimed"),
+    [
+        (b"", 2**64 - 1),
+        (b"", 3 * PAGE),
+        (b"", 0),
+        (bytes(100), 100),
+        (message(TWO)[:-1], None),
+        (b"\xff" * 4 + bytes(100), 104),
+        (b"\2\0\0\0" + b"\xff" * 16, 1000),
+        # Larger than the limit of a message.
+        (message([b"header", bytes(2001)]), None),
+    ],
+)
+def test_a_slot_with_no_message_drops_the_client(
+    tmp_path: Path, said: bytes, claimed: int | None
+) -> None:
+    endpoint = f"shm://{tmp_path}/t"
+    listener = StreamListener(endpoint, max_message_bytes=2000)
+    with RawClient(endpoint, area_bytes=2 * PAGE) as client:
+        # What was put before it is lost with the client.
+        client.lane.put(1, REQUEST)
+        client.put_bytes(0, said, claimed)
+        assert is_dropped(listener, client.socket)
+    _others_go_on(listener, endpoint)
+    listener.close()
 
 
 def test_a_request_before_the_last_reply_drops_the_client(
@@ -203,60 +216,7 @@ def test_a_request_before_the_last_reply_drops_the_client(
     _others_go_on(listener, endpoint)
 
 
-NO_MESSAGES: list[tuple[bytes, int | None]] = [
-    (b"", 2**64 - 1),
-    (b"", 3 * PAGE),
-    (b"", 0),
-    (bytes(100), 100),
-    (message(TWO)[:-1], None),
-    (b"\xff" * 4 + bytes(100), 104),
-    (b"\2\0\0\0" + b"\xff" * 16, 1000),
-]
-
-
-@pytest.mark.parametrize(("said", "claimed"), NO_MESSAGES)
-def test_a_slot_with_no_message_drops_the_client(
-    listener: StreamListener, client: RawClient, endpoint: str, said: bytes, claimed: int | None
-) -> None:
-    client.put_bytes(0, said, claimed)
-    assert is_dropped(listener, client.socket)
-    _others_go_on(listener, endpoint)
-
-
-def test_a_message_larger_than_the_limit_drops_the_client(endpoint: str) -> None:
-    listener = StreamListener(endpoint, max_message_bytes=1000)
-    with RawClient(endpoint, area_bytes=2 * PAGE) as client:
-        client.put(0, [b"header", bytes(1001)])
-        assert is_dropped(listener, client.socket)
-    listener.close()
-
-
-def test_what_was_put_before_a_wrong_message_is_lost_with_its_client(
-    listener: StreamListener, client: RawClient
-) -> None:
-    client.lane.put(0, REQUEST)
-    client.put_bytes(1, b"")
-    assert is_dropped(listener, client.socket)
-
-
-def test_two_connections_that_share_a_segment_hurt_themselves_alone(
-    listener: StreamListener, client: RawClient, endpoint: str
-) -> None:
-    client.put(0, REQUEST)
-    first = _take(listener)
-    with attach(endpoint, [client.file]) as twin:
-        second = _take(listener)  # it sees the same request
-        assert first.route[0] != second.route[0]
-        for incoming in (first, second):
-            assert listener.send(incoming.route, REFUSED)
-        assert client.lane.look() == 0
-        assert twin.fileno() >= 0
-    _others_go_on(listener, endpoint)
-
-
-def test_wake_ups_without_end_are_read_at_once(
-    listener: StreamListener, client: RawClient, endpoint: str
-) -> None:
+def test_wake_ups_without_end_are_read_at_once(listener: StreamListener, client: RawClient) -> None:
     _let_in(listener)
     client.socket.setblocking(False)
     for _ in range(50):
@@ -271,7 +231,7 @@ def test_wake_ups_without_end_are_read_at_once(
     assert list(map(bytes, _take(listener).frames)) == REQUEST
 
 
-def test_a_flag_that_the_client_writes_over_keeps_nobody_else_asleep(
+def test_a_client_that_writes_over_flags_and_numbers_hurts_itself_alone(
     listener: StreamListener, client: RawClient, endpoint: str
 ) -> None:
     for value in (b"\1", b"\0", b"\xff"):
@@ -280,12 +240,6 @@ def test_a_flag_that_the_client_writes_over_keeps_nobody_else_asleep(
         with ShmChannel(endpoint) as other:
             request_id = other.submit(InitRequest())
             assert open_request(_take(listener).frames, 1000).request_id == request_id
-
-
-def test_a_client_that_raises_numbers_without_end_is_dropped(
-    listener: StreamListener, client: RawClient, endpoint: str
-) -> None:
-    _let_in(listener)
     for number in range(1, 20):
         for slot in range(client.lane.slots):
             client.write_line(slot, number, 100)
@@ -293,14 +247,3 @@ def test_a_client_that_raises_numbers_without_end_is_dropped(
         listener.wait(timeout_ms=1)
     assert listener.clients_refused == 1
     _others_go_on(listener, endpoint)
-
-
-def test_closing_leaves_replies_in_their_slots(endpoint: str) -> None:
-    listener = StreamListener(endpoint)
-    with ShmChannel(endpoint) as channel:
-        request_id = channel.submit(InitRequest())
-        incoming = _take(listener)
-        assert listener.send(incoming.route, REFUSED)
-        listener.close()
-        with pytest.raises(ProtocolError, match="request id 1 with INTERNAL"):
-            channel.wait(request_id)

@@ -1,46 +1,135 @@
-"""The listening end of a stream where it differs from ZeroMQ: its file, and its address."""
+"""The listening end of a stream: its address, and clients that are slow, greedy or too many."""
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import socket
+import struct
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
-from gpu_side.transport.stream_listener import StreamListener
+from gpu_side.encoding import open_request
+from gpu_side.transport import acceptor, stream_client, stream_listener
+from gpu_side.transport.live_socket import refuse_live_socket
+from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
+from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError
+from protocol.liveness import PROBE
+from protocol.messages import InitRequest
+from protocol.stream import StreamChannel
+from protocol.stream_wire import to_pieces
+from tests.kit.rows import each_row
 from tests.kit.wire import (
+    LARGE,
+    REFUSED,
+    look_until_refused,
     raw_socket,
+    request_bytes,
     request_of,
+    slow_reader,
+    tensor_reply,
+    wait_and_take,
 )
 
-# ------------------------------------------------------------------------------ the socket's file
+SLOW = 99_999
+HUGE = tensor_reply(1, torch.zeros(16 * LARGE))
+HUGE_BYTES = to_pieces(HUGE)[1]
 
 
-def test_the_file_goes_with_the_listener(endpoint: str, tmp_path: Path) -> None:
-    StreamListener(endpoint).close()
-    assert not (tmp_path / "s").exists()
+def _id_of_next(listener: StreamListener) -> int:
+    assert listener.wait(timeout_ms=10_000)
+    incoming = listener.receive()
+    assert incoming is not None
+    return open_request(incoming.frames, 1000).request_id
+
+
+# ----------------------------------------------------------------------------------- the address
+
+
+@each_row("kind", ["alive", "busy", "datagram", "text", "bound", "dead"])
+def test_only_the_file_of_a_dead_service_is_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    endpoint = parse_endpoint(f"unix://{path}", for_bind=True)
+    with (
+        socket.socket(socket.AF_UNIX) as other,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram,
+        socket.socket(socket.AF_UNIX) as waiting,
+    ):
+        if kind == "text":
+            path.write_text("precious")
+        else:
+            (datagram if kind == "datagram" else other).bind(str(path))
+        if kind in ("alive", "busy"):
+            other.listen(0)
+        if kind == "busy":
+            waiting.connect(str(path))  # its backlog is full
+        if kind == "dead":
+            other.close()
+        if kind in ("bound", "dead"):
+            refuse_live_socket(endpoint)
+            listener = StreamListener(endpoint.text)
+            raw_socket(endpoint.text).close()
+            listener.close()
+            assert not path.exists()
+            return
+        said = os.strerror(errno.EPROTOTYPE) if kind == "datagram" else "Address already in use"
+        with pytest.raises(EndpointError, match=said):
+            StreamListener(endpoint.text)
+        if kind == "text":
+            assert path.read_text() == "precious"
+            return
+        ipc = parse_endpoint(f"ipc://{path}", for_bind=True)
+        with pytest.raises(EndpointError, match=said):
+            refuse_live_socket(ipc)
+        assert path.is_socket()
 
 
 def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
     first = StreamListener(endpoint)
     (tmp_path / "s").unlink()
-    second = StreamListener(endpoint)
-    first.close()
-    assert (tmp_path / "s").exists()
-    raw_socket(endpoint).close()
-    second.close()
+    with closing(StreamListener(endpoint)):
+        first.close()
+        raw_socket(endpoint).close()
 
 
-def test_it_tells_that_a_client_has_gone(listener: StreamListener, endpoint: str) -> None:
+@each_row(
+    ("endpoint", "said"),
+    [
+        ("unix:///no/such/directory/s", "expected an address to bind"),
+        ("vsock://77:5", "expected an address to bind"),
+        ("tcp://127.0.0.1:5", "got no stream"),
+        ("ipc:///tmp/s", "got no stream"),
+    ],
+)
+def test_an_address_that_is_not_ours_or_no_stream_is_refused(endpoint: str, said: str) -> None:
+    with pytest.raises(EndpointError, match=said):
+        StreamListener(endpoint)
+
+
+# ---------------------------------------------------------------------------------- wrong clients
+
+
+def test_it_tells_that_a_client_has_gone(
+    listener: StreamListener, endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
     gone: list[bytes] = []
     listener.on_gone = gone.append
     with raw_socket(endpoint) as client, raw_socket(endpoint) as other:
         [name], [another] = (request_of(listener, one) for one in (client, other))
         assert gone == []
-        client.sendall(b"\xff" * 64)
-        assert not listener.wait(timeout_ms=100)
+        client.sendall(b"canary canary" + b"\xff" * 64)
+        look_until_refused(listener, 1)
+        assert client.recv(100) == b""
         assert gone == [name]
+    (record,) = caplog.records
+    assert record.getMessage() == "dropped"
+    assert "canary" not in str(vars(record))
     assert not listener.wait(timeout_ms=100)
     assert gone == [name, another]
     # A request of its that waited has left something since, perhaps.
@@ -48,42 +137,297 @@ def test_it_tells_that_a_client_has_gone(listener: StreamListener, endpoint: str
     assert gone[2:] == [name]
 
 
-def test_a_live_socket_is_not_taken_over(listener: StreamListener, endpoint: str) -> None:
-    with pytest.raises(EndpointError, match="got Address already in use"):
-        StreamListener(endpoint)
-    raw_socket(endpoint).close()
+def test_a_slow_sender_is_served_and_does_not_stop_the_others(
+    listener: StreamListener, endpoint: str, channel: StreamChannel
+) -> None:
+    data = request_bytes(SLOW)
+    with raw_socket(endpoint) as slow, raw_socket(endpoint) as large:
+        # One that stops half way, of many more bytes than it sends.
+        large.sendall(struct.pack("<IQ", 1, 2**28) + bytes(10_000))
+        for n in range(len(data)):
+            assert listener.receive() is None
+            slow.sendall(data[n : n + 1])
+            large.sendall(bytes(100))
+            request_id = channel.submit(InitRequest())
+            assert listener.wait(timeout_ms=10_000)
+            # It may be the last byte that completes the slow one's message.
+            received = []
+            while (incoming := listener.receive()) is not None:
+                received.append(open_request(incoming.frames, 1000).request_id)
+                if received[-1] == SLOW:
+                    listener.send(incoming.route, REFUSED)
+            assert request_id in received
+            assert (SLOW in received) == (n + 1 == len(data))
+            channel.abandon(request_id)
+        assert slow.recv(10_000) == b"".join(to_pieces(REFUSED)[0])
 
 
-def test_a_live_socket_with_a_full_backlog_is_not_taken_over(endpoint: str) -> None:
-    with socket.socket(socket.AF_UNIX) as busy:
-        busy.bind(endpoint.removeprefix("unix://"))
-        busy.listen(0)
-        with raw_socket(endpoint), pytest.raises(EndpointError, match="got Address already in use"):
-            StreamListener(endpoint)
+# ---------------------------------------------------------------------- clients that read little
 
 
-def test_the_file_of_a_dead_service_is_replaced(endpoint: str) -> None:
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(endpoint.removeprefix("unix://"))
-    listener = StreamListener(endpoint)
-    raw_socket(endpoint).close()
+def test_replies_that_are_not_read_are_bounded_in_number(
+    listener: StreamListener, endpoint: str
+) -> None:
+    frames = tensor_reply(1, torch.zeros(LARGE))
+    with raw_socket(endpoint) as lazy:
+        route, taken = request_of(listener, lazy), 0
+        while listener.send(route, frames):
+            taken += 1
+        assert QUEUED_REPLIES <= taken < QUEUED_REPLIES + 10
+        # What was taken comes as soon as it is read.
+        left = taken * to_pieces(frames)[1]
+        while left:
+            listener.wait(timeout_ms=0)
+            left -= len(lazy.recv(min(left, 2**20)))
+        assert listener.send(route, frames)
+
+
+def test_replies_that_are_not_read_are_bounded_in_bytes(endpoint: str) -> None:
+    frames, limit = tensor_reply(1, torch.zeros(LARGE)), 2 * 4 * LARGE
+    listener = StreamListener(endpoint, max_message_bytes=limit)
+    with raw_socket(endpoint) as lazy:
+        route = request_of(listener, lazy)
+        while listener.send(route, frames):
+            pass
+        writer = listener._clients[route[0]].writer
+        # One more than is too much already may be on its way.
+        assert limit < writer.unsent_bytes <= limit + to_pieces(frames)[1]
+        assert len(writer.unsent) < QUEUED_REPLIES
     listener.close()
 
 
-def test_a_file_that_is_no_socket_stays(endpoint: str, tmp_path: Path) -> None:
-    (tmp_path / "s").write_text("precious")
-    with pytest.raises(EndpointError, match="got Address already in use"):
-        StreamListener(endpoint)
-    assert (tmp_path / "s").read_text() == "precious"
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, closing: bool
+) -> None:
+    """To read it all takes two seconds at this pace."""
+    monkeypatch.setattr(stream_listener, "_CLOSING_S", 0.05)
+    listener = StreamListener(endpoint)
+    with raw_socket(endpoint) as raw, raw_socket(endpoint) as other:
+        route = request_of(listener, raw)
+        reader, received = slow_reader(raw)
+        reader.start()
+        assert listener.send(route, HUGE)
+        if closing:
+            listener.close()
+        else:
+            assert len(listener._clients[route[0]].writer.unsent) == 1
+            assert request_of(listener, other) != route
+        assert len(received) < HUGE_BYTES // 2
+        raw.shutdown(socket.SHUT_RDWR)
+        reader.join()
+    listener.close()
 
 
-@pytest.mark.parametrize("endpoint", ["unix:///no/such/directory/s", "vsock://77:5"])
-def test_an_address_that_is_not_ours_is_refused(endpoint: str) -> None:
-    with pytest.raises(EndpointError, match="expected an address to bind"):
-        StreamListener(endpoint)
+def _reading(raw: socket.socket, size: int) -> threading.Thread:
+    """Read so many bytes on a thread, which ends when they have come."""
+
+    def read() -> None:
+        left = size
+        while left:
+            left -= len(raw.recv(min(left, 2**20)))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5", "ipc:///tmp/s"])
-def test_what_is_no_stream_is_refused(endpoint: str) -> None:
-    with pytest.raises(EndpointError, match="got no stream"):
-        StreamListener(endpoint)
+def test_closing_serves_who_reads_beside_who_does_not(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_listener, "_CLOSING_S", 60.0)
+    listener = StreamListener(endpoint)
+    woken, writer = socket.socketpair()
+    with raw_socket(endpoint) as lazy, raw_socket(endpoint) as eager, woken, writer:
+        for raw in (lazy, eager):
+            assert listener.send(request_of(listener, raw), HUGE)
+        # Also where a signal that has come is not read.
+        writer.send(b"x")
+        assert not listener.wait(wakeup=woken, timeout_ms=0)
+        closing = threading.Thread(target=listener.close)
+        closing.start()
+        _reading(eager, HUGE_BYTES).join()
+        lazy.close()  # or it would be waited for
+        closing.join()
+
+
+class Never:
+    """An epoll set that must not be asked."""
+
+    def __init__(self, real: select.epoll) -> None:
+        self.modify, self.register, self.close = real.modify, real.register, real.close
+
+    def poll(self, *_: object) -> list[tuple[int, int]]:
+        raise AssertionError("a client is waited for")
+
+
+def test_patience_is_short_and_one_for_all_connections(
+    listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_client, "_PATIENCE_SHARE", 0.0)
+    monkeypatch.setattr(stream_client, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(stream_listener, "patience_s", lambda size: 1000.0)
+    listener._patience = stream_client.Patience()
+    with raw_socket(endpoint) as lazy:
+        # It would take a quarter of an hour if it waited for as long as it may.
+        assert listener.send(request_of(listener, lazy), HUGE)
+        assert 0 < listener._patience._left_s < 1000.0
+    monkeypatch.setattr(stream_listener, "_PAUSE_S", 1.0)
+    monkeypatch.setattr(listener._patience, "_left_s", 0.01)
+    for _ in range(2):
+        with raw_socket(endpoint) as lazy:
+            assert listener.send(request_of(listener, lazy), HUGE)
+    assert listener._patience.left_s(0.0) <= 0
+    with raw_socket(endpoint) as again:
+        route = request_of(listener, again)
+        monkeypatch.setattr(listener, "_epoll", Never(listener._epoll))
+        assert listener.send(route, HUGE)
+
+
+@pytest.fixture
+def _very_patient(listener: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_listener, "patience_s", lambda _: 3600.0)
+    monkeypatch.setattr(stream_listener, "_PAUSE_S", 3600.0)
+    monkeypatch.setattr(stream_client, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(listener._patience, "_left_s", 3600.0)
+
+
+@pytest.mark.usefixtures("_very_patient")
+@pytest.mark.parametrize("received", [True, False])
+def test_no_client_is_waited_for_while_another_wants_something(
+    listener: StreamListener, endpoint: str, received: bool
+) -> None:
+    """Otherwise this would not end in the time that a test has."""
+    with raw_socket(endpoint) as lazy, raw_socket(endpoint) as other:
+        route = request_of(listener, lazy)
+        request_of(listener, other)
+        other.sendall(request_bytes())
+        if received:
+            assert listener.wait(timeout_ms=10_000)
+        assert listener.send(route, HUGE)
+        assert listener.wait(timeout_ms=10_000)
+        incoming = listener.receive()
+        assert incoming is not None
+        assert incoming.route != route
+
+
+@pytest.mark.usefixtures("_very_patient")
+def test_a_client_that_reads_is_waited_for(listener: StreamListener, endpoint: str) -> None:
+    with raw_socket(endpoint) as raw:
+        route = request_of(listener, raw)
+        # Its own next request is no reason to leave it.
+        raw.sendall(request_bytes())
+        thread = _reading(raw, HUGE_BYTES)
+        assert listener.send(route, HUGE)
+        assert len(listener._clients[route[0]].writer.unsent) == 0
+        thread.join()
+        assert listener.wait(timeout_ms=10_000)
+
+
+# --------------------------------------------------------------------- clients that want too much
+
+
+def test_requests_are_taken_from_clients_in_turn(listener: StreamListener, endpoint: str) -> None:
+    with raw_socket(endpoint) as greedy, raw_socket(endpoint) as modest:
+        for raw in (greedy, modest):
+            request_of(listener, raw)
+        greedy.sendall(b"".join(request_bytes(n) for n in range(1, 1001)))
+        modest.sendall(request_bytes(5000) + request_bytes(5001))
+        assert listener.wait(timeout_ms=10_000)
+        ids = []
+        while (incoming := listener.receive()) is not None:
+            ids.append(open_request(incoming.frames, 1000).request_id)
+            if len(ids) == 100:
+                # Also who comes while there is plenty to do.
+                modest.sendall(request_bytes(5002))
+        assert {5000, 5001} < set(ids[:4])
+        assert 5002 in ids[100:120]
+        assert [n for n in ids if n <= 1000] == list(range(1, 1001))
+
+
+def test_a_client_whose_requests_wait_is_not_read_from(
+    listener: StreamListener, endpoint: str
+) -> None:
+    burst = request_bytes() * 1000
+    with raw_socket(endpoint) as greedy:
+        greedy.setblocking(False)
+
+        def flood() -> None:
+            for _ in range(1000):
+                greedy.send(burst)
+                listener.wait(timeout_ms=0)
+
+        with pytest.raises(BlockingIOError):
+            flood()
+
+
+def test_a_client_with_many_bytes_that_wait_is_not_read_from(
+    listener: StreamListener, endpoint: str
+) -> None:
+    size = stream_client.QUEUED_BYTES // 3 + 1
+    message = struct.pack("<IQ", 1, size).ljust(64, b"\0") + bytes(size)
+    with raw_socket(endpoint) as greedy, raw_socket(endpoint) as modest:
+        sender = threading.Thread(target=lambda: greedy.sendall(message * 6))
+        sender.start()
+        while not listener._turns or len(listener._turns[0].reader.messages) < 3:
+            listener.wait(timeout_ms=1)
+        for _ in range(100):
+            listener.wait(timeout_ms=0)
+        # A third of it each: the third reaches the limit, and nothing is read behind it.
+        assert len(listener._turns[0].reader.messages) == 3
+        assert listener._turns[0].reader.large is None
+        assert sender.is_alive()
+        modest.sendall(request_bytes(5000))
+        while len(listener._turns) < 2:
+            listener.wait(timeout_ms=1)
+        sizes = []
+        while len(sizes) < 7:
+            if (incoming := wait_and_take(listener)) is not None:
+                sizes.append(incoming.frames[0].nbytes)
+        sender.join()
+        assert sizes.count(size) == 6
+        # Others are read meanwhile: they come among those that waited.
+        assert max(n for n, other in enumerate(sizes) if other != size) <= 3
+
+
+def test_a_client_for_which_there_is_no_memory_is_turned_away(
+    listener: StreamListener,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(acceptor, "_ACCEPT_AGAIN_S", 0.0)
+    # It has left: there is room for another one.
+    monkeypatch.setattr(listener._acceptor, "_max_clients", 1)
+    with raw_socket(endpoint) as unlucky, monkeypatch.context() as patched:
+        patched.setattr(stream_listener, "Client", exhausted)
+        unlucky.sendall(request_bytes())
+        look_until_refused(listener, 1)
+        with pytest.raises(ConnectionResetError):
+            unlucky.recv(100)
+    assert {vars(record)["fields"]["clients"] for record in caplog.records} == {0, 1}
+    with raw_socket(endpoint) as raw:
+        request_of(listener, raw)
+
+
+def test_where_no_client_is_let_in_any_more_the_listener_says_so(
+    listener: StreamListener,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also to who waits without an end; what had come by then was handed out."""
+
+    def fail(_: int) -> None:
+        raise RuntimeError("a bug")
+
+    with raw_socket(endpoint) as client, raw_socket(endpoint) as probing:
+        request_of(listener, client)
+        monkeypatch.setattr(listener._acceptor, "_classify", fail)
+        probing.sendall(PROBE)
+        with pytest.raises(EndpointError, match="got no thread that lets clients in"):
+            listener.wait()
+    assert caplog.messages == ["acceptor_failed"]

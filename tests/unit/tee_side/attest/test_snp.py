@@ -1,22 +1,28 @@
-"""Tests of a report with its chain: who signed it, and that it is about that very processor."""
+"""A report: what it says, who signed it, and that it is about that very processor."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from protocol.errors import EvidenceError
 from tee_side.attest.snp import VerifiedSnp, verify_snp
-from tee_side.attest.snp_report import SIGNED_BYTES, Product, SigningKey, Tcb
+from tee_side.attest.snp_report import (
+    REPORT_BYTES,
+    SIGNED_BYTES,
+    Product,
+    SigningKey,
+    SnpReport,
+)
 from tests.kit import snp_chain as made
 from tests.kit.rows import each_row
-from tests.kit.snp_chain import NOW, Chain, make_chain, make_report
+from tests.kit.snp_chain import ARK_KEY, ASK_KEY, NOW, Chain, make_chain, make_report
 
 # Of P-384.
 _ORDER = 2**384 - 1388124618062372383947042015309946732620727252194336364173
+_CHIP = "AMD leaf: got another chip id, expected the report's in a VCEK"
 
 
 def _verify(report: bytes, chain: Chain | None = None, crl: bytes | None = None) -> VerifiedSnp:
@@ -25,8 +31,12 @@ def _verify(report: bytes, chain: Chain | None = None, crl: bytes | None = None)
         return verify_snp(report, chain.certificates, NOW, crl)
 
 
-def _refuses(text: str) -> Any:
-    return pytest.raises(EvidenceError, match=f"^{re.escape(text)}")
+def _refuses(
+    text: str, report: bytes, chain: Chain | None = None, crl: bytes | None = None
+) -> None:
+    with pytest.raises(EvidenceError) as refused:
+        _verify(report, chain, crl)
+    assert str(refused.value).startswith(text)
 
 
 def _with_signature(report: bytes, r: int, s: int) -> bytes:
@@ -35,150 +45,211 @@ def _with_signature(report: bytes, r: int, s: int) -> bytes:
 
 
 def _signature(report: bytes) -> tuple[int, int]:
-    at = SIGNED_BYTES
-    return int.from_bytes(report[at : at + 72], "little"), int.from_bytes(
-        report[at + 72 : at + 144], "little"
-    )
+    r, s = report[SIGNED_BYTES:][:72], report[SIGNED_BYTES + 72 :][:72]
+    return int.from_bytes(r, "little"), int.from_bytes(s, "little")
 
 
 @each_row("product", ["milan", "genoa", "turin"])
 def test_accepted(product: Product) -> None:
-    for kind in ("vcek", "vlek"):
+    kinds: tuple[SigningKey, ...] = ("vcek", "vlek")
+    for kind in kinds:
         for version in (2, 3, 5):
             report = make_report(product, kind, version=version, report_data=bytes(range(64)))
             verified = _verify(report, make_chain(product, kind))
-            assert verified.kind == "snp"
-            assert verified.product == product
+            assert (verified.kind, verified.product) == ("snp", product)
             assert verified.tcb == made.tcb_of(product)
             assert verified.report_data == bytes(range(64))
 
 
-def test_what_a_report_says_is_not_judged_here() -> None:
-    """Debug, levels and so on are for the policy of whoever reads it."""
-    report = _verify(make_report(policy=0xF0000, vmpl=3, platform=0)).report
-    assert report.debug
-    assert report.migration_agent
-    assert report.vmpl == 3
-    assert not report.alias_check
-
-
-def test_tcb_is_the_reported_one() -> None:
-    """The current one may be newer: certificates are issued for the one that is reported."""
-    newer = made.tcb_word(Tcb(9, 9, 99, 255), "milan")
-    assert _verify(make_report(changed={0x38: newer, 0x1E0: newer, 0x1F0: newer})).tcb == made.TCB
-
-
-def test_every_report_is_parsed_first() -> None:
-    with _refuses("SNP report: size: got 3 bytes, expected 1184"):
-        _verify(b"abc")
-
-
-def test_certificates_and_crl_are_verified() -> None:
-    chain = make_chain()
-    crl = made.signed(made.crl_body("milan", [2]), made.ark_key())
-    with _refuses("AMD ASK: got a certificate that is revoked"):
-        _verify(make_report(), chain, crl)
-    crl = made.signed(made.crl_body(), made.ark_key())
-    assert _verify(make_report(), chain, crl).revocation_checked
-    assert not _verify(make_report(), chain).revocation_checked
-    with _refuses("AMD root: got another certificate"):
-        verify_snp(make_report(), chain.certificates, NOW)
+def test_report_certificates_and_list_are_all_verified() -> None:
+    _refuses("SNP report: size: got 3 bytes, expected 1184", b"abc")
+    revoking, empty = (
+        made.signed(made.crl_body("milan", revoked), ARK_KEY) for revoked in ([2], [])
+    )
+    _refuses("AMD ASK: got a certificate that is revoked", make_report(), crl=revoking)
+    assert _verify(make_report(), crl=empty).revocation_checked
+    assert not _verify(make_report()).revocation_checked
+    with pytest.raises(EvidenceError, match="AMD root: got another certificate"):
+        verify_snp(make_report(), make_chain().certificates, NOW)
 
 
 @each_row(
     ("of", "by"), [("milan", "genoa"), ("genoa", "milan"), ("turin", "genoa"), ("genoa", "turin")]
 )
-def test_report_is_of_the_product_whose_root_it_is(of: Product, by: Product) -> None:
-    chain = make_chain(by, "vlek")
+def test_a_report_is_of_the_product_whose_root_it_is(of: Product, by: Product) -> None:
     tcb = made.tcb_word(made.tcb_of(by), by)
     report = make_report(of, "vlek", changed={0x180: tcb})
-    with _refuses(f"AMD root: got that of {by}, expected {of}"):
-        _verify(report, chain)
+    _refuses(f"AMD root: got that of {by}, expected {of}", report, make_chain(by, "vlek"))
 
 
-def test_a_turin_is_known_by_its_chip_id_where_the_report_has_no_cpuid() -> None:
+def test_a_report_says_which_processor_and_which_kind_of_key_signed_it() -> None:
+    # Where it has no CPUID, a Turin is known by its chip id.
     changed = {0x1A0: made.chip_id_of("turin") + bytes(56)}
     report = make_report("milan", "vlek", version=2, changed=changed)
-    with _refuses("AMD root: got that of milan, expected turin"):
-        _verify(report, make_chain("milan", "vlek"))
-
-
-@each_row(("of", "by"), [("vcek", "vlek"), ("vlek", "vcek")])
-def test_report_says_which_key_signed_it(of: SigningKey, by: SigningKey) -> None:
-    asks = {"vcek": "SEV-VCEK by SEV-Milan", "vlek": "SEV-VLEK by SEV-VLEK-Milan"}
-    with _refuses(f"AMD leaf: got another name, expected {asks[of]}"):
-        _verify(make_report(kind=of), make_chain("milan", by))
+    _refuses("AMD root: got that of milan, expected turin", report, make_chain("milan", "vlek"))
+    expected = "AMD leaf: got another name, expected"
+    for_vlek = make_report(kind="vlek")
+    _refuses(f"{expected} SEV-VCEK by SEV-Milan", make_report(), make_chain("milan", "vlek"))
+    _refuses(f"{expected} SEV-VLEK by SEV-VLEK-Milan", for_vlek, make_chain("milan", "vcek"))
 
 
 @each_row("product", ["milan", "genoa", "turin"])
-def test_each_part_of_the_tcb_is_the_leafs(product: Product) -> None:
-    tcb, chain = made.tcb_of(product), make_chain(product)
-    names = [name for name in tcb._fields if name != "fmc" or product == "turin"]
-    for name in names:
+def test_tcb_and_chip_are_the_leafs(product: Product) -> None:
+    tcb, chip, chain = made.tcb_of(product), made.chip_id_of(product), make_chain(product)
+    for name in [name for name in tcb._fields if name != "fmc" or product == "turin"]:
         for step in (1, -1):
             other = tcb._replace(**{name: (getattr(tcb, name) + step) % 256})
-            with _refuses(f"AMD leaf: got {tcb}, expected {other}, as the report says"):
-                _verify(make_report(product, tcb=other), chain)
-
-
-@each_row("product", ["milan", "genoa"])
-def test_chip_is_the_leafs(product: Product) -> None:
-    chip, chain = made.chip_id_of(product), make_chain(product)
-    for other in (bytes(64), chip[:8] + bytes(56), chip[:-1] + b"\0", b"\0" + chip[1:], chip[::-1]):
-        with _refuses("AMD leaf: got another chip id, expected the report's in a VCEK"):
-            _verify(make_report(product, changed={0x1A0: other}), chain)
-
-
-def test_chip_of_a_turin_is_8_bytes_and_zeros() -> None:
-    chip, chain = made.chip_id_of("turin"), make_chain("turin")
-    for other in (
-        bytes(64),
-        chip[:7] + bytes(57),
-        chip + b"\1" + bytes(55),
-        chip + bytes(55) + b"\1",
-    ):
-        with _refuses("AMD leaf: got another chip id, expected the report's in a VCEK"):
-            _verify(make_report("turin", changed={0x1A0: other}), chain)
+            text = f"AMD leaf: got {tcb}, expected {other}, as the report says"
+            _refuses(text, make_report(product, tcb=other), chain)
+    others = [bytes(64), chip[:8] + bytes(56), chip[:-1] + b"\0", b"\0" + chip[1:], chip[::-1]]
+    if product == "turin":
+        # Its own is of 8 bytes, and zeros.
+        others = [bytes(64), chip[:7] + bytes(57)]
+        others += [chip + b"\1" + bytes(55), chip + bytes(55) + b"\1"]
+    for chip_id in others:
+        _refuses(_CHIP, make_report(product, changed={0x1A0: chip_id}), chain)
 
 
 def test_an_empty_chip_id_in_a_leaf_is_none() -> None:
     """One that was masked is all zeros, which nothing padded with zeros may equal."""
-    body = made.leaf_body(changed={f"{made.AMD}.4": b""})
-    good = make_chain()
-    chain = Chain("milan", leaf=body.signed(made.ask_key()), ask=good.ask, ark=good.ark)
-    with _refuses("AMD leaf: got another chip id, expected the report's in a VCEK"):
-        _verify(make_report(changed={0x1A0: bytes(64)}), chain)
+    leaf = made.leaf_body(changed={f"{made.AMD}.4": b""}).signed(ASK_KEY)
+    chain = Chain("milan", leaf, make_chain().ask, make_chain().ark)
+    _refuses(_CHIP, make_report(changed={0x1A0: bytes(64)}), chain)
 
 
-@each_row("at", range(0, SIGNED_BYTES, 16))
-def test_every_part_is_signed(at: int) -> None:
-    report = bytearray(make_report())
-    report[at] ^= 0x40
-    with pytest.raises(EvidenceError):
-        _verify(bytes(report))
-
-
-def test_signature_is_by_the_leafs_key() -> None:
-    other = ec.derive_private_key(7, ec.SECP384R1())
-    report, (r, s) = make_report(), _signature(make_report(vmpl=1))
-    unsigned = [
-        *(make_report(key=other), _with_signature(report, r, s), _with_signature(report, 0, 0)),
-        *(_with_signature(report, *one) for one in ((1, 1), (2**576 - 1, 2**576 - 1), (_ORDER, 0))),
-    ]
-    for wrong in unsigned:
-        with _refuses("SNP report: got a wrong signature, expected the leaf's"):
-            _verify(wrong)
+def test_every_part_is_signed_by_the_key_of_the_leaf() -> None:
+    report, wrong = make_report(), "SNP report: got a wrong signature, expected the leaf's"
+    for at in range(0, SIGNED_BYTES, 16):
+        changed = report[:at] + bytes((report[at] ^ 0x40,)) + report[at + 1 :]
+        _refuses("", changed)
     r, s = _signature(report)
-    for pair in ((s, r), (r + _ORDER, s), (r, s + _ORDER), (r, 0), (0, s), (r | 1 << 384, s)):
-        with _refuses("SNP report: got a wrong signature"):
-            _verify(_with_signature(report, *pair))
-    assert _verify(_with_signature(report, r, s))
-
-
-def test_a_signature_has_a_twin_which_says_nothing_else() -> None:
-    """As every one of ECDSA: so the digest of a whole report identifies nothing."""
-    report = make_report(report_data=b"d" * 64)
-    r, s = _signature(report)
+    other = _signature(make_report(vmpl=1))
+    _refuses(wrong, make_report(key=ec.derive_private_key(7, ec.SECP384R1())))
+    pairs = [other, (0, 0), (1, 1), (2**576 - 1, 2**576 - 1), (_ORDER, 0), (s, r), (r, 0), (0, s)]
+    for pair in [*pairs, (r + _ORDER, s), (r, s + _ORDER), (r | 1 << 384, s)]:
+        _refuses(wrong, _with_signature(report, *pair))
+    # As every one of ECDSA it has a twin: so the digest of a whole report identifies nothing.
     twin = _with_signature(report, r, _ORDER - s)
     assert twin != report
     assert _verify(twin) == _verify(report)
+
+
+def _report_with(at: int, value: bytes, version: int = 3) -> bytes:
+    return make_report(version=version, changed={at: value})
+
+
+@each_row("version", [2, 3, 5])
+def test_fields_are_read(version: int) -> None:
+    data = make_report(
+        version=version,
+        policy=0x10F0000,
+        vmpl=3,
+        report_data=bytes(range(64)),
+        measurement=b"m" * 48,
+        host_data=b"h" * 32,
+        changed={0x1E0: b"committd", 0x1F0: b"launched", 0x180: b"reported"},
+    )
+    report = SnpReport.parse(data)
+    assert (report.vmpl, report.alias_check, report.signing_key) == (3, True, "vcek")
+    assert report.report_data == bytes(range(64))
+    assert (report.measurement, report.host_data) == (b"m" * 48, b"h" * 32)
+    assert (report.reported_tcb, report.launch_tcb) == (b"reported", b"launched")
+    assert report.chip_id == made.chip_id_of("milan")
+    assert report.product == (None if version == 2 else "milan")
+
+
+def test_bits() -> None:
+    """Of the policy, the platform, and the flags that say which key signed."""
+    by_policy = [SnpReport.parse(make_report(policy=1 << 17 | 1 << bit)) for bit in range(64)]
+    by_platform = [SnpReport.parse(make_report(platform=1 << bit)) for bit in range(64)]
+    assert [bit for bit, report in enumerate(by_policy) if report.debug] == [19]
+    assert [bit for bit, report in enumerate(by_policy) if report.migration_agent] == [18]
+    assert [bit for bit, report in enumerate(by_platform) if report.alias_check] == [5]
+    keys = {flags: _report_with(0x48, bytes((flags,))) for flags in (0, 3, 4, 7, 32)}
+    found = {flags: SnpReport.parse(data).signing_key for flags, data in keys.items()}
+    assert found == {0: "vcek", 3: "vcek", 4: "vlek", 7: "vlek", 32: "vcek"}
+
+
+@each_row(
+    ("family", "models", "product"),
+    [
+        (0x19, (0x00, 0x01, 0x0F), "milan"),
+        (0x19, (0x10, 0x11, 0x1F, 0xA0, 0xAF), "genoa"),
+        (0x1A, (0x00, 0x02, 0x11), "turin"),
+    ],
+)
+def test_product_is_told_by_cpuid(family: int, models: tuple[int, ...], product: str) -> None:
+    for model in models:
+        for version in (3, 5):
+            data = _report_with(0x188, bytes((family, model)), version)
+            assert SnpReport.parse(data).product == product
+
+
+@each_row(
+    ("chip_id", "product"),
+    [
+        (b"\x01" * 8 + bytes(56), "turin"),
+        (bytes(7) + b"\x01" + bytes(56), "turin"),
+        (b"\x01" * 9 + bytes(55), None),
+        (b"\x01" * 8 + bytes(55) + b"\x01", None),
+        (bytes(64), None),
+    ],
+)
+def test_product_of_version_2_is_told_by_the_chip_id(chip_id: bytes, product: str | None) -> None:
+    assert SnpReport.parse(_report_with(0x1A0, chip_id, version=2)).product == product
+    # Of later versions CPUID says it, whatever the chip id is.
+    assert SnpReport.parse(_report_with(0x1A0, chip_id)).product == "milan"
+
+
+def _processor(family: int, model: int) -> tuple[bytes, str]:
+    text = f"processor: got family {family}, model {model}, expected Milan, Genoa or Turin"
+    return _report_with(0x188, bytes((family, model))), text
+
+
+def _unsigned(at: int) -> tuple[bytes, str]:
+    report = make_report()
+    data = report[:at] + b"\1" + report[at + 1 :]
+    return data, "bytes behind the signature: got others, expected unsigned zeros"
+
+
+def _number(at: int, n: int, what: str, expected: str) -> tuple[bytes, str]:
+    return _report_with(at, n.to_bytes(4, "little")), f"{what}: got {n}, expected {expected}"
+
+
+_ALGORITHM = ("signature algorithm", "1, ECDSA P-384 by SHA-384")
+
+
+@each_row(
+    ("data", "text"),
+    [
+        (b"", "size: got 0 bytes, expected 1184"),
+        (make_report()[:-1], "size: got 1183 bytes, expected 1184"),
+        (make_report() + b"\0", "size: got 1185 bytes, expected 1184"),
+        *(
+            _number(0, n, "version", "2 or 3 or 5")
+            for n in (0, 1, 4, 6, 2 + 2**16, 3 + 2**24, 2**32 - 1)
+        ),
+        *(_number(0x34, n, *_ALGORITHM) for n in (0, 2, 257, 1 + 2**31)),
+        *(
+            (
+                _report_with(0x48, bytes((key << 2,))),
+                f"signing key: got {key}, expected 0, a VCEK, or",
+            )
+            for key in range(2, 8)
+        ),
+        *map(_unsigned, (0x330, 0x331, 0x400, REPORT_BYTES - 1)),
+        *(
+            (
+                make_report(policy=policy),
+                f"guest policy: got {policy:#x}, expected bit 17, always set",
+            )
+            for policy in (0, 0x1001F, 2**64 - 1 - 2**17)
+        ),
+        *(_processor(0x19, model) for model in (0x20, 0x9F, 0xB0, 0xFF)),
+        *(_processor(0x1A, model) for model in (0x12, 0x50, 0xFF)),
+        *(_processor(family, 0x01) for family in (0, 0x17, 0x18, 0x1B)),
+    ],
+)
+def test_a_report_of_another_form_is_refused(data: bytes, text: str) -> None:
+    with pytest.raises(EvidenceError, match=f"^SNP report: {re.escape(text)}"):
+        SnpReport.parse(data)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,299 +16,215 @@ import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
 from tee_side.protect.pads import store as store_module
-from tee_side.protect.pads.store import MemoryStore, PadStore
-from tee_side.protect.randomness import Keystream
-from tests.unit.tee_side.pads.tiny import LAYOUT, create, fill, product, put_all, use
+from tee_side.protect.pads.store import Draw, MemoryStore, PadStore
+from tests.kit.pads import LAYOUT, create, fill, product, put_all, reopen, use
 
 CAPACITY = 8
+SITES = frozenset(site.number for site in LAYOUT.sites)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+# ----------------------------------------------------------------------------- one after another
 
 
-@pytest.fixture(params=["memory", "bank"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PadStore]:
-    """Each kind of store, empty."""
-    made: PadStore = (
-        MemoryStore(LAYOUT, CAPACITY) if request.param == "memory" else create(tmp_path, CAPACITY)
-    )
-    with made:
-        yield made
+class Checked:
+    """One store, and in plain sets what it may hand out.
 
+    A step that is refused says so, and changes nothing.
+    """
 
-def test_empty_store(store: PadStore) -> None:
-    assert (store.available, store.room, store.capacity) == (0, CAPACITY, CAPACITY)
-    assert store.layout == LAYOUT
-    with pytest.raises(PadsExhaustedError, match="got 0 pads, expected 1"):
-        store.take(1)
+    def __init__(self, kind: str) -> None:
+        self._memory = TemporaryDirectory(prefix="tsqp-tests-", dir="/dev/shm")
+        self.folder = Path(self._memory.name)
+        self.group = 4 if kind == "groups" else 1
+        self.capacity = CAPACITY * (2 if kind == "groups" else 1)
+        self.reopens = kind != "memory"
+        self.store: PadStore = (
+            create(self.folder, self.capacity, group=self.group)
+            if self.reopens
+            else MemoryStore(LAYOUT, self.capacity)
+        )
+        self.block = 16
+        self.first = self.filled = self.filled_before = self.next = 0
+        self.in_use: dict[int, set[int]] = {}
+        # Beginnings of all r that were handed out. Equal ones are a coincidence of 2^-64.
+        self.drawn: set[bytes] = set()
+        self.held: dict[tuple[int, range], Pair] = {}
+        self.pending: list[tuple[range, int, Draw]] = []
 
-
-def test_pads_are_right_and_used_once(store: PadStore) -> None:
-    fill(store, 5)
-    assert (store.available, store.room) == (5, CAPACITY - 5)
-    indices = store.take(3)
-    assert indices == range(3)
-    use(store, indices)
-    assert store.available == 2
-    with pytest.raises(RuntimeError, match="index 0"):
-        store.factors(indices, LAYOUT.sites[0].number)
-
-
-def test_exhausted_store_hands_nothing_out(store: PadStore) -> None:
-    fill(store, 3)
-    store.take(1)
-    with pytest.raises(PadsExhaustedError) as caught:
-        store.take(3)
-    assert (caught.value.got, caught.value.expected) == ("2 pads", "3")
-    assert caught.value.retryable
-    assert store.take(2) == range(1, 3)
-
-
-def test_slots_are_used_again_with_fresh_pads(store: PadStore) -> None:
-    seen = set()
-    next_index = 0
-    for count in (8, 3, 5, 8, 1, 7, 8):
-        fill(store, count)
-        indices = store.take(count)
-        assert indices == range(next_index, next_index + count)
-        next_index += count
-        for r in use(store, indices):
-            seen |= {tuple(row) for row in r.tolist()}
-    assert next_index > 4 * CAPACITY
-    assert len(seen) == next_index * len(LAYOUT.sites)
-
-
-def test_room_waits_for_what_is_in_use(store: PadStore) -> None:
-    fill(store, CAPACITY)
-    first, second = store.take(2), store.take(3)
-    assert store.room == 0
-    use(store, second)
-    assert store.room == 0  # the oldest two are still in use
-    store.factors(first, LAYOUT.sites[0].number)
-    assert store.room == 0
-    with pytest.raises(ValueError, match=r"expected 1 \.\. 0"):
-        store.begin(1)
-    store.factors(first, LAYOUT.sites[1].number)
-    assert store.room == 5
-    fill(store, 5)
-    use(store, store.take(CAPACITY))
-
-
-def test_released_indices_make_room_and_are_gone(store: PadStore) -> None:
-    fill(store, CAPACITY)
-    indices = store.take(2)
-    store.factors(indices, LAYOUT.sites[0].number)
-    store.release(indices)
-    store.release(indices)
-    assert store.room == 2
-    with pytest.raises(RuntimeError, match="index 0"):
-        store.factors(indices, LAYOUT.sites[1].number)
-
-
-def test_only_taken_indices_have_factors(store: PadStore) -> None:
-    fill(store, 4)
-    store.take(2)
-    site = LAYOUT.sites[0].number
-    with pytest.raises(RuntimeError, match="index 2"):
-        store.factors(range(1, 3), site)
-    # Nothing of a refused range is used up.
-    r, u = store.factors(range(2), site)
-    assert torch.equal(u, product(site, r))
-
-
-def test_unknown_site_and_bad_counts(store: PadStore) -> None:
-    fill(store, 1)
-    with pytest.raises(KeyError):
-        store.factors(store.take(1), 0)
-    for count in (0, -1):
-        with pytest.raises(ValueError, match=f"got {count} to take"):
-            store.take(count)
-        with pytest.raises(ValueError, match=f"got {count} to fill"):
-            store.begin(count)
-
-
-def test_abandoned_batch_is_not_available_and_filled_again(store: PadStore) -> None:
-    with store.begin(4) as batch:
-        put_all(batch)
-        assert store.room == CAPACITY - 4
-        first = batch.r(1)
-    assert (store.available, store.room) == (0, CAPACITY)
-    with pytest.raises(RuntimeError, match="has ended"):
-        batch.commit()
-    with store.begin(6) as batch:
-        assert batch.indices == range(6)
-        assert torch.equal(batch.r(1)[:4], first)
-        put_all(batch)
-        batch.commit()
-    use(store, store.take(6))
-
-
-def test_all_sites_at_once_are_what_each_is_alone_and_used_up(store: PadStore) -> None:
-    fill(store, 8)
-    store.take(1)
-    for count in (1, 2, 4):  # of one group of a bank, and of two
-        indices = store.take(count)
-        for site, (r, u) in store.all_factors(indices).items():
-            shape = store.layout.by_number[site]
-            assert torch.equal(r, Keystream(store._key).rows(indices, site, shape.in_features))
+    def close(self) -> None:
+        for indices, site, draw in self.pending:
+            self.got(indices, site, draw())
+        self.store.close()
+        # What was handed out is the caller's: nothing that was read later has changed it.
+        for (site, _), (r, u) in self.held.items():
             assert torch.equal(u, product(site, r))
-        with pytest.raises(RuntimeError, match="used or released"):
-            store.all_factors(indices)
-        with pytest.raises(RuntimeError, match="neither released nor used"):
-            store.factors(indices, 1)
+        self._memory.cleanup()
+
+    @property
+    def oldest(self) -> int:
+        return min(self.in_use, default=self.next)
+
+    @property
+    def room(self) -> int:
+        return self.oldest // self.group * self.group + self.capacity - self.filled
+
+    def got(self, indices: range, site: int, pair: Pair) -> None:
+        r, u = pair
+        assert torch.equal(u, product(site, r))
+        rows = [row[:2].numpy().tobytes() for row in r]
+        assert len(rows) == len(indices)
+        assert self.drawn.isdisjoint(rows)
+        self.drawn.update(rows)
+        self.held[site, indices] = pair
+
+    def fill(self, groups: int, commit: bool) -> None:
+        count = groups * self.group
+        if not 1 <= count <= self.room:
+            expected = rf"got {count} to fill, expected {self.group} \.\. {self.room}, by "
+            with pytest.raises(ValueError, match=expected):
+                self.store.begin(count)
+            return
+        with self.store.begin(count) as batch:
+            assert batch.indices == range(self.filled, self.filled + count)
+            put_all(batch)
+            if commit:
+                batch.commit()
+                self.filled += count
+
+    def take(self, count: int, right: bool) -> None:
+        left = self.filled - self.next
+        count = min(count, left) if right else count
+        if count < 1:
+            with pytest.raises(ValueError, match=f"got {count} to take"):
+                self.store.take(count)
+        elif count > left:
+            with pytest.raises(PadsExhaustedError) as caught:
+                self.store.take(count)
+            assert (caught.value.got, caught.value.expected) == (f"{left} pads", f"{count}")
+            assert caught.value.retryable
+        else:
+            taken = range(self.next, self.next + count)
+            assert self.store.take(count) == taken
+            self.next = taken.stop
+            self.in_use |= {index: set(SITES) for index in taken}
+
+    def asked(self, offset: int, count: int, sites: frozenset[int], right: bool) -> range:
+        """Return indices; if it is to be right, those of them that have these sites in use."""
+        first = self.oldest + offset
+        wanted = range(first, first + count)
+        wrong = (at for at in wanted if not sites <= self.in_use.get(at, set()))
+        stop = next(wrong, wanted.stop) if right else wanted.stop
+        return range(first, max(stop, first + 1))
+
+    def read(self, offset: int, count: int, site: int, ahead: bool, right: bool) -> None:
+        indices = self.asked(offset, count, frozenset({site}), right)
+        read: Callable[..., Any] = self.store.start if ahead else self.store.factors
+        wrong = [index for index in indices if site not in self.in_use.get(index, ())]
+        if wrong:
+            with pytest.raises(RuntimeError, match=f"index {wrong[0]},"):
+                read(indices, site)
+            return
+        for index in indices:
+            self.use(index, {site})
+        if ahead:
+            self.pending.append((indices, site, read(indices, site)))
+        else:
+            self.got(indices, site, read(indices, site))
+
+    def read_all(self, offset: int, count: int, right: bool) -> None:
+        indices = self.asked(offset, count, SITES, right)
+        if any(self.in_use.get(index) != SITES for index in indices):
+            with pytest.raises(RuntimeError, match="used or released"):
+                self.store.all_factors(indices)
+            return
+        for site, pair in self.store.all_factors(indices).items():
+            self.got(indices, site, pair)
+        for index in indices:
+            self.use(index, set(SITES))
+
+    def use(self, index: int, sites: set[int]) -> None:
+        self.in_use[index] -= sites
+        if not self.in_use[index]:
+            del self.in_use[index]
+
+    def result(self) -> None:
+        for indices, site, draw in self.pending:
+            self.got(indices, site, draw())
+        self.pending.clear()
+
+    def release(self, offset: int, count: int) -> None:
+        indices = self.asked(offset, count, SITES, right=False)
+        self.store.release(indices)
+        for index in indices:
+            self.in_use.pop(index, None)
+
+    def reopen(self, block: int) -> None:
+        """As after a crash: of a block that was begun nothing is left, and nothing comes again."""
+        if not self.reopens:
+            return
+        left, used = self.store.left, self.next - self.first
+        self.store.close()
+        self.store = reopen(self.folder, block)
+        assert self.store.available == left
+        lost = self.filled - left - self.next
+        # A run loses no more than it used, and never a whole block.
+        assert 0 <= lost <= min(used, self.block - 1)
+        self.first = self.next = self.next + lost
+        self.filled_before, self.block = self.filled, block
+        self.in_use.clear()
+
+    def counts(self) -> None:
+        store = self.store
+        assert store.available == self.filled - self.next >= store.left
+        assert (store.room, store.capacity, store.layout) == (self.room, self.capacity, LAYOUT)
+        assert store.made == self.filled - self.filled_before
+        assert store.used == self.next - self.first
 
 
-@pytest.mark.parametrize("lost", ["one site", "released"])
-def test_all_sites_at_once_are_read_of_none_where_one_was(store: PadStore, lost: str) -> None:
-    fill(store, 4)
-    indices = store.take(2)
-    if lost == "released":
-        store.release(range(1, 2))
-    else:
-        store.factors(range(1, 2), 5)
-    with pytest.raises(RuntimeError, match="used or released"):
-        store.all_factors(indices)
-    store.factors(range(1), 5)  # still there
+def _step(choose: random.Random, checked: Checked) -> tuple[Any, ...]:
+    """Choose what is asked next: mostly, but not always, what is allowed."""
+    site, count = choose.choice(sorted(SITES)), choose.choice((1, 1, 2, 3, 5, 9))
+    place, right = choose.choice((0, 0, 0, 1, 2)), choose.random() < 0.8
+    fill = ("fill", choose.randint(0, 5), right)
+    if not checked.in_use and choose.random() < 0.7:
+        return ("take", count, right) if checked.filled > checked.next else fill
+    return choose.choice(
+        [
+            *[fill, fill, ("take", choose.randint(-1, 9), right)],
+            *[("read", place, count, site, choose.random() < 0.5, right)] * 8,
+            *[("read_all", place, count, right)] * 4,
+            *[("release", place, count), ("result",), ("reopen", choose.choice((1, 4, 16)))],
+        ]
+    )
 
 
-def test_incomplete_batch_cannot_be_committed(store: PadStore) -> None:
-    with store.begin(2) as batch:
-        batch.put(1, product(1, batch.r(1)))
-        with pytest.raises(RuntimeError, match="1 sites not put"):
-            batch.commit()
-        batch.put(5, product(5, batch.r(5)))
-        batch.commit()
-    assert store.available == 2
-
-
-def test_batch_refuses_what_does_not_fit(store: PadStore) -> None:
-    with store.begin(2) as batch:
-        with pytest.raises(RuntimeError, match="second batch"):
-            store.begin(1)
-        for wrong in (
-            torch.zeros(2, 3, dtype=torch.int32),
-            torch.zeros(3, 2, dtype=torch.int32),
-            torch.zeros(4, dtype=torch.int32),
-            torch.zeros(2, 2, dtype=torch.int64),
-        ):
-            with pytest.raises(ValueError, match=r"layer 0 o_proj.*expected torch.int32 \[2, 2\]"):
-                batch.put(1, wrong)
-        with pytest.raises(KeyError):
-            batch.put(2, torch.zeros(2, 2, dtype=torch.int32))
-        batch.put(1, product(1, batch.r(1)))
-        with pytest.raises(RuntimeError, match="put twice"):
-            batch.put(1, product(1, batch.r(1)))
-
-
-def test_put_takes_tensors_that_are_not_contiguous(store: PadStore) -> None:
-    with store.begin(2) as batch:
-        for site in LAYOUT.sites:
-            u = product(site.number, batch.r(site.number))
-            batch.put(site.number, u.t().contiguous().t())
-        batch.commit()
-    use(store, store.take(2))
-
-
-def test_closed_store_does_nothing(store: PadStore) -> None:
-    fill(store, 2)
-    indices = store.take(1)
-    batch = store.begin(1)
-    store.close()
-    for call in (
-        lambda: store.take(1),
-        lambda: store.factors(indices, 1),
-        lambda: store.begin(1),
-        store.check_usable,
-        lambda: batch.put(1, torch.zeros(1, 2, dtype=torch.int32)),
-        batch.commit,
-    ):
-        with pytest.raises(RuntimeError, match="closed store"):
-            call()
-    batch.abandon()
-    store.close()
-
-
-def test_copy_in_a_forked_child_is_refused(
-    store: PadStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["memory", "bank", "groups"])
+def test_whatever_is_asked_each_pad_is_right_and_handed_out_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(store, 4)
-    taken = store.take(2)
-    parent = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    for call in (
-        lambda: store.take(1),
-        lambda: store.factors(taken, 1),
-        lambda: store.start(taken, 1),
-        lambda: store.begin(1),
-        store.check_usable,
-    ):
-        with pytest.raises(RuntimeError, match="copied by fork"):
-            call()
-    monkeypatch.undo()
-    store.check_usable()
-    use(store, taken)
+    monkeypatch.setattr(store_module, "reading_threads", lambda: 3)
+    choose, asked = random.Random(1), list[tuple[Any, ...]]()
+    checked = Checked(kind)
+    try:
+        for _ in range(2500):
+            asked.append(_step(choose, checked))
+            name, *arguments = asked[-1]
+            getattr(checked, name)(*arguments)
+            checked.counts()
+    except BaseException as error:
+        error.add_note(f"after {asked[-40:]}")
+        raise
+    finally:
+        checked.close()
+    assert len(checked.drawn) > 500  # guards the test
 
 
-def test_one_thread_fills_while_another_takes(store: PadStore) -> None:
-    total, seen = 300, list[int]()
-    failed: list[Exception] = []
-    changed = threading.Condition()
-
-    def filler() -> None:
-        left = total
-        try:
-            while left:
-                with changed:
-                    changed.wait_for(lambda: store.room > 0)
-                count = min(left, store.room, 3)
-                fill(store, count)
-                left -= count
-                with changed:
-                    changed.notify_all()
-        except Exception as error:  # noqa: BLE001 - shown by the thread that asserts
-            failed.append(error)
-            with changed:
-                changed.notify_all()
-
-    thread = threading.Thread(target=filler)
-    thread.start()
-    while len(seen) < total and not failed:
-        with changed:
-            changed.wait_for(lambda: failed or store.available > 0)
-        if failed:
-            break
-        indices = store.take(min(2, store.available))
-        use(store, indices)
-        seen.extend(indices)
-        with changed:
-            changed.notify_all()
-    thread.join()
-    assert not failed
-    assert seen == list(range(total))
-
-
-def test_two_stores_in_memory_share_nothing() -> None:
-    first, second = MemoryStore(LAYOUT, 1), MemoryStore(LAYOUT, 1)
-    with first.begin(1) as one, second.begin(1) as other:
-        assert not torch.equal(one.r(1), other.r(1))
-        assert not torch.equal(one.r(1)[0, :2], one.r(5)[0])
-
-
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_store_without_capacity_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"capacity {capacity}"):
-        MemoryStore(LAYOUT, capacity)
-
-
-def test_releasing_some_indices_leaves_the_others_to_be_read(store: PadStore) -> None:
-    fill(store, 4)
-    first, second = store.take(2), store.take(2)
-    store.release(first)
-    use(store, second)
-
-
-# ------------------------------------------------------------------------- shared by threads
+# ------------------------------------------------------------------- mistakes and other processes
 
 
 @pytest.fixture(params=["memory", "bank"])
-def shared(
+def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PadStore]:
     """Each kind of store, full, with three threads that draw."""
@@ -318,93 +237,131 @@ def shared(
         yield made
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("counts", [(8,), (1, 7), (3, 5)])
-def test_threads_draw_what_one_would(
-    shared: PadStore, counts: tuple[int, ...], inference: bool
+def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> None:
+    use(store, store.take(6))
+    with pytest.raises(KeyError):
+        store.factors(store.take(1), 0)
+    with store.begin(2) as batch:
+        assert store.room == 4
+        with pytest.raises(RuntimeError, match="second batch"):
+            store.begin(1)
+        first = batch.r(1)
+    with pytest.raises(RuntimeError, match="has ended"):
+        batch.commit()
+    assert (store.available, store.room) == (1, 6)
+    with store.begin(3) as batch:
+        assert torch.equal(batch.r(1)[:2], first)
+        for shape, dtype in (
+            ((3, 3), torch.int32),
+            ((2, 2), torch.int32),
+            ((6,), torch.int32),
+            ((3, 2), torch.int64),
+        ):
+            with pytest.raises(ValueError, match=r"layer 0 o_proj.*expected torch.int32 \[3, 2\]"):
+                batch.put(1, torch.zeros(shape, dtype=dtype))
+        with pytest.raises(KeyError):
+            batch.put(2, torch.zeros(3, 2, dtype=torch.int32))
+        for site in sorted(SITES):  # not contiguous
+            with pytest.raises(RuntimeError, match="sites not put"):
+                batch.commit()
+            batch.put(site, product(site, batch.r(site)).t().contiguous().t())
+        with pytest.raises(RuntimeError, match="put twice"):
+            batch.put(1, product(1, batch.r(1)))
+        batch.commit()
+    use(store, store.take(4))
+    for capacity in (0, -1):
+        with pytest.raises(ValueError, match=f"capacity {capacity}"):
+            MemoryStore(LAYOUT, capacity)
+
+
+def _refuses(store: PadStore, indices: range, why: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "take": lambda: store.take(1),
+        "factors": lambda: store.factors(indices, 1),
+        "all_factors": lambda: store.all_factors(indices),
+        "start": lambda: store.start(indices, 1),
+        "begin": lambda: store.begin(1),
+        "check_usable": store.check_usable,
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=why):
+            raise AssertionError(f"{name}: {call()}")
+
+
+def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
+    store: PadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with torch.inference_mode(inference):
-        for indices in [shared.take(count) for count in counts]:
-            draws = [shared.start(indices, site.number) for site in LAYOUT.sites]
-            for site, draw in zip(LAYOUT.sites, draws, strict=True):
-                r, u = draw()
-                assert torch.equal(
-                    r, Keystream(shared._key).rows(indices, site.number, site.in_features)
-                )
-                assert torch.equal(u, product(site.number, r))
-                assert r.is_contiguous()
-                assert u.is_contiguous()
+    taken, parent = store.take(2), os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: parent + 1)
+        _refuses(store, taken, "copied by fork")
+    use(store, taken)
+    taken, batch = store.take(1), store.begin(1)
+    store.close()
+    _refuses(store, taken, "closed store")
+    for refused in (lambda: batch.put(1, torch.zeros(1, 2, dtype=torch.int32)), batch.commit):
+        with pytest.raises(RuntimeError, match="closed store"):
+            refused()
+    batch.abandon()
+    store.close()
+
+
+def test_two_stores_in_memory_share_nothing() -> None:
+    first, second = MemoryStore(LAYOUT, 1), MemoryStore(LAYOUT, 1)
+    with first.begin(1) as one, second.begin(1) as other:
+        assert not torch.equal(one.r(1), other.r(1))
+
+
+# ------------------------------------------------------------------------------- several threads
 
 
 @pytest.fixture
-def go(shared: PadStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def go(store: PadStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set the threads of the store wait before they read."""
-    event, read = threading.Event(), shared._read_into
+    event, read = threading.Event(), store._read_into
 
     def waits(*what: Any) -> None:
         event.wait()
         read(*what)
 
-    monkeypatch.setattr(shared, "_read_into", waits)
+    monkeypatch.setattr(store, "_read_into", waits)
     return event
 
 
-def test_a_draw_uses_its_pairs_up_before_anything_of_them_is_read(
-    shared: PadStore, go: threading.Event
-) -> None:
-    indices, site = shared.take(CAPACITY), LAYOUT.sites[0].number
-    draw = shared.start(indices, site)
-    for again in (shared.factors, shared.start):
-        with pytest.raises(RuntimeError, match="index 0"):
-            again(indices, site)
-    go.set()
-    r, u = draw()
-    assert torch.equal(u, product(site, r))
-
-
 def test_nothing_is_filled_again_while_a_thread_may_read_it(
-    shared: PadStore, go: threading.Event
+    store: PadStore, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    indices, site = shared.take(CAPACITY), LAYOUT.sites[0].number
-    draw = shared.start(indices, site)
-    shared.release(indices)
-    filler = threading.Thread(target=fill, args=(shared, CAPACITY))
-    filler.start()
-    filler.join(0.05)
+    def waits(parts: list[Future[None]]) -> None:
+        go.set()
+        wait(parts)
+
+    monkeypatch.setattr(store_module, "wait", waits)
+    indices = store.take(CAPACITY)
+    draws = {site.number: store.start(indices, site.number) for site in LAYOUT.sites}
+    store.release(indices)
+    fill(store, CAPACITY)
+    waited = go.is_set()
     go.set()
-    filler.join()
-    r, u = draw()
-    assert torch.equal(r, Keystream(shared._key).rows(indices, site, r.shape[1]))
-    assert torch.equal(u, product(site, r))
+    for site, draw in draws.items():
+        r, u = draw()
+        assert torch.equal(u, product(site, r))
+    assert waited
 
 
-def test_a_store_closes_when_its_threads_have_read(shared: PadStore, go: threading.Event) -> None:
-    indices, site = shared.take(CAPACITY), LAYOUT.sites[0].number
-    draw = shared.start(indices, site)
-    closer = threading.Thread(target=shared.close)
-    closer.start()
-    closer.join(0.05)
-    go.set()
-    closer.join()
-    r, u = draw()
-    assert torch.equal(u, product(site, r))
-    with pytest.raises(RuntimeError, match="closed store"):
-        shared.start(indices, LAYOUT.sites[1].number)
-
-
-def test_an_error_in_a_thread_is_raised_where_the_result_is_asked_for(
-    shared: PadStore, monkeypatch: pytest.MonkeyPatch
+def test_what_threads_read_is_used_up_at_once_and_their_error_comes_with_the_result(
+    store: PadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
         raise PadBankError("bank", got="another record than was written", expected="its tag")
 
-    indices, (first, second) = shared.take(CAPACITY), LAYOUT.sites
+    indices, (first, second) = store.take(CAPACITY), LAYOUT.sites
     with monkeypatch.context() as patch:
-        patch.setattr(shared, "_read_into", refused)
-        draw = shared.start(indices, first.number)
+        patch.setattr(store, "_read_into", refused)
+        draw = store.start(indices, first.number)
+        for again in (store.factors, store.start):
+            with pytest.raises(RuntimeError, match="index 0"):
+                again(indices, first.number)
         with pytest.raises(PadBankError, match="another record"):
             draw()
-    with pytest.raises(RuntimeError, match="index 0"):
-        shared.factors(indices, first.number)
-    r, u = shared.start(indices, second.number)()
+    r, u = store.start(indices, second.number)()
     assert torch.equal(u, product(second.number, r))

@@ -1,4 +1,4 @@
-"""Every error has one form, names a field, and never says what the client wrote."""
+"""Every error has one form and a status of its own, and never says what the client wrote."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import logging
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import (
     EndpointError,
@@ -21,14 +18,16 @@ from protocol.errors import (
 )
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import of_engine, of_validation
+from tee_side.serve.limits import RateLimitError
 from tee_side.serve.schema import (
-    FIELD_NAMES,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
-from tests.kit.serve import FakeEngine, FakeWatch, call, complete, serving
+from tests.kit.rows import each_row
+from tests.kit.serve import FakeEngine, call, chat, serving
 
 CANARY = "Seekrit-\ud83d\x1b[31m 4711"
 ENDPOINTS = {
@@ -36,142 +35,80 @@ ENDPOINTS = {
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "a"}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
 }
-
-
-def _wrong() -> list[tuple[str, dict[str, Any]]]:
-    """Every field of every endpoint with the canary in it, in some forms."""
-    forms: list[Any] = [CANARY, [CANARY], {CANARY: CANARY}, [[CANARY]], [{CANARY: [CANARY]}]]
-    return [
-        (path, body | {name: form})
-        for path, (model, body) in ENDPOINTS.items()
-        for name in [*model.model_fields, CANARY]
-        for form in forms
-    ]
+IS_JSON = {"content-type": "application/json"}
 
 
 def test_no_error_quotes_the_input_or_a_lone_surrogate(caplog: pytest.LogCaptureFixture) -> None:
+    """Of every field of every endpoint with the canary in it, in some forms."""
     caplog.set_level(logging.DEBUG)
-    app, refused = create_app(serving()), 0
-    for path, body in _wrong():
-        reply = call(app, "POST", path, body)
-        assert reply.status in (200, 400, 404), (path, body)
-        if reply.status != 200:
-            refused += 1
-            error = reply.error()
-            assert error["message"]
-            assert len(reply.text) < 600
-            assert reply.text.isascii()
-            for part in ("Seekrit", "4711", "ud83d"):
-                assert part not in reply.text, (path, body)
-    assert refused > 300
+    forms: list[Any] = [CANARY, [CANARY], {CANARY: CANARY}, [[CANARY]], [{CANARY: [CANARY]}]]
+    app, refused = create_app(serving()), {}
+    for path, (model, body) in ENDPOINTS.items():
+        for name in [*model.model_fields, CANARY]:
+            for number, form in enumerate(forms):
+                reply = call(app, "POST", path, body | {name: form})
+                if reply.status != 200:
+                    refused[path, name, number] = reply
+    assert len(refused) > 300
+    assert {reply.status for reply in refused.values()} == {400}
+    assert all(reply.error()["message"] and reply.text.isascii() for reply in refused.values())
+    words = ("Seekrit", "4711", "ud83d")
+    texts = {place: reply.text for place, reply in refused.items()}
+    assert [place for place, text in texts.items() if len(text) > 600] == []
+    assert [place for place, text in texts.items() if any(word in text for word in words)] == []
     assert "4711" not in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_row(
+    ("loc", "kind", "message", "param", "said"),
+    [
+        (["prompt", 3], "new", CANARY, "body.prompt.3", "another value"),
+        ([CANARY, "n", CANARY, -1], f"{CANARY}_type", CANARY, "body.n.-1", "another value"),
+        (["n"], "less_than", "Input should be less than 5", "body.n", "less than 5"),
+        (["n", CANARY], "extra_forbidden", CANARY, "body.n", "no such field"),
+    ],
+)
+def test_a_fault_that_is_new_to_us_is_said_in_our_words_alone(
+    loc: list[str | int], kind: str, message: str, param: str, said: str
+) -> None:
+    fault = {"loc": ["body", *loc], "type": kind, "msg": message}
+    error = json.loads(of_validation([fault]).body)["error"]
+    assert (error["param"], error["message"]) == (param, f"{param}: expected {said}")
+
+
+@each_row(
     ("body", "headers"),
     [
         (b"", {}),
-        (b"{", {"content-type": "application/json"}),
-        (b"[1]", {"content-type": "application/json"}),
-        (b'"a"', {"content-type": "application/json"}),
-        (b"\xff\xfe{", {"content-type": "application/json"}),
-        (b"[" * 100_000, {"content-type": "application/json"}),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", {"content-type": "application/json"}),
+        *((text, IS_JSON) for text in (b"{", b"[1]", b'"a"', b"\xff\xfe{", b"[" * 100_000)),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", IS_JSON),
+        (b'{"prompt": "a", "temperature": 1e999}', IS_JSON),
         (b'{"prompt": "a"}', {"content-type": "text/plain"}),
         (b'{"prompt": "a"}', {"content-type": "application/x-www-form-urlencoded"}),
         (b'{"prompt": "a"}', {}),
     ],
 )
-def test_what_is_no_json_object_or_of_another_content_type_is_4xx(
+def test_what_is_no_json_object_or_of_another_content_type_is_400(
     body: bytes, headers: dict[str, str]
 ) -> None:
     reply = call(serving(), "POST", "/v1/completions", body, headers)
-    assert reply.status == 400
-    assert reply.error()["type"] == "invalid_request_error"
+    assert (reply.status, reply.error()["type"]) == (400, "invalid_request_error")
 
 
-def test_null_infinity_and_not_a_number_are_400() -> None:
-    for text in ("NaN", "Infinity", "-Infinity", "1e999"):
-        body = f'{{"prompt": "a", "temperature": {text}}}'.encode()
-        reply = call(
-            serving(), "POST", "/v1/completions", body, {"content-type": "application/json"}
-        )
-        assert (reply.status, reply.error()["param"]) == (400, "body.temperature")
-
-
-@pytest.mark.parametrize(
-    ("field", "param"),
-    [("nosuch", "body.nosuch"), ("no such", "body"), ("a" * 41, "body"), ("été", "body")],
-)
-def test_an_unknown_field_is_400_and_named_if_it_looks_like_one(field: str, param: str) -> None:
-    reply = complete(**{field: 1})
-    assert (reply.status, reply.error()["param"]) == (400, param)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {f"field{at}": 1 for at in range(2000)},
-        {"logit_bias": {str(at): 1000 for at in range(2000)}},
-    ],
-)
-def test_a_body_of_many_faults_is_not_read_to_its_end(body: dict[str, Any]) -> None:
-    reply = complete(**body)
-    assert reply.error()["message"].endswith("fewer fields")
-
-
-@pytest.mark.parametrize("content", [{"prompt": [1] * 9 + ["a"] * 9**5}, {"prompt": [{}] * 9**5}])
-def test_a_list_of_many_faults_has_a_few(content: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError) as caught:
-        TypeAdapter(CompletionRequest).validate_python(content)
-    assert caught.value.error_count() < 10
-
-
-def test_the_place_that_the_value_fitted_furthest_is_named() -> None:
-    assert complete(prompt=[1, 2, "a"]).error()["param"] == "body.prompt.2"
-    assert complete(prompt=["a", 2]).error()["param"] == "body.prompt.1"
-    assert complete(prompt=[[1], [2, 3.5]]).error()["param"] == "body.prompt.1.1"
-
-
-@given(st.lists(st.text() | st.integers(), max_size=3), st.text(), st.text())
-def test_a_fault_that_is_new_to_us_is_said_in_our_words_alone(
-    loc: list[str | int], kind: str, message: str
-) -> None:
-    fault = {"loc": ["body", *loc], "type": f"new {kind}", "msg": message}
-    error = json.loads(of_validation([fault]).body)["error"]
-    _, *parts = error["param"].split(".")
-    assert all(part in FIELD_NAMES or part.lstrip("-").isdigit() for part in parts)
-    assert error["message"] == f"{error['param']}: expected another value"
-
-
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_a_wrong_method_is_405_in_the_same_form(method: str) -> None:
-    reply = call(serving(), method, "/v1/completions")
-    assert (reply.status, reply.headers["allow"]) == (405, "POST")
-    assert reply.error()["type"] == "invalid_request_error"
-
-
-def test_an_unknown_path_is_404_in_the_same_form() -> None:
+def test_another_path_method_or_model_is_refused_in_the_same_form() -> None:
+    for method in ("GET", "PUT", "DELETE"):
+        reply = call(serving(), method, "/v1/completions")
+        assert (reply.status, reply.headers["allow"]) == (405, "POST")
+        assert reply.error()["type"] == "invalid_request_error"
     reply = call(serving(), "GET", "/v1/Seekrit")
     assert (reply.status, reply.error()["type"]) == (404, "not_found_error")
     assert "Seekrit" not in reply.text
-
-
-@pytest.mark.parametrize("path", list(ENDPOINTS))
-def test_an_unknown_model_is_404_model_not_found(path: str) -> None:
-    reply = call(serving(), "POST", path, ENDPOINTS[path][1] | {"model": "Seekrit"})
-    assert (reply.status, reply.error()["code"]) == (404, "model_not_found")
-    assert "Seekrit" not in reply.text
-
-
-class _RateLimitError(LimitError):
-    def __init__(self, *, retryable: bool) -> None:
-        super().__init__("API key: requests", got="61 requests", expected="at most 60")
-        self.retryable = retryable
-        self.headers = {"x-ratelimit-limit-requests": "60"} | (
-            {"retry-after": "17"} if retryable else {}
-        )
+    for path, (_, body) in ENDPOINTS.items():
+        reply = call(serving(), "POST", path, body | {"model": "Seekrit"})
+        assert (reply.status, reply.error()["code"]) == (404, "model_not_found")
+        assert "Seekrit" not in reply.text
 
 
 def _limit(*, retryable: bool) -> LimitError:
@@ -180,17 +117,22 @@ def _limit(*, retryable: bool) -> LimitError:
     return error
 
 
+def _of_key(after_s: float | None) -> RateLimitError:
+    headers = {"x-ratelimit-limit-requests": "60"}
+    return RateLimitError("API key", got="61", expected="60", after_s=after_s, headers=headers)
+
+
 _FIELDS = {"got": "a", "expected": "b"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "status", "code", "retry"),
     [
         (PromptError("ids", **_FIELDS), 400, "invalid_prompt", None),
         (_limit(retryable=True), 503, "overloaded", "1"),
         (_limit(retryable=False), 400, "limit_exceeded", None),
-        (_RateLimitError(retryable=True), 429, "rate_limit_exceeded", "17"),
-        (_RateLimitError(retryable=False), 400, "limit_exceeded", None),
+        (_of_key(16.5), 429, "rate_limit_exceeded", "17"),
+        (_of_key(None), 400, "limit_exceeded", None),
         (PadsExhaustedError("pads", **_FIELDS), 503, "engine_error", "1"),
         (EndpointError("ipc:///tmp/gpu", **_FIELDS), 503, "engine_error", "1"),
         (VerificationError("layer 3 q_proj", **_FIELDS), 500, "engine_error", None),
@@ -200,20 +142,19 @@ def test_an_error_of_the_engine_says_by_its_status_whether_a_retry_helps(
     error: TsqpError, status: int, code: str, retry: str | None
 ) -> None:
     found = of_engine(error)
-    assert found.status_code == status
-    assert json.loads(found.body)["error"]["code"] == code
+    assert (found.status_code, json.loads(found.body)["error"]["code"]) == (status, code)
     assert (found.headers or {}).get("retry-after") == retry
     assert error.where not in found.body
 
 
-def test_a_refusal_before_the_first_byte_is_an_http_error() -> None:
-    for stream in (False, True):
-        watch = FakeWatch(refusal=_RateLimitError(retryable=True))
-        app = create_app(serving(watch=watch))
-        reply = call(app, "POST", "/v1/completions", {"prompt": "a", "stream": stream})
-        assert (reply.status, reply.error()["type"]) == (429, "rate_limit_error")
-        assert reply.headers["x-ratelimit-limit-requests"] == "60"
-        assert reply.headers["retry-after"] == "17"
-        engine = FakeEngine(refuse=_limit(retryable=True))
-        reply = complete(engine, stream=stream)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+def test_what_fails_unforeseen_is_500_and_its_words_are_in_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    reply = chat(FakeEngine(refuse=RuntimeError("Seekrit")))
+    assert (reply.status, reply.error()["type"]) == (500, "server_error")
+    [record] = [record for record in caplog.records if record.name == "tee_side"]
+    assert record.message == "request_failed"
+    assert record.fields["error"] == "RuntimeError"  # type: ignore[attr-defined]
+    assert "Seekrit" not in reply.text + str([one.__dict__ for one in caplog.records])
+    assert all(one.exc_info is None for one in caplog.records)

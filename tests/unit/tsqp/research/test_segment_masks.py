@@ -25,7 +25,7 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import KeyedSegment, SegmentMask
 from tee_side.protect.randomness import Randomness
-from tests.contract.segment_reference import rms_norm, run_head, run_layer, run_layers
+from tests.kit.masks import rms_norm, run_head, run_layer, run_layers
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tsqp.lab.research.feature_key import FeatureKey

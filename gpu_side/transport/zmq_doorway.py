@@ -1,0 +1,264 @@
+"""Stands before a ZeroMQ socket without keys, and names the connections that it lets in.
+
+Without keys ZeroMQ asks us nothing in a handshake, and the client has the last word on its routing
+id. So the clients' connections end here: each has one of its own to ZeroMQ, and what comes on one
+is passed on over the other, from the client with a routing id of ours (`Handshake`). What a client
+does not read stays in the kernel and with ZeroMQ, but for one buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import zmq
+
+from gpu_side.transport.live_socket import SocketFile, bind_at
+from gpu_side.transport.zmq_handshake import Handshake
+from gpu_side.transport.zmq_names import Names
+from protocol.endpoint import Endpoint
+from protocol.errors import ProtocolError
+
+log = logging.getLogger("gpu_service")
+
+# What is read at a time, and what a Unix socket may hold: it takes all of the former at once.
+_BUFFER_BYTES = 192 * 1024
+_HELD_BYTES = 1024 * 1024
+_BACKLOG = 128
+# How long no client is let in where there are too few file descriptors.
+_ACCEPT_AGAIN_S = 1.0
+_CLOSING_S = 0.5
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+class _End:
+    """One end of a connection, the client's or ZeroMQ's, and what was not sent to it yet.
+
+    `handshake`: of a client's end, until it is over.
+    """
+
+    __slots__ = ("handshake", "other", "socket", "unsent", "watched")
+
+    def __init__(self, connection: socket.socket, handshake: Handshake | None = None) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.handshake = handshake
+        self.other = self
+        self.unsent = memoryview(b"")
+        self.watched = 0
+
+
+class Doorway:
+    """Lets clients in at an endpoint, on a thread, and passes on to and from `inner`.
+
+    `inner`: where ZeroMQ listens for us (`bind_within_process`). Should the thread fail, it says so
+    in the log, and `failed` is set. Raises OSError or zmq.ZMQError where the endpoint cannot be
+    bound.
+    """
+
+    def __init__(self, endpoint: Endpoint, inner: str, names: Names) -> None:
+        self._inner = "\0" + inner.partition("@")[2]
+        self._names = names
+        self._file: SocketFile | None = None
+        if endpoint.socket_path is None:
+            self._listening, self.endpoint = _listen_on_network(endpoint)
+        else:
+            self._listening = bind_at(endpoint.socket_path, _BACKLOG)
+            self._file = SocketFile(endpoint.socket_path)
+            self.endpoint = endpoint.text
+        self._listening.setblocking(False)
+        # How many clients were turned away, because they do not speak the protocol.
+        self.refused = 0
+        self.failed = False
+        self._ends: dict[int, _End] = {}
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        # When to try again to accept (time.monotonic), where that failed; 0: it did not.
+        self._accept_again = 0.0
+        self._stopping = False
+        self._ends_at = float("inf")
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listening, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="zmq-doorway", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let no client in any more; those that are in go on."""
+        self._stopping = True
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Pass on what ZeroMQ has still sent, for half a second, and end. After `stop`."""
+        self._ends_at = time.monotonic() + _CLOSING_S
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        os.close(self._wakeup)
+
+    # ------------------------------------------------------------------------- on the own thread
+
+    def _run(self) -> None:
+        try:
+            while self._ends or self._ends_at == float("inf"):
+                left_s = self._left_s()
+                if left_s is not None and left_s <= 0:
+                    break
+                for file, events in self._epoll.poll(left_s):
+                    self._attend(file, events)
+        except Exception:
+            self.failed = True
+            log.exception("doorway_failed", extra={"fields": {"lets_in": "nobody"}})
+        finally:
+            for end in self._ends.values():
+                end.socket.close()
+            self._close_listening()
+            self._epoll.close()
+
+    def _left_s(self) -> float | None:
+        now = time.monotonic()
+        if self._stopping:
+            return None if self._ends_at == float("inf") else self._ends_at - now
+        if self._accept_again and self._accept_again <= now:
+            self._accept_again = 0.0
+            self._epoll.register(self._listening, select.EPOLLIN)
+        return self._accept_again - now if self._accept_again else None
+
+    def _close_listening(self) -> None:
+        # Closing takes it out of the epoll set too.
+        self._listening.close()
+        if self._file is not None:
+            self._file.remove()
+
+    def _attend(self, file: int, events: int) -> None:
+        if (end := self._ends.get(file)) is not None:
+            self._serve(end, events)
+        elif file == self._wakeup:
+            os.eventfd_read(self._wakeup)
+            if self._stopping:
+                self._close_listening()
+        elif file == self._listening.fileno():
+            self._accept()
+
+    def _accept(self) -> None:
+        inner = None
+        try:
+            # First: a client for which there is no way on waits to be accepted.
+            inner = socket.socket(socket.AF_UNIX)
+            inner.setblocking(False)
+            inner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HELD_BYTES)
+            inner.connect(self._inner)
+            connection, _ = self._listening.accept()
+        except OSError as error:
+            if inner is not None:
+                inner.close()
+            if error.errno in _EXHAUSTED:
+                self._pause()
+            return
+        if connection.family != socket.AF_UNIX:
+            with suppress(OSError):  # a client that has gone again
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client, service = _End(connection, Handshake(self._names.draw())), _End(inner)
+        client.other, service.other = service, client
+        for end in (client, service):
+            self._ends[end.socket.fileno()] = end
+            self._watch(end)
+
+    def _pause(self) -> None:
+        """Let no client in for a while, for want of memory or file descriptors."""
+        log.warning("no_more_clients", extra={"fields": {"clients": len(self._ends) // 2}})
+        self._epoll.unregister(self._listening)
+        self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
+
+    def _serve(self, end: _End, events: int) -> None:
+        try:
+            if end.unsent:
+                self._send(end, end.unsent)
+            if events & ~select.EPOLLOUT and not end.other.unsent:
+                self._pass_on(end)
+        except ProtocolError as error:
+            self.refused += 1
+            fields = {"reason": "no_zmtp_3", "detail": str(error)}
+            log.warning("connection_refused", extra={"fields": fields})
+            self._close(end)
+        except OSError:
+            self._close(end)
+
+    def _pass_on(self, end: _End) -> None:
+        try:
+            size = end.socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        if not size:
+            self._close(end)
+            return
+        data = self._buffer[:size]
+        if end.handshake is not None:
+            data = memoryview(end.handshake.take(data))
+            if end.handshake.done:
+                end.handshake = None
+        self._send(end.other, data)
+
+    def _send(self, end: _End, data: memoryview) -> None:
+        """Send what the kernel takes; the rest waits, and meanwhile the other end."""
+        sent = 0
+        with suppress(BlockingIOError):
+            sent = end.socket.send(data)
+        had, end.unsent = end.unsent, data[sent:]
+        if end.unsent and not had:
+            # The buffer is the next one's.
+            end.unsent = memoryview(bytes(end.unsent))
+        if bool(had) != bool(end.unsent):
+            self._watch(end)
+            self._watch(end.other)
+
+    def _watch(self, end: _End) -> None:
+        reading = 0 if end.other.unsent else select.EPOLLIN
+        wanted = reading | (select.EPOLLOUT if end.unsent else 0)
+        if wanted == end.watched:
+            return
+        # Of what is in the set the kernel tells that it was closed, wanted or not.
+        if not wanted:
+            self._epoll.unregister(end.socket)
+        elif end.watched:
+            self._epoll.modify(end.socket, wanted)
+        else:
+            self._epoll.register(end.socket, wanted)
+        end.watched = wanted
+
+    def _close(self, end: _End) -> None:
+        for one in (end, end.other):
+            if self._ends.pop(one.socket.fileno(), None) is not None:
+                one.socket.close()
+
+
+def _listen_on_network(endpoint: Endpoint) -> tuple[socket.socket, str]:
+    """Listen where ZeroMQ would, and say where that is. Raises OSError and zmq.ZMQError."""
+    host, port = _address_of(endpoint), endpoint.text.rpartition(":")[2]
+    family = socket.AF_INET6 if "[" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind((host.strip("[]"), 0 if port == "*" else int(port)))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening, f"tcp://{host}:{listening.getsockname()[1]}"
+
+
+def _address_of(endpoint: Endpoint) -> str:
+    """Let ZeroMQ resolve a host, which may be an interface's name, by binding another port."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as scratch:
+        scratch.setsockopt(zmq.IPV6, "[" in endpoint.text)
+        scratch.bind(f"tcp://{endpoint.host}:*")
+        bound = scratch.getsockopt_string(zmq.LAST_ENDPOINT)
+    return bound.partition("://")[2].rpartition(":")[0]

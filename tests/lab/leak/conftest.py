@@ -1,0 +1,23 @@
+"""A small model, once for all tests of the laboratory."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.kit.leaks import make_begun_model
+from tests.kit.model import SavedModel
+from tsqp.lab.leak.public import PublicModel
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+    made = make_begun_model(tmp_path_factory.mktemp("begun"))
+    shutil.copy(made.calibration, made.directory)
+    return made
+
+
+@pytest.fixture(scope="session")
+def public(model: SavedModel) -> PublicModel:
+    return PublicModel(model.directory)

@@ -1,0 +1,285 @@
+"""Each attack reads what its mask leaves, to the last token, and claims nothing of uniform rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tee_side.policy.placement import Policy
+from tests.kit.leaks import (
+    FIRST_PLACE,
+    VOCABULARY,
+    begun,
+    embedding,
+    first_view,
+    leak_of,
+    linear,
+    lm_head,
+    policy_of,
+    recorded,
+    run_of,
+    scores_of,
+    uniform,
+    view_of,
+)
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+from tsqp.lab.leak.attack import View, Work
+from tsqp.lab.leak.attacks.direct import Logits
+from tsqp.lab.leak.laboratory import weakened_policies
+from tsqp.lab.leak.matching import FIRST
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import Recording
+from tsqp.lab.leak.registry import ATTACKS
+from tsqp.lab.leak.trace import Trace
+
+# Tokens of two prompts, and of two answers but for the one that is sampled last.
+PROMPTS, ANSWERS = 9 + 6, 3 + 3
+PLACES = [
+    f"layer {layer} {operator}"
+    for layer in (0, 1)
+    for operator in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+]
+# What is read of prompts and of answers, by place.
+Read = Mapping[str, tuple[int, int]]
+ALL: Read = dict.fromkeys(PLACES, (PROMPTS, ANSWERS))
+ROWS: Read = {FIRST_PLACE: (PROMPTS, ANSWERS)}
+SEGMENT: Read = {"layer 0 segment": (PROMPTS, ANSWERS)}
+# Rows in no order are a set in the first layer; a row alone is not.
+SETS: Read = {**ALL, FIRST_PLACE: (0, ANSWERS)}
+SET_OF_SEGMENT: Read = {"layer 0 segment": (0, ANSWERS)}
+# Tokens that were sampled, the last one of each answer included.
+SAMPLED: Read = {"lm_head": (0, ANSWERS + 2)}
+KEYS: Read = {"layer 0 attn_scores": (PROMPTS, ANSWERS)}
+DISK: Read = {"cache on disk": (PROMPTS, ANSWERS)}
+
+LEAKS: list[tuple[str, str, Read]] = [
+    ("token-ids", "tsqp", {"embedding": (PROMPTS, ANSWERS)}),
+    ("logits", "tsqp", SAMPLED),
+    *(("logits", name, SAMPLED) for name in ("clear-segment", "attested-segment", "stip-segment")),
+    *(("nearest-embedding", name, ROWS) for name in ("attention-in-tee", "row-mix")),
+    ("nearest-embedding", "quantized-clear", ROWS),
+    ("nearest-embedding", "clear-segment", SEGMENT),
+    ("vocabulary", "attention-in-tee", ALL),
+    ("vocabulary", "quantized-clear", ALL),
+    ("vocabulary", "clear-segment", SEGMENT),
+    ("vocabulary-rows", "tsqp-permuted", SETS),
+    ("vocabulary-features", "stip", ALL),
+    ("vocabulary-features", "stip-segment", SEGMENT),
+    ("vocabulary-both", "tsqp-permuted", SETS),
+    ("vocabulary-both", "stip", SETS),
+    ("subspace", "row-rotation", SETS),
+    ("subspace", "row-mix", SETS),
+    ("subspace", "clear-segment", SET_OF_SEGMENT),
+    ("noise-averaging", "attention-in-tee", {**ROWS, "all places": (PROMPTS, ANSWERS)}),
+    ("noise-averaging", "float-noise", {**ROWS, "all places": (PROMPTS, ANSWERS)}),
+    ("attention-keys", "tsqp", KEYS),
+    ("attention-keys", "tsqp-permuted", KEYS),
+    ("attention-keys", "row-mix", KEYS),
+    ("norms", "cloak", ALL),
+    ("norms", "stip-segment", SEGMENT),
+    *(("gram", name, ROWS) for name in ("attention-in-tee", "cloak", "stip")),
+    ("gram", "cloak-segment", SEGMENT),
+    ("column-matching", "stip", ALL),
+    ("column-matching", "stip-segment", SEGMENT),
+    ("eigenvectors", "cloak", ALL),
+    ("eigenvectors", "stip", ALL),
+    ("eigenvectors", "cloak-segment", SEGMENT),
+    *(("cache-at-rest", name, DISK) for name in ("clear-segment", "stip-segment", "cloak-segment")),
+    ("pad-reuse", "pad-reused", ROWS),
+    # The first token of each session is not read but assumed.
+    ("pad-basis", "pad-low-dimensional", {FIRST_PLACE: (13 * 3, 13 * 3)}),
+]
+# What an attack does not know hides its tokens from it.
+HIDDEN = [
+    ("token-ids", "tsqp-permuted"),
+    ("nearest-embedding", "cloak"),
+    ("nearest-embedding", "stip-segment"),
+    ("vocabulary", "stip"),
+    ("vocabulary-rows", "cloak"),
+    ("vocabulary-features", "cloak-segment"),
+    ("vocabulary-both", "shielded-prefill"),
+    ("vocabulary", "two-server"),
+    ("subspace", "shielded-prefill"),
+    ("norms", "row-rotation"),
+    ("gram", "row-rotation"),
+    ("column-matching", "cloak"),
+    ("pad-reuse", "shielded-prefill"),
+    ("pad-reuse", "two-server"),
+]
+
+
+Recorded = Callable[[str], Recording]
+
+
+@pytest.fixture(scope="module")
+def recording(model: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Return what records a policy, once for all rows."""
+    folder = tmp_path_factory.mktemp("recordings")
+    weakened = {Path(path).stem: path for path in weakened_policies()}
+    made: dict[str, Recording] = {}
+
+    def record(policy: str) -> Recording:
+        if policy not in made:
+            # A basis of ten pads is learnt from twelve rows of the token in front.
+            prompts = begun(*[4] * 13) if policy == "pad-low-dimensional" else begun(9, 6)
+            path = weakened.get(policy, policy)
+            made[policy] = recorded(model, path, folder / policy, prompts)
+        return made[policy]
+
+    return record
+
+
+def read(attack: str, view: View, played: Recording) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """Return hits and tries of prompts and answers by place, and whether that is above chance."""
+    truths = [session.truth for session in played.sessions]
+    found = scores_of(ATTACKS.builtin[attack](), view, truths)
+    made = leak_of(run_of(attack, *found.values()), blind=1 / view.public.vocab_size)
+    counts = {
+        where: (one.prompt.hits, one.prompt.n, one.answer.hits, one.answer.n)
+        for where, one in found.items()
+    }
+    return counts, made.above_chance
+
+
+@each_row(("attack", "policy", "expected"), LEAKS, ids=lambda row: f"{row[0]} on {row[1]}")
+def test_a_leak_is_read_to_the_last_token(
+    public: PublicModel, recording: Recorded, attack: str, policy: str, expected: Read
+) -> None:
+    played = recording(policy)
+    counts, above_chance = read(attack, first_view(public, played), played)
+    assert counts == {place: (p, p, a, a) for place, (p, a) in expected.items()}
+    assert above_chance
+
+
+@each_row(("attack", "policy"), dict.fromkeys(row[:2] for row in LEAKS), ids=" on ".join)
+def test_nothing_is_claimed_of_uniform_rows(
+    public: PublicModel, recording: Recorded, attack: str, policy: str
+) -> None:
+    """What is read elsewhere is read from the rows, and from nothing else that the attack gets."""
+    played = recording(policy)
+    view = first_view(public, played)
+    files = tuple(disk.encrypted for disk in played.disks)
+    view = replace(view, traces=tuple(map(uniform, view.traces)), disks=files)
+    counts, above_chance = read(attack, view, played)
+    assert counts
+    assert not above_chance, counts
+
+
+@each_row(("attack", "policy"), HIDDEN, ids=" on ".join)
+def test_a_mask_that_an_attack_does_not_know_hides_the_tokens(
+    public: PublicModel, recording: Recorded, attack: str, policy: str
+) -> None:
+    played = recording(policy)
+    counts, above_chance = read(attack, first_view(public, played), played)
+    assert counts
+    assert not above_chance, counts
+
+
+def test_every_attack_has_a_leak_and_is_recorded_where_it_must_work() -> None:
+    tried = {(attack, policy) for attack, policy, _ in LEAKS}
+    controls = {(one.name, Path(one.control).stem) for one in ATTACKS.builtin.values()}
+    assert controls - tried == {
+        ("vocabulary-rows", "attention-in-tee"),
+        ("vocabulary-features", "attention-in-tee"),
+        ("vocabulary-both", "attention-in-tee"),
+        ("norms", "attention-in-tee"),
+    }
+    assert {attack for attack, _ in tried} == set(ATTACKS.builtin)
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+EMPTY: dict[str, tuple[Policy | str, Trace]] = {
+    "nothing": ("clear-segment", Trace(())),
+    "nothing of a cloak": ("cloak", Trace(())),
+    "deeper": ("attention-in-tee", Trace((linear((1, "o_proj"), torch.ones(1, 96)),))),
+    "decode": (policy_of("qkv_proj", phase="decode"), Trace((linear(FIRST, torch.ones(1, 48)),))),
+}
+# `lacks`: what the attacker does not have, of linear weights and of a token in front of prompts.
+REFUSED: list[tuple[str, str, str | None, str]] = [
+    ("token-ids", "attention-in-tee", None, "embedding stays"),
+    ("logits", "cloak-segment", None, "lm_head stays"),
+    ("logits", "nothing", None, "lm_head stays"),
+    ("nearest-embedding", "deeper", None, "layer 0 stays"),
+    ("vocabulary", "nothing", None, "no activations crossed"),
+    ("subspace", "nothing", None, "no activations crossed"),
+    ("subspace", "stip-segment", None, "the hidden axis is transformed"),
+    ("norms", "quantized-clear", None, "integers"),
+    ("norms", "nothing", None, "no activations crossed"),
+    ("norms", "cloak", "has_layers", "no public weights to compare with"),
+    ("gram", "quantized-clear", None, "integers"),
+    ("gram", "deeper", None, "layer 0 stays"),
+    ("gram", "decode", None, "no session's beginning crossed"),
+    ("gram", "cloak", "has_layers", "no public weights to compare with"),
+    ("gram", "cloak", "first_id", "no token that every prompt begins with"),
+    ("noise-averaging", "nothing", None, "no activations crossed"),
+    ("noise-averaging", "clear-segment", None, "no linear operator crossed"),
+    ("noise-averaging", "quantized-clear", None, "integers"),
+    ("noise-averaging", "row-rotation", None, "neither clear nor under noise"),
+    ("attention-keys", "attention-in-tee", None, "no keys of layer 0 crossed"),
+    ("attention-keys", "tsqp", "has_layers", "no public weights to compare with"),
+    ("column-matching", "attention-in-tee", None, "weights are not cloaked"),
+    ("eigenvectors", "nothing of a cloak", None, "no activations crossed"),
+    ("eigenvectors", "cloak", "has_layers", "no public weights to compare with"),
+    ("cache-at-rest", "attention-in-tee", None, "no cache is at the service"),
+    ("cache-at-rest", "clear-segment", "has_layers", "no public weights to compare with"),
+    ("pad-reuse", "attention-in-tee", None, "floats"),
+    ("pad-reuse", "deeper", None, "layer 0 stays"),
+    ("pad-basis", "shielded-prefill", None, "only 2 rows of a known token crossed"),
+    ("pad-basis", "shielded", None, "no row of a known token crossed"),
+    ("pad-basis", "pad-reused", "first_id", "the tokenizer puts no token in front"),
+]
+
+
+@each_row(("attack", "policy", "lacks", "reason"), REFUSED, ids=lambda row: f"{row[0]} on {row[1]}")
+def test_where_there_is_nothing_to_read_an_attack_says_why(
+    public: PublicModel,
+    recording: Recorded,
+    attack: str,
+    policy: str,
+    lacks: str | None,
+    reason: str,
+) -> None:
+    if policy in EMPTY:
+        placed, trace = EMPTY[policy]
+        view = view_of(public, trace, policy=placed)
+    else:
+        view = first_view(public, recording(policy))
+    with pytest.MonkeyPatch.context() as patch:
+        if lacks is not None:
+            patch.setattr(PublicModel, lacks, None)
+        assert ATTACKS.builtin[attack]().refuses(view) == reason
+
+
+@each_row("attack", ["vocabulary", "noise-averaging"])
+def test_without_linear_weights_the_first_layer_alone_is_read(
+    public: PublicModel, recording: Recorded, attack: str
+) -> None:
+    played = recording("attention-in-tee")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PublicModel, "has_layers", False)
+        counts, _ = read(attack, first_view(public, played), played)
+    assert counts == {FIRST_PLACE: (PROMPTS, PROMPTS, ANSWERS, ANSWERS)}
+
+
+# ------------------------------------------------------------------------ token ids and logits
+
+
+@each_row(("policy", "factor"), [("tsqp", 0.01), ("row-mix", -3.0)])
+def test_logits_name_the_next_token_of_steps_that_have_some(
+    public: PublicModel, policy: str, factor: float
+) -> None:
+    """Scaled, and of either sign where a mask changes it; of several rows the surest counts."""
+    own_V = (public.lm_head_VD @ public.lm_head_VD.T).argmax(-1)
+    tops = (own_V == torch.arange(VOCABULARY)).nonzero()[:2, 0].tolist()
+    rows = factor * torch.cat([0.05 * torch.randn(2, 48), public.lm_head_VD[tops]])
+    messages = [embedding(begun(6)[0]), lm_head(rows[:3]), embedding([1]), embedding([2])]
+    view = view_of(public, Trace((*messages, lm_head(rows[3:]))), policy=policy)
+    (reading,) = Logits().read(view, Work())
+    assert reading.tokens == range(6, 9)
+    assert {index: guess[0] for index, guess in reading.guesses.items()} == {6: tops[0], 8: tops[1]}

@@ -1,0 +1,85 @@
+"""Attacks are found by name and by path; a file without a whole attack is refused.
+
+That those of installed packages are found by their entry points is tested for masks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import tsqp.lab.leak
+from tee_side.plugins import PluginError
+from tee_side.policy.placement import load_policy
+from tests.kit.rows import each_row
+from tsqp.lab.leak.attack import Attack, AttackError
+from tsqp.lab.leak.registry import ATTACKS, find_attacks
+
+HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
+SAID = {"name": "'mine'", "reads": "'x'", "source": "'x'", "control": "'tsqp'", "published": "1"}
+HEAD = "from tsqp.lab.leak.attack import Attack\n"
+IMPORTED = "from tsqp.lab.leak.attacks.direct import Logits\n"
+
+
+def attack(kind: str = "Mine", base: str = "Attack", **changed: str) -> str:
+    """Return the text of an attack that says some things."""
+    said = [f"    {name} = {value}" for name, value in {**SAID, **changed}.items() if value]
+    return "\n".join([f"class {kind}({base}):", *said, ""])
+
+
+def find(folder: Path, text: str) -> list[type[Attack]]:
+    # A file is read once: each has a name of its own.
+    path = folder / f"mine{len(list(folder.iterdir()))}.py"
+    path.write_text(text, encoding="utf-8")
+    return find_attacks(str(path))
+
+
+def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_load() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (HERE / "attacks").glob("*.py"))
+    assert len(ATTACKS.builtin) == text.count("\n    name: ClassVar[str] = ")
+    for name in ATTACKS.names():
+        (found,) = find_attacks(name)
+        assert (found.name, inspect.isabstract(found)) == (name, False)
+        for control in filter(None, (found.control, found.integer_control)):
+            policy = load_policy(str(HERE / control) if control.endswith(".toml") else control)
+            assert policy.services
+            assert (policy.arithmetic == "int8") or control != found.integer_control
+    with pytest.raises(AttackError, match=r"'Logits', expected one of .*logits.*, or a path"):
+        find_attacks("Logits")
+    assert ATTACKS.group == "tsqp.attacks"
+
+
+def test_a_file_brings_its_own_attacks_alone(tmp_path: Path) -> None:
+    """Not those that it imports, nor a family; one without its methods cannot be made."""
+    family, one = attack("Family", name=""), attack("One", "Family", name="'one'")
+    several = HEAD + IMPORTED + family + one + attack("Two", "One", name="'two'")
+    found = find(tmp_path, several)
+    assert [one.name for one in found] == ["one", "two"]
+    with pytest.raises(TypeError, match="abstract"):
+        found[0]()
+
+
+@each_row(
+    ("text", "got"),
+    [
+        ("", "no attack"),
+        (IMPORTED, "no attack"),
+        (HEAD + attack(name=""), "no attack"),
+        ("1 +", None),
+        ("import no_such_module_of_mine", None),
+        *((HEAD + attack(**{lacking: ""}), f"no {lacking}") for lacking in list(SAID)[1:]),
+        # Of 0 every control would work.
+        (HEAD + attack(published="0"), "published = 0"),
+        (HEAD + attack(published="1.01"), "published = 1.01"),
+        (HEAD + attack(published="'much'"), None),
+    ],
+)
+def test_a_file_without_a_whole_attack_is_refused_in_one_line(
+    tmp_path: Path, text: str, got: str | None
+) -> None:
+    with pytest.raises((AttackError, PluginError)) as caught:
+        find(tmp_path, text)
+    assert got in (None, caught.value.got)
+    assert "\n" not in str(caught.value)

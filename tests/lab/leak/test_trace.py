@@ -1,0 +1,169 @@
+"""Bytes are read as a service reads them, and cut into the forward passes that they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.model.config import read_config
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tests.kit.leaks import (
+    begun,
+    linear,
+    make_begun_model,
+    policy_of,
+    policy_with,
+    recorded,
+    truth_of,
+)
+from tests.kit.model import SavedModel, token_ids
+from tests.kit.rows import each_row
+from tsqp.lab.leak.model import Rate
+from tsqp.lab.leak.record_session import Session, added_rows
+from tsqp.lab.leak.side_information import lengths, read_lengths
+from tsqp.lab.leak.trace import PolicyTrace, Trace, TraceError
+
+SEND = [name for name in builtin_policies() if load_policy(name).services]
+
+
+def sent(phase: str | None = None, mask: Any = "none", **more: Any) -> dict[str, Any]:
+    """Return how an operator leaves, in one phase or both; of a number, with so many rows added."""
+    if isinstance(mask, int):
+        mask = {"name": "row-rotation", "shield_rows": mask}
+    found = {"place": "gpu", "mask": mask, "verify": "none", **more}
+    return found | ({} if phase is None else {"phase": phase})
+
+
+def stays(phase: str, **more: Any) -> dict[str, Any]:
+    return {"place": "tee", "phase": phase, **more}
+
+
+def test_a_message_that_is_cut_short_is_named() -> None:
+    whole = linear((0, "o_proj"), torch.ones(3, 8))
+    torn = (whole[0][:10], *whole[1:])
+    for broken in ((*whole[:-1], whole[-1][:-1]), whole[:-1], torn):
+        with pytest.raises(TraceError) as caught:
+            _ = Trace((whole, broken, whole)).steps
+        where = "trace: message 2 of 3"
+        assert (caught.value.where, caught.value.expected) == (where, "a whole request")
+
+
+# ---------------------------------------------------------------------------------------- steps
+
+
+@each_row("name", SEND)
+def test_of_every_policy_steps_are_the_forward_passes(
+    model: SavedModel, tmp_path: Path, name: str
+) -> None:
+    """What was said crosses but for the last token, and its lengths are there to be counted.
+
+    A trace knows what is added to each request that is counted.
+    """
+    policy, prompts = load_policy(name), begun(5, 9)
+    added = added_rows(policy, read_config(model.directory))
+    played = recorded(model, policy, tmp_path / name, prompts)
+    for session, prompt in zip(played.sessions, prompts, strict=True):
+        sizes = [1, 1, 1] if name == "shielded" else [len(prompt), 1, 1, 1]
+        truth, every = session.truth, [*prompt, *session.truth.answer[:-1]]
+        assert list(truth.sent) == every[-sum(sizes) :]
+        assert truth.answers == tuple(at >= len(prompt) for at in range(len(every)))[-sum(sizes) :]
+        assert (len(truth.answer), truth.last) == (4, truth.answer[-1])
+        assert len(session.traces) == policy.services
+        for trace in session.traces:
+            assert isinstance(trace, PolicyTrace)
+            assert [step.tokens for step in trace.steps] == sizes
+            assert [step.first for step in trace.steps] == [
+                sum(sizes[:s]) for s in range(len(sizes))
+            ]
+            assert set(trace.places) == {where for where, _ in added}
+            # Each step has all that the policy sends away, each module once.
+            assert len({tuple(c.where for c in step.calls) for step in trace.steps}) == 1
+            assert sum(len(step.calls) for step in trace.steps) == len(trace.messages)
+            for step in trace.steps:
+                for call in step.calls:
+                    if call.operator not in ("attn_scores", "attn_values", "lm_head"):
+                        assert len(call.rows) == step.tokens + added[call.where, "decode"]
+    found = lengths(played.sessions)
+    assert found.prompt == (None if name == "shielded" else Rate(hits=2, n=2))
+    assert found.answer == Rate(hits=2, n=2)
+
+
+PREFILL_ALONE = [sent("prefill", 8), stays("decode")]
+DECODE_ALONE = [stays("prefill"), sent("decode")]
+PREFILL_MASKED = [sent("prefill", 8), sent("decode")]
+DECODE_MASKED = [sent("prefill"), sent("decode", 8)]
+BOTH, DECODE = [5, 1, 1, 1], [1, 1, 1]
+OTHER_LAYER = [
+    sent("prefill", 8, layers="0"),
+    stays("prefill", layers="1"),
+    stays("decode", layers="0"),
+    sent("decode", 2, layers="1"),
+]
+OWN: list[tuple[Policy, list[int]]] = [
+    (policy_of("qkv_proj", "attn_scores", "attn_values", name="products"), BOTH),
+    (policy_of("qkv_proj", "o_proj", phase="prefill", name="prefill-in-the-clear"), [5]),
+    (policy_of("qkv_proj", "o_proj", phase="decode", name="decode-in-the-clear"), DECODE),
+    (policy_of("lm_head", name="head-alone"), [1, 1, 1, 1]),
+    (policy_with("prefill-alone", qkv_proj=PREFILL_ALONE, o_proj=PREFILL_ALONE), [5]),
+    (policy_with("prefill-and-a-head", qkv_proj=PREFILL_MASKED, lm_head=sent(mask=3)), BOTH),
+    (policy_with("decode", qkv_proj=DECODE_MASKED), BOTH),
+    (policy_with("decode-alone", qkv_proj=[stays("prefill"), sent("decode", 3)]), DECODE),
+    (policy_with("both", o_proj=[sent("prefill", 2), sent("decode", 6)]), BOTH),
+    (policy_with("first-operator", qkv_proj=sent(mask=8), down_proj=sent()), BOTH),
+    (policy_with("last-operator", qkv_proj=sent(), down_proj=sent(mask=8)), BOTH),
+    (policy_with("another-layer-by-phase", qkv_proj=OTHER_LAYER), BOTH),
+    (policy_with("another-operator-by-phase", qkv_proj=PREFILL_ALONE, o_proj=DECODE_ALONE), BOTH),
+    (policy_with("one-more-at-decode", qkv_proj=PREFILL_MASKED, o_proj=DECODE_ALONE), BOTH),
+    (policy_with("ids", embedding=[sent("prefill", "row-permutation"), sent("decode")]), BOTH),
+]
+
+
+@each_row(("policy", "sizes"), OWN, ids=lambda row: str(row[0].name))
+def test_rows_that_a_mask_adds_are_known_by_the_policy(
+    model: SavedModel, tmp_path: Path, policy: Policy, sizes: list[int]
+) -> None:
+    """Wherever it adds them, though no smallest step tells; of a head alone the last row."""
+    (prompt,) = begun(5)
+    (session,) = recorded(model, policy, tmp_path, [prompt]).sessions
+    (trace,) = session.traces
+    assert [step.tokens for step in trace.steps] == sizes
+    every = [*prompt, *session.truth.answer[:-1]]
+    start = {5: 0, 1: 5}[sizes[0]] - (len(sizes) == 4 and sizes[0] == 1)
+    assert list(session.truth.sent) == every[start : start + sum(sizes)]
+    assert {call.operator for call in trace.calls} == {one for one, _ in policy.leaving()}
+
+
+def test_the_rest_of_a_long_prompt_is_not_decode(tmp_path: Path) -> None:
+    """It has fewer rows than what is decoded, where that has rows added; a prompt has as many."""
+    (tmp_path / "model").mkdir()
+    model = make_begun_model(tmp_path / "model", max_position_embeddings=1024)
+    long, nine = [0, *token_ids(DEFAULT_STEP_TOKENS + 4, 0, 128)], begun(9)[0]
+    for placed, prompt, sizes in (
+        (PREFILL_ALONE, long, [DEFAULT_STEP_TOKENS, 5]),
+        (PREFILL_MASKED, long, [DEFAULT_STEP_TOKENS, 5, 1, 1]),
+        (DECODE_MASKED, long, [DEFAULT_STEP_TOKENS, 5, 1, 1]),
+        (DECODE_MASKED, nine, [9, 1, 1]),
+    ):
+        policy = policy_with(down_proj=placed)
+        (session,) = recorded(model, policy, tmp_path / "played", [prompt], 3).sessions
+        assert [step.tokens for step in session.traces[0].steps] == sizes
+
+
+def test_lengths_follow_from_rows() -> None:
+    """Of three rows that a mask adds to each, too; of a prompt that stays nothing is known."""
+
+    def trace(*rows: int) -> Trace:
+        return Trace(tuple(linear((0, "down_proj"), torch.ones(count, 8)) for count in rows))
+
+    rows = ((7, 1, 1), (512, 88, 1), (10, 4, 4), (1, 1, 1), ())
+    expected = [(7, 3), (600, 2), (7, 3), (None, 4), (None, 1)]
+    assert [read_lengths(trace(*sizes)) for sizes in rows] == expected
+    truth = truth_of(begun(6)[0], 4)
+    sessions = [Session((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
+    found = lengths(sessions)
+    assert (found.prompt, found.answer) == (Rate(hits=1, n=2), Rate(hits=2, n=3))
+    assert lengths(sessions[2:]).prompt is None

@@ -1,0 +1,511 @@
+"""Requests as a CUDA device answers them: graphs, slots in place, tiles; on a stand-in for it.
+
+The kernels themselves are in test_ring: here a stand-in computes their products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_side.cuda
+from gpu_side.cuda import products
+from gpu_side.cuda.check import check_ring
+from gpu_side.cuda.kernels import CudaKernels
+from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
+from gpu_side.cuda.tiles import Tile, TileChoices, bucket, tiles_for
+from gpu_side.encoding import Form, encode_reply
+from gpu_side.handler import RequestHandler
+from gpu_side.replies import Working
+from gpu_side.transport.listener import Incoming
+from gpu_side.weights import ServiceWeights, load_weights
+from protocol.errors import KernelError
+from protocol.integer import exact_product
+from protocol.messages import (
+    Timing,
+)
+from protocol.shared_memory import SlotMemory, adopt, create
+from protocol.stream_wire import layout
+from protocol.tensors import to_torch
+from tests.kit import ask
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+
+CPU = torch.device("cpu")
+K, N = 5, 3
+WEIGHT = torch.arange(15.0).view(N, K)
+
+
+class Graph:
+    """Does again what was captured, over the same memory."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._work()
+
+
+class Device:
+    """Has the methods of `CudaDevice`. Work is done at once, `done` says when it is seen.
+
+    `later`: what it does once it is done with what it was given. `reached`: addresses and sizes of
+    host memory that it reaches.
+    """
+
+    def __init__(self, *, captures: bool = True, registers: bool = True) -> None:
+        self.done = True
+        self.graphs: list[Graph] = []
+        self.attempts = self.waits = self.copies_in = self.registrations = 0
+        self.later: list[Callable[[], None]] = []
+        self.reached: dict[int, int] = {}
+        self._captures, self._registers = captures, registers
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.reaches(tensor)
+        self.copies_in += 1
+        return tensor.clone()
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory = self.zeros(shape, dtype)
+        self.reached[memory.data_ptr()] = memory.nbytes
+        return memory
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def is_idle(self) -> bool:
+        return self.done
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        return self.reaches_address(tensor.data_ptr(), tensor.nbytes)
+
+    def reaches_address(self, start: int, length: int) -> bool:
+        return any(at <= start and start + length <= at + size for at, size in self.reached.items())
+
+    def go_on(self) -> None:
+        while self.done and self.later:
+            self.later.pop(0)()
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=lambda: None, query=lambda: self.done)
+
+    def capture(self, work: Callable[[], None]) -> Graph | None:
+        self.attempts += 1
+        if not self._captures:
+            return None
+        self.graphs.append(Graph(work))
+        return self.graphs[-1]
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def time_us(self, work: Callable[[], object]) -> float:
+        work()
+        return 1.0
+
+    def register(self, address: int, size: int) -> bool:
+        self.registrations += 1
+        if self._registers:
+            self.reached[address] = size
+        return self._registers
+
+    def unregister(self, address: int) -> None:
+        del self.reached[address]
+
+    def products(self) -> Products:
+        stand_in: Any = self
+        return Products(stand_in, (K * 4, N * 4))
+
+
+# ------------------------------------------------------------------------------------- products
+
+
+class Copied:
+    """A product that needs its rows on the device."""
+
+    in_place = None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ WEIGHT.t()
+
+
+class InPlace:
+    """A product that does jobs, as kernels would: when the device comes to it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.jobs = 0
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ WEIGHT.t()
+
+    def in_place(self, job: Job, rows: int) -> None:
+        self.jobs += 1
+        source, target, count = job.table.tolist()
+        assert count <= rows
+        for address, width in ((source, K), (target, N)):
+            assert self._device.reaches_address(address, count * width * 4)
+        given = _at(source, torch.float32, count, K)
+        self._device.later.append(lambda: _store(target, self(given), job))
+        self._device.go_on()
+
+
+def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """View memory as a tensor."""
+    memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _store(address: int, result: torch.Tensor, job: Job) -> None:
+    _at(address, result.dtype, *result.shape).copy_(result)
+    job.flag[0] = 1
+
+
+def _is_pending(work: Working) -> bool:
+    now_ns = time.perf_counter_ns()
+    return work.ends_ns() > now_ns
+
+
+def _ask(made: Products, rows: int = 1, place: str = "o_proj") -> None:
+    """Compute once, and compare."""
+    given, result = torch.randn(rows, K), torch.empty(rows, N)
+    work = made.submit(place, Copied(), given, result)
+    assert work.ends_ns() <= time.perf_counter_ns()
+    torch.testing.assert_close(result, Copied()(given))
+
+
+def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    made = device.products()
+    for attempts in (0, 1, 1, 1):
+        _ask(made)
+        assert device.attempts == attempts
+    assert device.graphs[0].replays == 3
+    # Each place and bucket has a graph of its own, here of 1, 4 and 8 rows; many rows have none.
+    for place in ("o_proj", "down_proj"):
+        for rows in (3, 4, 5, 8, 1, GRAPH_ROWS[-1] + 1):
+            for _ in range(2):
+                _ask(made, rows, place)
+    assert device.attempts == 6
+    # Where capture fails the pieces are given one by one.
+    device = Device(captures=False)
+    made = device.products()
+    for _ in range(4):
+        _ask(made)
+    assert (device.attempts, device.copies_in) == (1, 4)
+    # The number of graphs is bounded, and the device is waited for before they are given up.
+    monkeypatch.setattr(products, "MAX_GRAPHS", 3)
+    device = Device()
+    made = device.products()
+    for place in "aabbccddda":
+        _ask(made, place=place)
+    assert (device.attempts, device.waits) == (4, 1)
+    _ask(made, place="a")
+    for number in range(9):
+        _ask(made, place=f"once {number}")
+    assert device.attempts == 5
+
+
+class Fails(Copied):
+    """A product that does not get as far."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("canary")
+
+
+def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -> None:
+    in_place: Any = SimpleNamespace(in_place=lambda job, rows: Fails()(job))
+    for product in (Fails(), in_place):
+        device = Device()
+        made = device.products()
+        _ask(made)
+        before = dict(device.reached)
+        with pytest.raises(RuntimeError, match="canary"):
+            made.submit("down_proj", product, torch.ones(1, K), torch.empty(1, N))
+        assert device.waits == 1
+        _ask(made)
+        assert device.reached == before
+
+
+class Client:
+    """Stands for a client's memory, which goes with it."""
+
+
+def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
+    """Return a slot with room for so many rows and their result, and both."""
+    memory = torch.zeros(rows * (K + N))
+    stand_in: Any = Client()
+    slot = SlotMemory(stand_in, memory.data_ptr(), memory.nbytes, memoryview(b""))
+    return slot, memory[: rows * K].view(rows, K), memory[rows * K :].view(rows, N)
+
+
+@each_row(("rows", "at_once"), [(1, 1), (3, 1), (4, 1), (4, 2)])
+def test_a_slot_is_used_in_place(rows: int, at_once: int) -> None:
+    device = Device()
+    made, product, slots = device.products(), InPlace(device), [_slot(), _slot()]
+    for turn in range(0, 8, at_once):
+        works, device.done = [], False
+        used = [slots[(turn + n) % 2] for n in range(at_once)]
+        for slot, given, result in used:
+            assert made.reach(slot)
+            given.normal_()
+            result.fill_(-1)
+            works.append(made.submit("o_proj", product, given[:rows], result[:rows], slot))
+            assert _is_pending(works[-1])
+            assert (result == -1).all()
+        device.done = True
+        device.go_on()
+        for work, (_, given, result) in zip(works, used, strict=True):
+            # Written by the device, before we have looked; and not a row more.
+            assert torch.equal(result[:rows], product(given[:rows]))
+            assert (result[rows:] == -1).all()
+            assert work.ends_ns() <= time.perf_counter_ns()
+    # One graph serves all slots, but each request under way has its own.
+    assert (device.attempts, device.copies_in, product.jobs) == (at_once, 0, 8)
+
+
+def test_copies_of_requests_under_way_do_not_share_memory() -> None:
+    device = Device()
+    made, results = device.products(), [torch.full((1, N), -1.0) for _ in range(2)]
+    given, works = torch.empty(1, K), []
+    device.done = False
+    for number, result in enumerate(results):
+        given.fill_(number)  # the rows may go at once
+        works.append(made.submit("o_proj", Copied(), given, result))
+    assert all(map(_is_pending, works))
+    assert all((result == -1).all() for result in results)
+    device.done = True
+    for number, (work, result) in enumerate(zip(works, results, strict=True)):
+        assert work.ends_ns() <= time.perf_counter_ns()
+        assert torch.equal(result, Copied()(torch.full((1, K), float(number))))
+
+
+@each_row(
+    ("rows", "reached", "elsewhere"),
+    [
+        # What lies in no slot, or in one that the device does not reach, goes through our memory.
+        (3, True, "rows"),
+        (3, True, "result"),
+        (4, False, ""),
+        (40, False, ""),
+        # Many rows are copied straight to and from the device.
+        (40, True, ""),
+    ],
+)
+def test_what_is_not_used_in_place_is_copied(rows: int, reached: bool, elsewhere: str) -> None:
+    device = Device(registers=reached)
+    made, product = device.products(), InPlace(device)
+    slot, given, result = _slot(rows)
+    assert made.reach(slot) == reached
+    given = torch.empty(rows, K) if elsewhere == "rows" else given
+    result = torch.empty(rows, N) if elsewhere == "result" else result
+    for _ in range(3):
+        given.normal_()
+        # The stand-in's copies and jobs ask whether they reach what they are given.
+        made.submit("o_proj", product, given, result, slot).ends_ns()
+        assert torch.equal(result, product(given))
+    assert (product.jobs, device.copies_in) == ((0, 3) if rows == 40 else (3, 0))
+
+
+def test_a_device_that_ends_without_a_result_fails_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
+    device = Device()
+    slot, given, result = _slot()
+    device.done = False
+    work = device.products().submit("o_proj", InPlace(device), given, result, slot)
+    device.later.clear()
+    work.ends_ns()
+    device.done = True
+    with pytest.raises(RuntimeError, match="left no result"):
+        work.ends_ns()
+
+
+def test_slots_are_reached_up_to_bounds_and_taken_back_when_their_memory_goes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Device()
+    made = device.products()
+    slot, given, _ = _slot(8)
+    of_one = [slot._replace(address=slot.address + given[n].nbytes * n, size=8) for n in range(4)]
+    assert [made.reach(one) for one in of_one] == [True, True, False, False]
+    assert not made.reach(None)
+    (first, *_), (second, *_) = _slot(), _slot()
+    monkeypatch.setattr(products, "MAX_REACHED_BYTES", 16 + first.size + second.size - 1)
+    assert made.reach(first)
+    assert not made.reach(second)
+    address, size = first.address, first.size
+    assert device.reaches_address(address, size)
+    del first
+    assert not device.reaches_address(address, size)
+    # The device may have been at it.
+    assert device.waits == 1
+    # There is room again.
+    assert made.reach(second)
+    assert made._reached_bytes == 16 + second.size
+    # What the driver refuses is not asked for again.
+    caplog.clear()
+    refusing = Device(registers=False)
+    made = refusing.products()
+    assert [made.reach(second), made.reach(second)] == [False, False]
+    assert (refusing.registrations, caplog.messages) == (1, ["not_registered"])
+
+
+# -------------------------------------------------------------------------------------- kernels
+
+
+def _do_job(job: Job, rows: int, weight: torch.Tensor, tile: object) -> None:
+    source, target, count = job.table.tolist()
+    given = _at(source, torch.int32, count, weight.shape[1])
+    _store(target, exact_product(given, weight), job)
+
+
+@pytest.fixture(autouse=True)
+def ring(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for `gpu_side.cuda.ring`, which needs Triton."""
+    made = SimpleNamespace(
+        ring_product=lambda elements, weight, tile: exact_product(elements, weight),
+        every_tile=exact_product,
+        fetched_rows=lambda job, rows, weight: job.fetched[: rows * weight.shape[1]].view(rows, -1),
+        do_job=_do_job,
+    )
+    monkeypatch.setitem(sys.modules, "gpu_side.cuda.ring", made)
+    monkeypatch.setattr(gpu_side.cuda, "ring", made, raising=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def weights(saved_model: Callable[..., SavedModel]) -> ServiceWeights:
+    return load_weights(saved_model().directory, device=CPU, dtype=torch.float32)
+
+
+def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
+    """Return a handler on the stand-in."""
+    stand_in: Any = device
+    handler = RequestHandler(weights, 2**24)
+    handler._kernels = CudaKernels(weights, device=stand_in)
+    gc.collect()
+    # Of what it has tried at the start.
+    device.copies_in = device.waits = device.registrations = device.attempts = 0
+    return handler
+
+
+def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    exact = expected.dtype is torch.int32
+    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+@each_row("rows", [1, 3, 8, 33])
+def test_products_are_those_of_the_cpu(rows: int, weights: ServiceWeights) -> None:
+    device = Device()
+    here, there = RequestHandler(weights, 2**24), _on_cuda(weights, device)
+    requests = ask.one_of_each(rows, weights.config.hidden_size)
+    for request in requests:
+        # Piece by piece, captured, replayed; many rows are not.
+        for _ in range(3):
+            _assert_same(ask.answer(there, request), ask.answer(here, request))
+    assert device.attempts == (0 if rows > 32 else len(requests))
+    # Other requests are torch's.
+    device.copies_in = 0
+    request = ask.embedding(torch.tensor([[1, 2]]))
+    assert torch.equal(ask.answer(there, request), ask.answer(here, request))
+    assert device.copies_in == 0
+
+
+@each_row(("rows", "reached"), [(1, True), (33, True), (1, False), (33, False)])
+def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
+    rows: int, reached: bool, weights: ServiceWeights
+) -> None:
+    device, here = Device(registers=reached), RequestHandler(weights, 2**24)
+    there = _on_cuda(weights, device)
+    _, file = create(2**18, 2**18)
+    slot = adopt(file, os.geteuid()).memory(3)
+    os.close(file)
+    for request in ask.one_of_each(rows, weights.config.hidden_size):
+        incoming = Incoming((b"client",), [], 0, slot=slot)
+        reply, work = there.prepare(request)(request, incoming)
+        assert work is not None
+        work.ends_ns()
+        output = reply.output
+        _assert_same(to_torch(output), ask.answer(here, request))
+        # Elements in any number of rows, floats in many; where the reply will lie in the slot.
+        integer = output.dtype == "int32"
+        in_place = reached and (integer or rows == 33)
+        data = memoryview(output.data)
+        assert (data.obj is slot.reply.obj) == in_place, request.method
+        if in_place:
+            timing = Timing(queue_us=1, compute_us=2)
+            frames = encode_reply(Form.FRAMED, 1, request.method, reply, timing)
+            (_, place), _, _ = layout(tuple(map(len, frames)))
+            start = torch.frombuffer(slot.reply, dtype=torch.uint8).data_ptr()
+            assert to_torch(output).data_ptr() - start == place.start, request.method
+    assert device.registrations == 1
+
+
+def test_a_device_that_does_not_reach_shared_memory_is_found_at_the_start(
+    weights: ServiceWeights, ring: Any
+) -> None:
+    kept = []
+
+    def elsewhere(job: Job, rows: int, weight: torch.Tensor, tile: Tile) -> None:
+        kept.append(torch.empty(rows, len(weight), dtype=torch.int32))
+        job.table[1] = kept[-1].data_ptr()
+        _do_job(job, rows, weight, tile)
+
+    ring.do_job = elsewhere
+    with pytest.raises(KernelError, match="got other numbers for"):
+        _on_cuda(weights, Device())
+
+
+def _no_compiler(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    raise OSError("canary")
+
+
+def _zeros(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(elements), len(weight), dtype=torch.int32)
+
+
+@each_row(
+    ("every_tile", "said"),
+    [
+        (None, "int8 products on cpu: got no Triton, expected it inst"),
+        (_no_compiler, "got OSError from Triton"),
+        (_zeros, "got wrong numbers for"),
+    ],
+)
+def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said: str) -> None:
+    ring: Any = every_tile and SimpleNamespace(every_tile=every_tile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "gpu_side.cuda.ring", ring)
+        with pytest.raises(KernelError, match=said):
+            check_ring(CPU)
+
+
+def test_the_fastest_tile_is_chosen_once_for_each_shape_and_bucket() -> None:
+    for rows, expected in ((1, 1), (3, 4), (32, 32), (33, 64), (9999, 512)):
+        assert bucket(rows) == expected
+        assert tiles_for(rows) == tiles_for(bucket(rows))
+    ran: list[Tile] = []
+
+    def time_us(work: Callable[[], object]) -> float:
+        work()
+        return 5.0 if ran[-1] == tiles_for(1)[2] else 9.0
+
+    choices = TileChoices(time_us)
+    for rows in (3, 4):
+        assert choices.choose(rows, 64, 48, ran.append) == tiles_for(1)[2]
+    assert ran == list(tiles_for(3))

@@ -1,0 +1,381 @@
+"""A service of several ranks: which is which, one reply of all, and what becomes of processes.
+
+In `make test` the ranks are threads of one process; as processes, with gloo, they take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_side.handler import RequestHandler
+from gpu_side.ranks import head, worker
+from gpu_side.ranks.group import Group
+from gpu_side.ranks.head import Ranks
+from gpu_side.ranks.job import RankJob
+from gpu_side.ranks.place import Place, place_of
+from gpu_side.ranks.processes import how_it_ended
+from gpu_side.stop_signal import StopSignal
+from gpu_side.weights import load_weights
+from protocol.channel import Channel
+from protocol.connect import open_channel
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ProtocolError,
+    ServiceError,
+    SettingsError,
+)
+from protocol.messages import (
+    EmbeddingRequest,
+    InitReply,
+    InitRequest,
+    Request,
+    TensorReply,
+)
+from protocol.native import usable_cores
+from protocol.tensors import Buffer, to_torch
+from tests.kit import ask
+from tests.kit.model import SIZES, make_model
+from tests.kit.rows import each_row
+from tests.kit.service import Service, running_service, until
+
+CUDA, CPU = torch.device("cuda:1"), torch.device("cpu")
+HIDDEN, VOCAB, BETWEEN = SIZES["hidden_size"], 331, SIZES["intermediate_size"]
+LIMIT = 2**20
+
+
+def _requests(rows: int) -> list[Request]:
+    """Return a request of each kind that ranks compute."""
+    ids, down = torch.randint(0, VOCAB, (rows,)), ask.uniform(rows, BETWEEN)
+    hidden = torch.randn(rows, HIDDEN)
+    return [
+        *ask.one_of_each(rows, HIDDEN),
+        ask.ring(down, "down_proj"),
+        ask.embedding(ids),
+        ask.matmul(hidden, hidden.T),
+    ]
+
+
+def _assert_same(found: torch.Tensor, expected: torch.Tensor, request: Request) -> None:
+    """Compare what ranks answer with one process: bit for bit where nothing is rounded."""
+    exact = found.dtype == torch.int32 or isinstance(request, EmbeddingRequest)
+    assert found.shape == expected.shape, request.method
+    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory, "llama", vocab_size=VOCAB, attention_bias=True)
+    return directory
+
+
+@pytest.fixture
+def ranks(model: Path) -> Iterator[Ranks]:
+    job = RankJob(
+        place=Place(0, 2),
+        store=None,
+        model=model,
+        device="cpu",
+        dtype="float32",
+        arithmetic=("float", "int8"),
+        kernels=None,
+        threads=1,
+        spin_us=0.0,
+        layers=None,
+        max_message_bytes=LIMIT,
+    )
+    stop = StopSignal()
+    with stop.reader, stop.writer:
+        yield Ranks(job, stop, starts_them=False)
+
+
+class Pair:
+    """Stands in for the connection between the head and one other rank, for both of them."""
+
+    others = (1,)
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[tuple[bytes, memoryview]] = SimpleQueue()
+        self.results: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self.leave = self.others.count
+
+    def send(self, header: bytes, payload: Buffer, to: object) -> list[Any]:
+        self.asked.put((header, memoryview(bytes(payload))))
+        return []
+
+    def receive(self, source: int, within: timedelta) -> tuple[bytes, memoryview]:
+        return self.asked.get(timeout=30)
+
+    def send_result(self, result: torch.Tensor, to: int) -> None:
+        self.results.put(result)
+
+    def begin_results(self, buffers: list[torch.Tensor]) -> list[Any]:
+        (buffer,) = buffers
+        return [SimpleNamespace(wait=lambda _limit: buffer.copy_(self.results.get(timeout=30)))]
+
+
+@contextmanager
+def _joined(ranks: Ranks) -> Iterator[RequestHandler]:
+    """Have another rank compute on a thread, and return what answers with both."""
+    pair: Any = Pair()
+    ranks._group = pair
+    own, others = (
+        ranks.job.model_copy(update={"place": Place(rank, 2)}).load(CPU) for rank in range(2)
+    )
+    # The first message is what the other rank holds.
+    pair.send(ranks.job.holds(others), b"", [0])
+    served = ranks.served(own)
+    with torch.inference_mode(), ExitStack() as stack:
+        given = (pair, others, ranks.job)
+        thread = threading.Thread(target=torch.inference_mode()(worker._answer), args=given)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(pair.send, b"", b"", [1])
+        yield RequestHandler(served, LIMIT)
+
+
+def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None:
+    alone = RequestHandler(load_weights(model, device=CPU, dtype=torch.float32), LIMIT)
+    with _joined(ranks) as together:
+        for rows in (1, 3):
+            for request in _requests(rows):
+                _assert_same(ask.answer(together, request), ask.answer(alone, request), request)
+        init, _ = together.apply(InitRequest())
+        assert isinstance(init, InitReply)
+        assert (init.columns, init.ranks) == ((0, 1), 2)
+        # From then on that one of them has failed, requests are refused.
+        ranks.fail(1, "a process killed by SIGKILL")
+        with pytest.raises(ProtocolError) as refused:
+            together.apply(_requests(1)[0])
+        assert refused.value.code is ErrorCode.SHUTTING_DOWN
+    assert ranks._stop.requested
+
+
+def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
+    weights = ranks.job.load(CPU)
+    said = ranks.job.holds(weights)
+    others: Any = SimpleNamespace(others=[1], receive=lambda *_: (said, b""))
+    ranks._group = others
+    assert ranks.served(weights).model.ranks == 2
+    said += b"?"
+    with pytest.raises(EndpointError, match="rank 1: got other weights than ours"):
+        ranks.served(weights)
+    assert ranks.failure is not None
+
+
+def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("a rank that does not come")
+
+    monkeypatch.setattr(head, "Group", gone)
+    ranks._stop.requested = True
+    assert not ranks.join()
+    assert ranks.failure is None
+    ranks._stop.requested = False
+    with pytest.raises(EndpointError, match="a rank: got no answer"):
+        ranks.join()
+
+
+class Asked:
+    """A GPU's work that ends when it is told to."""
+
+    ends = False
+
+    def ends_ns(self) -> int:
+        return 0 if self.ends else 2**63
+
+
+def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Asked()
+    with _joined(ranks) as together:
+        kernels: Any = together._kernels
+        reply = kernels._own.reply
+        monkeypatch.setattr(kernels._own, "reply", lambda *given: (reply(*given)[0], work))
+        _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
+        monkeypatch.setattr(head, "COMPUTE_S", 0.0)
+        _, late = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
+    assert working is not None
+    assert late is not None
+    assert working.ends_ns() == 2**63
+    assert ranks.failure is None
+    with pytest.raises(RuntimeError, match="a rank: got no reply, expected one that goes on"):
+        late.ends_ns()
+    assert ranks.failure is not None
+    with pytest.raises(RuntimeError, match="a rank: got no reply"):
+        working.ends_ns()
+    work.ends = True
+    assert working.ends_ns() == 0
+
+
+# --------------------------------------------------------------------------------- who is which
+
+
+def test_results_go_over_nccl_where_ranks_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[str, object]] = []
+
+    def note(backend: str, **settings: Any) -> None:
+        joined.append((backend, settings["device_id"]))
+
+    monkeypatch.setattr("torch.distributed.init_process_group", note)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    names = [f"{name}_SOCKET_IFNAME" for name in ("GLOO", "NCCL")]
+    for name in names:
+        monkeypatch.setenv(name, "unset")
+    for device in (CUDA, CPU):
+        Group(Place(1, 2), None, device)
+    assert joined == [("cpu:gloo,cuda:nccl", CUDA), ("gloo", None)]
+    # What they exchange does not leave this host.
+    assert {os.environ[name] for name in names} == {"lo"}
+    for missing, device in (("nccl", CUDA), ("gloo", CPU)):
+        monkeypatch.setattr(f"torch.distributed.is_{missing}_available", lambda: False)
+        with pytest.raises(SettingsError, match=f"(?i)got a torch without {missing}"):
+            Group(Place(1, 2), None, device)
+
+
+THEIRS = {
+    "MASTER_ADDR": "127.0.0.1",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "8",
+}
+
+
+@each_row(
+    ("changes", "place"),
+    [
+        (dict.fromkeys(THEIRS, ""), Place(0, 8)),
+        ({}, Place(5, 8)),
+        ({"WORLD_SIZE": "4"}, None),
+        ({"RANK": "-1"}, None),
+        ({"LOCAL_WORLD_SIZE": "4"}, None),
+        ({"LOCAL_WORLD_SIZE": ""}, None),
+    ],
+)
+def test_which_rank_a_process_is(changes: dict[str, str], place: Place | None) -> None:
+    """The head, or what torchrun says; all of them on this host."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (THEIRS | changes).items():
+            if place == Place(0, 8):
+                patch.delenv(name, raising=False)
+            else:
+                patch.setenv(name, value)
+        if place is not None:
+            assert place_of(8) == place
+            return
+        with pytest.raises(SettingsError, match=r"got torchrun with \w+ processes.*, all on this"):
+            place_of(8)
+
+
+def test_what_a_rank_takes_of_its_host() -> None:
+    assert [Place(0, ranks).threads for ranks in (1, 999)] == [usable_cores(), 1]
+    assert [Place(5, 8).device(name) for name in ("cpu", "cuda")] == ["cpu", "cuda:5"]
+    for name in ("cuda:0", "null", "model:h100"):
+        with pytest.raises(SettingsError, match=f"--tensor-parallel: got --device {name}, expect"):
+            Place(5, 8).device(name)
+    ends = {0: "ended with 0", -9: "killed by SIGKILL", -99: "by signal 99"}
+    for status, said in ends.items():
+        assert how_it_ended(status).endswith(said)
+
+
+# -------------------------------------------------------------------------------- real processes
+
+TWO = ("--tensor-parallel", "2")
+
+
+@contextmanager
+def _client(endpoint: str) -> Iterator[Channel]:
+    channel = open_channel(endpoint, timeout_s=30.0)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def _asked(channel: Channel, request: Request) -> torch.Tensor:
+    reply = channel.call(request).response
+    assert isinstance(reply, TensorReply)
+    return to_torch(reply.output).clone()
+
+
+def _rank_of(service: Service) -> int:
+    """Return the process that a service has started."""
+    children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children")
+    (pid,) = children.read_text(encoding="ascii").split()
+    return int(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient_streams")
+def test_two_processes_answer_as_one(model: Path, tmp_path: Path) -> None:
+    layers = ("--layers", "1-2")
+    with (
+        running_service(model, f"unix://{tmp_path}/one", *layers) as one,
+        running_service(model, f"unix://{tmp_path}/two", *layers, *TWO) as two,
+        _client(one.endpoint) as alone,
+        _client(two.endpoint) as together,
+    ):
+        # 97 rows are more than one message between ranks holds.
+        for rows in (1, 97, 1):
+            for request in _requests(rows):
+                if getattr(request, "layer_idx", 1) and not isinstance(request, EmbeddingRequest):
+                    _assert_same(_asked(together, request), _asked(alone, request), request)
+        with pytest.raises(ServiceError) as refused:
+            _asked(together, ask.ring(ask.uniform(1, HIDDEN), *ask.QKV, layer=0))
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        rank = _rank_of(two)
+        assert two.stop() == 0
+        assert not Path(f"/proc/{rank}").exists()
+    found = [re.search(r"loaded weight_bytes=(\d+)", "\n".join(s.log)) for s in (one, two)]
+    whole, part = (int(match[1]) for match in found if match)
+    assert part <= whole * 0.55
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient_streams")
+@pytest.mark.parametrize("how", ["rank killed", "rank hangs", "head killed", "all are told"])
+def test_ranks_end_together(model: Path, tmp_path: Path, how: str) -> None:
+    impatient = "import gpu_side.ranks.head as head; head.COMPUTE_S = 1.0"
+    with (
+        running_service(model, f"unix://{tmp_path}/s", *TWO, before=impatient) as service,
+        _client(service.endpoint) as client,
+    ):
+        rank = _rank_of(service)
+        if how == "rank killed":
+            os.kill(rank, signal.SIGKILL)  # noticed though nothing is asked
+        elif how == "rank hangs":
+            os.kill(rank, signal.SIGSTOP)
+            with pytest.raises((ServiceError, EndpointError, DeadlineExceededError)):
+                _asked(client, _requests(1)[0])
+        elif how == "head killed":
+            service.process.send_signal(signal.SIGKILL)
+        else:
+            # As systemd and a terminal do; the head says when a rank is to end.
+            os.kill(rank, signal.SIGTERM)
+            _asked(client, _requests(1)[0])
+            service.process.send_signal(signal.SIGTERM)
+        assert (service.process.wait(60) == 0) == (how == "all are told")
+        service.stop()
+        until(lambda: not Path(f"/proc/{rank}").exists())
+    log = "\n".join(service.log)
+    assert ("rank_failed" in log) == how.startswith("rank")
+    if how == "rank killed":
+        assert "rank 1: got a process killed by SIGKILL, expected one that goes on" in log

@@ -1,0 +1,260 @@
+"""When generation ends, which requests are refused, and what a request may take of the memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import LimitError, PromptError
+from tee_side.engine.engine import Engine, EngineSettings, Sequence
+from tee_side.engine.request import Request
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.model.kv_cache import KVCache, kv_bytes
+from tests.kit.model import SavedModel, Tee, assemble, token_ids
+from tests.kit.rows import each_row
+
+Models = Callable[..., SavedModel]
+
+PROMPT = token_ids(6)
+
+
+@pytest.fixture(scope="module")
+def model(saved_model: Models) -> SavedModel:
+    return saved_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tee(model: SavedModel) -> Tee:
+    return assemble(model.directory)
+
+
+def _finish(engine: Engine) -> None:
+    while engine.running:
+        engine.step()
+
+
+def _run(tee: Tee, prompt: list[int], **settings: Any) -> tuple[list[int], str | None]:
+    engine = tee.engine()
+    sequence = engine.add(prompt, **settings)
+    _finish(engine)
+    return sequence.token_ids, sequence.finish_reason
+
+
+def test_generation_ends_at_its_length_or_a_token_that_ends_it(
+    tee: Tee, model: SavedModel, tmp_path: Path
+) -> None:
+    ids = model.greedy(PROMPT, 12)
+    place = next(at for at in range(3, 12) if ids[at] not in ids[:at])
+    unused = next(token_id for token_id in range(320) if token_id not in ids)
+    # The model's own count where none are given.
+    shutil.copytree(model.directory, tmp_path / "model")
+    eos = {"eos_token_id": [319, ids[place]]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(eos))
+    own = assemble(tmp_path / "model")
+    ends = frozenset({unused, ids[place], 319})
+    found = {
+        "length": _run(tee, PROMPT, max_new_tokens=7),
+        "any of several": _run(tee, PROMPT, max_new_tokens=12, eos_token_ids=ends),
+        "the last one that is allowed": _run(
+            tee, PROMPT, max_new_tokens=place + 1, eos_token_ids=ends
+        ),
+        "in the prompt": _run(
+            tee, PROMPT, max_new_tokens=1, eos_token_ids=frozenset(PROMPT) - {ids[0]}
+        ),
+        "the model's own": _run(own, PROMPT, max_new_tokens=12),
+        "others than the model's own": _run(
+            own, PROMPT, max_new_tokens=12, eos_token_ids=frozenset({unused})
+        ),
+    }
+    ended = ids[: place + 1], "stop"
+    assert found == {
+        "length": (ids[:7], "length"),
+        "any of several": ended,
+        "the last one that is allowed": ended,
+        "in the prompt": (ids[:1], "length"),
+        "the model's own": ended,
+        "others than the model's own": (ids, "length"),
+    }
+
+
+@each_row(("prompt", "new"), [(20, 12), (31, 1)])
+def test_generation_ends_where_the_context_is_full(
+    saved_model: Models, prompt: int, new: int
+) -> None:
+    short = saved_model("llama", max_position_embeddings=32)
+    engine = assemble(short.directory).engine()
+    sequence = engine.add(token_ids(prompt), max_new_tokens=1000)
+    # The last token is never fed back, so it needs no place.
+    assert sequence.cache.capacity == 31
+    _finish(engine)
+    assert sequence.token_ids == short.greedy(token_ids(prompt), new)
+    assert sequence.finish_reason == "length"
+
+
+@each_row(
+    ("changed", "said"),
+    [
+        ({"prompt_ids": ()}, "no tokens"),
+        ({"prompt_ids": (1,) * 256}, "256 tokens, expected fewer than the context of 256"),
+        ({"prompt_ids": (1,) * 257, "max_new_tokens": 0, "pooling": "last"}, "257 tokens"),
+        ({"prompt_ids": (5, 320)}, "an id outside the vocabulary, expected 0 to 319"),
+        ({"prompt_ids": (-1,)}, "outside the vocabulary"),
+        # Prompts are secret, and errors are logged.
+        ({"prompt_ids": (123456,)}, "outside the vocabulary"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"max_new_tokens": -3, "pooling": "last"}, "at least 1"),
+        ({"samples": 0}, "samples: got 0, expected 1 to 64"),
+        ({"samples": 65}, "samples: got 65, expected 1 to 64"),
+        ({"prompt_logprobs": 1, "pooling": "mean"}, "got both"),
+        ({"stop": ("x",)}, "stop strings: got no tokenizer"),
+        ({"sampling": SamplingSettings(logit_bias={320: 1.0})}, "logit_bias"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_before_anything_runs(
+    tee: Tee, changed: dict[str, Any], said: str
+) -> None:
+    engine = tee.engine()
+    request = replace(Request(prompt_ids=tuple(PROMPT), max_new_tokens=4), **changed)
+    for refuse in (engine.check, engine.admit):
+        with pytest.raises(PromptError) as caught:
+            refuse(request)
+        assert said in str(caught.value)
+        assert "123456" not in str(caught.value)
+    assert engine.running == ()
+
+
+def test_a_sequence_that_was_removed_or_stopped_is_not_run_and_others_go_on(
+    tee: Tee, model: SavedModel
+) -> None:
+    engine = tee.engine()
+    assert engine.step() == []
+    kept = engine.add(PROMPT, max_new_tokens=6)
+    removed, stopped = (engine.add(PROMPT[::-1], max_new_tokens=6) for _ in range(2))
+    engine.step()
+    for _ in range(2):
+        engine.remove(removed)
+    stopped.stop()
+    assert engine.running == (kept,)
+    # To look at what runs gives nothing back; the next step does.
+    assert stopped.cache.nbytes > removed.cache.nbytes == 0
+    _finish(engine)
+    assert (len(removed.token_ids), len(stopped.token_ids)) == (1, 1)
+    assert (stopped.finish_reason, stopped.cache.nbytes) == ("stop", 0)
+    assert kept.token_ids == model.greedy(PROMPT, 6)
+
+
+# ---------------------------------------------------------------------------- memory for KV caches
+
+
+def _limited(tee: Tee, tokens: int) -> Engine:
+    """An engine with room for the KV caches of so many tokens."""
+    limit = kv_bytes(tee.model.config, tokens, tee.model.dtype)
+    return Engine(tee.model, tee.lanes, EngineSettings(max_kv_bytes=limit))
+
+
+def test_a_request_that_does_not_fit_is_refused_before_anything_runs(tee: Tee) -> None:
+    engine = _limited(tee, 20)
+    engine.add(PROMPT, max_new_tokens=15)  # the last token needs no place: all 20 are taken
+    with pytest.raises(LimitError) as caught:
+        engine.add(PROMPT, max_new_tokens=1)
+    assert len(engine.running) == 1
+    per_token = 2 * 3 * 2 * 16 * 4
+    assert str(caught.value) == (
+        f"KV memory, of which {20 * per_token / 2**20:.1f} MiB may be used (--max-kv-mib): got"
+        f" a request that needs {6 * per_token / 2**20:.1f} MiB for 6 tokens,"
+        " expected at most 0.0 MiB, which is what is left"
+    )
+    assert caught.value.retryable
+    # One that never fits is not worth retrying; all samples count.
+    for never in ({"max_new_tokens": 16}, {"max_new_tokens": 2, "samples": 3}):
+        with pytest.raises(LimitError) as caught:
+            _limited(tee, 20).admit(Request(prompt_ids=tuple(PROMPT), **never))
+        assert not caught.value.retryable
+
+
+@each_row("how", ["finished", "stopped", "removed"])
+def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how: str) -> None:
+    engine = _limited(tee, 20)
+    first = engine.add(PROMPT, max_new_tokens=3)
+    second = engine.add(PROMPT[::-1], max_new_tokens=7)
+    with pytest.raises(LimitError):
+        engine.add(PROMPT, max_new_tokens=7)
+    if how == "finished":
+        while not first.finish_reason:
+            engine.step()
+    elif how == "stopped":
+        first.stop()
+    else:
+        engine.remove(first)
+    with pytest.raises(LimitError):
+        engine.add(PROMPT, max_new_tokens=4)
+    third = engine.add(PROMPT, max_new_tokens=3)
+    _finish(engine)
+    assert second.token_ids == model.greedy(PROMPT[::-1], 7)
+    assert third.token_ids == model.greedy(PROMPT, 3)
+    assert first.cache.nbytes == 0
+
+
+def test_all_that_end_in_one_step_give_their_memory_back(
+    tee: Tee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tee.engine()
+    sequences = [engine.add(PROMPT, max_new_tokens=2) for _ in range(3)]
+    sequences += engine.admit(Request(prompt_ids=tuple(PROMPT), max_new_tokens=2, samples=6))
+    assert engine.kv_bytes == sum(sequence.cache.nbytes for sequence in sequences) > 0
+    _finish(engine)
+    assert engine.kv_bytes == 0
+    assert not any(sequence.cache.nbytes for sequence in sequences)
+    monkeypatch.setattr("tee_side.engine.engine.available_kv_bytes", lambda: 12345)
+    assert Engine(tee.model, tee.lanes).max_kv_bytes == 12345
+    assert _limited(tee, 0).max_kv_bytes == 0
+
+
+def test_caches_of_samples_are_let_go_where_the_machine_has_no_room_for_all(
+    tee: Tee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[KVCache] = []
+
+    def make(*what: Any) -> KVCache:
+        if len(made) == 2:
+            raise LimitError("KV memory", got="much", expected="less")
+        made.append(KVCache(*what))
+        return made[-1]
+
+    monkeypatch.setattr("tee_side.engine.engine.KVCache", make)
+    engine = tee.engine()
+    with pytest.raises(LimitError):
+        engine.admit(Request(prompt_ids=tuple(PROMPT), max_new_tokens=2, samples=3))
+    assert [cache.nbytes for cache in made] == [0, 0]
+    assert engine.running == ()
+
+
+def test_no_more_sequences_run_than_have_a_row_in_each_step(tee: Tee) -> None:
+    engine = tee.engine(step_tokens=2)
+    with pytest.raises(PromptError, match="samples: got 3, expected 1 to 2"):
+        engine.check(Request(prompt_ids=tuple(PROMPT[:2]), max_new_tokens=1, samples=3))
+    for samples in (1, 2, 1):
+        request = Request(prompt_ids=tuple(PROMPT[:2]), max_new_tokens=2, samples=samples)
+        engine.waiting.add("", request)
+    admitted: list[list[Sequence]] = engine.admit_waiting()
+    assert [len(sequences) for sequences in admitted] == [1]
+    assert (engine.admit_waiting(), len(engine.waiting)) == ([], 2)
+    _finish(engine)
+    assert [len(sequences) for sequences in engine.admit_waiting()] == [2]
+
+
+def test_a_kept_prefix_is_its_owners_and_salts_alone(tee: Tee) -> None:
+    engine = Engine(tee.model, tee.lanes, EngineSettings(prefix_reuse=True))
+    reused = {}
+    for owner, salt in (("me", "a"), ("me", ""), ("you", "a"), ("me", "a")):
+        request = Request(prompt_ids=tuple(token_ids(20)), max_new_tokens=2, owner=owner, salt=salt)
+        (sequence,) = engine.admit(request)
+        _finish(engine)
+        reused[owner, salt, len(reused)] = sequence.reused_tokens
+    assert list(reused.values()) == [0, 0, 0, 19]

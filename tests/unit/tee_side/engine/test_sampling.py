@@ -1,0 +1,315 @@
+"""Sampling keeps the tokens, and gives them the probabilities, that transformers would."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from pydantic import ValidationError
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from protocol.errors import PromptError
+from tee_side.engine.logprobs import MAX_TOP, logprobs_of, prompt_logprobs
+from tee_side.engine.sampling import (
+    Sampler,
+    SamplingSettings,
+    penalize,
+    require_known_ids,
+    settings_of_sample,
+    warp,
+)
+from tests.kit.rows import each_row
+
+LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40).map(torch.tensor)
+OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def _transformers_scores(
+    logits: torch.Tensor, previous: list[int], settings: SamplingSettings
+) -> torch.Tensor:
+    """In the order in which `generate` puts its processors."""
+    processors = LogitsProcessorList()
+    if settings.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k:
+        processors.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        processors.append(MinPLogitsWarper(settings.min_p))
+    scores: torch.Tensor = processors(torch.tensor([previous]), logits[None].clone())
+    return scores[0]
+
+
+def _our_scores(
+    logits: torch.Tensor, previous: list[int], settings: SamplingSettings
+) -> torch.Tensor:
+    seen = torch.zeros(len(logits)).index_fill(0, torch.tensor(previous), 1)
+    return warp(penalize(logits, seen > 0, torch.zeros(len(logits)), settings), settings)
+
+
+# Each alone, and all together; temperature with them all.
+@pytest.mark.parametrize("alone", [*OFF, "temperature", "all"])
+@given(
+    logits=LOGITS,
+    settings=st.builds(
+        SamplingSettings,
+        temperature=st.floats(0.05, 5),
+        top_k=st.integers(0, 50),
+        top_p=st.floats(0.01, 1),
+        min_p=st.floats(0, 1),
+        repetition_penalty=st.floats(0.1, 10),
+    ),
+    data=st.data(),
+)
+def test_scores_are_those_of_transformers(
+    alone: str, logits: torch.Tensor, settings: SamplingSettings, data: st.DataObject
+) -> None:
+    previous = data.draw(st.lists(st.integers(0, len(logits) - 1), min_size=1, max_size=20))
+    off = {name: value for name, value in OFF.items() if alone not in (name, "all")}
+    settings = settings.model_copy(update=off)
+    ours = _our_scores(logits, previous, settings)
+    theirs = _transformers_scores(logits, previous, settings)
+    assert torch.equal(ours.sort().values, theirs.sort().values)
+    # The sort of transformers' top-p is not stable: which of equal tokens it leaves out is chance.
+    moved = ours.isinf() != theirs.isinf()
+    uncut = settings.model_copy(update={"top_k": 0, "top_p": 1.0, "min_p": 0.0})
+    scores, survivors = _our_scores(logits, previous, uncut), ours.isfinite()
+    assert len(scores[moved].unique()) <= 1
+    if not moved.any():
+        assert torch.equal(ours.softmax(-1), theirs.softmax(-1))
+    # One of the most likely always stays, and what was cut off is never drawn.
+    assert scores[survivors].max() == scores.max()
+    assert survivors[Sampler(settings, len(previous)).sample(logits, previous)]
+
+
+def test_what_top_p_leaves_out() -> None:
+    """Of equal tokens at the edge the first, whatever the size; never all."""
+    for size in (3, 20, 5000):  # torch's own sort is stable for short rows alone
+        logits = torch.full((size,), -50.0)
+        logits[-3:] = 1.0
+        kept = warp(logits, SamplingSettings(temperature=1, top_p=0.5)).isfinite().nonzero()[:, 0]
+        assert kept.tolist() == [size - 2, size - 1]
+    settings = SamplingSettings(temperature=1, top_p=1e-9)
+    assert warp(torch.tensor([0.0, 3.0, 1.0]), settings).isfinite().tolist() == [False, True, False]
+
+
+# ---------------------------------------------------------------------------------- what is drawn
+
+
+def _draw(settings: SamplingSettings, count: int = 30) -> list[int]:
+    sampler = Sampler(settings, 0)
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    return [sampler.sample(logits, []) for _ in range(count)]
+
+
+def test_a_seed_repeats_the_same_tokens_and_none_draws_its_own() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    seeded, unseeded = SamplingSettings(temperature=1, seed=7), SamplingSettings(temperature=1)
+    assert _draw(seeded) == _draw(seeded)
+    assert _draw(seeded) != _draw(SamplingSettings(temperature=1, seed=8))
+    assert _draw(unseeded) != _draw(unseeded)
+    # Samples of one request have seeds that follow its own.
+    assert settings_of_sample(seeded, 0) == seeded
+    assert settings_of_sample(seeded, 2) == SamplingSettings(temperature=1, seed=9)
+    assert settings_of_sample(SamplingSettings(seed=2**63 - 1), 1).seed == 0
+    assert settings_of_sample(unseeded, 1) == unseeded
+    # The global generator is left alone.
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_token_without_probability_is_never_drawn_at_either_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
+    sampler = Sampler(SamplingSettings(temperature=1, seed=0), 0)
+    for uniform, token_id in ((0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)):
+        number = torch.tensor(uniform, dtype=torch.float64)
+        monkeypatch.setattr(torch, "rand", lambda *_, number=number, **__: number)
+        assert sampler.sample(logits, []) == token_id
+
+
+def test_every_token_takes_one_draw_of_the_generator() -> None:
+    """So a draft that is refused, or a grammar, moves no later token of the same seed."""
+    settings = SamplingSettings(temperature=1, seed=4)
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    first, second = Sampler(settings, 0), Sampler(settings, 0)
+    assert first.sample(torch.zeros(1), []) == 0
+    second.sample(torch.zeros(100_000), [])
+    found, expected = (
+        [sampler.sample(logits, []) for _ in range(9)] for sampler in (first, second)
+    )
+    assert found == expected
+
+
+@each_row(
+    ("logits", "settings", "previous", "token_id"),
+    [
+        # Temperature 0 takes the most likely token whatever else is set; close to 0, too.
+        ([1.0, 3.0, 3.0], {"top_k": 3, "top_p": 0.5, "min_p": 0.5}, [], 1),
+        ([1.0, 30.0, 29.0], {"temperature": 1e-38, "seed": 1}, [], 1),
+        ([3.0, 2.0, -1.0], {"repetition_penalty": 2.0}, [], 0),
+        ([3.0, 2.0, -1.0], {"repetition_penalty": 2.0}, [0], 1),
+        # A bias comes before the penalty: (1 + 2) / 2 is below 2, 1 / 2 + 2 is above.
+        ([1.0, 2.0], {"logit_bias": {0: 2.0}, "repetition_penalty": 2.0}, [0], 1),
+    ],
+)
+def test_examples_that_are_no_chance(
+    logits: list[float], settings: dict[str, Any], previous: list[int], token_id: int
+) -> None:
+    given_V = torch.tensor(logits)
+    sampler = Sampler(SamplingSettings(**settings), len(previous))
+    assert sampler.sample(given_V, previous) == token_id
+    assert given_V.tolist() == logits
+
+
+@given(
+    scores=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    prompt=st.lists(st.integers(0, 3), max_size=8),
+    answer=st.lists(st.integers(0, 3), max_size=8),
+    frequency=st.sampled_from([-2, -0.5, 0, 1, 2]),
+    presence=st.sampled_from([-2, -0.5, 0, 1, 2]),
+    bias=st.dictionaries(st.integers(0, 3), st.sampled_from([-100, -1, 0.5, 100])),
+)
+def test_penalties_and_bias_are_those_of_openai_over_the_generated_tokens_only(
+    scores: list[int],
+    prompt: list[int],
+    answer: list[int],
+    frequency: float,
+    presence: float,
+    bias: dict[int, float],
+) -> None:
+    """Token by token, so that what one sampler has read before counts once; and all at once."""
+    settings = SamplingSettings(
+        frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias
+    )
+    sampler = Sampler(settings, len(prompt))
+    for length in range(len(answer) + 1):
+        counts = [answer[:length].count(token_id) for token_id in range(4)]
+        expected = [
+            score + bias.get(token_id, 0) - count * frequency - (count > 0) * presence
+            for token_id, (score, count) in enumerate(zip(scores, counts, strict=True))
+        ]
+        for one in (sampler, Sampler(settings, len(prompt))):
+            token_id = one.sample(torch.tensor(scores), [*prompt, *answer[:length]])
+            assert token_id == expected.index(max(expected))
+
+
+class _Only:
+    """Allows one token after another."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
+        return scores_V.index_fill(
+            0, torch.tensor([i for i in range(len(scores_V)) if i != self._ids[0]]), -torch.inf
+        )
+
+    def advance(self, token_id: int) -> None:
+        assert self._ids.pop(0) == token_id
+
+
+@each_row("temperature", [0.0, 1.0])
+def test_a_grammar_hides_before_everything_else_and_takes_what_was_drawn(
+    temperature: float,
+) -> None:
+    settings = SamplingSettings(
+        temperature=temperature,
+        top_k=1,
+        repetition_penalty=2,
+        presence_penalty=2,
+        logit_bias={4: -100.0, 0: 100.0},
+        seed=0,
+    )
+    ids, left = [0], [4, 2, 4]
+    sampler = Sampler(settings, 1, _Only(left))
+    for _ in range(3):
+        ids.append(sampler.sample(torch.tensor([9.0, 3.0, -1.0, 3.0, 0.0]), ids))
+    assert (ids, left) == ([0, 4, 2, 4], [])
+
+
+# ---------------------------------------------------------------------------------------- refused
+
+
+@each_row(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"frequency_penalty": 2.1},
+        {"presence_penalty": -2.1},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"one": 1.0}},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"topk": 5},
+    ],
+)
+def test_settings_out_of_range_or_unknown_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingSettings.model_validate(wrong)
+    assert "input_value" not in str(caught.value)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused_without_its_id() -> None:
+    require_known_ids(SamplingSettings(logit_bias={3: 1.0}), 4)
+    for token_id in (4, 2**40):
+        with pytest.raises(PromptError) as caught:
+            require_known_ids(SamplingSettings(logit_bias={token_id: 1.0}), 4)
+        assert str(caught.value) == "logit_bias: got an id outside the vocabulary, expected 0 to 3"
+
+
+# ------------------------------------------------------------------------------ log-probabilities
+
+
+@given(
+    logits=st.lists(st.floats(-40, 40, width=16), min_size=1, max_size=60).map(torch.tensor),
+    count=st.integers(0, MAX_TOP),
+    data=st.data(),
+)
+def test_the_likeliest_come_in_order_and_of_equals_the_lower_id_first(
+    logits: torch.Tensor, count: int, data: st.DataObject
+) -> None:
+    """Values of 16 bits are often equal. A token's own number is the same float as its entry."""
+    token_id = data.draw(st.integers(0, len(logits) - 1))
+    found = logprobs_of(logits, token_id, count)
+    expected = torch.log_softmax(logits, -1).tolist()
+    order = sorted(range(len(logits)), key=lambda i: (-expected[i], i))[:count]
+    assert found.top == tuple((i, expected[i]) for i in order)
+    assert (found.token_id, found.logprob) == (token_id, expected[token_id])
+
+
+@each_row("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gives_bit_for_bit_what_it_gives_alone(dtype: torch.dtype) -> None:
+    """Rows of odd sizes do not begin where memory is aligned; batches are cut into threads."""
+    generator = torch.Generator().manual_seed(3)
+    for size in (1, 3, 7, 31, 320, 1021, 32_003):
+        for rows in (1, 2, 5, 33):
+            logits = (4 * torch.randn(rows, size, generator=generator)).to(dtype)
+            ids = torch.randint(size, (rows,), generator=generator).tolist()
+            together = prompt_logprobs(logits, ids, 5)
+            alone = tuple(logprobs_of(logits[i].clone(), ids[i], 5) for i in range(rows))
+            assert together == alone
+            assert together[0].logprob == float(logits[0].float().log_softmax(-1)[ids[0]])

@@ -1,0 +1,334 @@
+"""Which request is next, which rows and guesses a step has, and which of them get pads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from protocol.errors import LimitError, PadsExhaustedError
+from tee_side.engine.composer import Composed, compose
+from tee_side.engine.drafts import Drafts
+from tee_side.engine.engine import Engine, EngineSettings
+from tee_side.engine.request import Request
+from tee_side.engine.sequence import Sequence
+from tee_side.engine.waiting import WaitingQueue
+from tee_side.policy.placement import Policy
+from tee_side.protect.pads.source import Pads
+from tests.kit.model import SavedModel, token_ids
+from tests.kit.rows import each_row
+
+Models = Callable[..., SavedModel]
+
+# --------------------------------------------------------------------------- whose turn it is
+
+
+def _queue(*requests: str, limit: int = 100) -> WaitingQueue[str]:
+    """Return a queue of requests; the first letter is the owner."""
+    queue: WaitingQueue[str] = WaitingQueue(limit)
+    for request in requests:
+        queue.add(request[0], request)
+    return queue
+
+
+def _served(queue: WaitingQueue[str], turns: int, **tokens: int) -> list[str]:
+    """Serve so many requests, each with 10 tokens, or as many as its owner asks for."""
+    found = []
+    for _ in range(turns):
+        request = queue.pop()
+        queue.serve(request[0], tokens.get(request[0], 10))
+        found.append(request)
+    return found
+
+
+def test_requests_come_in_their_owners_order_and_owners_in_turns() -> None:
+    queue = _queue(*(f"a{n}" for n in range(4)), "b0", "b1")
+    assert queue.first() == "a0"
+    assert _served(queue, 6) == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    assert (len(queue), queue.first()) == (0, None)
+
+
+def test_turns_are_shared_by_tokens_and_not_by_requests() -> None:
+    queue = _queue(*(f"{owner}{n}" for n in range(100) for owner in "ab"), limit=200)
+    turns = Counter(one[0] for one in _served(queue, 60, a=50, b=10))
+    assert turns == {"a": 10, "b": 50}
+    # Those that come later count as well.
+    queue = _queue("a0", "a1", "b0", "b1")
+    assert queue.pop() == "a0"
+    queue.serve("a", 31)
+    assert _served(queue, 3) == ["b0", "b1", "a1"]
+
+
+@each_row("been_here", ["never", "before", "last of all"])
+def test_one_that_comes_late_has_saved_nothing_up(been_here: str) -> None:
+    queue = _queue(*(f"a{n}" for n in range(1 if been_here == "last of all" else 40)))
+    if been_here == "before":
+        queue.add("b", "b first")
+        _served(queue, 1)
+    _served(queue, min(len(queue), 20), a=50)
+    for number in range(10):
+        queue.add("b", f"b{number}")
+        queue.add("a", f"a more {number}")
+    assert Counter(one[0] for one in _served(queue, 10)) == {"a": 5, "b": 5}
+
+
+def test_what_is_removed_has_no_turn() -> None:
+    queue = _queue("a0", "a1", "b0")
+    queue.remove("a", "a1")
+    queue.remove("b", "b0")
+    for owner, request in (("a", "a9"), ("b", "b0"), ("nobody", "a0")):
+        queue.remove(owner, request)  # not here, or not any more
+    assert len(queue) == 1
+    assert _served(queue, 1) == ["a0"]
+    assert queue.first() is None
+
+
+def test_a_full_queue_takes_a_place_from_the_owner_with_most_and_no_more() -> None:
+    queue: WaitingQueue[str] = WaitingQueue(4)
+    for name in ("b1", "b2", "b3", "b4"):
+        assert queue.add("bob", name) is None
+    with pytest.raises(LimitError, match=r"\(--max-waiting\): got 4, expected < 4") as caught:
+        queue.add("bob", "b5")
+    assert caught.value.retryable
+    assert queue.add("carol", "c1") == "b4"
+    assert queue.add("carol", "c2") == "b3"
+    for owner in ("bob", "carol"):
+        with pytest.raises(LimitError):
+            queue.add(owner, "another")
+    assert queue.add("dave", "d1") in ("b2", "c2")
+    assert len(queue) == 4
+    queue.pop()
+    assert queue.add("bob", "b6") is None
+    # One more than the other has is no reason.
+    with pytest.raises(LimitError):
+        _queue("b1", "b2", "c1", limit=3).add("c", "c2")
+
+
+# ---------------------------------------------------------------------------- the rows of a step
+
+
+class Guesses:
+    """Has a guess for every token that it is asked for."""
+
+    def propose(self, most: int) -> list[int]:
+        return [7] * most
+
+
+class Bench:
+    """Sequences of one engine, by number, and steps that are composed of them."""
+
+    def __init__(self, models: Models, policy: Policy | str, **settings: Any) -> None:
+        self.tee = models("llama").tee(policy, **settings)
+        settings = EngineSettings(speculative_tokens=4)
+        self.engine = Engine(self.tee.model, self.tee.lanes, settings)
+        self.sequences: list[Sequence] = []
+
+    @property
+    def pads(self) -> Pads:
+        (found,) = self.tee.assembly.pads.values()
+        return found
+
+    def stock(self, tokens: int) -> None:
+        """Have pads for so many tokens."""
+        assert self.pads._maker is not None
+        store = self.pads._store
+        if (missing := tokens - store.available) > 0:
+            self.pads._maker.fill(store, missing)
+        elif missing < 0:
+            store.release(store.take(-missing))
+
+    def prompt(self, tokens: int, owner: str = "", **wanted: Any) -> None:
+        """Admit a request whose prompt is to be computed."""
+        given: dict[str, Any] = {"max_new_tokens": 20, "stop_ids": frozenset(), **wanted}
+        request = Request(prompt_ids=tuple(token_ids(tokens)), owner=owner, **given)
+        self.sequences += self.engine.admit(request)
+
+    def decode(self, count: int, **wanted: Any) -> None:
+        """Admit requests whose prompt has been computed."""
+        for _ in range(count):
+            self.prompt(12, **wanted)
+            sequence = self.sequences[-1]
+            sequence.cache.commit(12)
+            sequence.append(5)
+            sequence.drafts = cast(Drafts, Guesses())
+
+    def compose(self, step_tokens: int = 512, guesses: int = 0) -> Composed:
+        return compose(
+            self.sequences, self.tee.lanes[0], step_tokens=step_tokens, speculative_tokens=guesses
+        )
+
+    def found(
+        self, step_tokens: int = 512, guesses: int = 0
+    ) -> list[tuple[str, bool, dict[int, tuple[int, int]]]]:
+        """Return the parts of a step: phase, whether pads are withheld, rows by sequence.
+
+        Of a sequence so many tokens of its own, and guesses behind them.
+        """
+        composed = self.compose(step_tokens, guesses)
+        assert composed.refused == []
+        found = []
+        for part, rows in zip(composed.parts, composed.rows, strict=True):
+            assert len(part.batch.token_ids_T) == sum(r.tokens + len(r.drafts) for r in rows)
+            counts = {self.sequences.index(r.sequence): (r.tokens, len(r.drafts)) for r in rows}
+            found.append((part.phase, part.withheld, counts))
+        return found
+
+
+def test_what_decodes_goes_first_wherever_it_stands(saved_model: Models) -> None:
+    bench = Bench(saved_model, "tee-only")
+    assert bench.found() == []
+    bench.prompt(30)
+    bench.decode(2)
+    assert bench.found(10) == [("decode", False, {1: (1, 0), 2: (1, 0), 0: (8, 0)})]
+    assert bench.found(1) == [("decode", False, {1: (1, 0)})]
+
+
+def test_a_step_has_no_more_rows_than_its_budget(saved_model: Models) -> None:
+    bench = Bench(saved_model, "shielded-prefill")
+    bench.stock(128)
+    bench.decode(3)
+    for owner in "aab":
+        bench.prompt(20, owner)
+    wanted = 3 * (1 + 4) + 3 * 20
+    for step_tokens in range(1, 80):
+        rows = [n for *_, part in bench.found(step_tokens, guesses=4) for n in part.values()]
+        assert sum(map(sum, rows)) == min(step_tokens, wanted)
+
+
+def test_owners_share_a_step_alike(saved_model: Models) -> None:
+    bench = Bench(saved_model, "tee-only")
+    for tokens, owner in ((16, "one"), (16, "one"), (10, "two")):
+        bench.prompt(tokens, owner)
+    found = {}
+    for step_tokens in (12, 36, 2, 1):
+        ((_, _, rows),) = bench.found(step_tokens)
+        found[step_tokens] = {number: tokens for number, (tokens, _) in rows.items()}
+    assert found == {
+        12: {0: 6, 2: 6},  # however many an owner has
+        36: {0: 16, 1: 10, 2: 10},  # what one leaves over goes to the first of the others
+        2: {0: 1, 2: 1},
+        1: {0: 1},
+    }
+
+
+def test_logits_are_wanted_of_what_is_complete_and_goes_on(saved_model: Models) -> None:
+    bench = Bench(saved_model, "tee-only")
+    bench.prompt(5, samples=3)  # the other samples wait for the prompt
+    bench.prompt(6, max_new_tokens=0, pooling="last")
+    bench.prompt(7)
+    composed = bench.compose(13)
+    (part,), (rows,) = composed.parts, composed.rows
+    assert [(one.tokens, one.outputs) for one in rows] == [(5, 1), (6, 0), (2, 0)]
+    assert (part.batch.output_rows, part.batch.read_rows) == ((4,), (10,))
+
+
+def test_no_more_is_guessed_than_may_follow_and_others_leave_over(saved_model: Models) -> None:
+    bench = Bench(saved_model, "tee-only")
+    for new_tokens in (2, 3, 4, 20):
+        bench.decode(1, max_new_tokens=new_tokens)
+    ((_, _, rows),) = bench.found(guesses=4)
+    # One was generated, and the step gives one more whatever is guessed.
+    assert [drafts for _, drafts in rows.values()] == [0, 1, 2, 4]
+    ((_, _, rows),) = bench.found(9, guesses=4)
+    assert [drafts for _, drafts in rows.values()] == [0, 1, 2, 2]
+
+
+# ----------------------------------------------------------------------------------------- pads
+
+
+def test_guesses_are_made_while_pads_are_plenty(saved_model: Models) -> None:
+    """Half of those that are kept ready must be left: a guess may come to nothing."""
+    bench = Bench(saved_model, "shielded")
+    bench.decode(3)
+    half = 64  # of 128
+    for stock, guessed in ((half + 4, 0), (half + 5, 1), (half + 10, 2), (half + 15, 3)):
+        bench.stock(stock)
+        ((_, _, rows),) = bench.found(guesses=4)
+        assert [drafts for _, drafts in rows.values()] == [4] * guessed + [0] * (3 - guessed)
+
+
+def test_where_a_run_waits_pads_are_made_before_anything_runs(saved_model: Models) -> None:
+    bench = Bench(saved_model, "shielded", when_out="wait")
+    bench.stock(1)
+    bench.decode(3)
+    for _ in range(2):
+        assert bench.found() == [("decode", False, dict.fromkeys(range(3), (1, 0)))]
+        assert (bench.pads.waited, bench.pads.in_tee) == (1, 0)
+        assert bench.pads._store.available >= 3
+
+
+def test_those_that_get_no_pads_are_computed_here_or_refused_and_the_others_go_on(
+    saved_model: Models,
+) -> None:
+    here = Bench(saved_model, "shielded", when_out="tee")
+    here.stock(2)
+    here.decode(4)
+    first, rest = dict.fromkeys((0, 1), (1, 0)), dict.fromkeys((2, 3), (1, 0))
+    assert here.found() == [("decode", False, first), ("decode", True, rest)]
+    # A step that is computed here is counted once.
+    assert (here.pads.in_tee, here.pads.waited) == (1, 0)
+    assert here.pads._store.available == 2
+    bench = Bench(saved_model, "shielded", when_out="fail")
+    bench.stock(2)
+    bench.decode(3)
+    bench.prompt(5)
+    composed = bench.compose()
+    ((refused, error),) = composed.refused
+    assert refused is bench.sequences[2]
+    assert isinstance(error, PadsExhaustedError)
+    assert error.expected.startswith("1 (tee-runner pads make")
+    rows = [[bench.sequences.index(one.sequence) for one in part] for part in composed.rows]
+    assert rows == [[0, 1], [3]]
+
+
+def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models) -> None:
+    """And a smaller one behind it gets what it left."""
+    bench = Bench(saved_model, "shielded-prefill", when_out="tee")
+    bench.stock(9)
+    bench.prompt(10)
+    bench.prompt(9)
+    assert bench.found() == [("prefill", True, {0: (10, 0)}), ("prefill", False, {1: (9, 0)})]
+    bench.pads.when_out = "fail"
+    composed = bench.compose()
+    assert [sequence for sequence, _ in composed.refused] == bench.sequences[:1]
+    assert [one.sequence for one in composed.rows[0]] == bench.sequences[1:]
+
+
+# -------------------------------------------------------------------------- what is guessed
+
+# Few different tokens, so that runs repeat.
+IDS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def _searched(ids: list[int], count: int, longest: int) -> list[int]:
+    for length in range(longest, 1, -1):
+        suffix = ids[len(ids) - length :]
+        for start in range(len(ids) - length - 1, -1, -1):
+            if ids[start : start + length] == suffix:
+                text = list(ids)
+                for i in range(count):
+                    text.append(text[start + length + i])
+                return text[len(ids) :]
+    return []
+
+
+@given(
+    prompt=IDS,
+    answer=IDS,
+    tokens=st.integers(1, 6),
+    longest=st.integers(2, 4),
+    most=st.integers(0, 8),
+)
+def test_drafts_are_what_a_search_finds(
+    prompt: list[int], answer: list[int], tokens: int, longest: int, most: int
+) -> None:
+    drafts, ids = Drafts(prompt, tokens=tokens, longest=longest), list(prompt)
+    for token_id in answer:
+        assert drafts.propose(most) == _searched(ids, min(most, tokens), longest)
+        drafts.append(token_id)
+        ids.append(token_id)
+    assert drafts.propose(most) == _searched(ids, min(most, tokens), longest)

@@ -1,0 +1,121 @@
+"""How a step is cut, on whose operators its parts run, and what comes out and is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.channel import Exchange
+from protocol.errors import DeadlineExceededError
+from tee_side.engine import step
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, Part, run_step
+from tee_side.model.batch import Batch
+from tee_side.model.forward import forward
+from tee_side.words import Phase
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.rows import each_row
+
+Models = Callable[..., SavedModel]
+
+
+@pytest.fixture
+def tee(saved_model: Models) -> Tee:
+    return assemble(saved_model("llama").directory, micro_batches=3)
+
+
+def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
+    """Return a batch of sequences with so many rows, and so many tokens left for later steps."""
+    return Batch.of(
+        [
+            (tee.cache(rows + left), token_ids(rows, seed), left)
+            for seed, (rows, left) in enumerate(parts)
+        ]
+    )
+
+
+def _run(tee: Tee, batch: Batch, phase: Phase = "prefill") -> torch.Tensor:
+    """Run a step of one part; return its logits."""
+    (result,) = run_step([Part(batch, phase)], tee.lanes)
+    return result.logits_NV
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """The rows and the operators of every part that is run."""
+    found: list[tuple[int, Any]] = []
+
+    def noted(batch: Batch, model: Any, ops: Any) -> Any:
+        found.append((len(batch.token_ids_T), ops))
+        return forward(batch, model, ops)
+
+    monkeypatch.setattr(step, "forward", noted)
+    return found
+
+
+LEAST = MIN_MICRO_BATCH_ROWS
+
+
+@each_row(
+    ("rows", "sizes"),
+    [
+        (1, [1]),
+        (2 * LEAST - 1, [2 * LEAST - 1]),
+        (2 * LEAST, [LEAST, LEAST]),
+        (3 * LEAST - 1, [LEAST + 1, LEAST + 2]),
+        (3 * LEAST, [LEAST] * 3),
+        (10 * LEAST, [13, 13, 14]),
+    ],
+)
+def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
+    tee: Tee, seen: list[tuple[int, Any]], rows: int, sizes: list[int]
+) -> None:
+    seen.clear()
+    _run(tee, _batch(tee, (rows, 0)))
+    assert [count for count, _ in seen] == sizes
+    for (_, ops), lane in zip(seen, tee.lanes, strict=False):
+        assert ops is lane.tables["prefill"]
+
+
+def _mixed(tee: Tee) -> list[Part]:
+    """Rows of every table: two that decode, ten of a prompt, one that gets no pads."""
+    decode, prompt, withheld = (_batch(tee, *p) for p in ([(1, 0)] * 2, [(10, 0)], [(1, 0)]))
+    return [Part(decode, "decode"), Part(prompt, "prefill"), Part(withheld, "decode", True)]
+
+
+def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
+    saved_model: Models, seen: list[tuple[int, Any]]
+) -> None:
+    tee = saved_model("llama").tee("shielded", micro_batches=2)
+    together = run_step(_mixed(tee), tee.lanes)
+    one, two, three, four, *_ = tee.lanes
+    assert [lane.spare for lane in tee.lanes[:4]] == [False, False, True, True]
+    assert sorted(seen, key=lambda one: one[0]) == [
+        (1, four.withheld["decode"]),
+        (2, one.tables["decode"]),
+        (5, two.tables["prefill"]),
+        (5, three.tables["prefill"]),
+    ]
+    # Side by side they give what each gives alone.
+    for part, found in zip(_mixed(tee), together, strict=True):
+        (alone,) = run_step([part], tee.lanes)
+        assert torch.equal(found.logits_NV, alone.logits_NV)
+    assert [len(found.logits_NV) for found in together] == [2, 1, 1]
+
+
+def test_a_step_that_fails_leaves_no_pads_behind(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller steps afterwards have fewer lanes: the others would keep them for ever."""
+    tee = saved_model("llama").tee("shielded-prefill", micro_batches=2)
+    (pads,) = tee.assembly.pads.values()
+
+    def lose(*_: object) -> Exchange:
+        raise DeadlineExceededError("loopback", got="no reply", expected="one")
+
+    monkeypatch.setattr(LoopbackChannel, "wait", lose)
+    with pytest.raises(DeadlineExceededError):
+        _run(tee, _batch(tee, (40, 0)))
+    assert pads._store.available + pads._store.room == pads._store.capacity

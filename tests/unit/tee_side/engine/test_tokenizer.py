@@ -1,0 +1,341 @@
+"""Text in and out: streaming equals decoding at once, chat templates equal transformers'."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import hypothesis.strategies as st
+import pytest
+import tokenizers
+from hypothesis import given
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from protocol.errors import ModelError, PromptError
+from tee_side.engine import tokenizer as module
+from tee_side.engine.text_stream import TextStream
+from tee_side.engine.tokenizer import Tokenizer
+from tests.kit.rows import each_row
+from tsqp.cli.program import model_directory, run
+
+CANARY = "canary-5309"
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "  the café?  "},
+    {"role": "assistant", "content": "日本語 🙂"},
+    {"role": "user", "content": "on\nthe mat"},
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's tokenizer: byte-level BPE with BOS, as Llama 3 and Qwen have them."""
+    path = tmp_path_factory.mktemp("byte-level")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_directory("demo") / name, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    template = (model_directory("demo") / "chat_template.jinja").read_text()
+    special = {"__type": "AddedToken", "content": config["eos_token"], "special": True}
+    content = {**config, "eos_token": special, "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def known(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """Tokenizers by kind. Llama 2's has "▁" for a space, and puts one in front of a text."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "t", "h", "e", "c", "a", "é", "th", "the", "▁the"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    raw = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    path = tmp_path_factory.mktemp("sentencepiece")
+    raw.save(str(path / "tokenizer.json"))
+    return {"byte-level": Tokenizer(directory), "sentencepiece": Tokenizer(path)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(known: dict[str, Tokenizer]) -> Tokenizer:
+    return known["byte-level"]
+
+
+# ------------------------------------------------------------------------------ text and tokens
+
+
+# Short of "▁" itself, which sentencepiece takes for a space.
+@given(text=st.text(max_size=20).map(lambda text: text.replace("▁", "_")))
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
+    known: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    """Most characters here are split over several tokens."""
+    found = known[kind]
+    ids = found.encode(text, add_special_tokens=False)
+    joined = b"".join(found.token_bytes(token_id) for token_id in ids).decode()
+    assert joined == (f" {text}" if kind == "sentencepiece" and text else text)
+    stream, whole = TextStream(found), found.decode(ids)
+    streamed = "".join(stream.feed(token_id) for token_id in ids)
+    # What ends so looks like the first half of a character, and is kept until nothing more comes.
+    assert streamed == whole or whole.endswith("\ufffd")
+    assert streamed + stream.flush() == whole == text
+
+
+@given(ids=st.lists(st.integers(0, 264), max_size=25))
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_tokens_that_are_no_text_never_break_the_stream(
+    known: dict[str, Tokenizer], kind: str, ids: list[int]
+) -> None:
+    """A model may sample any bytes; that they are no UTF-8 is no reason to stop generating."""
+    stream, whole = TextStream(known[kind]), known[kind].decode(ids)
+    streamed = "".join(stream.feed(token_id) for token_id in ids)
+    if kind == "byte-level":
+        assert whole == streamed or (whole.startswith(streamed) and whole.endswith("\ufffd"))
+    tail = known[kind].encode("the cat", add_special_tokens=False)
+    assert "".join(map(stream.feed, tail)).endswith("the cat")
+
+
+def test_special_tokens_are_added_and_left_out_as_the_tokenizer_says(
+    tokenizer: Tokenizer, directory: Path
+) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    text = "the café 🙂"
+    assert tokenizer.encode(text) == reference.encode(text)
+    assert tokenizer.encode(text)[0] == 0
+    plain = reference.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == plain
+    assert tokenizer.decode([0, *tokenizer.encode("the cat"), 1]) == "the cat"
+    with pytest.raises(PromptError, match="bytes that are not UTF-8"):
+        tokenizer.encode("\ud800")
+
+
+def test_bytes_of_every_kind_of_token(
+    known: dict[str, Tokenizer], directory: Path, tmp_path: Path
+) -> None:
+    byte_level, sentencepiece = known.values()
+    every_byte = set()
+    for token_id in range(byte_level.vocabulary_size):
+        text = byte_level._raw.decode([token_id], skip_special_tokens=False)
+        assert byte_level.token_text(token_id) == text
+        every_byte.add(byte_level.token_bytes(token_id))
+    assert {bytes([byte]) for byte in range(256)} <= every_byte
+    raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    raw.add_tokens(["café au lait"])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    added = Tokenizer(tmp_path)
+    assert added.special_tokens == byte_level.special_tokens
+    assert list(byte_level.special_tokens.values()) == [0, 1, 2, 3, 4]
+    raw = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    for found, expected in (
+        (byte_level.token_bytes(2), b"<|user|>"),
+        # Of a character that has two bytes, the first.
+        (byte_level.token_bytes(byte_level.encode("\u0141")[1]), "\u0141".encode()[:1]),
+        (byte_level.token_text(byte_level.encode("\u0141")[1]), "\ufffd"),
+        (byte_level.token_bytes(1024), b""),
+        (sentencepiece.token_bytes(3 + 0x0A), b"\n"),
+        (sentencepiece.token_text(268), " the"),
+        (sentencepiece.token_bytes(1), b"<s>"),
+        (added.token_bytes(1024), "café au lait".encode()),
+        # One that is neither has what it decodes.
+        (Tokenizer(tmp_path).token_bytes(2), b"##b"),
+    ):
+        assert found == expected
+
+
+# ------------------------------------------------------------------------------- chat templates
+
+
+def test_a_conversation_is_rendered_as_transformers_does(directory: Path, tmp_path: Path) -> None:
+    """A template file wins over the one in the configuration."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<|assistant|>")
+    for path in (directory, tmp_path):
+        tokenizer, reference = Tokenizer(path), PreTrainedTokenizerFast.from_pretrained(path)
+        for add in (True, False):
+            for messages in (MESSAGES, MESSAGES[1:2]):
+                asked: dict[str, Any] = {"add_generation_prompt": add}
+                expected = reference.apply_chat_template(messages, tokenize=False, **asked)
+                assert tokenizer.render_chat(messages, **asked) == expected
+                ids = reference.apply_chat_template(messages, return_dict=False, **asked)
+                assert tokenizer.apply_chat_template(messages, **asked) == ids
+    assert tokenizer.render_chat(MESSAGES) == "be brief<|assistant|>"
+
+
+_DAMAGED = "chat_template.jinja: got Template"
+_ENDLESS = r"chat template: got no end after 0\.2 s"
+_LOOP, _END = "{% for i in range(99999) %}", "{% endfor %}"
+_CALLS = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+# A number of 8,000 bits: one larger than others may be made, and no operation takes it.
+_LARGE = "{% set n = 2 ** 2000 * 2 ** 2000 %}{% set m = n * n %}"
+
+
+@each_row(
+    ("template", "error", "said"),
+    [
+        # What it says of the messages is not shown.
+        ("{{ raise_exception(messages[0].content) }}", PromptError, "TemplateError .* not shown"),
+        ("{{ messages[0][messages[0].content] + 1 }}", PromptError, "not shown"),
+        ("{{ messages[7].content }}", PromptError, "UndefinedError"),
+        ("{{ 1 / 0 }}", PromptError, "ZeroDivisionError"),
+        # It cannot leave its sandbox.
+        ("{{ messages.append(1) }}", PromptError, "SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", PromptError, "SecurityError"),
+        ("{% include 'config.json' %}", PromptError, "TypeError"),
+        # No other conversation would help.
+        ("{% if %}", ModelError, _DAMAGED),
+        ("{{ messages | no_such_filter }}", ModelError, _DAMAGED),
+        ("{{ 'x", ModelError, _DAMAGED),
+        ("{% for m in messages %}", ModelError, _DAMAGED),
+        # It has to end.
+        (_LOOP + _LOOP + _END + _END, ModelError, _ENDLESS),
+        (_CALLS + "{{ f(60) }}", ModelError, _ENDLESS),
+        (_LOOP + "{% set x = range(99999) | map('int') | list %}" + _END, ModelError, _ENDLESS),
+        (_LOOP + "x" * 100_000 + _END, ModelError, "more than 16777216 characters"),
+        # The watch sees lines of Python alone, not how long one takes.
+        ("{{ 10 ** (10 ** 10) }}", PromptError, "OverflowError"),
+        ("{{ 'x' * 10 ** 10 }}", PromptError, "OverflowError"),
+        ("{{ 10 ** 10 * [1] }}", PromptError, "OverflowError"),
+        (_LARGE + "{{ m * 2 }}", PromptError, "OverflowError"),
+        (_LARGE + "{{ m ** 2 }}", PromptError, "OverflowError"),
+        ("{{ 'ab' * 2 }} {{ 2 ** 10 }} {{ 3 * 4 }} {{ 1.5 * 2 }}", None, "abab 1024 12 3.0"),
+    ],
+)
+def test_what_a_template_may_do(
+    directory: Path, tmp_path: Path, template: str, error: type[Exception] | None, said: str
+) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer, before = Tokenizer(tmp_path), sys.gettrace()
+    messages = [{"role": "tool", "content": CANARY}]
+    if error is None:
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == said
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_TEMPLATE_SECONDS", 0.2 if said == _ENDLESS else 10.0)
+        with pytest.raises(error, match=said) as caught:
+            tokenizer.apply_chat_template(messages)
+    assert str(tmp_path) in str(caught.value)
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+    assert sys.gettrace() is before
+
+
+# --------------------------------------------------------------------------------------- refused
+
+
+@each_row(
+    ("file", "content", "said"),
+    [
+        ("chat_template.jinja", None, "got no chat template"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "got Template"),
+        ("tokenizer.json", None, "got no tokenizer.json"),
+        *(
+            ("tokenizer.json", content, "tokenizer.json")
+            for content in (b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "X"}}')
+        ),
+    ],
+)
+def test_a_file_that_is_missing_or_damaged_is_named(
+    directory: Path, tmp_path: Path, file: str, content: bytes | None, said: str
+) -> None:
+    for path in tmp_path.iterdir():
+        path.unlink()
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ModelError, match=said) as caught:
+        Tokenizer(tmp_path).apply_chat_template(MESSAGES)
+    assert str(tmp_path) in caught.value.where
+
+
+@each_row(
+    "change",
+    [
+        lambda raw: raw.enable_padding(length=50),
+        lambda raw: raw.enable_padding(direction="left", pad_to_multiple_of=2**40),
+        lambda raw: raw.enable_truncation(3),
+    ],
+    ids=["padding", "endless padding", "truncation"],
+)
+def test_a_prompt_is_neither_filled_up_nor_cut_off(
+    directory: Path, tmp_path: Path, tokenizer: Tokenizer, change: Callable[[Any], None]
+) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    change(raw)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    text = "the cat sat on the mat"
+    assert len(tokenizer.encode(text)) > 3
+    assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+
+
+def _changed(directory: Path, into: Path, **changes: Any) -> Path:
+    """Write the good tokenizer with some of its parts exchanged; return its directory."""
+    content = json.loads((directory / "tokenizer.json").read_text())
+    (into / "tokenizer.json").write_text(json.dumps({**content, **changes}))
+    return into
+
+
+class Talks:
+    """Stands for a library that quotes what it fails on."""
+
+    def encode_batch_fast(self, *_: object, **__: object) -> None:
+        raise ValueError(f"no token for {CANARY}")
+
+    decode = encode_batch_fast
+
+
+_WORDS = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"a": 0}}
+_STRIPS = {"type": "Strip", "content": "t", "start": 2**40, "stop": 2**40}
+_CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+@each_row(
+    ("changes", "use"),
+    [
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, lambda t: t.encode("the cat")),
+        ({"model": _WORDS}, lambda t: t.encode("the cat")),
+        ({"decoder": _STRIPS}, lambda t: t.decode(t.encode("ttt"))),
+        ({"decoder": _STRIPS}, lambda t: [TextStream(t).feed(i) for i in t.encode("ttt")]),
+        ({"normalizer": _CHARSMAP}, lambda _: None),  # panics when it is loaded
+        ({}, lambda t: (setattr(t, "_raw", Talks()), t.encode("the cat"))),
+        ({}, lambda t: (setattr(t, "_raw", Talks()), t.decode([1]))),
+    ],
+)
+def test_what_the_library_raises_is_a_model_error_that_names_the_file_and_quotes_nothing(
+    directory: Path, tmp_path: Path, changes: dict[str, Any], use: Callable[[Tokenizer], object]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        use(Tokenizer(_changed(directory, tmp_path, **changes)))
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+@each_row("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_is_not_of_the_library_passes(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), module._library_errors(tmp_path, quoted=True):
+        raise error
+
+
+def test_a_panic_that_nobody_foresaw_ends_a_program_with_one_line(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (_changed(directory, tmp_path, normalizer=_CHARSMAP) / "tokenizer.json").read_text()
+    command = click.command()(lambda: tokenizers.Tokenizer.from_str(content))
+    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit, match="1"):
+        run(command, "tsqp")
+    assert capsys.readouterr().err.startswith("tsqp: internal error: PanicException at tests/")

@@ -1,0 +1,231 @@
+"""What is asked of services, and taken from them, at every operator; plans and packages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import MaskError, PolicyError, ReplyError
+from protocol.messages import InitRequest, LinearRequest, Request
+from protocol.model.config import read_config
+from tee_side import plugins
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.policy.placement import load_policy
+from tee_side.protect.masking import MaskRules, linear_masking
+from tee_side.protect.masks.mask import Masked
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import FloatSite
+from tee_side.protect.verifier import UNVERIFIED
+from tee_side.remote.linear import CallSettings, RemoteLinear
+from tee_side.remote.overlap import run
+from tee_side.remote.registered import find_registered
+from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
+from tests.kit.lie import Change, Lying, generate, is_of
+from tests.kit.model import CLEAR, LoopbackChannel, SavedModel, policy_of, token_ids
+from tests.kit.rows import each_row
+from tsqp.lab.research.row_permutation import RowPermutation
+
+Models = Callable[..., SavedModel]
+
+CHANGES: dict[str, Change] = {
+    "one row more": lambda output: torch.cat((output, output[..., :1, :]), -2),
+    "one column less": lambda output: output[..., :-1],
+    "transposed": lambda output: output.transpose(-1, -2),
+    "flat": lambda output: output.reshape(-1),
+    "one dimension more": lambda output: output[None],
+    "float16": lambda output: output.half(),
+    "bfloat16": lambda output: output.bfloat16(),
+    "int64": lambda output: output.long(),
+}
+
+
+@each_row("operator", OPERATORS)
+def test_a_reply_of_another_form_is_refused(saved_model: Models, operator: Operator) -> None:
+    model = saved_model("llama")
+    channel = Lying(model.directory, lambda y: y)
+    tee, used = model.tee("tsqp", channels=[channel]), []
+    for name, change in CHANGES.items():
+        channel.tell(change, partial(is_of, operator))
+        with pytest.raises(ReplyError) as caught:
+            generate(tee)
+        assert caught.value.where == f"{operator} reply from loopback"
+        assert caught.value.expected.startswith("float32 [")
+        if caught.value.got == caught.value.expected or not channel.distrusted:
+            used.append(name)
+    assert not used
+
+
+def test_a_reply_without_a_tensor_and_logits_that_are_no_numbers_are_refused(
+    saved_model: Models,
+) -> None:
+    model = saved_model("llama")
+
+    class InitChannel(LoopbackChannel):
+        def submit(self, request: Request, timeout_s: float | None = None, **_: Any) -> int:
+            return super().submit(InitRequest(), timeout_s)
+
+    with pytest.raises(ReplyError, match="got InitReply, expected float32"):
+        generate(model.tee("tsqp", channels=[InitChannel(model.directory)]))
+    channel = Lying(model.directory, lambda y: y)
+    tee = model.tee("tsqp", channels=[channel])
+    for value in (torch.nan, torch.inf):
+        for temperature in (0.0, 1.0):
+            channel.tell(lambda y, v=value: torch.full_like(y, v), partial(is_of, "lm_head"))
+            engine = tee.engine()
+            sampling = SamplingSettings(temperature=temperature, seed=0)
+            sequence = engine.add(token_ids(3), max_new_tokens=2, sampling=sampling)
+            with pytest.raises(ReplyError, match="logits: got values that are not finite"):
+                engine.step()
+            # And changed nothing.
+            assert sequence.token_ids == []
+            engine.step()
+            assert len(sequence.token_ids) == 1
+
+
+# ---------------------------------------------------------------------------------------- masks
+
+
+class Wrong(RowPermutation):
+    """A mask that permutes, and then sends, or returns, something else."""
+
+    name = "wrong"
+    how: str
+
+    def _spoil(self, masked: Any) -> Any:
+        if self.how == "unmasked":
+            return dataclasses.replace(masked, unmask=lambda y: masked.unmask(y).double())
+        if isinstance(masked, Masked):
+            return dataclasses.replace(masked, sent=(masked.sent[0].half(),))
+        changes: dict[str, Callable[[], Any]] = {
+            "no product": lambda: (masked.a, masked.b),
+            "dtype": lambda: dataclasses.replace(masked, a=masked.a.double()),
+            "batch": lambda: dataclasses.replace(masked, a=masked.a[:1]),
+            "both batches": lambda: dataclasses.replace(masked, a=masked.a[:1], b=masked.b[:1]),
+            "inner size": lambda: dataclasses.replace(masked, b=masked.b[:, :-1]),
+            "columns": lambda: dataclasses.replace(masked, b=torch.cat([masked.b] * 2, 2)),
+            "dimensions": lambda: dataclasses.replace(masked, a=masked.a[0]),
+            "rows": lambda: dataclasses.replace(masked, a=torch.cat([masked.a] * 999, 1)),
+        }
+        return changes[self.how]()
+
+    def mask(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask(*arguments))
+
+    def mask_ids(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask_ids(*arguments))
+
+    def mask_product(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask_product(*arguments))
+
+
+SPOILED = ("dtype", "no product", "batch", "both batches", "inner size", "columns", "dimensions")
+
+
+@each_row(
+    ("operator", "how"),
+    [
+        *((operator, how) for operator in OPERATORS for how in ("unmasked", "dtype")),
+        *((operator, how) for operator in PRODUCTS for how in (*SPOILED, "rows")),
+    ],
+)
+def test_what_a_mask_sends_and_returns_is_checked_at_every_operator(
+    saved_model: Models, operator: Operator, how: str
+) -> None:
+    policy = policy_of({operator: CLEAR | {"mask": Wrong(how=how)}})
+    tee = saved_model("llama").tee(policy)
+    with pytest.raises(MaskError, match=f"mask wrong: {operator}: got .*, expected .*"):
+        generate(tee)
+    assert len(tee.channels[0].requests) == (how == "unmasked")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_under_a_row_mask_modules_share_their_rows_and_biases_stay(
+    saved_model: Models, alone: bool
+) -> None:
+    model, mask = saved_model("qwen2"), RowPermutation(dummy_rows=3)
+    placed = {"qkv_proj": CLEAR | {"mask": mask}}
+    channel = Lying(model.directory, lambda y: y, at=-1)
+    tee = model.tee(policy_of(placed, one_rpc_per_module=alone), channels=[channel])
+    x = torch.randn(3, 48)
+    here = run(model.tee("tee-only").lanes[0].tables["decode"].qkv_proj[0](x))
+    found = run(tee.lanes[0].tables["decode"].qkv_proj[0](x))
+    torch.testing.assert_close(found, here, rtol=0, atol=1e-4)
+    sent = [one for one in channel.requests if isinstance(one, LinearRequest)]
+    assert len(sent) == (3 if alone else 1)
+    # One mask for all of them: two would give two orders of the same rows.
+    assert len({bytes(one.hidden_states.data) for one in sent}) == 1
+    assert {(one.hidden_states.shape[0], one.bias) for one in sent} == {(3 + 3, False)}
+    # A reply with the plain number of rows is of another form.
+    channel.tell(lambda y: y[:3])
+    with pytest.raises(ReplyError, match=r"got float32 \[3, .*\], expected float32 \[6, "):
+        run(tee.lanes[0].tables["decode"].qkv_proj[0](x))
+
+
+# ---------------------------------------------------------------------------------------- plans
+
+
+def test_how_an_operator_is_protected_has_to_be_said(saved_model: Models) -> None:
+    """What is left out by mistake must not be taken for a mask of nothing, or for no check."""
+    settings: dict[str, Any] = {
+        "hide": linear_masking(RowPermutation(), Randomness())((0, "o_proj")),
+        "rules": MaskRules(RowPermutation()),
+        "check": UNVERIFIED,
+        "linear": FloatSite(),
+        "bias_leaves": False,
+    }
+    calls = CallSettings(lambda _layer: [], None, None)
+    config = read_config(saved_model("llama").directory)
+    RemoteLinear((0, "o_proj"), config, calls, **settings)
+    for missing in ("hide", "rules", "check", "bias_leaves"):
+        with pytest.raises(TypeError, match=f"'{missing}'"):
+            RemoteLinear(
+                *((0, "o_proj"), config, calls),
+                **{name: value for name, value in settings.items() if name != missing},
+            )
+
+
+def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tee_side.remote.linear._MAX_PLANS", 2)
+    made: list[int] = []
+    prepare = RemoteLinear._prepare
+    monkeypatch.setattr(
+        RemoteLinear,
+        "_prepare",
+        lambda self, shape, of: made.append(shape[0]) or prepare(self, shape, of),
+    )
+    call = saved_model("llama").tee("attention-in-tee").lanes[0].tables["decode"].o_proj[0]
+    for rows in (1, 2, 1, 2, 3, 3, 1):
+        assert run(call(torch.randn(rows, 96))).shape == (rows, 48)
+    assert made == [1, 2, 3, 1]
+
+
+# ------------------------------------------------------------------------------------- packages
+
+
+@each_row("operator", [operator for operator in OPERATORS if not is_linear(operator)])
+def test_a_policy_that_needs_a_package_says_what_to_install(
+    saved_model: Models, operator: Operator
+) -> None:
+    """When the run is assembled, before a service is asked for anything."""
+    name = "attention" if operator in PRODUCTS else operator
+    said = f"policy n: {operator}: got .* expected an installed package that registers '{name}' in"
+    policies = {
+        said: policy_of({"o_proj": CLEAR, operator: CLEAR}),
+        "that registers 'float'": policy_of({"o_proj": CLEAR | {"verify": "freivalds"}}),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "entry_points", lambda **_: ())
+        for text, policy in policies.items():
+            with pytest.raises(PolicyError, match=text):
+                saved_model("llama").tee(policy)
+        for ours in ("tee-only", "attention-in-tee", "shielded", "two-server"):
+            assert find_registered(load_policy(ours)) == {}
+    both = dict.fromkeys(("attn_scores", "attn_values", "lm_head"), CLEAR)
+    assert sorted(find_registered(policy_of(both))) == ["attention", "lm_head"]

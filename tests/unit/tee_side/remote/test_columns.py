@@ -1,0 +1,258 @@
+"""Services that hold a part of the columns each: put together, blamed alone, replaced alone."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.channel import Exchange, Traffic
+from protocol.errors import DeadlineExceededError, ReplyError, VerificationError
+from protocol.messages import (
+    EmbeddingRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    Response,
+    TensorReply,
+)
+from protocol.model.columns import WHOLE, part_of
+from protocol.model.config import read_config
+from protocol.prepared import PreparedRequest
+from protocol.tensors import WireTensor, from_torch, to_torch
+from tee_side.remote.services.columns import ColumnParts, Joined
+from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.remote.services.replicas import Replicas
+from tests.kit.fakes import World, wrong
+from tests.kit.lie import Change, Lying, generate
+from tests.kit.model import LoopbackChannel, SavedModel, with_results
+from tests.kit.rows import each_row
+
+Models = Callable[..., SavedModel]
+
+SHAPE = (3, 4)
+# Of a vocabulary of 8, each of two parts has as many columns as the fakes' replies have.
+CONFIG: Any = SimpleNamespace(vocab_size=8)
+EMBEDDING = EmbeddingRequest(input_ids=WireTensor("int64", (3,), b""), dtype="float32")
+HEAD = PreparedRequest(
+    LMHeadRequest(hidden_states=WireTensor("float32", SHAPE, b"")), (3, 8), "float32"
+)
+
+
+# ------------------------------------------------------------------- with a model of its own
+
+
+class Cutting(LoopbackChannel):
+    """A service that cuts its part out of what one that has all columns would answer."""
+
+    part: tuple[int, int]
+    config: Any
+
+    def answer(self, request: Request) -> Response:
+        """Compute the true reply, and cut it."""
+        reply = super().answer(request)
+        if not isinstance(reply, TensorReply) or isinstance(request, MatmulRequest):
+            return reply
+        y = to_torch(reply.output)
+        if isinstance(request, EmbeddingRequest):
+            mine, ids = part_of(self.config.vocab_size, *self.part), to_torch(request.input_ids)
+            y = torch.where(((ids >= mine.start) & (ids < mine.stop))[..., None], y, 0)
+        else:
+            names = getattr(request, "module_names", ())
+            sizes = [self.config.module_shape(name)[0] for name in names] or [y.shape[-1]]
+            y = torch.cat(
+                [one[..., part_of(one.shape[-1], *self.part)] for one in y.split(sizes, -1)], -1
+            )
+        return TensorReply(output=from_torch(y.contiguous()))
+
+
+class PartOf(Lying, Cutting):
+    """One that lies about its part, in its `at`-th reply."""
+
+    def __init__(
+        self, directory: Path, part: int, parts: int, change: Change = torch.neg, at: int = -1
+    ) -> None:
+        picks = lambda request: not isinstance(request, MatmulRequest)  # noqa: E731
+        super().__init__(directory, change, picks, at=at, others=True)
+        self.endpoint, self.part = f"part-{part}", (part, parts)
+        self.config = read_config(directory)
+
+
+def _over(directory: Path, parts: int, **lying: Any) -> tuple[Any, list[PartOf]]:
+    """Return the channel over parts of one model, and the parts. `lying`: of one, by `liar`."""
+    liar = lying.pop("liar", None)
+    made = [PartOf(directory, n, parts, **(lying if n == liar else {})) for n in range(parts)]
+    return ColumnParts(made, made[0].config), made
+
+
+@each_row(
+    ("policy", "parts", "at", "liar", "change"),
+    [
+        ("shielded", 2, 5, 1, None),
+        ("two-server", 2, 5, 0, None),
+        ("quantized-clear", 3, 2, 1, None),  # sizes that three do not divide, and biases
+        ("attention-in-tee", 3, 0, 0, None),
+        ("tsqp", 2, 0, 0, None),  # the embedding, whose parts are added up
+        ("tsqp", 2, 1, 1, None),
+        ("tsqp-permuted", 2, 4, 0, None),
+        ("shielded", 2, 4, 1, lambda y: y[:, :-1]),  # another form
+    ],
+)
+def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
+    saved_model: Models, policy: str, parts: int, at: int, liar: int, change: Change | None
+) -> None:
+    model = saved_model("qwen2" if policy == "quantized-clear" else "llama")
+    chosen = with_results(policy, "freivalds")
+    lying = {"liar": liar, "at": at, "change": change or (lambda y: y + 1)}
+    shares = [
+        _over(model.directory, parts, **(lying if n == 0 else {})) for n in range(chosen.services)
+    ]
+    tee = model.tee(chosen, channels=[channel for channel, _ in shares])
+    assert generate(tee) == generate(model.tee(policy))
+    told = [[len(part.distrusted) for part in share] for _, share in shares]
+    blamed = [int(part == liar) for part in range(parts)]
+    assert told == [blamed, *[[0] * parts] * (len(shares) - 1)]
+    # Products of activations need no weight: the first part computes them.
+    others = [request for _, share in shares for part in share[1:] for request in part.requests]
+    assert not any(isinstance(request, MatmulRequest) for request in others)
+    ((_, error),) = shares[0][1][liar].distrusted
+    assert isinstance(error, ReplyError if change else VerificationError)
+    assert error.where.endswith(f" part-{liar} (columns {liar}/{parts})")
+
+
+# ------------------------------------------------------------------------------- over services
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
+    world.add(*(name for part in parts for name in part))
+    groups = [
+        ReplicaGroup(1, 0, 0, names, 1, (part, len(parts))) for part, names in enumerate(parts)
+    ]
+    (channel,) = world.connect(*groups, config=CONFIG).at(0)
+    assert isinstance(channel, ColumnParts)
+    return channel
+
+
+def test_each_layer_has_the_parts_of_its_own_services(world: World) -> None:
+    world.add("a", "b", "c")
+    groups = [ReplicaGroup(1, 0, 0, (name,), 1, (i, 2)) for i, name in enumerate("ab")]
+    services = world.connect(*groups, ReplicaGroup(1, 1, 2, ("c",)), layers=3, config=CONFIG)
+    found = [[channel.endpoint for channel in services.at(layer)] for layer in range(3)]
+    assert found == [["a and b"], ["c"], ["c"]]
+    assert isinstance(services.at(1)[0], Replicas)
+    checked = [world.services[name].checked for name in "abc"]
+    assert checked == [[((0, 0), (0, 2))], [((0, 0), (1, 2))], [((1, 2), WHOLE)]]
+    with pytest.raises(LookupError):
+        world.connect(*groups)
+
+
+def test_the_whole_costs_what_its_parts_do_and_is_prepared_once(world: World) -> None:
+    channel = _connected(world, ("a",), ("b",))
+    before = channel.traffic.round_trips
+    sent = torch.arange(12.0).view(SHAPE)
+    found, again = (channel.wait(channel.start(HEAD, sent)) for _ in range(2))
+    assert isinstance(found, Joined)
+    assert isinstance(again, Joined)
+    assert torch.equal(HEAD.output(found), torch.cat([sent, sent], -1))
+    assert (found.bytes_sent, found.bytes_received, found.endpoint) == (2, 2, "a and b")
+    assert channel.traffic.round_trips == before + 4
+    assert [one[1] for one in again.parts] == [one[1] for one in found.parts]
+
+
+def test_the_last_reply_ends_the_whole() -> None:
+    class Timed:
+        endpoint, traffic = "x", Traffic()
+
+        def __init__(self, sent_ns: int, elapsed_ns: int) -> None:
+            reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
+            self._reply = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
+
+        def start(self, *_: object) -> int:
+            return 1
+
+        def wait(self, _: int) -> Exchange:
+            return self._reply
+
+    for first_ns, second_ns, whole_ns in ((1000, 500, 1000), (500, 1000, 1010)):
+        parts: list[Any] = [Timed(100, first_ns), Timed(110, second_ns)]
+        channel = ColumnParts(parts, CONFIG)
+        found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
+        assert (found.sent_ns, found.elapsed_ns) == (100, whole_ns)
+        assert (found.bytes_sent, found.bytes_received, found.encode_ns) == (20, 40, 2)
+
+
+@each_row("message", [EMBEDDING, HEAD.message])
+def test_what_a_request_is_parted_into_ends_with_it(message: Any) -> None:
+    part: Any = SimpleNamespace(
+        endpoint="a", traffic=Traffic(), start=lambda *_: 1, abandon=lambda _: None
+    )
+    channel = ColumnParts([part, part], CONFIG)
+    prepared = PreparedRequest(message, (3, 8), "float32")
+    channel.abandon(channel.start(prepared, torch.zeros(3)))
+    assert len(channel._parted) == 1
+    del prepared
+    gc.collect()
+    assert not channel._parted
+
+
+def _waiting(world: World) -> int:
+    """Return how many requests are under way, over whichever connection."""
+    opened = sum(len(one._waiting) for one in world.opened if not one.closed)
+    return opened + sum(len(group._in_flight) for made in world.made for group in made._groups)
+
+
+@each_row(
+    ("failing", "when"), [(name, when) for name in "ab" for when in ("lost", "lost at submit")]
+)
+def test_a_part_that_fails_ends_the_whole_and_leaves_nothing_waiting(
+    failing: str, when: str
+) -> None:
+    world = World()
+    channel = _connected(world, ("a",), ("b",))
+    world.services[failing].answers = deque([when])
+    world.services[failing].up = False
+    with pytest.raises(DeadlineExceededError) as caught:
+        channel.wait(channel.start(HEAD, torch.ones(SHAPE), 0.1))
+    assert failing in str(caught.value)
+    assert not _waiting(world)
+
+
+def test_what_is_given_up_or_cannot_be_asked_of_a_part_is_given_up_at_every_part(
+    world: World,
+) -> None:
+    channel = _connected(world, ("a",), ("b",))
+    channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
+    channel.abandon(99)  # unknown ids do nothing
+    assert not _waiting(world)
+    found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
+    assert isinstance(found, Joined)
+    with pytest.raises(VerificationError):
+        found.parts[1][0].distrust(found.parts[1][2], wrong())
+    with pytest.raises(VerificationError):
+        channel.start(HEAD, torch.ones(SHAPE))
+    assert not _waiting(world)
+    # Where nothing tells which part lied, all are asked no more.
+    with pytest.raises(VerificationError):
+        channel.distrust(found, wrong())
+    assert all(group.members[0].quarantined for group in world.made[0]._groups)
+
+
+def test_a_product_of_activations_is_one_parts(world: World) -> None:
+    channel = _connected(world, ("a",), ("b",))
+    found = channel.wait(channel.submit(LMHeadRequest(hidden_states=from_torch(torch.ones(2)))))
+    assert (found.endpoint, len(world.services["b"].got)) == ("a", 0)
+    with pytest.raises(VerificationError):
+        channel.distrust(found, wrong())
+    channel.close()
+    assert all(connection.closed for connection in world.opened)

@@ -1,0 +1,551 @@
+"""Services that stand in for each other: which is asked, what is sent again, and what is raised.
+
+With real processes: tests/fault/test_failover.py and test_rogue_replicas.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ModelMismatchError,
+    ProtocolError,
+    ReplyError,
+    ServiceError,
+    TsqpError,
+    VerificationError,
+)
+from protocol.messages import LMHeadRequest, Request, SegmentRequest
+from protocol.pending import OversizedRequestError
+from protocol.prepared import PreparedRequest
+from protocol.tensors import from_torch
+from tee_side.remote.services.replicas import aggregate_errors
+from tests.kit.fakes import FakeService, World, ask, service_error, stopped_clock, wrong
+from tests.kit.rows import each_row
+
+FULL = service_error(ErrorCode.QUEUE_FULL)
+ENDING = service_error(ErrorCode.SHUTTING_DOWN)
+BROKEN = service_error(ErrorCode.INTERNAL)
+# What is no reply to what was asked.
+BAD_BYTES = ProtocolError("reply", got="x", expected="y", code=ErrorCode.MALFORMED_MESSAGE)
+OTHER_METHOD = ReplyError("reply", got="Linear", expected="LMHead")
+MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected="ours")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return stopped_clock(monkeypatch)
+
+
+@pytest.fixture
+def world(clock: Any) -> Iterator[World]:
+    made = World()
+    yield made
+    for services in made.made:
+        services.close()
+    assert all(connection.closed for connection in made.opened)
+
+
+def _lone(world: World) -> tuple[FakeService, Any]:
+    """Return a service, and the channel to it."""
+    (service,) = world.add("a")
+    return service, world.replicas("a")
+
+
+def _pair(world: World) -> tuple[FakeService, FakeService, Any]:
+    """Return two services that stand in for each other, and the channel over them."""
+    return (*world.add("a", "b"), world.replicas("a", "b"))
+
+
+def _segment(start: int) -> SegmentRequest:
+    """Return a request about one row of a session, behind so many tokens."""
+    return SegmentRequest(
+        first_layer=0,
+        last_layer=1,
+        hidden_states=from_torch(torch.zeros(1, 4)),
+        parts=from_torch(torch.tensor([[1, 2, start, 1, start + 1, 0, 0]])),
+        outputs=from_torch(torch.tensor([0])),
+    )
+
+
+# ------------------------------------------------------------------------------- a healthy run
+
+
+def test_a_healthy_run_asks_one_service_alone(world: World) -> None:
+    a, b, replicas = _pair(world)
+    for value in range(5):
+        assert replicas.call(ask(value)).endpoint == "a"
+    assert (len(a.got), len(b.got)) == (5, 0)
+    assert (a.connections, b.connections) == (1, 1)
+    assert replicas.traffic.round_trips == 5 + 2
+    # Abandoned requests are forgotten; an unknown one is a mistake.
+    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    replicas.abandon(first)
+    replicas.abandon(12345)
+    replicas.wait(second)
+    for gone in (first, second):
+        with pytest.raises(KeyError):
+            replicas.wait(gone)
+
+
+def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> None:
+    """One that claims to take next to nothing must not stop what others take."""
+    world.add("a", max_message_bytes=104)
+    world.add("b", max_message_bytes=1)
+    replicas = world.replicas("b", "a")
+    assert replicas.call(ask(elements=26)).endpoint == "a"
+    # None takes it: that is what the error says.
+    with pytest.raises(ProtocolError) as caught:
+        replicas.call(ask(elements=27))
+    assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
+    assert replicas.call(ask(elements=25)).endpoint == "a"
+    with pytest.raises(OversizedRequestError):
+        world.replicas("a").submit(ask(elements=27))
+
+
+# ------------------------------------------------------------------------------------ failover
+
+
+@each_row(
+    ("answer", "request_of", "asked", "back"),
+    [
+        # The last: whether it is asked once the other one is lost, too.
+        ("lost", ask, 1, True),
+        ("lost at submit", ask, 0, True),
+        (FULL, ask, 1, True),
+        (service_error(ErrorCode.DEADLINE_EXCEEDED), ask, 1, True),
+        (ENDING, ask, 1, True),
+        (service_error(ErrorCode.UNAVAILABLE), ask, 1, True),
+        (BROKEN, ask, 1, True),
+        (service_error(ErrorCode.MALFORMED_MESSAGE), ask, 1, True),
+        # One that says so of what needs no session must not keep the others from being asked.
+        (service_error(ErrorCode.UNKNOWN_SESSION), ask, 1, True),
+        (service_error(ErrorCode.UNKNOWN_SESSION), lambda: _segment(0), 1, True),
+        (BAD_BYTES, ask, 1, False),
+        (OTHER_METHOD, ask, 1, False),
+    ],
+)
+def test_what_one_service_fails_at_another_is_asked(
+    answer: Any, request_of: Callable[[], Request], asked: int, back: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        clock, world = stopped_clock(patch), World()
+        a, b = world.add("a", "b")
+        replicas = world.replicas("a", "b")
+        a.answers, request = deque([answer]), request_of()
+        assert replicas.call(request).endpoint == "b"
+        assert (len(a.got), len(b.got)) == (asked, 1)
+        assert b.got[0] is request  # these very tensors
+        # From now on it is asked first, though the other may be back.
+        assert replicas.call(ask(4)).endpoint == replicas.endpoint == "b"
+        assert len(a.got) == asked
+        b.answers, b.up, b.comes_back = deque(["lost"]), False, clock.now + 0.5
+        assert replicas.call(ask()).endpoint == ("a" if back else "b")
+        # Of bad bytes the service is never asked again.
+        assert a.connections > 1 or len(a.got) == asked + back
+
+
+def test_a_started_request_is_sent_again_as_it_was(world: World) -> None:
+    a, b, replicas = _pair(world)
+    hidden = torch.arange(8.0).view(2, 4)
+    prepared = PreparedRequest(LMHeadRequest(hidden_states=from_torch(hidden)), (2, 4), "float32")
+    a.answers.append("lost")
+    exchange = replicas.wait(replicas.start(prepared, hidden))
+    assert exchange.endpoint == "b"
+    assert torch.equal(prepared.output(exchange), hidden)
+    assert a.got == b.got == [prepared.request(hidden)]
+
+
+def test_a_lost_session_is_the_requests_own_affair(world: World) -> None:
+    a, b, replicas = _pair(world)
+    a.answers = deque([service_error(ErrorCode.UNKNOWN_SESSION)])
+    with pytest.raises(ServiceError) as caught:
+        replicas.call(_segment(7))
+    assert caught.value.code is ErrorCode.UNKNOWN_SESSION
+    assert not b.got
+    for endpoint in ("a", "b", "a"):
+        assert replicas.call(ask()).endpoint == endpoint
+        replicas.turn_away()
+
+
+def test_all_that_was_in_flight_is_sent_again_in_order(world: World) -> None:
+    a, b, replicas = _pair(world)
+    a.answers = deque(["lost"])
+    requests = [ask(value) for value in range(6)]
+    ids = [replicas.submit(request) for request in requests]
+    for request, request_id in zip(requests, ids, strict=True):
+        exchange = replicas.wait(request_id)
+        assert exchange.endpoint == "b"
+        assert exchange.response.output is request.hidden_states
+    assert b.got == requests
+
+
+def test_what_had_arrived_before_a_failure_is_not_asked_again(world: World) -> None:
+    a, _, replicas = _pair(world)
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    a.answers = deque([BROKEN])
+    assert [replicas.wait(one).endpoint for one in ids[:2]] == ["b", "a"]
+    # Nor what had arrived before the connection was lost.
+    c, d = world.add("c", "d")
+    replicas = world.replicas("c", "d")
+    ids = [replicas.submit(ask(value)) for value in range(2)]
+    connection = next(one for one in world.opened if one.endpoint == "c")
+    last = connection._last_id
+    connection.arrived = lambda number, _until=0.0: number == last  # type: ignore[method-assign]
+    c.answers = deque(["lost"])
+    assert replicas.wait(ids[0]).endpoint == "d"
+    assert len(d.got) == 1
+    replicas.abandon(ids[1])
+
+
+def test_a_service_that_shuts_down_answers_what_it_has_and_gets_nothing_new(world: World) -> None:
+    a, _, replicas = _pair(world)
+    a.answers = deque([ENDING, "good"])
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    assert replicas.wait(ids[0]).endpoint == "b"
+    assert not world.opened[0].closed
+    fourth = replicas.submit(ask(3))
+    assert replicas.wait(ids[1]).endpoint == "a"
+    assert not world.opened[0].closed
+    replicas.abandon(ids[2])
+    assert world.opened[0].closed  # nothing is left to come
+    assert replicas.wait(fourth).endpoint == "b"
+    assert len(a.got) == 3
+
+
+def test_a_full_queue_is_asked_again_less_and_less_often_until_the_deadline(
+    world: World, clock: Any
+) -> None:
+    a, replicas = _lone(world)
+    a.answers = deque([FULL] * 4)
+    replicas.call(ask())
+    assert len(a.got) == 5
+    a.got.clear()
+    clock.slept.clear()
+    began = clock.now
+    a.answers = deque([FULL] * 10_000)
+    limits = r"QUEUE_FULL \(it queues 8 requests and 4096 bytes of one client\)"
+    with pytest.raises(DeadlineExceededError, match=limits) as caught:
+        replicas.call(ask(), 1.0)
+    assert caught.value.got.startswith("no reply within 1 s (a: error reply QUEUE_FULL")
+    assert clock.slept == pytest.approx(
+        [0.01, 0.02, 0.04, 0.08, 0.16, 0.2, 0.2, 0.2, 0.09], rel=1e-3
+    )
+    assert len(a.got) == 9
+    assert clock.now - began == pytest.approx(1.0, abs=1e-3)
+    a.answers = deque([service_error(ErrorCode.DEADLINE_EXCEEDED)] * 10_000)
+    with pytest.raises(DeadlineExceededError, match="DEADLINE_EXCEEDED"):
+        replicas.call(ask(), 0.2)
+    assert a.connections == world.most_open == 1
+
+
+def test_a_lone_service_is_waited_for_until_the_deadline_and_asked_after_a_new_handshake(
+    world: World, clock: Any
+) -> None:
+    a, replicas = _lone(world)
+    a.answers, a.up, a.comes_back = deque(["lost"]), False, clock.now + 0.1
+    request = ask(7)
+    assert replicas.call(request).endpoint == "a"
+    assert a.got == [request, request]
+    # Nothing is sent over a connection on which the handshake has not been made.
+    assert a.events[:2] == a.events[-2:] == ["Init", "request"]
+    assert set(a.events[2:-2]) <= {"Init"}
+    began = clock.now
+    a.answers, a.comes_back = deque(["lost"]), float("inf")
+    with pytest.raises(DeadlineExceededError) as caught:
+        replicas.call(ask(), 0.2)
+    assert clock.now - began == pytest.approx(0.2, abs=1e-3)
+    assert caught.value.where == "LMHead at a"
+    assert caught.value.got == "no reply within 0.2 s (a: a lost connection)"
+    assert caught.value.retryable
+    # It is about that request alone, and so is a refusal.
+    a.up, a.answers = True, deque([BROKEN])
+    with pytest.raises(ServiceError, match="INTERNAL"):
+        replicas.call(ask())
+    replicas.call(ask())
+
+
+def test_a_handshake_that_is_not_answered_is_begun_again(world: World, clock: Any) -> None:
+    """A service may take a connection, and be gone before it reads what came over it."""
+    a, replicas = _lone(world)
+    a.answers, a.swallows = deque(["lost"]), 1
+    assert replicas.call(ask(), 60.0).endpoint == "a"
+    assert a.events == ["Init", "request", "Init", "Init", "request"]
+    assert a.connections == 3
+    assert clock.now == pytest.approx(1005.1, abs=0.1)
+
+
+@pytest.mark.parametrize("fault", ["lost", "lost at submit"])
+def test_a_request_that_ends_every_connection_is_given_up(
+    world: World, clock: Any, fault: str
+) -> None:
+    a, replicas = _lone(world)
+    a.answers = deque([fault] * 1000)
+    with pytest.raises(EndpointError, match="lost"):
+        replicas.call(ask(), 60.0)
+    assert len(a.answers) == 1000 - 5
+    # Between attempts, and not for what cannot come.
+    assert max(clock.slept) < 1.0
+    # It is about that request alone.
+    a.answers.clear()
+    assert replicas.call(ask()).endpoint == "a"
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_services_that_always_say_that_they_are_about_to_end(
+    world: World, names: tuple[str, ...]
+) -> None:
+    """Each passes Init and wants to be left: no connection for every time that they say it."""
+    services = world.add(*names)
+    replicas = world.replicas(*names)
+    for service in services:
+        service.answers = deque([ENDING] * 1000)
+    for _ in range(2):
+        with pytest.raises(ServiceError) as caught:
+            replicas.call(ask(), 60.0)
+        assert caught.value.code is ErrorCode.SHUTTING_DOWN
+    assert [len(service.got) for service in services] == [10] * len(names)
+    assert world.most_open == 1
+    # With several in flight: of each connection one is told to go, the others are not answered.
+    before = services[0].connections
+    for request_id in [replicas.submit(ask(value)) for value in range(8)]:
+        with pytest.raises(ServiceError):
+            replicas.wait(request_id)
+    assert world.most_open <= 2
+    assert services[0].connections - before <= 1 + 5 * 8
+
+
+def test_each_request_has_its_own_deadline_and_is_sent_again_with_what_is_left_of_it(
+    world: World, clock: Any
+) -> None:
+    a, b, replicas = _pair(world)
+    first, second = replicas.submit(ask(1), 0.0), replicas.submit(ask(2), 4.0)
+    a.answers = deque(["lost"])
+    # One whose time is up does not send others first.
+    with pytest.raises(DeadlineExceededError):
+        replicas.wait(first)
+    assert not b.got
+    clock.now += 3.0
+    assert replicas.wait(second).endpoint == "b"
+    assert b.given_s == pytest.approx([1.0], abs=0.1)
+
+
+# ------------------------------------------------------------------------------ what is raised
+
+
+def test_what_each_of_several_said_is_one_line(world: World) -> None:
+    services = world.add("a", "b", "c")
+    replicas = world.replicas("a", "b", "c")
+    said = (BROKEN, service_error(ErrorCode.UNAVAILABLE), OTHER_METHOD)
+    for service, error in zip(services, said, strict=True):
+        service.answers = deque([error])
+    with pytest.raises(ReplyError) as caught:
+        replicas.call(ask())
+    assert str(caught.value) == (
+        "LMHead at a and b and c: got a: error reply INTERNAL; b: error reply UNAVAILABLE;"
+        " c: Linear, expected one of them that answers"
+    )
+    # Each was asked once: what a service refuses it refuses again.
+    assert [len(one.got) for one in services] == [1, 1, 1]
+
+
+def test_an_error_of_all_keeps_its_code_and_one_of_a_lone_service_is_its_own(
+    world: World,
+) -> None:
+    services = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    for service in services:
+        service.answers = deque([service_error(ErrorCode.INVALID_FIELD)])
+    with pytest.raises(ServiceError) as caught:
+        replicas.call(ask())
+    assert caught.value.code is ErrorCode.INVALID_FIELD
+    (c,) = world.add("c")
+    c.answers = deque([OTHER_METHOD])
+    with pytest.raises(ReplyError) as own:
+        world.replicas("c").call(ask())
+    assert own.value is OTHER_METHOD
+
+
+@each_row("order", list(permutations(range(3))))
+def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple[int, ...]) -> None:
+    """A wrong result must not be reported as something less."""
+    kinds: list[TsqpError] = [wrong(), MISMATCH, OTHER_METHOD]
+    for gravest in range(3):
+        said = {str(index): kinds[index] for index in order if index >= gravest}
+        said["other"] = BROKEN
+        assert type(aggregate_errors("LMHead", said, None)) is type(kinds[gravest])
+
+
+# --------------------------------------------------------------------------------- quarantine
+
+
+def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> None:
+    a, b, replicas = _pair(world)
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    replicas.distrust(replicas.wait(ids[0]), wrong())
+    # Nor is what it said of other requests used.
+    assert [replicas.wait(request_id).endpoint for request_id in ids[1:]] == ["b", "b"]
+    assert (len(a.got), len(b.got)) == (3, 2)
+    b.answers, b.up = deque(["lost"]), False
+    with pytest.raises(DeadlineExceededError) as caught:
+        replicas.call(ask(), 0.1)
+    assert "a: a wrong product; b: a lost connection" in caught.value.got
+    assert len(a.got) == 3
+    # Of the last one that lies it is the error itself.
+    b.up, error = True, wrong()
+    with pytest.raises(VerificationError) as last:
+        replicas.distrust(replicas.call(ask()), error)
+    assert last.value is error
+    with pytest.raises(VerificationError, match="a: a wrong product; b: a wrong product"):
+        replicas.submit(ask())
+
+
+@pytest.mark.parametrize("error", [BAD_BYTES, OTHER_METHOD], ids=["bytes", "operator"])
+def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(
+    world: World, error: TsqpError
+) -> None:
+    """Its last bytes are looked at when the loss is noticed; it is no lost one that may be back."""
+    a, b, replicas = _pair(world)
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+
+    def refuse(_id: int, _until: float = 0.0) -> bool:
+        raise error
+
+    world.opened[0].arrived = refuse  # type: ignore[method-assign]
+    a.answers = deque(["lost"])
+    assert [replicas.wait(request_id).endpoint for request_id in ids] == ["b"] * 3
+    b.answers = deque(["lost"])
+    assert replicas.call(ask()).endpoint == "b"
+    assert a.connections == 1
+    b.answers = deque([BROKEN])
+    with pytest.raises(type(error), match=f"a: {error.got}; b: error reply INTERNAL"):
+        replicas.call(ask())
+
+
+def test_a_service_that_comes_back_with_another_model_is_refused(world: World) -> None:
+    """Also when it has the right one again: it may have anything the next time."""
+    a, replicas = _lone(world)
+    a.answers, a.held = deque([ENDING]), MISMATCH
+    # Nor is it believed over an earlier connection.
+    ids = [replicas.submit(ask(value)) for value in range(2)]
+    for request_id in ids:
+        with pytest.raises(ModelMismatchError, match="model_digest"):
+            replicas.wait(request_id)
+    assert a.events == ["Init", "request", "request", "Init"]
+    a.held = None
+    with pytest.raises(ModelMismatchError):
+        replicas.call(ask())
+
+
+def test_a_liar_is_not_believed_over_an_earlier_connection_either(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests in flight one is caught over a new connection, the other waits on the old."""
+    monkeypatch.setattr("tee_side.remote.services.connected._GRACE_S", 0.0)
+    a, b = world.add("a", "b")
+    b.up = False
+    replicas = world.replicas("a", "b")
+    a.answers = deque([ENDING])
+    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    exchange = replicas.wait(first)
+    draining, new = (one for one in world.opened if one.endpoint == "a")
+    assert exchange.endpoint == "a"
+    assert not draining.closed
+    b.up = True
+    replicas.distrust(exchange, wrong())
+    assert draining.closed
+    assert new.closed
+    assert replicas.wait(second).endpoint == "b"
+
+
+def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: World) -> None:
+    a, _, replicas = _pair(world)
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    exchange = replicas.wait(ids[0])
+    # The others' replies have come when the connection is lost.
+    connection = world.opened[0]
+    connection.arrived = lambda _id, _until=0.0: True  # type: ignore[method-assign]
+    a.answers = deque(["lost"])
+    assert replicas.wait(ids[1]).endpoint == "b"
+    replicas.distrust(exchange, wrong())
+    connection.wait = lambda _id: exchange  # type: ignore[method-assign]
+    assert replicas.wait(ids[2]).endpoint == "b"
+
+
+# --------------------------------------------------------------------------------------- names
+
+
+def test_a_caught_liar_is_not_asked_under_another_name(world: World, clock: Any) -> None:
+    _, b, c = world.add("a", "b", "c")
+    replicas = world.replicas("a", "b", "c")
+    replicas.distrust(replicas.call(ask()), wrong())
+    # Where b was, what was caught at a answers now.
+    b.answers, b.instance = deque(["lost"]), "a"
+    assert replicas.call(ask()).endpoint == "c"
+    c.answers, c.up, c.comes_back = deque(["lost"]), False, clock.now + 0.2
+    assert replicas.call(ask()).endpoint == "c"
+    assert len(b.got) == 1
+    assert b.events[-1] == "Init"
+
+
+def test_a_claimed_name_is_held_against_the_newcomer_alone(world: World, clock: Any) -> None:
+    a, b, c = world.add("a", "b", "c")
+    replicas = world.replicas("a", "b")
+    a.answers, a.instance = deque(["lost", "lost"]), "b"
+    assert replicas.call(ask()).endpoint == "b"
+    # b is lost once: a is tried, claims to be b, and is left out; b comes back under its own name.
+    b.answers, b.up, b.comes_back = deque(["lost"]), False, clock.now + 0.2
+    assert [replicas.call(ask()).endpoint for _ in range(2)] == ["b", "b"]
+    assert a.events == ["Init", "request", "Init"]
+    # A process may come back where it was, and another take its place.
+    alone = world.replicas("c")
+    for instance in ("c", "another", "c"):
+        c.answers, c.instance = deque(["lost"]), instance
+        assert alone.call(ask()).endpoint == "c"
+
+
+# ---------------------------------------------------------------------------------- interrupted
+
+
+def test_an_interrupt_leaves_nothing_behind(world: World) -> None:
+    a, replicas = _lone(world)
+    a.answers = deque([KeyboardInterrupt(), "lost"])
+    with pytest.raises(KeyboardInterrupt):
+        replicas.call(ask())
+    assert a.connections == 1
+    # In a handshake: its connection is closed.
+    a.held = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        replicas.call(ask())
+    assert all(connection.closed for connection in world.opened)
+    assert not replicas._in_flight
+    a.held = None
+    assert replicas.call(ask()).endpoint == "a"
+
+
+def test_a_request_that_was_interrupted_on_its_way_ends_its_connection(world: World) -> None:
+    """Half of it may have been sent, and the next would be taken for the rest."""
+    a, replicas = _lone(world)
+    waiting = replicas.submit(ask(1))
+    connection = world.opened[0]
+
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    a.answers = deque(["good"])
+    connection.submit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        replicas.submit(ask(2))
+    assert connection.closed
+    # What was in flight is asked again, over a new one.
+    assert replicas.wait(waiting).endpoint == "a"
+    assert a.connections == 2

@@ -1,0 +1,445 @@
+"""Results that are refused: which services are asked no more, and for how long others are."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.channel import Exchange
+from protocol.errors import (
+    ActivationRangeError,
+    DeadlineExceededError,
+    MaskError,
+    ModelError,
+    ReplyError,
+    TsqpError,
+    VerificationError,
+)
+from protocol.integer import exact_product
+from protocol.messages import (
+    LinearRequest,
+    MatmulRequest,
+    Request,
+    RingLinearRequest,
+)
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.quantized import load_quantized
+from protocol.prepared import PreparedRequest
+from protocol.tensors import from_torch, to_torch
+from tee_side.policy.placement import Policy
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.shares import Shares
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck
+from tee_side.protect.verifier import Claim, LinearCheck, ResultCheck, Weights
+from tee_side.remote import fault_attribution
+from tee_side.remote.fault_attribution import Answer, Refused, _in_time, find_liars, refuse
+from tee_side.remote.overlap import run
+from tee_side.words import LAYERLESS, OPERATORS, Operator
+from tests.kit.fakes import World
+from tests.kit.lie import Change, Lying, bytes_of, generate, one_more, site_of
+from tests.kit.model import CLEAR, SavedModel, policy_of, with_results
+from tests.kit.rows import each_row
+from tsqp.lab.research.float_check import FloatCheck, FloatSecrets
+from tsqp.lab.research.operators import ProductCheck
+from tsqp.lab.research.row_mix import RowMix
+
+Models = Callable[..., SavedModel]
+
+
+@pytest.fixture(scope="module")
+def model(saved_model: Models) -> SavedModel:
+    return saved_model("llama")
+
+
+def _right(y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+def _verified(operator: Operator, mask: Mask | None = None, **settings: Any) -> Policy:
+    placed = CLEAR | {"mask": mask or "none", "verify": "freivalds"}
+    arithmetic = mask.arithmetic if mask else "float"
+    return policy_of({operator: placed}, arithmetic=arithmetic, **settings)
+
+
+# --------------------------------------------------------------------------- which are to blame
+
+
+@each_row("lies", [(0,), (1,), (0, 1)])
+def test_of_two_shares_the_liars_alone_are_blamed(model: SavedModel, lies: tuple[int, ...]) -> None:
+    expected = generate(model.tee("two-server"), 5)
+    channels = [
+        Lying(model.directory, one_more, at=20 if index in lies else -1, others=True)
+        for index in range(2)
+    ]
+    # Both are, although the first of them is the last of its kind already.
+    assert generate(model.tee("two-server", channels=list(channels)), 5) == expected
+    assert [len(channel.distrusted) for channel in channels] == [int(n in lies) for n in range(2)]
+    # A share that was right is asked for again: the same bytes.
+    crossed = [[bytes_of(request) for request in channel.requests] for channel in channels]
+    assert [len(sent) - len(set(sent)) for sent in crossed] == [1, 1]
+
+
+@each_row("asked", ["q_proj", "k_proj", "v_proj"])
+def test_of_modules_that_travel_alone_the_one_that_is_off_is_blamed(
+    model: SavedModel, asked: str
+) -> None:
+    """Another service may have answered each."""
+    picks = lambda request: site_of(request) == (1, asked)  # noqa: E731
+    channel = Lying(model.directory, lambda y: -y, picks, others=True)
+    tee = model.tee(with_results("tsqp", "freivalds"), channels=[channel])
+    assert generate(tee) == generate(model.tee("tsqp"))
+    ((exchange, error),) = channel.distrusted
+    assert error.where == "qkv_proj in layer 1 at loopback"
+    assert (exchange.response.output.shape[-1] == 96) == (asked == "q_proj")
+
+
+def test_factors_that_do_not_fit_are_no_services_lie(model: SavedModel) -> None:
+    """A service that computed rightly is not accused of what a damaged pad does."""
+    channel = Lying(model.directory, _right, others=True)
+    tee = model.tee("shielded", channels=[channel])
+    (pads,) = tee.assembly.pads.values()
+    factors = pads._store.all_factors
+
+    def damaged(indices: range) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return {site: (r, u + 1) for site, (r, u) in factors(indices).items()}
+
+    pads._store.all_factors = damaged  # type: ignore[method-assign]
+    with pytest.raises(MaskError, match="mask pad: qkv_proj in layer 0: got a wrong result"):
+        generate(tee)
+    assert not channel.distrusted
+
+
+@each_row("operator", OPERATORS)
+def test_a_wrong_unmask_is_no_services_lie_at_any_operator(
+    model: SavedModel, operator: Operator
+) -> None:
+    """Of floats, too, the one answer is compared before the service is blamed for it."""
+    channel, check = Lying(model.directory, _right, at=-1), MaskRules.check_unmasked
+
+    def wrong(self: MaskRules, at: Operator, y: torch.Tensor, *arguments: Any) -> None:
+        check(self, at, y, *arguments)
+        if at == operator:
+            y.mul_(2)
+
+    tee = model.tee(with_results("tsqp-permuted", "freivalds"), channels=[channel])
+    with pytest.MonkeyPatch.context() as patch:
+        # The last look at a result before it is verified.
+        patch.setattr(MaskRules, "check_unmasked", wrong)
+        with pytest.raises(MaskError) as caught:
+            generate(tee)
+    where = operator if operator in LAYERLESS else f"{operator} in layer 0"
+    assert caught.value.where == f"mask row-permutation: {where}"
+    assert caught.value.got == "a wrong result, unmasked from right answers"
+    assert not channel.distrusted
+
+
+def test_a_service_with_other_weights_than_the_tees_is_to_blame_unseen(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers cannot be compared: what it multiplies by is not here."""
+    policy = with_results("cloak", "freivalds")
+    assert policy.feature_mask is not None
+    channel = Lying(model.provisioned(policy.feature_mask)[0], _right, at=-1)
+    tee, read = model.tee(policy, channels=[channel]), []
+    monkeypatch.setattr(MaskRules, "check_unmasked", lambda _rules, _at, y, *_: y.mul_(2))
+    monkeypatch.setattr(Checkpoint, "blocks", lambda *given: read.append(given) or iter(()))
+    with pytest.raises(VerificationError, match="qkv_proj in layer 0 at loopback"):
+        generate(tee)
+    assert not read
+
+
+# ------------------------------------------------------------------------------- in which time
+
+
+class Slow(Lying):
+    """Takes ten seconds a reply, of a clock that the test has, and stands for many services."""
+
+    def __init__(
+        self, model: SavedModel, clock: SimpleNamespace, change: Change, **more: Any
+    ) -> None:
+        super().__init__(model.directory, change, others=True, **more)
+        self._clock = clock
+        self.given: list[float | None] = []
+
+    def submit(self, request: Request, timeout_s: float | None = None, **_: Any) -> int:
+        """Note how long it may take."""
+        self.given.append(timeout_s)
+        return super().submit(request, timeout_s)
+
+    def wait(self, request_id: int) -> Exchange:
+        """Let time pass."""
+        self._clock.now += 10.0
+        return super().wait(request_id)
+
+    def answer(self, request: Request) -> Any:
+        """Lie each time, whatever it was told."""
+        self.told, self.distrusted = [*getattr(self, "told", []), *self.distrusted], []
+        return super().answer(request)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The only clock that a deadline is counted by."""
+    found = SimpleNamespace(now=1000.0)
+    found.monotonic = lambda: found.now
+    for module in ("call", "fault_attribution"):
+        monkeypatch.setattr(f"tee_side.remote.{module}.time", found)
+    return found
+
+
+def _call(
+    model: SavedModel,
+    policy: Policy,
+    channels: Sequence[Any],
+    operator: Any = "o_proj",
+    timeout_s: float | None = None,
+) -> torch.Tensor:
+    """Call an operator of layer 1 once."""
+    tee = model.tee(policy, channels=list(channels))
+    (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s)
+    size = 96 if operator == "o_proj" else 48
+    found = getattr(lane.tables["decode"], operator)
+    return run((found if operator == "lm_head" else found[1])(torch.ones(3, size)))
+
+
+@each_row(
+    ("operator", "change", "at", "timeout_s", "given", "raised"),
+    [
+        # However many liars there are; the first has the channel's own, which costs nothing to say.
+        ("o_proj", lambda y: y[:-1], None, 25.0, [None, 15.0, 5.0], ReplyError),
+        ("o_proj", lambda y: -y, None, 25.0, [None, 15.0, 5.0], VerificationError),
+        ("lm_head", lambda y: y[:-1], None, 25.0, [None, 15.0, 5.0], ReplyError),
+        ("lm_head", lambda y: -y, None, 25.0, [None, 15.0, 5.0], VerificationError),
+        # Also where all is well: it is the operator that has it, and not each request.
+        ("qkv_proj", _right, -1, 25.0, [None, 15.0, 5.0], None),
+        ("qkv_proj", lambda y: y[:2], 0, 45.0, [None, 35.0, 25.0, 15.0], None),
+        # A service that got a request without any time would be taken for lost, and is not.
+        ("qkv_proj", _right, -1, 20.0, [None, 10.0], DeadlineExceededError),
+        # Without a limit each has the channel's own.
+        ("o_proj", lambda y: y[:2], 0, None, [None, None], None),
+        ("qkv_proj", _right, -1, None, [None, None, None], None),
+    ],
+)
+def test_all_requests_of_an_operator_share_one_deadline(
+    model: SavedModel,
+    clock: SimpleNamespace,
+    operator: Operator,
+    change: Change,
+    at: int | None,
+    timeout_s: float | None,
+    given: list[float | None],
+    raised: type[TsqpError] | None,
+) -> None:
+    channel = Slow(model, clock, change, at=at)
+    policy = _verified(operator, one_rpc_per_module=operator == "qkv_proj")
+    if raised is None:
+        _call(model, policy, [channel], operator, timeout_s)
+    else:
+        with pytest.raises(raised) as caught:
+            _call(model, policy, [channel], operator, timeout_s)
+    assert channel.given == given
+    if raised in (ReplyError, VerificationError):
+        # Each is barred before there is no time for another.
+        told = [*channel.told, *channel.distrusted]
+        assert len(told) == 3
+        assert caught.value is told[-1][1]
+
+
+OVERFLOW = ActivationRangeError("input", got="a row that is not finite", expected="numbers")
+DISK = ModelError("model.safetensors", got="other bytes", expected="those of the manifest")
+LATE = DeadlineExceededError("finding out", got="the end", expected="time")
+BOTH = "o_proj in layer 1 at tcp://a:1 or tcp://b:1"
+
+
+@each_row(
+    ("mask", "found", "raised", "where", "barred", "logged"),
+    [
+        # A liar that can also spoil the disk must not get away, and the run must not go on.
+        (Shares(), DISK, VerificationError, BOTH, 2, True),
+        # To find out takes reading a weight: that is not begun after the deadline.
+        (Shares(), LATE, VerificationError, BOTH, 2, True),
+        (RowMix(), LATE, VerificationError, "o_proj in layer 1 at tcp://a:1", 1, True),
+        # In the clear the only answer is the lie, and nothing is read for it.
+        (None, DISK, VerificationError, "o_proj in layer 1 at tcp://a:1", 1, False),
+        # Of several in the clear, each within its own room: they are off together.
+        (None, [], VerificationError, "qkv_proj in layer 1 at tcp://a:1", 3, False),
+        # Under a mask answers that are right are the mask's fault.
+        (RowMix(), [], MaskError, "mask row-mix: o_proj in layer 1", 0, False),
+        # What our own mask sent, and no service can compute with, is no lie of one.
+        (RowMix(), OVERFLOW, ActivationRangeError, "input", 0, False),
+    ],
+)
+def test_what_cannot_be_found_out_spares_no_liar_and_what_is_ours_bars_no_service(
+    model: SavedModel,
+    mask: Mask | None,
+    found: TsqpError | list[int],
+    raised: type[TsqpError],
+    where: str,
+    barred: int,
+    logged: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.clear()
+    told: list[TsqpError] = []
+
+    def find(*_: object) -> list[int]:
+        if isinstance(found, TsqpError):
+            raise found
+        return found
+
+    def distrust(_: Exchange, error: TsqpError) -> None:
+        told.append(error)
+        if len(told) == barred:
+            raise error
+
+    channels = [Lying(model.directory, lambda y: -y, at=None) for _ in range(2)]
+    for channel, name in zip(channels, ("tcp://a:1", "tcp://b:1"), strict=True):
+        channel.endpoint = name
+        channel.distrust = distrust  # type: ignore[method-assign]
+    alone = where.startswith("qkv_proj")
+    operator: Operator = "qkv_proj" if alone else "o_proj"
+    policy = _verified(operator, mask, one_rpc_per_module=alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fault_attribution, "find_liars", find)
+        with pytest.raises(raised) as caught:
+            _call(model, policy, channels, operator)
+    assert caught.value.where == where
+    assert len(told) == barred
+    assert [one.getMessage() for one in caplog.records] == ["liar_unknown"] * logged
+    for record in caplog.records:
+        fields = {"operator": "o_proj", "layer": 1, "detail": str(found)}
+        assert record.fields == fields  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------- claims that are computed once more
+
+GATE_UP = (1, "gate_up_proj")
+MODULES: Any = ("gate_proj", "up_proj")
+
+
+def _check(model: SavedModel, *, held: bool) -> LinearCheck:
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    kept: dict[Any, Any] = {GATE_UP: load_quantized(checkpoint, config, 1, "gate_up_proj")}
+    weights = Weights(config, checkpoint, torch.float32, kept if held else {})
+    exact = ExactCheck.draw(kept[GATE_UP].weight, Randomness())
+    return LinearCheck(exact, weights, (1, "gate_up_proj"))
+
+
+def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -> Claim:
+    """Return a request for layer 1, and the right answer."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
+    request = RingLinearRequest(layer_idx=1, module_names=names, elements=from_torch(x))
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
+    parts = [weight.weight[weight.rows[module]] for module in names]
+    return Claim(request, exact_product(x, torch.cat(parts)))
+
+
+@pytest.mark.parametrize("held", [True, False])
+@each_row("multiplications", [1, 5 * 48 * 7, 2**31])
+def test_every_element_counts_however_the_weight_is_cut(
+    model: SavedModel, held: bool, multiplications: int
+) -> None:
+    check = _check(model, held=held)
+    answers = [_claim(model, names, seed) for seed, names in enumerate((MODULES, MODULES[1:]))]
+    request, output, _ = _claim(model)
+    # 96 columns each of gate and up, in three parts: 0-31, 32-63 and 64-95 of either.
+    parts = [Claim(request, output, (part, 3)) for part in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fault_attribution, "_MULTIPLICATIONS", multiplications)
+        assert find_liars([*answers, *parts], check, lambda: False) == []
+        for liar, (_, of_liar, _) in enumerate(answers):
+            for column in (0, 6, 7, 95, 96, 97, 191)[: 7 - 3 * liar]:
+                of_liar[4, column] += 1
+                assert find_liars(answers, check, lambda: False) == [liar]
+                of_liar[4, column] -= 1
+        for column, liar in ((0, 0), (31, 0), (32, 1), (95, 2), (96, 0), (160, 2), (191, 2)):
+            output[4, column] += 1
+            assert find_liars(parts, check, lambda: False) == [liar]
+            output[4, column] -= 1
+
+
+@each_row(
+    ("ranks", "columns", "until", "said"),
+    [
+        (2, (3,), math.inf, " in the columns of rank 0 of 2, counted from 0"),
+        (2, (95, 97), math.inf, " in the columns of rank 0 and 1 of 2, counted from 0"),
+        (4, (190,), math.inf, " in the columns of rank 3 of 4, counted from 0"),
+        (1, (3,), math.inf, ""),
+        (2, (3,), -1.0, ""),  # no time is left, and nothing is computed once more
+    ],
+)
+def test_the_rank_that_computed_wrongly_is_named_and_its_service_is_asked_no_more(
+    model: SavedModel, ranks: int, columns: tuple[int, ...], until: float, said: str
+) -> None:
+    world = World()
+    world.add("a", ranks=ranks)
+    request, output, _ = _claim(model)
+    assert isinstance(request, RingLinearRequest)
+    for column in columns:
+        output[2, column] += 3
+    prepared = PreparedRequest(request, tuple(output.shape), "int32")
+    exchange = Exchange(endpoint="a", output=output)
+    answer = Answer(world.replicas("a"), prepared, to_torch(request.elements), exchange)
+    check, rules = _check(model, held=False), MaskRules(None)
+    refused = Refused("gate_up_proj", 1, [answer], check, rules, well_formed=True)
+    with pytest.raises(VerificationError) as caught:
+        refuse(refused, time.monotonic() + until)
+    assert caught.value.where == "gate_up_proj in layer 1 at a"
+    assert caught.value.got == f"a wrong result{said}"
+
+
+@each_row(("rows", "width", "looks"), [(1, 2**14, 1), (4, 2**14, 4), (64, 2**10, 4)])
+def test_no_part_of_a_product_takes_more_than_a_moment(rows: int, width: int, looks: int) -> None:
+    """The clock is looked at before each 2^31 multiplications, however large a block is."""
+    # 2^17 rows that take no memory.
+    weight = torch.zeros(1, 1, dtype=torch.int8).expand(2**17, width)
+    looked: list[None] = []
+    parts = list(
+        _in_time(iter([(slice(3, 3 + 2**17), weight)]), rows, lambda: bool(looked.append(None)))
+    )
+    assert [columns.start for columns, _ in parts] == [
+        3 + index * 2**17 // looks for index in range(looks)
+    ]
+    assert all(rows * part.numel() <= 2**31 for _, part in parts)
+    # Once more for the end of the weight.
+    assert len(looked) == looks + 1
+
+
+@each_row("kind", ["integers", "floats", "product"])
+def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
+    model: SavedModel, kind: str
+) -> None:
+    """No weight is read after that, and none is multiplied: large ones take seconds."""
+    x, b, linear = torch.ones(1, 48), torch.ones(1, 48, 9), _check(model, held=False)
+    vectors: Any = {GATE_UP: FloatCheck.draw(torch.ones(2, 2), Randomness())}
+    floats = FloatSecrets(linear.weights, vectors).check((1, "gate_up_proj"), None)
+    of_q = LinearRequest(layer_idx=0, module_names=("q_proj",), hidden_states=from_torch(x))
+    product = MatmulRequest(a=from_torch(x[None]), b=from_torch(b))
+    cases: dict[str, tuple[ResultCheck, Claim]] = {
+        "integers": (linear, _claim(model)),
+        "floats": (floats, Claim(of_q, torch.ones(1, 96))),
+        "product": (ProductCheck(floats.tolerance, Randomness()), Claim(product, x[None] @ b)),
+    }
+    check, claim = cases[kind]
+    blocks, read = Checkpoint.blocks, list[Any]()
+    for looks in range(3):
+        read.clear()
+        said = iter([False] * looks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fault_attribution, "_MULTIPLICATIONS", 1)
+            patch.setattr(Checkpoint, "blocks", lambda *a: read.append(a) or blocks(*a))
+            with pytest.raises(DeadlineExceededError, match="finding out who computed wrongly"):
+                find_liars([claim], check, lambda said=said: next(said, True))
+        assert next(said, None) is None
+        assert len(read) == (looks > 0 and kind != "product")

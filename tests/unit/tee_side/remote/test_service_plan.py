@@ -1,0 +1,348 @@
+"""`--gpu`: what may be written, what goes together, and on which links; how large replies are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from gpu_side.encoding import Form, encode_reply
+from gpu_side.handler import RequestHandler
+from gpu_side.weights import load_weights
+from protocol.curve import ClientKeys
+from protocol.errors import EndpointError, SettingsError
+from protocol.messages import InitReply, InitRequest, Timing
+from protocol.model.config import read_config
+from protocol.tensors import from_torch
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.placement import load_policy
+from tee_side.protect.masking import most_rows
+from tee_side.remote.reply_size import init_reply_bytes, largest_reply
+from tee_side.remote.services.plan import (
+    ReplicaGroup,
+    ServiceSpec,
+    assign_shares,
+    check_links,
+    plan_services,
+)
+from tests.kit.model import CLEAR, SavedModel, policy_of
+from tests.kit.rows import each_row
+
+A, B, C, D = (f"tcp://{name}:1" for name in "abcd")
+TWO = load_policy("two-server")
+
+
+def _plan(policy: str, layers: int, *texts: str) -> list[ReplicaGroup]:
+    specs = [ServiceSpec.parse(text) for text in texts]
+    return list(plan_services(specs, load_policy(policy), layers))
+
+
+# -------------------------------------------------------------------------- what may be written
+
+
+@each_row(
+    ("text", "spec"),
+    [
+        (A, ServiceSpec(A)),
+        (f"{A}=0-7", ServiceSpec(A, LayerRange(0, 7))),
+        (f"{A}=8-", ServiceSpec(A, LayerRange(8, None))),
+        (f"{A}=3", ServiceSpec(A, LayerRange(3, 3))),
+        (f"{A},share=2", ServiceSpec(A, None, 2)),
+        (f"{A}=8-15,share=1", ServiceSpec(A, LayerRange(8, 15), 1)),
+        ("tcp://[::1]:5=0-1", ServiceSpec("tcp://[::1]:5", LayerRange(0, 1))),
+        ("vsock://2:5=0-1", ServiceSpec("vsock://2:5", LayerRange(0, 1))),
+        ("ivshmem:///m,2:5=0-1,share=2", ServiceSpec("ivshmem:///m,2:5", LayerRange(0, 1), 2)),
+        ("ivshmem:///m=0,/s=3", ServiceSpec("ivshmem:///m=0,/s", LayerRange(3, 3))),
+        # A path may hold what looks like the rest.
+        ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
+        ("unix:///run/a=1/s=2-3", ServiceSpec("unix:///run/a=1/s", LayerRange(2, 3))),
+        ("ipc://name=0-,share=1", ServiceSpec("ipc://name", LayerRange(0, None), 1)),
+        ("https://gpu.example/model", ServiceSpec("https://gpu.example/model")),
+        ("http://127.0.0.1:1=0-7", ServiceSpec("http://127.0.0.1:1", LayerRange(0, 7))),
+        (
+            "https://g:8443/a/b=8-,share=2",
+            ServiceSpec("https://g:8443/a/b", LayerRange(8, None), 2),
+        ),
+        (f"{A},columns=0/2", ServiceSpec(A, columns=(0, 2))),
+        (f"{A}=8-,share=2,columns=63/64", ServiceSpec(A, LayerRange(8, None), 2, (63, 64))),
+        ("unix:///c/columns=1/s,columns=1/3", ServiceSpec("unix:///c/columns=1/s", columns=(1, 3))),
+    ],
+)
+def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
+    assert ServiceSpec.parse(text) == spec
+    assert str(spec) == text
+    # Share and columns come in either order.
+    either = (f"{A}=1-2,share=2,columns=1/2", f"{A}=1-2,columns=1/2,share=2")
+    assert len({ServiceSpec.parse(one) for one in either}) == 1
+
+
+@each_row(
+    "text",
+    [
+        *(f"{A}{rest}" for rest in ("=", "=a", "=-3", "=1-2-3", "=5-3", "=99999", ",x=1")),
+        *(f"{A},share={rest}" for rest in ("3", "0", "", "1=0-7")),
+        *(f"{A},columns={rest}" for rest in ("2/2", "0/1", "0/65", "-1/2", "1", "")),
+        *("unix:///s,share", "unix:///s,share=3", "unix:///s=5-3", "unix:///s,share=1,share=1"),
+        "unix:///s,columns=0/2,columns=0/2",
+        "unix:///s,columns=0/2,columns=1/2",
+        "unix:///s,columns=0/2=0-7",
+        *("https://a=b", "https://a/b,c", "http://a:1=x", "http://a,share=3"),
+    ],
+)
+def test_what_may_not(text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        ServiceSpec.parse(text)
+    assert (caught.value.where, caught.value.got) == ("--gpu", repr(text))
+
+
+@each_row("text", ["", "host:1", "ftp://a:1", "tcp://a", "=0-7", "tcp://a:0"])
+def test_what_is_no_endpoint(text: str) -> None:
+    with pytest.raises(EndpointError):
+        ServiceSpec.parse(text)
+
+
+# -------------------------------------------------------------------------- what goes together
+
+
+@each_row(
+    ("policy", "texts", "groups"),
+    [
+        ("tee-only", "a", ""),
+        # The same layers stand in for each other, however they are written.
+        ("shielded", "a=0-3 b c=0-,share=1", "layers 0-3: a b c"),
+        ("tsqp", "a=2- b=0-1 c=2-3 d=0-1", "layers 0-1: b d; layers 2-3: a c"),
+        # Shares of two go by position, within the same layers, and of more are said.
+        ("two-server", "a=0- b=0-3", "layers 0-3, share 1 of 2: a; layers 0-3, share 2 of 2: b"),
+        (
+            *("two-server", "d,share=2 a,share=1 c,share=1 b,share=2"),
+            "layers 0-3, share 1 of 2: a c; layers 0-3, share 2 of 2: d b",
+        ),
+        (
+            *("two-server", "a=0-1 b=2- c=0-1 d=2-"),
+            "layers 0-1, share 1 of 2: a; layers 2-3, share 1 of 2: b;"
+            " layers 0-1, share 2 of 2: c; layers 2-3, share 2 of 2: d",
+        ),
+        # A share may be spread otherwise than the other, by layers or columns.
+        (
+            *("two-server", "a=0-1,share=1 b=2-,share=1 c,share=2"),
+            "layers 0-1, share 1 of 2: a; layers 2-3, share 1 of 2: b; layers 0-3, share 2 of 2: c",
+        ),
+        (
+            *("shielded", "b,columns=1/2 a,columns=0/2 c=0-,columns=1/2"),
+            "layers 0-3, columns 0/2: a; layers 0-3, columns 1/2: b c",
+        ),
+        (
+            *("tsqp", "a=0-1,columns=0/2 b=0-1,columns=1/2 c=2-"),
+            "layers 0-1, columns 0/2: a; layers 0-1, columns 1/2: b; layers 2-3: c",
+        ),
+        (
+            *("two-server", "a,share=1,columns=0/2 b,share=1,columns=1/2 c,share=2"),
+            "layers 0-3, columns 0/2, share 1 of 2: a; layers 0-3, columns 1/2, share 1 of 2: b;"
+            " layers 0-3, share 2 of 2: c",
+        ),
+    ],
+)
+def test_services_are_grouped_by_share_layers_and_columns(
+    policy: str, texts: str, groups: str
+) -> None:
+    found = _plan(policy, 4, *(f"tcp://{text[0]}:1{text[1:]}" for text in texts.split()))
+    said = [f"{one}: {' '.join(endpoint[6] for endpoint in one.endpoints)}" for one in found]
+    assert "; ".join(said) == groups
+    assert all(group.shares == load_policy(policy).services for group in found)
+
+
+HALVES = [f"{A},columns=0/2", f"{B},columns=1/2"]
+
+
+@each_row(
+    ("policy", "texts", "got", "expected"),
+    [
+        ("tsqp", [], "no endpoint", "1, because policy tsqp uses a gpu-service"),
+        ("two-server", [A], "one endpoint", "2, because policy two-server uses 2"),
+        ("tsqp", [A, A], f"{A} twice", "each service once"),
+        ("tsqp", [f"{A}=0-7", f"{A}=8-"], f"{A}=0-7 and {A}=8-, one and the", "each service once"),
+        ("two-server", [A, A], f"{A} twice", "two that do not collude"),
+        ("two-server", [f"{A},share=1", f"{A},share=2"], f"{A},share=1 and {A},share=2", "collude"),
+        ("two-server", [f"{A},share=1", B], f"{A},share=1 and {B}", "share= for all of them"),
+        (
+            "two-server",
+            [f"{A},share=1", f"{B},share=1"],
+            "no service for share 2 bes",
+            "2, because",
+        ),
+        # By position the owner of A and B would get both shares.
+        ("two-server", [A, B, C, D], f"{A} and {B} and {C} and {D} without share=", "share=1 or"),
+        ("two-server", [A, B, C], f"{A} and {B} and {C} without share=", "share=1 or share=2"),
+        (
+            *("two-server", [f"{A}=0-7", f"{B}=0-7", f"{C}=8-", f"{D}=8-", "tcp://e:1=9-"]),
+            *(f"{C}=8- and {D}=8- and tcp://e:1=9- without share=", "share=1 or share=2 for each"),
+        ),
+        ("two-server", [A, B, f"{C}=0-15", f"{D}=0-15"], f"{A} and {B} and {C}=0-15", "share=1"),
+        (
+            *("two-server", ["tcp://a:1", "tcp://A:2"]),
+            *("tcp://a:1 and tcp://A:2 on one host, with a share each", "share= for each"),
+        ),
+        (
+            *("two-server", ["tcp://a:1=0-7", "tcp://b:1=0-7", "tcp://b:2=8-", "tcp://a:2=8-"]),
+            *("tcp://b:1 and tcp://b:2 on one host, with a share each", "share= for each"),
+        ),
+        ("tsqp", [f"{A},share=2"], f"{A},share=2", "no share: policy tsqp uses one"),
+        ("tsqp", [f"{A}=0-16"], f"{A}=0-16", "layers within 0-15"),
+        ("tsqp", [f"{A}=16-"], f"{A}=16-", "layers within 0-15"),
+        ("tsqp", [f"{A}=0-8", f"{B}=8-"], f"{A}=0-8 and {B}=8-, which overlap", "none in common"),
+        ("tsqp", [A, f"{B}=3"], f"{A} and {B}=3, which overlap", "the same layers"),
+        (
+            "tsqp",
+            [f"{A}=0-6", f"{B}=8-"],
+            f"no service for layers 7, between {A}=0-6 and {B}",
+            "0-15",
+        ),
+        ("tsqp", [f"{A}=2-"], "no service for layers 0-1, between the model's first layer and", ""),
+        ("tsqp", [f"{A}=0-9"], f"no service for layers 10-15, between {A}=0-9 and the model's", ""),
+        (
+            *("two-server", [f"{A}=0-7,share=1", f"{B}=8-,share=1", f"{C}=0-7,share=2"]),
+            *(f"no service for layers 8-15, between {C}=0-7,share=2 and the model's", "each share"),
+        ),
+        (
+            *("tsqp", [f"{A},columns=0/3", f"{B},columns=2/3"]),
+            *(f"no service for columns 1/3 beside {A},columns=0/3", "each of the parts 0 to 2"),
+        ),
+        (
+            *("tsqp", [f"{A},columns=0/2", f"{B},columns=1/3"]),
+            *(f"{A},columns=0/2 and {B},columns=1/3", "one N for all with the same layers"),
+        ),
+        ("tsqp", [A, f"{B},columns=0/2"], f"{A} and {B},columns=0/2", "or for none"),
+        ("clear-segment", HALVES, HALVES[0], "whole columns: policy clear-segment has segments"),
+        (
+            *("tsqp", [f"{A}=0-7,columns=0/2", f"{B},columns=1/2"]),
+            *(f"{A}=0-7,columns=0/2 and {B},columns=1/2, which overlap", "none in common"),
+        ),
+        # The owner of two parts sees all rows of both: only share= tells the owner.
+        (
+            *("two-server", [*HALVES, f"{C},columns=0/2", f"{D},columns=1/2"]),
+            *(f"{HALVES[0]} and {HALVES[1]} and", "share=1 or share=2 for each"),
+        ),
+        (
+            *("two-server", [f"{A},share=1,columns=0/2", f"{B},share=2,columns=1/2"]),
+            *(f"no service for columns 1/2 beside {A},share=1,columns=0/2", "each of the parts"),
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_naming_both(
+    policy: str, texts: list[str], got: str, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        _plan(policy, 16, *texts)
+    assert caught.value.where == "--gpu"
+    assert caught.value.got.startswith(got)
+    assert expected in caught.value.expected
+
+
+# ---------------------------------------------------------------------------------------- links
+
+ONE, OTHER = (ClientKeys(*reversed(zmq.curve_keypair())) for _ in range(2))
+HOSTS = [f"{A},share=1", f"{B},share=2"]
+LOCAL = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+@each_row(
+    ("gpu", "keys", "in_the_clear", "said"),
+    [
+        # All links are encrypted: by keys, or by verified TLS.
+        (HOSTS, [ONE, OTHER], False, True),
+        ([*HOSTS, f"{C},share=1"], [ONE, OTHER, ONE], False, True),
+        (["https://one.example", "https://two.example/x"], None, False, True),
+        (["https://127.0.0.1:1", "https://127.0.0.1:2"], None, False, True),
+        # One host may stand for two owners where the operator says so.
+        ([f"{A},share=1", f"{A}2,share=2"], [ONE, OTHER], False, True),
+        # In the clear on one machine, where the operator allows it.
+        (LOCAL, None, True, False),
+        (["tcp://127.0.0.1:1", "unix:///s"], None, True, False),
+        (LOCAL, None, False, "got http://127.0.0.1:1 without keys"),
+        (["unix:///r", "unix:///s"], None, False, "got unix:///r without keys"),
+        (HOSTS, [ONE, None], True, f"got {B} without keys"),
+        (["tcp://127.0.0.1:1", "vsock://2:5"], None, True, "got vsock://2:5 without keys"),
+        (["unix:///s", "ivshmem:///m,2:5"], None, True, "got ivshmem:///m,2:5 without keys"),
+        (["http://one.example", "https://two.example"], None, True, "got http://one.example witho"),
+        (["https://one.example", "http://127.0.0.1:1"], None, False, "got http://127.0.0.1:1 with"),
+        # One party could read both.
+        (HOSTS, [ONE, ONE], False, "--service-key: got one key for"),
+        (
+            ["https://one.example/a,share=1", "https://one.example/b,share=2"],
+            *(None, False, "behind one end of TLS"),
+        ),
+        (
+            ["https://one.example,share=1", "https://ONE.example:443/b,share=2"],
+            *(None, False, "behind one end of TLS"),
+        ),
+        (["https://127.0.0.1:1/a", "https://127.0.0.1:1/b"], None, False, "behind one end of TLS"),
+        (["https://one.example:1", "https://one.example:2"], None, False, "on one host, with a sh"),
+        (
+            ["https://one.example/a", "tcp://one.example:5"],
+            None,
+            False,
+            "on one host, with a share",
+        ),
+    ],
+)
+def test_no_one_party_reads_two_shares(
+    gpu: list[str], keys: Sequence[ClientKeys | None] | None, in_the_clear: bool, said: str | bool
+) -> None:
+    def checked() -> bool:
+        specs = assign_shares([ServiceSpec.parse(text) for text in gpu], TWO)
+        own = keys or [None] * len(specs)
+        return check_links(specs, own, TWO, shares_in_the_clear=in_the_clear)
+
+    if isinstance(said, bool):
+        assert checked() == said
+        return
+    with pytest.raises(SettingsError) as caught:
+        checked()
+    assert said in str(caught.value)
+
+
+# -------------------------------------------------------------------------------- size of replies
+
+
+@pytest.fixture
+def directory(saved_model: Callable[..., SavedModel]) -> Path:
+    return saved_model("llama").directory
+
+
+@each_row(
+    ("policy", "elements", "itemsize"),
+    [
+        ("quantized-clear", 2 * 96, 4),  # gate and up side by side
+        ("attention-in-tee", 2 * 96, 2),
+        ("tsqp", 6 * 256, 2),  # scores: heads times positions
+    ],
+)
+def test_the_largest_reply_follows_from_policy_and_model(
+    directory: Path, policy: str, elements: int, itemsize: int
+) -> None:
+    config = read_config(directory)
+    size = largest_reply(load_policy(policy), config, 100, torch.bfloat16)
+    assert size == max(100 * elements * itemsize, init_reply_bytes(config)) + 16 * 1024
+    # No service is blamed for a reply that our own mask asked for.
+    mixed = policy_of({"down_proj": CLEAR | {"mask": "row-mix"}})
+    assert largest_reply(mixed, config, 100, torch.float32) >= most_rows(mixed.masks[0], 100) * 192
+
+
+def test_an_init_reply_of_many_layers_fits(directory: Path) -> None:
+    """The framed reply itself, all frames, of a model with more norms than anything else."""
+    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
+    reply = RequestHandler(weights, 2**29).apply(InitRequest())[0]
+    assert isinstance(reply, InitReply)
+    norm = reply.norm_weights["final_norm"].model_copy(
+        update={"weight": from_torch(torch.ones(1024))}
+    )
+    kinds = ("input_layernorm", "post_attention_layernorm")
+    norms = {f"layer_{n}_{kind}": norm for n in range(400) for kind in kinds}
+    large = reply.model_copy(update={"norm_weights": norms | {"final_norm": norm}})
+    frames = encode_reply(Form.FRAMED, 1, "Init", large, Timing(queue_us=1, compute_us=1))
+    sizes = {"num_hidden_layers": 400, "hidden_size": 1024}
+    bound = init_reply_bytes(read_config(directory).model_copy(update=sizes))
+    assert sum(len(frame) for frame in frames) < bound + 16 * 1024

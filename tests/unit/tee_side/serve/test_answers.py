@@ -1,0 +1,263 @@
+"""Answers as clients and test suites of OpenAI's API expect them: whole, streamed, as vectors."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+
+from tee_side.engine.request import Logprob
+from tests.kit.rows import each_row
+from tests.kit.serve import SAID, FakeEngine, Reply, call, chat, complete, model, serving, tokenizer
+
+# Characters of several tokens, so that no token of them is text by itself.
+MIXED = "é 😀 a cat"
+
+
+def _ids(text: str) -> list[int]:
+    return tokenizer().encode(text)[1:]
+
+
+def _streamed(engine: FakeEngine | None = None, **body: Any) -> list[Any]:
+    reply = complete(engine, stream=True, **body)
+    assert reply.status == 200, reply.text
+    events = reply.events()
+    assert events.pop() == "[DONE]"
+    return events
+
+
+def _joined(events: list[Any]) -> list[dict[str, Any]]:
+    """Put a stream's choices together, as they stand in a whole answer."""
+    found: dict[int, dict[str, Any]] = {}
+    for part in (part for event in events for part in event["choices"]):
+        whole = found.setdefault(part["index"], {**part, "text": "", "logprobs": None})
+        assert not whole.get("ended"), "a chunk behind the last one"
+        whole["text"] += part["text"]
+        if (new := part["logprobs"]) is not None:
+            old = whole["logprobs"] or {name: [] for name in new}
+            whole["logprobs"] = {name: old[name] + new[name] for name in new}
+        whole["ended"] = whole["finish_reason"] = part["finish_reason"]
+    assert all(whole.pop("ended") for whole in found.values())
+    return [found[index] for index in sorted(found)]
+
+
+def _only(reply: Reply) -> Any:
+    (choice,) = reply.json()["choices"]
+    return choice
+
+
+def test_a_whole_answer_has_all_that_openai_s_has() -> None:
+    message = {"role": "assistant", "content": SAID, "refusal": None}
+    new = len(_ids(SAID))
+    for by, prefix, kind, content in (
+        (complete, "cmpl-", "text_completion", {"text": SAID}),
+        (chat, "chatcmpl-", "chat.completion", {"message": message}),
+    ):
+        engine = FakeEngine(reused=3)
+        body = by(engine).json()
+        assert (body["object"], body["model"]) == (kind, "demo")
+        assert (body["system_fingerprint"], body["created"] > 0) == ("fp-avx2", True)
+        assert body["id"].startswith(prefix)
+        rest = {"index": 0, "logprobs": None, "finish_reason": "stop"}
+        assert body["choices"] == [content | rest]
+        read = len(engine.requests[0].prompt_ids)
+        assert body["usage"] == {
+            "prompt_tokens": read,
+            "completion_tokens": new,
+            "total_tokens": read + new,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+
+
+def test_a_stream_of_a_chat_begins_each_choice_with_the_role_alone() -> None:
+    *chunks, _ = chat(stream=True, n=2).events()
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    role = {"role": "assistant", "content": ""}
+    assert [(choice["index"], choice["delta"]) for choice in choices[:2]] == [(0, role), (1, role)]
+    for index in range(2):
+        mine = [choice for choice in choices[2:] if choice["index"] == index]
+        assert "".join(choice["delta"]["content"] for choice in mine) == SAID
+        assert all(choice["delta"].keys() == {"content"} for choice in mine)
+        reasons = [choice["finish_reason"] for choice in mine]
+        assert [*filter(None, reasons)] == ["stop"] == reasons[-1:]
+
+
+@each_row("by", [complete, chat], ids=lambda by: by.__name__)
+def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) -> None:
+    for usage in (True, False):
+        reply = by(stream=True, stream_options={"include_usage": usage})
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = reply.events()
+        assert done == "[DONE]"
+        assert len({event["id"] for event in chunks}) == 1
+        assert {event["system_fingerprint"] for event in chunks} == {"fp-avx2"}
+        if usage:
+            last = chunks.pop()
+            counted = last["usage"]["completion_tokens"]
+            assert (last["choices"], counted) == ([], len(_ids(SAID)))
+        assert {event.get("usage", "none") for event in chunks} == {None if usage else "none"}
+
+
+@each_row("at_once", [False, True])
+def test_a_token_is_one_chunk_however_many_go_out_together(at_once: bool) -> None:
+    reply = complete(FakeEngine(at_once=at_once), stream=True)
+    assert len(reply.events()) == len(_ids(SAID)) + 1
+    assert len(reply.writes) == (2 if at_once else len(_ids(SAID)) + 1)
+
+
+class Numbered(FakeEngine):
+    """Each sample says which it is, of which prompt."""
+
+    def _token(self, request: Any, sample: int, ids: Any, at: int) -> Any:
+        return super()._token(request, sample, [_ids(SAID)[2 * request.prompt_ids[0] + sample]], 0)
+
+
+@each_row(
+    "body",
+    [
+        {"logprobs": 0},
+        {"logprobs": 3},
+        {"logprobs": 3, "echo": True},
+        {"logprobs": 1, "echo": True, "prompt": [5, 300, 301]},
+        {"logprobs": 2, "n": 2, "stop": "😀"},
+        {"logprobs": 2, "stop": " a dog"},
+        {"logprobs": 1, "echo": True, "max_tokens": 0, "n": 2},
+        {"echo": True, "prompt": ["a", "b"]},
+        {"max_tokens": 2},
+    ],
+    ids=json.dumps,
+)
+def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
+    whole = complete(FakeEngine(says=_ids(MIXED)), **body).json()["choices"]
+    assert _joined(_streamed(FakeEngine(says=_ids(MIXED)), **body)) == whole
+    assert {choice["finish_reason"] for choice in whole} == {
+        "length" if "max_tokens" in body else "stop"
+    }
+
+
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
+    body = {"prompt": [[0], [1], [2]], "n": 2}
+    whole = complete(Numbered(says=[0]), **body).json()["choices"]
+    assert _joined(_streamed(Numbered(says=[0]), **body)) == whole
+    expected = [(at, tokenizer().decode([_ids(SAID)[at]])) for at in range(6)]
+    assert [(choice["index"], choice["text"]) for choice in whole] == expected
+
+
+@each_row("stop", ["on the mat", ["nowhere", "on the mat"], [" sat on the m"], "bird..."])
+def test_a_stop_string_is_excluded_and_held_back_across_chunks(stop: Any) -> None:
+    first = stop if isinstance(stop, str) else stop[-1]
+    # What only looked like one is shown.
+    expected = SAID.partition(first)[0]
+    seen = ""
+    for event in _streamed(stop=stop):
+        seen += event["choices"][0]["text"]
+        assert expected.startswith(seen)
+    assert seen == expected == _only(complete(stop=stop))["text"]
+
+
+def test_a_stop_token_is_no_part_of_the_text_and_counts() -> None:
+    ids = _ids(SAID)[:3]
+    body = complete(FakeEngine(says=ids), stop_token_ids=ids[2:]).json()
+    assert body["choices"][0]["text"] == tokenizer().decode(ids[:2])
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_text_offset_is_the_text_in_front_of_a_token_and_equal_streamed_or_not() -> None:
+    ids = _ids(MIXED)
+    begun = [tokenizer().decode(ids[:at]) for at in range(len(ids))]
+    expected = [len(text.rstrip("\ufffd")) for text in begun]
+    for stop in (None, " a dog", "cat"):
+        body = {"logprobs": 1, "stop": stop}
+        whole = _only(complete(FakeEngine(says=ids), **body))["logprobs"]
+        (parts,) = _joined(_streamed(FakeEngine(says=ids), **body))
+        assert whole["text_offset"] == parts["logprobs"]["text_offset"] == expected
+    # Behind an echo it begins at its end.
+    prompt = "<|user|>Hello"
+    choice = _only(complete(prompt=prompt, echo=True, logprobs=1))
+    assert choice["text"] == prompt + SAID
+    assert choice["logprobs"]["text_offset"][-len(_ids(SAID))] == len(prompt)
+
+
+@each_row(
+    ("body", "sizes"),
+    [
+        ({"logprobs": 0}, [1, 1, 1]),
+        # 302 is among the likeliest three, the other is not.
+        ({"logprobs": 3}, [3, 4, 3]),
+        # The first token of a prompt has none.
+        ({"logprobs": 0, "echo": True, "prompt": [0, 300]}, [None, 1, 1, 1, 1]),
+        ({"logprobs": 0, "echo": True, "prompt": ""}, [None, 1, 1, 1]),
+    ],
+)
+def test_a_token_s_logprob_is_the_same_float_as_its_entry_among_the_likeliest(
+    body: dict[str, Any], sizes: list[int | None]
+) -> None:
+    found = _only(complete(FakeEngine(says=[302, 400, 302]), **body))["logprobs"]
+    likeliest = found["top_logprobs"]
+    assert [top and len(top) for top in likeliest] == sizes
+    own = [top and top[token] for token, top in zip(found["tokens"], likeliest, strict=True)]
+    assert own == found["token_logprobs"]
+
+
+def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() -> None:
+    ids = _ids("é😀")
+    likeliest = Logprob(ids[0], -math.inf, tuple((one, -float(one)) for one in ids))
+    engine = FakeEngine(says=ids[:1], numbers=lambda _token, _count: likeliest)
+    found = _only(complete(engine, logprobs=6))["logprobs"]
+    names = [f"bytes:\\x{byte:02x}" for byte in "é😀".encode()]
+    assert list(found["top_logprobs"][0]) == names
+    assert (found["tokens"], found["token_logprobs"]) == (names[:1], [-9999.0])
+
+
+@each_row("stream", [False, True])
+def test_logprobs_of_a_chat_have_bytes_and_the_likeliest(stream: bool) -> None:
+    reply = chat(FakeEngine(says=[302, *_ids("é")]), logprobs=True, top_logprobs=3, stream=stream)
+    if stream:
+        parts = [chunk["choices"][0]["logprobs"] for chunk in reply.events()[:-1]]
+        found = [entry for part in parts if part is not None for entry in part["content"]]
+    else:
+        found = _only(reply)["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in found] == [3, 3, 3]
+    own = [top for top in found[0]["top_logprobs"] if top["token"] == found[0]["token"]]
+    assert own == [{key: found[0][key] for key in ("token", "logprob", "bytes")}]
+    assert bytes(found[0]["bytes"]).decode() == found[0]["token"]
+    assert bytes(found[1]["bytes"] + found[2]["bytes"]).decode() == "é"
+    assert [entry["token"] for entry in found[1:]] == ["bytes:\\xc3", "bytes:\\xa9"]
+    none = _only(chat(logprobs=True))["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in none] == [[]] * len(_ids(SAID))
+    assert _only(chat(top_logprobs=0))["logprobs"] is None
+
+
+def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
+    return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
+
+
+def test_each_input_has_a_vector_of_length_one() -> None:
+    for given, count in (("Hello", 1), (["Hello", "a"], 2), ([5, 6], 1), ([[5], [6, 7], [8]], 3)):
+        engine = FakeEngine()
+        body = _embed(engine, input=given).json()
+        assert [item["index"] for item in body["data"]] == list(range(count))
+        for item, request in zip(body["data"], engine.requests, strict=True):
+            assert (request.max_new_tokens, request.pooling) == (0, "last")
+            state = [len(request.prompt_ids), 2.0, -2.0]
+            expected = [value / math.hypot(*state) for value in state]
+            assert item["embedding"] == pytest.approx(expected)
+        tokens = sum(len(request.prompt_ids) for request in engine.requests)
+        assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+        assert (body["object"], body["model"]) == ("list", "demo")
+
+
+def test_vectors_are_numbers_or_base64_and_pooled_as_the_server_says() -> None:
+    numbers = _embed().json()["data"][0]["embedding"]
+    text = _embed(encoding_format="base64").json()["data"][0]["embedding"]
+    assert list(struct.unpack("<3f", base64.b64decode(text))) == numbers
+    for served, asked in (({"pooling": "mean"}, {}), ({}, {"pooling": "mean"})):
+        engine = FakeEngine()
+        by = serving(engine, model=model(**served))
+        call(by, "POST", "/v1/embeddings", {"input": "a"} | asked)
+        assert engine.requests[0].pooling == "mean"
