@@ -58,7 +58,6 @@ SLOW = (
     "fuzz",
     "mutations",
     "native",
-    "soak",
     "unit/benchmarks",
     "unit/tsqp/bench",
     "unit/tsqp/plan",

@@ -108,6 +108,11 @@ def run_here(row: Row, file: Path) -> None:
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
+def end_on_sigterm() -> None:
+    """End as after Ctrl-C: with what runs."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
 def main() -> int:
     """Run the command line."""
     rows = {row.name: row for row in ROWS}
@@ -120,8 +125,7 @@ def main() -> int:
     if given.run:
         run_here(rows[given.run[0]], Path(given.run[1]))
         return 0
-    # As after Ctrl-C: what runs is ended.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    end_on_sigterm()
     console, results = Console(), []
     if not given.page:
         chosen = [row for row in ROWS if not given.only or row.name in given.only]

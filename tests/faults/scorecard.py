@@ -21,7 +21,6 @@ from tests.faults import (
     test_pads,
     test_secrets,
     test_server,
-    test_wrong_results,
 )
 from tests.faults.row import Found, Measured, Row
 from tsqp.lab.bench.machine import describe_machine
@@ -31,23 +30,23 @@ RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "reliability.md"
 
 ROWS: tuple[Row, ...] = (
-    test_failover.WORKER_KILLED,
-    test_failover.ONLY_WORKER_KILLED,
-    test_heartbeats.PEER_STOPPED,
-    test_load.SLOW_PEER,
-    test_malicious.MALICIOUS_SERVICE,
-    test_malicious.MALICIOUS_SHM,
-    test_wrong_results.WRONG_RESULTS,
-    test_pads.PADS,
-    test_messages.FUZZ,
-    test_model_directories.MODEL_DIRECTORIES,
-    test_load.LOAD,
-    test_server.SERVING,
-    test_server.CANCELLED,
-    test_server.OVERLOAD,
-    test_server.SERVING_FAULTS,
-    test_access.ACCESS,
-    test_secrets.SECRETS,
+    test_failover.worker_killed,
+    test_failover.only_worker_killed,
+    test_heartbeats.peer_stopped,
+    test_load.slow_peer,
+    test_malicious.malicious_service,
+    test_malicious.malicious_shm,
+    test_malicious.wrong_results,
+    test_pads.pads,
+    test_messages.fuzzing,
+    test_model_directories.model_directories,
+    test_load.load,
+    test_server.serving,
+    test_server.cancelled,
+    test_server.overload,
+    test_server.serving_faults,
+    test_access.access,
+    test_secrets.secrets,
 )
 
 # What is recorded, by the name of the row.

@@ -42,7 +42,17 @@ _ROW_TOKENS = 12
 _RECOVERED_S = 2.0
 
 
-def kill_one_of_two(count: int, full: bool) -> Found:
+@Row(
+    "worker_killed",
+    "worker killed mid-decode (kill -9), second worker present",
+    "at random points of a generation, half of them over shared memory",
+    "outputs identical to the undisturbed run; p95 recovery <= 2 s",
+    short=2,
+    long=200,
+    minutes=4,
+    alone=True,
+)
+def worker_killed(count: int, full: bool) -> Found:
     """Kill the service in use so often, each time in another generation of one session."""
     chance, texts = random.Random(10), prompts(8 if full else 1, 6)
     hits = wrong = 0
@@ -81,19 +91,6 @@ def kill_one_of_two(count: int, full: bool) -> Found:
     )
 
 
-WORKER_KILLED = Row(
-    "worker_killed",
-    "worker killed mid-decode (kill -9), second worker present",
-    "at random points of a generation, half of them over shared memory",
-    "outputs identical to the undisturbed run; p95 recovery <= 2 s",
-    kill_one_of_two,
-    short=2,
-    long=200,
-    minutes=4,
-    alone=True,
-)
-
-
 def kills(worker: Service, killed: threading.Event) -> Callable[[], None]:
     """Return what kills a service and says so."""
 
@@ -110,7 +107,18 @@ _GRACE_S = 1.0
 _SIDE_BY_SIDE = 4
 
 
-def kill_the_only_one(count: int, full: bool) -> Found:
+@Row(
+    "only_worker_killed",
+    "only worker killed, restarted within 5 s",
+    "at random points of a generation, with deadlines longer and shorter than the outage, over tcp"
+    " and shared memory in turns",
+    "every one hits; resumed, or a typed error within 1 s of the deadline",
+    short=2,
+    long=100,
+    minutes=3,
+    alone=True,
+)
+def only_worker_killed(count: int, full: bool) -> Found:
     """Kill the only service so often, in several sessions side by side, each with its own.
 
     Half of the sessions wait longer for a result than it is away, and go on as if nothing had
@@ -201,19 +209,6 @@ def kill_the_only_one(count: int, full: bool) -> Found:
         {"errors within a second of the deadline": max(overdue_s) <= _GRACE_S},
     )
 
-
-ONLY_WORKER_KILLED = Row(
-    "only_worker_killed",
-    "only worker killed, restarted within 5 s",
-    "at random points of a generation, with deadlines longer and shorter than the outage, over tcp"
-    " and shared memory in turns",
-    "every one hits; resumed, or a typed error within 1 s of the deadline",
-    kill_the_only_one,
-    short=2,
-    long=100,
-    minutes=3,
-    alone=True,
-)
 
 # ------------------------------------------------------------------- small models, every policy
 

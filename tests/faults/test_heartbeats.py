@@ -138,7 +138,18 @@ class Stops:
                         self.still_s.setdefault(name, []).append(still_s)
 
 
-def stop_peers(count: int, full: bool) -> Found:
+@Row(
+    "peer_stopped",
+    "SIGSTOP, half-open connection, black hole of 1/5/30 s",
+    "each as often (the short form: no hole of 5 or 30 s), a fifth over unix://, the others over"
+    " tcp://, at random points of a generation, second worker present; holes heal",
+    "every one hits; noticed <= 2 s; outputs identical",
+    short=6,
+    long=320,
+    minutes=14,
+    alone=True,
+)
+def peer_stopped(count: int, full: bool) -> Found:
     """Stop so many peers, in several sessions side by side."""
     over_unix = count // (5 if full else 2)
     faults, lanes = (FAULTS, _SIDE_BY_SIDE) if full else (FAULTS[:3], 1)
@@ -165,19 +176,6 @@ def stop_peers(count: int, full: bool) -> Found:
         {"noticed in time": not slow},
     )
 
-
-PEER_STOPPED = Row(
-    "peer_stopped",
-    "SIGSTOP, half-open connection, black hole of 1/5/30 s",
-    "each as often (the short form: no hole of 5 or 30 s), a fifth over unix://, the others over"
-    " tcp://, at random points of a generation, second worker present; holes heal",
-    "every one hits; noticed <= 2 s; outputs identical",
-    stop_peers,
-    short=6,
-    long=320,
-    minutes=14,
-    alone=True,
-)
 
 # ------------------------------------------------------------------------ clients and services
 

@@ -294,7 +294,19 @@ def _product() -> tuple[RingLinearRequest, torch.Tensor]:
     return request, exact_product(elements, loaded.weight)
 
 
-def be_slow(count: int, full: bool) -> Found:
+@Row(
+    "slow_peer",
+    "slow peer (10 kB/s, one-byte slices)",
+    "half with a deadline that is too short for it, beside two sessions at full speed, which are"
+    " compared with themselves while it is as slow at another service",
+    "deadline kept: right tokens with a long one, errors with a short one; other sessions <= 10 %"
+    " fewer tokens per second, p95 of a token at most doubled, none of them wrong",
+    short=4,
+    long=20,
+    minutes=6,
+    alone=True,
+)
+def slow_peer(count: int, full: bool) -> Found:
     """Be slow so often, for a while each time at the others' service and at another one.
 
     What the proxy takes of the processor is no matter of the service: the others are compared with
@@ -346,20 +358,6 @@ def be_slow(count: int, full: bool) -> Found:
         {"deadlines kept": slow.overdue_s <= _GRACE_S, "others as fast": fast},
     )
 
-
-SLOW_PEER = Row(
-    "slow_peer",
-    "slow peer (10 kB/s, one-byte slices)",
-    "half with a deadline that is too short for it, beside two sessions at full speed, which are"
-    " compared with themselves while it is as slow at another service",
-    "deadline kept: right tokens with a long one, errors with a short one; other sessions <= 10 %"
-    " fewer tokens per second, p95 of a token at most doubled, none of them wrong",
-    be_slow,
-    short=4,
-    long=20,
-    minutes=6,
-    alone=True,
-)
 
 # ----------------------------------------------------------------------------------- row: load
 
@@ -432,6 +430,16 @@ def judge_load(
     )
 
 
+@Row(
+    "load",
+    "load: 64 concurrent sessions, 10 min",
+    "at least so many generations, each compared with what the model says to its prompt",
+    "0 lost, 0 duplicated, 0 tokens crossed between sessions; memory slope < 1 % after warm-up",
+    short=60,
+    long=10_000,
+    minutes=11,
+    alone=True,
+)
 def load(count: int, full: bool) -> Found:
     """Generate for ten minutes in many sessions, and judge whether that was enough and right."""
     processes, sessions = (_PROCESSES, _SESSIONS_EACH) if full else (1, 3)
@@ -458,18 +466,6 @@ def load(count: int, full: bool) -> Found:
         note(f"got {counts}, and the service answered {answered}")
     return judged
 
-
-LOAD = Row(
-    "load",
-    "load: 64 concurrent sessions, 10 min",
-    "at least so many generations, each compared with what the model says to its prompt",
-    "0 lost, 0 duplicated, 0 tokens crossed between sessions; memory slope < 1 % after warm-up",
-    load,
-    short=60,
-    long=10_000,
-    minutes=11,
-    alone=True,
-)
 
 # ------------------------------------------------------------------------- what the rows judge by
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from tests.faults.row import Found, Row, note
-from tests.fuzz.engine import MAX_BYTES, MAX_SECONDS, Fuzzer, Report, read_corpus
+from tests.fuzz.engine import MAX_BYTES, MAX_SECONDS, Fuzzer, Report
 from tests.fuzz.targets import TARGETS, count_executions, fuzz, merge, read_executions, shares
 from tests.kit.model import make_model
 from tests.kit.rows import each_row
@@ -64,7 +64,7 @@ def fuzzing(count: int, full: bool) -> Found:
             "cumulative": cumulative,
             "per second": executions / (time.monotonic() - began),
             "decoders": len(TARGETS),
-            "kept": sum(len(read_corpus(target)) for target in TARGETS),
+            "kept": sum(len(target.found()) for target in TARGETS),
             "wrong": len(report.findings),
             "slowest ms": report.slowest_s * 1000,
             "largest KiB": report.largest_bytes // 1024,

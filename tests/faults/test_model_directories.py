@@ -426,7 +426,9 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 # Sizes that could be, and are not those of the tensors.
 HUGE = {
     **{f"{name}_size": 2**24 for name in ("vocab", "hidden", "intermediate")},
-    **{"num_hidden_layers": 4095, "num_attention_heads": 2**23, "head_dim": 1024},
+    "num_hidden_layers": 4095,
+    "num_attention_heads": 2**23,
+    "head_dim": 1024,
 }
 CASES: dict[str, Callable[[Draft], Parts]] = {
     "truncated": lambda d: d.raw(SINGLE_FILE, d.weights[: d.chance.randrange(len(d.weights))]),

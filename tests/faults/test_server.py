@@ -484,7 +484,18 @@ async def _serve(many: Clients, count: int, full: bool) -> tuple[bool, list[tupl
     return _as_sent(first, between, counts) and _as_sent(between, last, more), rss
 
 
-def serve(count: int, full: bool) -> Found:
+@Row(
+    "serving",
+    "serving: 64 concurrent streams over HTTP, 10 min",
+    "at least so many answers, each compared with what the model says to its prompt alone",
+    "0 lost, duplicated or crossed; gauges back at zero, counters as sent; memory slope < 1 % after"
+    " warm-up",
+    short=40,
+    long=10_000,
+    minutes=11,
+    alone=True,
+)
+def serving(count: int, full: bool) -> Found:
     """Ask for ten minutes, and judge whether that were enough answers and right."""
     with place() as (workers, folder):
         many = clients(workers, folder, [service(workers, folder)], full)
@@ -511,19 +522,6 @@ def serve(count: int, full: bool) -> Found:
         {"memory": slope < _MAX_SLOPE},
     )
 
-
-SERVING = Row(
-    "serving",
-    "serving: 64 concurrent streams over HTTP, 10 min",
-    "at least so many answers, each compared with what the model says to its prompt alone",
-    "0 lost, duplicated or crossed; gauges back at zero, counters as sent; memory slope < 1 % after"
-    " warm-up",
-    serve,
-    short=40,
-    long=10_000,
-    minutes=11,
-    alone=True,
-)
 
 # ------------------------------------------------------------------------------ row: cancelled
 
@@ -632,7 +630,17 @@ class Leaving:
         self.free_s.append(time.monotonic() - began)
 
 
-def cancel(count: int, full: bool) -> Found:
+@Row(
+    "cancelled",
+    "requests cancelled by their clients",
+    "streamed and whole; at once, before the first byte, mid-stream, in a prompt, in the queue",
+    "places free within 1 s each, gauges back at zero, other streams' tokens unaffected",
+    short=6,
+    long=200,
+    minutes=2,
+    alone=True,
+)
+def cancelled(count: int, full: bool) -> Found:
     """Leave so often, one after the other."""
 
     async def run() -> bool:
@@ -664,18 +672,6 @@ def cancel(count: int, full: bool) -> Found:
         {"free within a second": slowest_s <= _FREE_S},
     )
 
-
-CANCELLED = Row(
-    "cancelled",
-    "requests cancelled by their clients",
-    "streamed and whole; at once, before the first byte, mid-stream, in a prompt, in the queue",
-    "places free within 1 s each, gauges back at zero, other streams' tokens unaffected",
-    cancel,
-    short=6,
-    long=200,
-    minutes=2,
-    alone=True,
-)
 
 # ------------------------------------------------------------------------------- row: overload
 
@@ -711,6 +707,17 @@ async def _ask_at_once(
     await many.until(is_idle)
 
 
+@Row(
+    "overload",
+    "overload: four times as many clients as sequences",
+    "so many requests, some with a key that allows two at a time; then as many as at capacity",
+    "admitted: right, p95 between two tokens <= 1.5 x that at capacity; refused: 429 or 503 with"
+    " Retry-After; none hangs",
+    short=60,
+    long=2000,
+    minutes=3,
+    alone=True,
+)
 def overload(count: int, full: bool) -> Found:
     """Ask at capacity first, and then with four times as many clients."""
 
@@ -761,19 +768,6 @@ def overload(count: int, full: bool) -> Found:
         {"as fast": ratio <= _MAX_RATIO},
     )
 
-
-OVERLOAD = Row(
-    "overload",
-    "overload: four times as many clients as sequences",
-    "so many requests, some with a key that allows two at a time; then as many as at capacity",
-    "admitted: right, p95 between two tokens <= 1.5 x that at capacity; refused: 429 or 503 with"
-    " Retry-After; none hangs",
-    overload,
-    short=60,
-    long=2000,
-    minutes=3,
-    alone=True,
-)
 
 # ------------------------------------------------------------------------- row: serving_faults
 
@@ -849,7 +843,16 @@ class Killing:
         return (errors() == 0) == patient
 
 
-def kill_services(count: int, full: bool) -> Found:
+@Row(
+    "serving_faults",
+    "services killed (kill -9) under a server's streams",
+    "in turns: a second one present; the only one, with a deadline longer and shorter than that",
+    "tokens as alone, or one typed error where no service was there; /health 503, then 200 again",
+    short=3,
+    long=90,
+    minutes=4,
+)
+def serving_faults(count: int, full: bool) -> Found:
     """Kill so often: a third with a second service, and two thirds the only one."""
 
     async def run(many: Clients, *more: Any) -> bool:
@@ -890,17 +893,6 @@ def kill_services(count: int, full: bool) -> Found:
         },
     )
 
-
-SERVING_FAULTS = Row(
-    "serving_faults",
-    "services killed (kill -9) under a server's streams",
-    "in turns: a second one present; the only one, with a deadline longer and shorter than that",
-    "tokens as alone, or one typed error where no service was there; /health 503, then 200 again",
-    kill_services,
-    short=3,
-    long=90,
-    minutes=4,
-)
 
 # ---------------------------------------------------------------------- what answers are judged by
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
+from tests.kit.kernel_log import PLUGGED, RESUMED, KernelLog
 from tsqp.deploy.guest.start import Resumed, seeded
 
 

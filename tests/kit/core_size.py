@@ -1,4 +1,4 @@
-"""How much code is trusted: `python -m tests.tools.core_size` prints it, module by module.
+"""How much code is trusted: `python -m tests.kit.core_size` prints it, module by module.
 
 A code line has something on it that is no comment and no docstring. What counts are the modules of
 our packages that a shielded run imports, the real command with a real service over a unix socket.

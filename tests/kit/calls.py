@@ -1,4 +1,4 @@
-"""How many Python calls one linear RPC takes: `python -m tests.tools.calls` prints both numbers.
+"""How many Python calls one linear RPC takes: `python -m tests.kit.calls` prints both numbers.
 
 With `--json FILE` it also writes them.
 
@@ -99,7 +99,7 @@ def measure() -> dict[str, float]:
             return [
                 sys.executable,
                 "-m",
-                "tests.tools.calls",
+                "tests.kit.calls",
                 str(answers[program]),
                 program,
                 *arguments,
