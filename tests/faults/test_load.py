@@ -24,15 +24,14 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply
 from protocol.errors import TsqpError
 from protocol.integer import exact_product
-from protocol.messages import FUSED_MODULES, LMHeadRequest, RingLinearRequest, TensorReply
+from protocol.messages import FUSED_MODULES, RingLinearRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
-from protocol.pending import PendingChannel, Received
-from protocol.tensors import Buffer, from_torch, to_torch
+from protocol.pending import PendingChannel
+from protocol.tensors import from_torch, to_torch
 from protocol.zmq_channel import ZmqChannel
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner
@@ -486,36 +485,6 @@ def test_a_token_of_another_session_is_counted(said: Tokens, counted: dict[str, 
     found = Crowd()
     found.judge(said, SAID[0], SAID)
     assert +found.counts == Counter(counted)
-
-
-class RepeatingChannel(PendingChannel):
-    """Its service replies to each request so many times."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__("repeating", timeout_s=5.0, max_message_bytes=10_000)
-        self._times = times
-        self._replies: list[list[Buffer]] = []
-
-    def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
-        output = TensorReply(output=from_torch(torch.zeros(4)))
-        self._replies += [encode_reply(Form.FRAMED, self._last_id, method, output)] * self._times
-        return 0
-
-    def _receive(self, deadline: float) -> Received | None:
-        return [memoryview(bytearray(frame)) for frame in self._replies.pop(0)], 1
-
-    def close(self) -> None:
-        pass
-
-
-@each_row(("times", "duplicated"), [(1, 0), (2, 2)])
-def test_a_reply_that_comes_a_second_time_is_counted(times: int, duplicated: int) -> None:
-    counts: Counter[str] = Counter()
-    with counted_replies(counts):
-        channel = RepeatingChannel(times)
-        for _ in range(3):  # what came after the last one is not looked at
-            channel.call(LMHeadRequest(hidden_states=from_torch(torch.ones(4))))
-    assert counts["duplicated"] == duplicated
 
 
 @each_row(

@@ -371,7 +371,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
             party("two-server", shares, liars=2),
             party("shielded", with_spare),
         ]
-        many = party("shielded", lambda: [dial(endpoints[0])], sequences=4, micro_batches=2)
+        many = party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2)
         yield Parties(usual, many, services[0], dial, check)
 
 

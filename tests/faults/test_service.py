@@ -463,7 +463,10 @@ class Rogue:
     """
 
     def __init__(self, init: InitReply, answer: ErrorCode | int) -> None:
-        self._init, self._answer = init.model_copy(update={"instance_id": f"{id(self):032x}"}), answer
+        self._init, self._answer = (
+            init.model_copy(update={"instance_id": f"{id(self):032x}"}),
+            answer,
+        )
         self.asked, self.descriptors = 0, list[int]()
 
     def apply(self, request: Any) -> tuple[Response, None]:
