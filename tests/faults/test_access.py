@@ -34,7 +34,7 @@ from tests.kit.demo import DEMO
 from tests.kit.lie import MaliciousService, operators_of
 from tests.kit.model import SavedModel, make_model
 from tests.kit.rows import each_row
-from tests.kit.service import CALM_S, Service, run, running_service
+from tests.kit.service import CALM_S, Service, running_service
 from tests.kit.wire import inline, part, segment
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
@@ -304,26 +304,6 @@ def test_a_list_of_keys_from_its_first_client_to_its_last(
     assert "Traceback" not in log
     for name in ("service", "friend", "other"):
         assert (files.directory / f"{name}.key").read_text().split("\n")[1] not in log
-
-
-def test_a_runner_with_the_right_key_generates_and_others_do_not(files: Files) -> None:
-    model, known = str(files.directory / "model"), str(files.directory / "service.pub")
-    keys = ("--identity", str(files.directory / "service.key"))
-    keys += ("--allow", str(files.allow("friend")), "--threads", "1")
-    given = ("--policy", "attention-in-tee", "--prompt-token-ids", "5,6,7", "--max-new-tokens", "2")
-    with running_service(model, "tcp://127.0.0.1:*", *keys) as service:
-        for name, service_key, message in (
-            ("friend", known, ""),
-            ("stranger", known, "got a refusal of our key"),
-            ("friend", str(files.directory / "other.pub"), "that holds the key of --service-key"),
-            ("", "", "or --identity and --service-key for one with them"),
-        ):
-            own = ("--identity", str(files.directory / f"{name}.key"), "--service-key", service_key)
-            options = ("--gpu", service.endpoint, *given, *(own if name else ()))
-            ended = run("tee-runner", "generate", model, *options)
-            assert ended.returncode == (2 if message else 0), ended.stderr
-            assert message in ended.stderr
-            assert "waiting_for_service" not in ended.stderr
 
 
 _SERVICE = ("--bind", "tcp://*:*")

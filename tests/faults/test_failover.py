@@ -21,10 +21,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import DeadlineExceededError, ModelMismatchError, SettingsError
+from protocol.errors import DeadlineExceededError, ModelMismatchError
 from protocol.messages import InitRequest, Request
-from protocol.pending import PendingChannel
-from tee_side import runner as runner_module
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.faults.row import Found, Row, note, percentile
@@ -375,23 +373,3 @@ def test_no_service_ever_gets_the_other_share(world: World) -> None:
     assert not first & second
     # As many different ones as there were products: what was sent again was not split anew.
     assert len(first) == len(second) == NEW_TOKENS * 3 * 4
-
-
-def test_a_restart_does_not_give_a_process_another_share(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two names of one service, one of which leads elsewhere when the run starts."""
-    first, second = (world.service() for _ in range(2))
-    connect, moved = runner_module.open_channel, threading.Event()
-
-    def moving(endpoint: str, **given: Any) -> PendingChannel:
-        # As a name server or a load balancer would: the second's name leads to the first by now.
-        led = first.endpoint if endpoint == second.endpoint and moved.is_set() else endpoint
-        return connect(led, **given)
-
-    monkeypatch.setattr(runner_module, "open_channel", moving)
-    world.sent.strike({(20, True): kills(second, moved)})
-    with pytest.raises(SettingsError, match="one and the same, expected two that do not collude"):
-        tokens(world.run("two-server", first.endpoint, second.endpoint))
-    # 21 were sent: the first got its share of each, and nothing of the other's.
-    assert len(elements(world.sent.to(first.endpoint))) in (10, 11)

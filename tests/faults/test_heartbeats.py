@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,12 +18,10 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
-from gpu_side.access import ServiceKeys
-from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, read_public_key, read_secret_key
-from protocol.errors import AbsentError, EndpointError, ErrorCode, ServiceError
+from protocol.errors import AbsentError, EndpointError
 from protocol.messages import InitReply, InitRequest
 from protocol.pending import PendingChannel
 from protocol.zmq_channel import ZmqChannel
@@ -261,51 +257,6 @@ def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
         assert is_served(channel)
 
 
-def test_without_heartbeats_only_the_deadline_helps(
-    services: dict[str, tuple[Service, ClientKeys | None]],
-) -> None:
-    # What the others would see if heartbeats were off: so they are what makes the difference.
-    service, _ = services["tcp"]
-    with ZmqChannel(service.endpoint, timeout_s=HOUR_S, heartbeat_timeout_s=0) as channel:
-        assert is_served(channel)
-        service.freeze()
-        request_id = channel.submit(InitRequest())
-        arrived = channel.arrived(request_id, time.monotonic() + BUSY_S)
-        service.thaw()
-        assert not arrived
-        channel.wait(request_id)
-
-
-ASKER = """
-import os, sys
-from protocol import zmq_sockets
-from protocol.messages import InitRequest
-from protocol.zmq_channel import ZmqChannel
-zmq_sockets.HANDSHAKE_TIMEOUT_MS = 300
-try:
-    with ZmqChannel(sys.argv[1], timeout_s=3600) as channel:
-        channel.call(InitRequest())
-except Exception as error:
-    print(error, file=sys.stderr, flush=True)
-os._exit(0)
-"""
-
-
-def test_a_client_that_is_stopped_itself_says_the_same() -> None:
-    # Its machine pauses: the call that waited for the service is interrupted then.
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        asker = Forked("tsqp", [endpoint], ENVIRONMENT, before=ASKER)
-        connection, _ = silent.accept()
-        while asker.poll() is None:
-            asker.send_signal(signal.SIGSTOP)
-            time.sleep(0.02)
-            asker.send_signal(signal.SIGCONT)
-            time.sleep(0.05)
-        connection.close()
-        assert "got no handshake while Init was waiting" in asker.communicate()[1]
-
-
 CLIENT = """
 import sys, time, zmq
 client = zmq.Context().socket(zmq.DEALER)
@@ -329,39 +280,6 @@ def test_a_stopped_client_is_noticed_by_the_service() -> None:
     finally:
         client.kill()
         listener.close()
-
-
-def _compute(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pow(3, 200_003)  # holds Python's lock while it lasts
-
-
-def test_a_peer_that_is_busy_is_not_cut_off_on_either_side() -> None:
-    # Both sides at once: the threads that answer heartbeats are ZeroMQ's, and not Python's.
-    public, secret = zmq.curve_keypair()
-    keys, mine = ServiceKeys(secret, frozenset({public})), ClientKeys(secret, public)
-    listener = ZmqListener("tcp://127.0.0.1:*", keys=keys, heartbeat_timeout_s=SOON_S)
-    with ZmqChannel(
-        listener.endpoint, timeout_s=HOUR_S, keys=mine, heartbeat_timeout_s=SOON_S
-    ) as channel:
-        # As many as a runner has under way at most, none of which the service reads while busy.
-        waiting = [channel.submit(InitRequest()) for _ in range(64)]
-        _compute(BUSY_S)
-        for _ in waiting:
-            assert listener.wait(timeout_ms=10_000)
-            incoming = listener.receive()
-            assert incoming is not None
-            opened = open_request(incoming.frames, 2**20)
-            error = encode_reply(Form.FRAMED, opened.request_id, opened.method, ErrorCode.INTERNAL)
-            assert listener.send(incoming.route, error)
-        _compute(BUSY_S)
-        for request_id in waiting:
-            with pytest.raises(ServiceError, match="INTERNAL"):
-                channel.wait(request_id)
-        channel._note_events()
-        assert channel._connection == 0
-    listener.close()
 
 
 @each_row(

@@ -218,12 +218,6 @@ def test_framed_message(endpoint: str, about: tuple[str, int, str]) -> None:
     assert not wrong
 
 
-@each_row("frames", [[b""], [b"", b""], [b"", b"", b""], [b"", b"", GOOD]])
-def test_empty_frames_from_a_dealer(endpoint: str, frames: list[bytes]) -> None:
-    reply = exchange(zmq.DEALER, endpoint, frames)
-    assert msgpack.unpackb(reply[-1])["error"] == MALFORMED
-
-
 @each_row("linger_ms", [0, 5000])
 def test_a_client_that_vanishes_before_its_reply(endpoint: str, linger_ms: int) -> None:
     asked = [inline("Matmul", matmul_body([64, 64], [64, 64]))], [header(), DATA]
@@ -236,16 +230,3 @@ def test_a_client_that_vanishes_before_its_reply(endpoint: str, linger_ms: int) 
         for request_id in range(1, 6):
             client.send_multipart([header(request_id=request_id), DATA])
         assert msgpack.unpackb(client.recv_multipart()[0])["request_id"] == 1
-
-
-def test_both_kinds_of_client_at_once(endpoint: str) -> None:
-    with connected(zmq.DEALER, endpoint) as dealer, connected(zmq.REQ, endpoint) as req:
-        for request_id in range(1, 41):
-            dealer.send_multipart([header(request_id=request_id), DATA])
-            if request_id % 10 == 0:
-                req.send(inline("Embedding", embedding_body([request_id])))
-                answer = msgpack.unpackb(req.recv())
-                assert answer["response"]["shape"] == [1, 1, HIDDEN]
-        answers = [msgpack.unpackb(dealer.recv_multipart()[0]) for _ in range(40)]
-    assert [answer["request_id"] for answer in answers] == list(range(1, 41))
-    assert {answer["status"] for answer in answers} == {"success"}
