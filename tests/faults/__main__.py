@@ -14,19 +14,15 @@ import dataclasses
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.faults.row import Found, Row
+from tests.faults.row import Found, Row, end_on_sigterm, run_side_by_side
 from tests.faults.scorecard import (
     PAGE,
     ROOT,
@@ -40,37 +36,7 @@ from tests.faults.scorecard import (
 from tsqp.cli.logs import OWN_LOGGERS
 from tsqp.end_with_parent import end_with
 
-# Several torch processes share the cores.
-_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 _PATIENCE = 3.0
-
-
-def run_side_by_side(
-    commands: Sequence[Sequence[str]], limits_s: Sequence[float]
-) -> list[tuple[str, float]]:
-    """Run commands, and return how each ended ("": well), and after how many seconds.
-
-    One that takes too long is ended. Whatever they have started ends with them.
-    """
-    began, found = time.monotonic(), []
-    processes = [
-        subprocess.Popen(command, env=_ENVIRONMENT, cwd=ROOT, start_new_session=True)
-        for command in commands
-    ]
-    try:
-        for process, limit_s in zip(processes, limits_s, strict=True):
-            try:
-                status = process.wait(max(0.0, began + limit_s - time.monotonic()))
-                ended = f"with {status}" if status else ""
-            except subprocess.TimeoutExpired:
-                ended = f"by us, after {limit_s / 60:g} min"
-            found.append((ended, time.monotonic() - began))
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):  # none is left
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return found
 
 
 def run_rows(rows: Sequence[Row], console: Console) -> list[tuple[Row, Found, float]]:
@@ -106,11 +72,6 @@ def run_here(row: Row, file: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     found = dataclasses.asdict(row.run(row.long, True))
     file.write_text(json.dumps(found), encoding="utf-8")
-
-
-def end_on_sigterm() -> None:
-    """End as after Ctrl-C: with what runs."""
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import DeadlineExceededError, ModelMismatchError
+from protocol.errors import ModelMismatchError
 from protocol.messages import InitRequest, Request
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
@@ -319,19 +319,6 @@ def test_a_worker_that_comes_back_is_asked_what_it_holds_before_anything_else(
         was_init = [isinstance(request, InitRequest) for _, request in sent.log]
         assert was_init.index(True, 1) in (19, 20)
         assert comes_back is world.model or (was_init[-1] and len(sent.to()) <= 19)
-
-
-def test_with_no_service_left_one_error_says_what_became_of_each(world: World) -> None:
-    both = [world.service() for _ in range(2)]
-    gpu = [one.endpoint for one in both]
-    with Runner(world.run("attention-in-tee", *gpu, request_timeout_s=1.0)) as runner:
-        world.sent.strike({(17, True): lambda: [worker.kill() for worker in both]})
-        with pytest.raises(DeadlineExceededError) as caught:
-            tokens(runner)
-        assert all(f"{endpoint}: " in caught.value.got for endpoint in gpu)
-        # The next one is asked of no service in vain, and ends as well.
-        with pytest.raises(DeadlineExceededError):
-            tokens(runner)
 
 
 @pytest.mark.parametrize(("stands_in", "micro_batches"), [(True, 2), (False, 1)])

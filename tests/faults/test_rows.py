@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.__main__ import run_side_by_side
-from tests.faults.row import Found, Row
+from tests.faults.row import Found, Row, run_side_by_side
 from tests.faults.scorecard import PAGE, ROWS, read_results, record, render, write_results
 from tests.kit.rows import each_row
 
@@ -81,7 +80,7 @@ def test_a_row_ends_with_what_it_started(
 
 def test_rows_end_when_the_scorecard_is_ended(tmp_path: Path) -> None:
     program = (
-        "import signal, sys; from tests.faults.__main__ import end_on_sigterm, run_side_by_side;"
+        "import signal, sys; from tests.faults.row import end_on_sigterm, run_side_by_side;"
         " end_on_sigterm(); run_side_by_side([sys.argv[1:]], [600.0])"
     )
     path = tmp_path / "left"

@@ -41,7 +41,6 @@ from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
-from tests.faults.test_malicious import Victim
 from tests.kit.demo import DEMO
 from tests.kit.kernel_log import PLUGGED, RESUMED
 from tests.kit.lie import MaliciousService, operators_of
@@ -60,6 +59,7 @@ from tests.kit.service import (
     running_service,
     until,
 )
+from tests.kit.victim import Victim
 from tests.kit.wire import (
     HIDDEN,
     connected,
