@@ -326,7 +326,7 @@ def lie_so_often(count: int, *, over_shm: bool) -> Found:
     "truncated, bit-flipped, replayed, reordered, cross-session, wrong shape or dtype, NaN/Inf,"
     " oversized; wrong results; lies of Init; with and without a second service",
     "0 accepted; the right result wherever a second service is there",
-    short=75,
+    short=57,
     long=10_000,
     minutes=10,
     alone=True,
@@ -341,7 +341,7 @@ def malicious_service(count: int, full: bool) -> Found:
     "malicious service over shared memory",
     "the same lies",
     "0 accepted; the right result wherever a second service is there",
-    short=75,
+    short=57,
     long=1000,
     minutes=2,
     alone=True,

@@ -115,7 +115,7 @@ def not_met(crashes: dict[str, int], happened: dict[str, int], *, full: bool) ->
     "pads",
     "draws, crashes and retries between them",
     "0 reused",
-    short=3_000,
+    short=2_000,
     long=1_000_000,
     minutes=5,
 )
