@@ -81,7 +81,7 @@ fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 10 min
 	$(BIN)/python -m tests.fuzz
 
 soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
-	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))
+	$(BIN)/python -m tests.faults $(addprefix --only ,$(ONLY))
 
 wheel: $(RELEASE)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment
 	rm -rf build/wheel build/lib.* build/lib  # of an earlier build, whose files would be in it
@@ -92,7 +92,7 @@ wheel: $(RELEASE)  ## build a manylinux wheel in build/wheel, and load its kerne
 	    --no-deps build/wheel/*.whl
 	@# What it depends on is here already. As a path and not a site directory: without this checkout.
 	cd build/wheel && PYTHONPATH="$$($(abspath $(BIN))/python -c 'import torch; print(torch.__path__[0])')/.." \
-	    venv/bin/python ../../tests/tools/wheel.py
+	    venv/bin/python ../../tests/kit/wheel.py
 
 image: $(STAMP)  ## build the guest image of a confidential VM in build/image (root); IMAGE=--small: without the runner
 	rm -rf build/image

@@ -10,7 +10,7 @@ checks u = r W. It ends in one of these ways, chosen at random:
     from outside  is killed (SIGKILL) at a moment that it does not know
 
 What was drawn is counted in memory shared with this process, which outlives the kill. A kill keeps
-what the kernel has: loss of power is simulated by tests/fault/test_pad_bank.py.
+what the kernel has: loss of power is simulated by tests/faults/test_pads.py.
 
 The folder should be on a real disk: on a memory-backed one fsync costs nothing.
 """

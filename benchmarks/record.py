@@ -121,7 +121,7 @@ def _bench(name: str, *options: str) -> Recording:
 
 # Of recordings whose module is not named as they are.
 _MODULES = {
-    "calls": "tests.tools.calls",
+    "calls": "tests.kit.calls",
     "plan": "benchmarks.plan_check",
     "ping_pong": "tsqp.lab.bench.ping_pong",
     "ping_pong_spin": "tsqp.lab.bench.ping_pong",

@@ -57,7 +57,6 @@ SLOW = (
     "fuzz",
     "mutations",
     "native",
-    "soak",
 )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.calls import measure
-from tests.tools.core_size import RECORDED
+from tests.kit.calls import measure
+from tests.kit.core_size import RECORDED
 
 
 @pytest.mark.slow  # two minutes of a busy machine, under sys.setprofile
@@ -13,4 +13,4 @@ def test_an_rpc_takes_no_more_calls_than_are_recorded() -> None:
     found = measure()
     assert found.keys() == RECORDED["calls"].keys()
     for side, calls in found.items():
-        assert calls <= RECORDED["calls"][side], f"{side}: python -m tests.tools.calls"
+        assert calls <= RECORDED["calls"][side], f"{side}: python -m tests.kit.calls"

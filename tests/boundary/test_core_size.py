@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.tools.core_size import (
+from tests.kit.core_size import (
     RECORDED,
     ROOT,
     all_of,
@@ -16,7 +16,7 @@ def test_a_shielded_run_imports_no_more_code_than_is_recorded() -> None:
     assert all(ROOT in file.parents for file in files.values())
     assert {"tee_side.runner", "protocol.messages", "tsqp.cli.tee_runner"} <= files.keys()
     found = total(files.values())
-    assert found <= RECORDED["core"]["imported"], "python -m tests.tools.core_size says what of it"
+    assert found <= RECORDED["core"]["imported"], "python -m tests.kit.core_size says what of it"
     assert not any(name.startswith(("tee_side.attest", "tee_side.serve")) for name in files)
     # Deferring an import is no reduction.
     apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "serve")}

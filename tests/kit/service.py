@@ -1,4 +1,8 @@
-"""What the tools that are context managers have in common."""
+"""Our programs as real processes: forked from one that has everything imported, so in 0.2 s each.
+
+`Forked`: a program; `running_service`, `Workers`: gpu-services; `running_server`: tee-runner serve;
+`run`: one to its end, `call`: the same in this process; `FreshPython`: Python without any of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,12 +26,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import distribution
 from multiprocessing import get_context
-from multiprocessing.reduction import DupFd
+from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGTERM
 from tempfile import TemporaryDirectory, TemporaryFile
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from unittest import mock
 from urllib.request import Request, urlopen
 
@@ -44,12 +46,7 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
@@ -95,7 +92,11 @@ class Forked:
     ) -> None:
         read, write = os.pipe()
         self.stderr = os.fdopen(read, encoding="utf-8", errors="replace")
-        outputs = (stdout and _Passed(stdout), _Passed(write if stderr is None else stderr))
+        # As such the new process gets copies of descriptors.
+        outputs = [
+            None if file is None else Connection(os.dup(file), readable=False)
+            for file in (stdout, write if stderr is None else stderr)
+        ]
         given = (program, list(arguments), dict(environment), before, *outputs)
         self._process = _SERVER.Process(target=_run, args=given)
         with _LOCK, _only(ENVIRONMENT):  # the server reads numbers of threads when it starts
@@ -139,20 +140,6 @@ class Forked:
         self.stderr.close()
 
 
-class _Passed:
-    """A descriptor that the new process gets a copy of; there, `_Passed` is its number."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _received, (DupFd(self._descriptor),)
-
-
-def _received(copy: Any) -> int:
-    return int(copy.detach())
-
-
 @contextmanager
 def _only(environment: Mapping[str, str]) -> Iterator[None]:
     own = dict(os.environ)
@@ -170,33 +157,38 @@ def _run(
     arguments: list[str],
     environment: dict[str, str],
     before: str,
-    stdout: int | None,
-    stderr: int,
+    *outputs: Connection | None,
 ) -> None:
     """Be the program, from its first line to its exit."""
     gc.freeze()  # what the server has imported is not looked through again
     end_with(os.getppid())
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, number in ((stdout or os.open(os.devnull, os.O_WRONLY), 1), (stderr, 2)):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for number, output in enumerate(outputs, 1):
+        os.dup2(nothing if output is None else output.fileno(), number)
+    for file in filter(None, outputs):
+        file.close()
+    os.close(nothing)
     sys.argv = [str(Path(sys.executable).with_name(program)), *arguments]
     exec(before, {})
     import_module(_MODULES[program]).main()
 
 
-START_S = 30.0
-_READY = re.compile(rb" ready .*\bendpoint=(\S+).*\n")
+WAIT_S = 60
+# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
+CALM_S = 60.0
+CALM = ("--heartbeat-timeout-s", str(CALM_S))
 
 
 @dataclass
-class Worker:
-    """A running gpu-service. `arguments`: what it was started with."""
+class Service:
+    """A running gpu-service. `arguments`: what it was started with; `log`: what it said so far."""
 
     process: Forked
     endpoint: str
-    arguments: tuple[str, ...]
+    log: list[str] = field(default_factory=list)
+    arguments: tuple[str, ...] = ()
 
     @property
     def pid(self) -> int:
@@ -208,52 +200,68 @@ class Worker:
         """Whether the process is still there, stopped ones too."""
         return self.process.poll() is None
 
-    def signal(self, number: int) -> None:
-        """Send a signal; nothing happens if it has ended."""
-        self.process.send_signal(number)
-
     def kill(self) -> None:
         """End it as kill -9 does, and wait until it is gone."""
         self.process.kill()
 
+    def freeze(self) -> None:
+        """Send SIGSTOP, and wait until it has come: no thread runs when this returns.
 
-class Workers(Closing):
-    """Starts gpu-services from any thread; use as a context manager, which ends them all."""
-
-    def __init__(self) -> None:
-        self._started = ExitStack()
-
-    def start(self, *arguments: str, log: Path | None = None) -> Worker:
-        """Start `gpu-service ARGUMENTS` and wait until it is ready.
-
-        `log`: a file that its stderr is appended to. Raises RuntimeError if it ends instead.
+        On a busy machine that takes a while, in which the service may still answer a handshake.
         """
-        with log.open("ab+") if log else tempfile.TemporaryFile("ab+") as file:
-            begins = file.seek(0, os.SEEK_END)
-            process = Forked("gpu-service", arguments, ENVIRONMENT, stderr=file.fileno())
-            self._started.callback(process.kill)
-            until = time.monotonic() + START_S
-            while time.monotonic() < until:
-                ended = process.poll() is not None
-                if ready := _READY.search(os.pread(file.fileno(), 2**20, begins)):
-                    return Worker(process, ready[1].decode(), arguments)
-                if ended:
-                    break
-                time.sleep(0.005)
-        raise RuntimeError(f"gpu-service {' '.join(arguments)}: got none, expected it ready")
+        self.process.send_signal(signal.SIGSTOP)
+        until(lambda: _states(self.pid) == {"T"})
 
-    def restart(self, worker: Worker) -> Worker:
-        """Start one with the arguments and at the endpoint of another, which has ended."""
-        arguments = list(worker.arguments)
-        arguments[arguments.index("--bind") + 1] = worker.endpoint
-        return self.start(*arguments)
+    def thaw(self) -> None:
+        """Send SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
 
-    def close(self) -> None:
-        """End those that are left."""
-        self._started.close()
+    def stop(self, sent: int = SIGTERM) -> int:
+        """Send a signal, collect the rest of the log, and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(sent)
+        if not self.process.stderr.closed:
+            self.log += self.process.communicate(timeout=30)[1].splitlines()
+        return self.process.wait()
 
 
-WAIT_S = 60
+def _states(pid: int) -> set[str]:
+    """Return the states of all threads of a process, as Linux's proc(5) has them."""
+    stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {stat.read_text(errors="replace").rpartition(")")[2].split()[0] for stat in stats}
+
+
+@contextmanager
+def running_service(
+    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32", before: str = ""
+) -> Iterator[Service]:
+    """Start a real gpu-service process and wait for its ready line; stop it by its process id.
+
+    `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
+    heartbeats are calm, unless `arguments` say otherwise. `before`: see `Forked`.
+    """
+    options = (str(model), "--bind", endpoint, "--dtype", dtype, *CALM, *arguments)
+    process = Forked("gpu-service", options, ENVIRONMENT, before=before)
+    service = Service(process, endpoint, arguments=options)
+    try:
+        ready = _read_until(process, service.log, " ready ")
+        service.endpoint = ready.split("endpoint=", 1)[1].split()[0]
+        yield service
+    finally:
+        service.stop()
+
+
+def _read_until(process: Forked, log: list[str], text: str) -> str:
+    """Read what it says until a line has a text. Raises RuntimeError where it ends before."""
+    deadline = time.monotonic() + WAIT_S
+    while not log or text not in f" {log[-1]} ":
+        line = process.stderr.readline()
+        if not line or time.monotonic() > deadline:
+            raise RuntimeError(f"got no {text!r}, expected it:\n" + "\n".join(log))
+        log.append(line.rstrip("\n"))
+    return log[-1]
+
+
 TEE_ONLY = ("--policy", "tee-only", "--dtype", "float32")
 
 
@@ -301,19 +309,61 @@ def running_server(
     given = ("serve", model, "--port", "0", "--threads", "1", *arguments)
     server = Server(Forked("tee-runner", given, {**ENVIRONMENT, **environment}, before=before))
     try:
-        deadline = time.monotonic() + WAIT_S
-        while not server.log or "  ready: " not in server.log[-1]:
-            line = server.process.stderr.readline()
-            if not line or time.monotonic() > deadline:
-                raise RuntimeError("tee-runner is not ready:\n" + "\n".join(server.log))
-            server.log.append(line.rstrip("\n"))
-        server.address = server.log[-1].split("  ready: ")[1].removesuffix("/v1")
+        ready = _read_until(server.process, server.log, "  ready: ")
+        server.address = ready.split("  ready: ")[1].removesuffix("/v1")
         yield server
     finally:
         try:
             server.stop()
         finally:
             server.process.kill()
+
+
+class Workers(Closing):
+    """Starts gpu-services from any thread; use as a context manager, which ends them all."""
+
+    def __init__(self) -> None:
+        self._started = ExitStack()
+
+    def start(self, *arguments: str, log: Path | None = None) -> Service:
+        """Start `gpu-service ARGUMENTS` and wait until it is ready.
+
+        `log`: a file that its stderr is appended to. Raises RuntimeError if it ends instead.
+        """
+        process, endpoint = self._ready(
+            "gpu-service", arguments, rb" ready .*\bendpoint=(\S+)", log
+        )
+        return Service(process, endpoint, arguments=arguments)
+
+    def serve(self, *arguments: str, log: Path | None = None) -> Server:
+        """Start `tee-runner serve ARGUMENTS`; see `start`."""
+        return Server(*self._ready("tee-runner", ("serve", *arguments), rb" ready: (\S+)/v1", log))
+
+    def _ready(
+        self, program: str, arguments: Sequence[str], ready: bytes, log: Path | None
+    ) -> tuple[Forked, str]:
+        with log.open("ab+") if log else TemporaryFile("ab+") as file:
+            begins = file.seek(0, os.SEEK_END)
+            process = Forked(program, arguments, ENVIRONMENT, stderr=file.fileno())
+            self._started.callback(process.kill)
+            until_s, ended = time.monotonic() + WAIT_S, False
+            while time.monotonic() < until_s and not ended:
+                ended = process.poll() is not None
+                said = os.pread(file.fileno(), 2**20, begins)
+                if found := re.search(ready + rb".*\n", said):
+                    return process, found[1].decode()
+                time.sleep(0.005)
+        raise RuntimeError(f"{program} {' '.join(arguments)}: got {said!r}, expected it ready")
+
+    def restart(self, worker: Service) -> Service:
+        """Start one with the arguments and at the endpoint of another, which has ended."""
+        arguments = list(worker.arguments)
+        arguments[arguments.index("--bind") + 1] = worker.endpoint
+        return self.start(*arguments)
+
+    def close(self) -> None:
+        """End those that are left."""
+        self._started.close()
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -329,21 +379,21 @@ _FRESH_SERVER = """
 import json, os, sys, warnings
 import torch
 for line in sys.stdin:
-    asked = json.loads(line)
+    code, arguments, files, folder, paths, strict = json.loads(line)
     child = os.fork()
     if child == 0:
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
     sys.exit()
-for number, path in enumerate((os.devnull, asked["stdout"], asked["stderr"])):
-    os.dup2(os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT), number)
-os.chdir(asked["folder"])
-sys.path[:] = [*asked["paths"], *(path for path in sys.path if path)]
-sys.argv[:] = ["-c", *asked["arguments"]]
-if asked["strict"]:
+for number, path in enumerate(files):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
+os.chdir(folder)
+sys.path[:] = [*paths, *(path for path in sys.path if path)]
+sys.argv[:] = ["-c", *arguments]
+if strict:
     warnings.simplefilter("error")
-exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
+exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 """
 
 
@@ -371,28 +421,17 @@ class FreshPython(Closing):
         `paths`: where modules are looked for first; `strict`: warnings are errors.
         """
         if self._server is None:
+            command, pipe = [sys.executable, "-c", _FRESH_SERVER], subprocess.PIPE
             self._server = subprocess.Popen(
-                [sys.executable, "-c", _FRESH_SERVER],
-                env=ENVIRONMENT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+                command, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True
             )
         server = self._server
         assert server.stdin is not None
         assert server.stdout is not None
         with TemporaryDirectory() as outputs:
             said = [Path(outputs) / name for name in ("stdout", "stderr")]
-            asked = {
-                "code": code,
-                "arguments": arguments,
-                "folder": str(folder),
-                "paths": [str(path) for path in paths],
-                "strict": strict,
-                "stdout": str(said[0]),
-                "stderr": str(said[1]),
-            }
-            print(json.dumps(asked), file=server.stdin, flush=True)
+            where = [os.devnull, *map(str, said)], str(folder), [*map(str, paths)]
+            print(json.dumps([code, arguments, *where, strict]), file=server.stdin, flush=True)
             status = int(server.stdout.readline())
             return subprocess.CompletedProcess(arguments, status, *(s.read_text() for s in said))
 
@@ -425,92 +464,13 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
-@dataclass
-class Service:
-    """A running gpu-service process."""
-
-    process: Forked
-    endpoint: str
-    log: list[str] = field(default_factory=list)
-
-    def freeze(self) -> None:
-        """Send SIGSTOP, and wait until it has come: no thread runs when this returns.
-
-        The signal is the kernel's to deliver, which on a busy machine takes a while, in which the
-        service may still answer a handshake.
-        """
-        self.process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 30
-        while not _is_frozen(self.process.pid):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"process {self.process.pid}: got threads that run after SIGSTOP"
-                )
-            time.sleep(0.001)
-
-    def thaw(self) -> None:
-        """Send SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def stop(self, sent: int = signal.SIGTERM) -> int:
-        """Send a signal, collect the rest of the log, and return the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(sent)
-        if not self.process.stderr.closed:
-            self.log += self.process.communicate(timeout=30)[1].splitlines()
-        return self.process.wait()
-
-
-def _is_frozen(pid: int) -> bool:
-    """Whether every thread of a process is stopped, as Linux's proc(5) tells."""
-    states = [
-        (task / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    ]
-    return set(states) == {"T"}
-
-
-# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
-CALM_S = 60.0
-CALM = ("--heartbeat-timeout-s", str(CALM_S))
-
-
-@contextmanager
-def running_service(
-    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32", before: str = ""
-) -> Iterator[Service]:
-    """Start a real gpu-service process and wait for its ready line; stop it by its process id.
-
-    `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
-    heartbeats are calm, unless `arguments` say otherwise. `before`: see `Forked`.
-    """
-    options = (str(model), "--bind", endpoint, "--dtype", dtype, *CALM, *arguments)
-    service = Service(Forked("gpu-service", options, ENVIRONMENT, before=before), endpoint)
-    try:
-        deadline = time.monotonic() + 60
-        while not service.log or " ready " not in f" {service.log[-1]} ":
-            line = service.process.stderr.readline()
-            if not line or time.monotonic() > deadline:
-                raise RuntimeError("gpu-service did not become ready:\n" + "\n".join(service.log))
-            service.log.append(line.rstrip("\n"))
-        service.endpoint = service.log[-1].split("endpoint=", 1)[1].split()[0]
-        yield service
-    finally:
-        service.stop()
-
-
 def run(
     program: str, *arguments: str, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run one of the installed programs to its end."""
     with TemporaryFile("w+b") as output, TemporaryFile("w+b") as errors:
-        process = Forked(
-            program,
-            arguments,
-            {**ENVIRONMENT, **environment},
-            stdout=output.fileno(),
-            stderr=errors.fileno(),
-        )
+        files = {"stdout": output.fileno(), "stderr": errors.fileno()}
+        process = Forked(program, arguments, {**ENVIRONMENT, **environment}, **files)
         try:
             process.wait(timeout_s)
         finally:

@@ -1,6 +1,6 @@
 """A channel over shared memory where it differs from a stream: slots, and a service that lies.
 
-What scribbles over replies while they are read is in `tests/fault/test_shared_memory.py`.
+What scribbles over replies while they are read is in `tests/faults/test_service.py`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import pytest
 from protocol.errors import ResumedError
 from tee_side.protect import resumption
 from tee_side.protect.resumption import ResumeWatch, has_generation_id, watch
+from tests.kit.kernel_log import PLUGGED, RESUMED, KernelLog
 from tests.kit.rows import each_row
-from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
 
 
 @pytest.fixture

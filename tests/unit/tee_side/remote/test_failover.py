@@ -1,6 +1,6 @@
 """Services that stand in for each other: which is asked, what is sent again, and what is raised.
 
-With real processes: tests/fault/test_failover.py and test_rogue_replicas.py.
+With real processes: tests/faults/test_failover.py and test_service.py.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from protocol.tensors import WireTensor
 from tee_side.protect.resumption import ResumeWatch
 from tee_side.remote import overlap
 from tee_side.remote.overlap import ask, run, run_overlapped
+from tests.kit.kernel_log import PLUGGED, RESUMED, KernelLog
 from tests.kit.rows import each_row
-from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
 
 SENT = torch.zeros(1)
 ASKED = PreparedRequest(

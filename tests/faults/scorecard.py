@@ -1,0 +1,147 @@
+"""The rows of the scorecard in its order, what was found of them on disk, and as a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from benchmarks.markdown import markdown
+from tests.faults import (
+    test_access,
+    test_failover,
+    test_heartbeats,
+    test_load,
+    test_malicious,
+    test_messages,
+    test_model_directories,
+    test_pads,
+    test_secrets,
+    test_server,
+)
+from tests.faults.row import Found, Measured, Row
+from tsqp.lab.bench.machine import describe_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = ROOT / "docs" / "reliability.md"
+
+ROWS: tuple[Row, ...] = (
+    test_failover.worker_killed,
+    test_failover.only_worker_killed,
+    test_heartbeats.peer_stopped,
+    test_load.slow_peer,
+    test_malicious.malicious_service,
+    test_malicious.malicious_shm,
+    test_malicious.wrong_results,
+    test_pads.pads,
+    test_messages.fuzzing,
+    test_model_directories.model_directories,
+    test_load.load,
+    test_server.serving,
+    test_server.cancelled,
+    test_server.overload,
+    test_server.serving_faults,
+    test_access.access,
+    test_secrets.secrets,
+)
+
+# What is recorded, by the name of the row.
+Results: TypeAlias = dict[str, dict[str, Any]]
+
+_HEAD = """\
+# Reliability
+
+For every fault of the GPU side or of the wire: **the right token, or one typed error at most one
+second after the deadline**. Never a hang, a silently wrong token, or a pad used twice; other
+sessions go on. [threat-model.md](threat-model.md) says what policies promise against a service that
+lies.
+
+`make soak` makes the long run of every row and writes this page: about {minutes:.0f} minutes on two
+otherwise idle cores. `make soak ONLY=ROW` repeats one row; its name and time are in the first
+column. `make test` makes the short run of every row, in which no time is judged. Rows that measure
+time run alone, the others two at once.
+"""
+
+
+def read_results(path: Path = RESULTS) -> Results:
+    """Read what is recorded."""
+    found: Results = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def record(results: Results, row: Row, found: Found, seconds: float) -> Results:
+    """Return the results with those of a row's long run, in the order of names."""
+    new = {
+        "name": row.title,
+        "test": row.test,
+        "passes": row.passes,
+        "count": row.long,
+        "measured": dict(found.measured),
+        "seconds": seconds,
+        "passed": not found.failed(timed=True),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+    }
+    return dict(sorted({**results, row.name: new}.items()))
+
+
+def write_results(results: Results, path: Path = RESULTS) -> None:
+    """Write results.json, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def commit() -> str:
+    """Return the short commit that is checked out, with a plus where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    # What the last run wrote is no change of what is tested.
+    written = [f":(exclude){path.relative_to(ROOT)}" for path in (RESULTS, PAGE)]
+    changed = git("status", "--porcelain", "--", ".", *written)
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
+
+
+def shown(value: Measured) -> str:
+    """Write a number so that it can be read."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def render(rows: Sequence[Row], results: Results) -> str:
+    """Return docs/reliability.md."""
+    lines: list[list[str]] = []
+    machines: dict[str, None] = {}
+    for row in rows:
+        found, verdict, when = "", "not run", ""
+        if row.name in results:
+            of = results[row.name]
+            found = "; ".join(f"{what}: {shown(value)}" for what, value in of["measured"].items())
+            verdict = "pass" if of["passed"] else "FAIL"
+            when = f"{of['date'][:10]}, {of['commit']}, {of['seconds'] / 60:.1f} min"
+            machines[_machine(of["machine"])] = None
+        about = f"{row.title} (`{row.name}`, {row.minutes:g} min)"
+        lines.append([about, f"{row.test} ({row.long:,})", row.passes, found, verdict, when])
+    table = markdown(["class", "test", "pass", "measured", "verdict", "when"], lines, texts=6)
+    head = _HEAD.format(minutes=sum(row.minutes / (1 if row.alone else 2) for row in rows))
+    parts = [head, "## Scorecard", table]
+    if machines:
+        parts += ["Measured on:", "\n".join(f"- {machine}" for machine in machines)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    about = {**machine}
+    first = f"{about.pop('processor')}, {about.pop('cores')} cores, {about.pop('memory_gib')} GiB"
+    return ", ".join([first, *(f"{name} {version}" for name, version in about.items())])

@@ -1,0 +1,358 @@
+"""Services with keys serve the right key and no other, whatever fails, and say why they start not.
+
+The row has clients with every kind of key ask at once. They are raw sockets, so that nothing of our
+own client refuses before the service does.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import PropertyMock, patch
+
+import pytest
+import torch
+import zmq
+from click.testing import CliRunner
+
+from gpu_side.access import ServiceKeys
+from gpu_side.transport.zap import ZapHandler
+from protocol.curve import ClientKeys, public_key, read_secret_key
+from protocol.encoding import encode_request
+from protocol.errors import EndpointError, ErrorCode, ServiceError, TsqpError
+from protocol.messages import InitRequest
+from protocol.zmq_channel import ZmqChannel
+from tests.faults.row import Found, Row, note
+from tests.kit.demo import DEMO
+from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.model import SavedModel, make_model
+from tests.kit.rows import each_row
+from tests.kit.service import CALM_S, Service, running_service
+from tests.kit.wire import inline, part, segment
+from tsqp.cli.gpu_service import command as gpu_service
+from tsqp.cli.tee_runner import command as tee_runner
+from tsqp.key_files import new_key_pair
+
+# ------------------------------------------------------------------------------------- the row
+
+STATES = ("up", "dead", "silent")
+CLIENTS = ("no key", "NULL", "PLAIN", "random", "revoked", "another service", "right")
+# As long as a client waits that is not served; one that is waits for milliseconds.
+_UNSERVED_S, _SERVED_S = 0.3, 20.0
+
+
+class Client:
+    """A raw client of one kind. `pair`: its own key, public and secret; `server`: the service's."""
+
+    def __init__(self, kind: str, endpoint: str, pair: tuple[bytes, bytes], server: bytes) -> None:
+        self.kind = kind
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if kind == "PLAIN":
+            self._socket.plain_username = self._socket.plain_password = b"admin"
+        elif kind != "NULL":
+            self._socket.curve_serverkey = server
+            self._socket.curve_publickey, self._socket.curve_secretkey = pair
+        self._socket.connect(endpoint)
+
+    def ask(self, request_id: int) -> None:
+        """Send a request, or leave it in the queue of a connection that never comes."""
+        with suppress(zmq.Again):  # it was turned away, and has no queue any more
+            frames = encode_request(InitRequest(), request_id, 10_000)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def is_served(self, within_s: float) -> bool:
+        """Wait for a reply, and say whether there was one."""
+        if not self._socket.poll(int(1000 * within_s)):
+            return False
+        self._socket.recv_multipart()
+        return True
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.close()
+        self._context.term()
+
+
+@contextmanager
+def doorkeeper(service: MaliciousService, state: str) -> Iterator[None]:
+    """Put a service's ZAP handler into a state."""
+    handler, closing = service.listener._zap_handler, threading.Event()
+    assert handler is not None
+
+    def fail(_: list[bytes]) -> list[bytes]:
+        if state == "dead":
+            raise RuntimeError("died")
+        closing.wait()
+        return [b""]
+
+    with ExitStack() as stack:
+        stack.callback(closing.set)
+        if state != "up":
+            stack.enter_context(patch.object(handler, "_answer", fail))
+            # A listener that sees its handler dead ends. This one does not see it: ZeroMQ itself
+            # has to let no client in.
+            unseen = PropertyMock(return_value=False)
+            stack.enter_context(patch.object(ZapHandler, "failed", unseen, create=True))
+        yield
+
+
+def served(state: str, stack: ExitStack) -> tuple[dict[str, bool], bool]:
+    """Have a client of every kind ask, and say which of them got an answer.
+
+    And whether the revoked one was served before it was, as it has to be where the handler answers.
+    """
+    own, right, revoked, random, unknown = (zmq.curve_keypair() for _ in range(5))
+    keys = ServiceKeys(own[1], frozenset({right[0], revoked[0]}))
+    service = stack.enter_context(MaliciousService(operators_of(DEMO), keys=keys))
+    stack.enter_context(doorkeeper(service, state))
+    pairs = {"random": random, "revoked": revoked, "another service": right, "right": right}
+
+    def client(kind: str) -> Client:
+        server = unknown[0] if kind == "another service" else own[0]
+        made = Client(kind, service.endpoint, pairs.get(kind, (b"0" * 40, b"0" * 40)), server)
+        stack.callback(made.close)
+        return made
+
+    live = client("revoked")
+    live.ask(1)
+    got_in = live.is_served(_SERVED_S if state == "up" else _UNSERVED_S)
+    cut, cut_connections = threading.Event(), service.listener._cut_connections
+
+    def cutting() -> None:
+        cut_connections()
+        cut.set()
+
+    stack.enter_context(patch.object(service.listener, "_cut_connections", cutting))
+    service.listener.allow(frozenset({right[0]}))
+    live.ask(2)
+    # All connections are cut when the listener is next used: what another one had asked by then
+    # would have to be asked again.
+    if got_in and not cut.wait(_SERVED_S):
+        raise TimeoutError("got connections as before, expected them cut")
+    clients = [client(kind) for kind in CLIENTS]
+    for one in clients:
+        one.ask(3)
+    # The one that is to be served first: meanwhile the others have time to get in, too.
+    found = {"right": clients[-1].is_served(_SERVED_S if state == "up" else _UNSERVED_S)}
+    until = time.monotonic() + _UNSERVED_S
+    for one in clients[:-1]:
+        found[one.kind] = one.is_served(max(0.0, until - time.monotonic()))
+    found["revoked"] = found["revoked"] or live.is_served(0) or (got_in and state != "up")
+    return found, got_in
+
+
+@Row(
+    "access",
+    "access",
+    "no key, NULL, PLAIN, random, revoked, another service's key, right key, with ZAP up, dead and"
+    " silent: the full matrix, again and again",
+    "only the right key is ever served",
+    short=len(STATES) * len(CLIENTS),
+    long=20 * len(STATES) * len(CLIENTS),
+)
+def access(count: int, full: bool) -> Found:
+    """Go through the matrix as often as makes so many cells."""
+    cells = wrongly = rightly = before = rounds = 0
+    # A ZAP handler that dies says so with a traceback.
+    logging.getLogger("gpu_service").setLevel(logging.CRITICAL)
+    try:
+        while cells < count:
+            rounds += 1
+            for state in STATES:
+                with ExitStack() as stack:
+                    found, got_in = served(state, stack)
+                before += got_in and state == "up"
+                cells += len(found)
+                for kind, got in found.items():
+                    due = kind == "right" and state == "up"
+                    rightly += got and due
+                    wrongly += got and not due
+                    if got != due:
+                        note(f"{kind}, ZAP {state}: got served {got}")
+    finally:
+        logging.getLogger("gpu_service").setLevel(logging.NOTSET)
+    return Found(
+        {
+            "clients": len(CLIENTS),
+            "cells": cells,
+            "wrongly served": wrongly,
+            "right key served with ZAP up": f"{rightly} of {rounds}",
+            "served before it was revoked": f"{before} of {rounds}",
+        },
+        {"none wrongly served": not wrongly, "the right one is": rightly == rounds == before},
+    )
+
+
+# ------------------------------------------------------------------------------- the programs
+
+
+@dataclass(frozen=True)
+class Files:
+    """Key files: of the service, and of clients that are on its list, once were, or never."""
+
+    directory: Path
+
+    def allow(self, *names: str) -> Path:
+        path = self.directory / "allow"
+        path.write_text("".join((self.directory / f"{name}.pub").read_text() for name in names))
+        path.chmod(0o600)
+        return path
+
+    def connect(self, service: Service, name: str) -> ZmqChannel:
+        pub = public_key(str(self.directory / "service.pub"))
+        keys = ClientKeys(read_secret_key(self.directory / f"{name}.key"), pub)
+        return ZmqChannel(service.endpoint, timeout_s=60, keys=keys, heartbeat_timeout_s=CALM_S)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    directory = tmp_path_factory.mktemp("keys")
+    for name in ("service", "friend", "other", "stranger"):
+        new_key_pair(directory / name)
+    (directory / "none.list").write_text("# nobody\n")
+    (directory / "open.key").write_text((directory / "service.key").read_text())
+    for name in ("none.list", "open.key", "service.pub", "friend.pub"):
+        (directory / name).chmod(0o644)
+    make_model(directory / "model")
+    return Files(directory)
+
+
+def said(service: Service, text: str) -> str:
+    """Read the log up to the first line with a text in it, and return that line."""
+    while text not in (line := service.process.stderr.readline()):
+        assert line, f"the service has ended:\n{service.log}"
+        service.log.append(line)
+    service.log.append(line)
+    return line
+
+
+# A greeting of ZMTP 1.0 and 2.0, which know of no keys, and a request in a frame of each.
+_REQUEST = inline("Init", {})
+OLD = (
+    b"\x01\x00\x01\x01\xff" + (len(_REQUEST) + 1).to_bytes(8, "big") + b"\0" + _REQUEST,
+    b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x03\0\0\x01\0" + bytes([0, len(_REQUEST)]) + _REQUEST,
+)
+
+
+def test_a_list_of_keys_from_its_first_client_to_its_last(
+    files: Files, saved_model: Callable[[], SavedModel]
+) -> None:
+    model = saved_model()
+    h_TD = torch.ones(3, model.reference.config.hidden_size)
+    whole = (0, model.reference.config.num_hidden_layers - 1)
+    keys = ("--identity", str(files.directory / "service.key"))
+    keys += ("--allow", str(path := files.allow("friend", "other")), "--threads", "1")
+    with (
+        running_service(model.directory, "tcp://127.0.0.1:*", *keys) as service,
+        files.connect(service, "friend") as friend,
+        files.connect(service, "other") as other,
+    ):
+        host, port = service.endpoint.removeprefix("tcp://").split(":")
+        for greeting in OLD:
+            with socket.create_connection((host, int(port)), timeout=30) as client:
+                client.sendall(greeting)
+                with suppress(ConnectionResetError):
+                    assert b"success" not in b"".join(iter(lambda: client.recv(65536), b""))
+        for one in (friend, other):
+            one.call(segment(h_TD[:2], [part(1, 0, 2)], whole))
+        # Without a way to read the list, all stays as it was.
+        for damage in (
+            lambda: path.write_text("nonsense\n"),
+            lambda: path.chmod(0o622),
+            files.allow,  # an editor that saves nothing, or a disk without room
+            path.unlink,
+        ):
+            damage()
+            service.process.send_signal(signal.SIGHUP)
+            said(service, " error allow_list_unchanged ")
+        other.call(InitRequest())
+        files.allow("friend")
+        for _ in range(20):
+            service.process.send_signal(signal.SIGHUP)
+        assert "keys=1" in said(service, " allow_list ")
+        # Connections end though no client uses them; the friend's comes back.
+        for one in (friend, other):
+            while not one._lost:
+                assert one._events.poll(30_000), "a client stays connected"
+                one._note_events()
+        with pytest.raises(EndpointError, match="got a refusal of our key"):
+            other.call(InitRequest())
+        for _ in range(2):  # when the second is answered, the loop has seen the list
+            friend.call(InitRequest())
+        # And the way back, on which the session is not found again.
+        files.allow("friend", "other")
+        service.process.send_signal(signal.SIGHUP)
+        said(service, " allow_list keys=2")
+        more = segment(h_TD[2:], [part(1, 2, 1)], whole)
+        friend.call(more)
+        with pytest.raises(ServiceError) as caught:
+            other.call(more)
+        assert caught.value.code is ErrorCode.UNKNOWN_SESSION
+        assert service.stop() == 0
+    log = "\n".join(service.log)
+    assert " connection_refused " in log
+    assert " connections_cut " in log
+    assert "Traceback" not in log
+    for name in ("service", "friend", "other"):
+        assert (files.directory / f"{name}.key").read_text().split("\n")[1] not in log
+
+
+_SERVICE = ("--bind", "tcp://*:*")
+_RUNNER = ("--gpu", "tcp://127.0.0.1:9")
+_BOTH = ("--identity", "service.key", "--allow", "friend.pub")
+
+
+@each_row(
+    ("options", "message"),
+    [
+        (_SERVICE, "--bind tcp://*:*: got an address that other machines reach"),
+        ((*_SERVICE, *_BOTH[:2]), "keys: got --identity, expected --identity and --allow, or"),
+        ((*_SERVICE, *_BOTH[2:]), "keys: got --allow, expected --identity and --allow"),
+        ((*_SERVICE, *_BOTH, "--allow-anyone"), "got --identity and --allow and --allow-anyone"),
+        ((*_SERVICE, "--identity", "service.pub", *_BOTH[2:]), "service.pub: got a public key"),
+        ((*_SERVICE, *_BOTH[:2], "--allow", "friend.key"), "line 1: got a secret key"),
+        ((*_SERVICE, *_BOTH[:2], "--allow", "none.list"), "none.list: got no key"),
+        ((*_SERVICE, "--identity", "no.key", *_BOTH[2:]), "no.key: got No such file"),
+        ((*_SERVICE, "--identity", "open.key", *_BOTH[2:]), "open.key: got mode 0644"),
+        (("--bind", "unix:///tmp/s", *_BOTH), "keys for unix:///tmp/s: got a plain stream"),
+        ((*_RUNNER, "--identity", "friend.key"), "keys: got --identity alone, expected"),
+        ((*_RUNNER, "--service-key", "service.pub"), "--service-key alone, expected --identity"),
+        (
+            (*_RUNNER, "--identity", "friend.pub", "--service-key", "service.pub"),
+            "friend.pub: got a public",
+        ),
+        (
+            (*_RUNNER, "--identity", "friend.key", "--service-key", "service.key"),
+            "got a secret key",
+        ),
+        (
+            (*_RUNNER, "--identity", "friend.key", *(2 * ("--service-key", "service.pub"))),
+            "--service-key: got 2 for 1 endpoints, expected one for all of them, or one for each",
+        ),
+        (
+            ("--gpu", "unix:///s", "--identity", "friend.key", "--service-key", "service.pub"),
+            "keys for unix:///s: got a plain stream",
+        ),
+    ],
+)
+def test_a_program_does_not_start_with_wrong_keys(
+    files: Files, options: tuple[str, ...], message: str
+) -> None:
+    model, suffixes = str(files.directory / "model"), (".key", ".pub", ".list")
+    given = [str(files.directory / one) if one.endswith(suffixes) else one for one in options]
+    is_service = "--bind" in options
+    prompt = ("--policy", "attention-in-tee", "--prompt-token-ids", "5", "--connect-timeout-s", "1")
+    command = [model] if is_service else ["generate", model, *prompt]
+    result = CliRunner().invoke(gpu_service if is_service else tee_runner, [*command, *given])
+    assert isinstance(result.exception, TsqpError)
+    assert message in str(result.exception)
+    assert " warning " not in result.output  # no service was dialled, and blamed for it

@@ -1,0 +1,534 @@
+"""Rows: a service that holds the right key and lies in every way there is, and wrong results.
+
+Sessions of the demo model under verified policies, to services that compute and lie once a step.
+Whatever the lie is, a step ends with the right logits, bit by bit, or with an error in which this
+lie may end, and the next one is right again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import zmq
+from torch.nn.functional import linear
+
+from gpu_side.access import ServiceKeys
+from protocol.channel import Channel
+from protocol.connect import open_channel
+from protocol.curve import ClientKeys
+from protocol.errors import DeadlineExceededError, ProtocolError, TsqpError
+from protocol.integer import exact_product
+from protocol.messages import FUSED_MODULES, InitRequest, LinearRequest, RingLinearRequest
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest
+from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.model.weights import CPU, load_linear
+from protocol.pending import PendingChannel
+from protocol.tensors import to_torch
+from tee_side.model.layers import load_tee_model
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck
+from tee_side.remote.handshake import ServiceCheck
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.words import Site
+from tests.faults.row import Found, Row, note
+from tests.kit.demo import DEMO, prompt
+from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.lies import (
+    CROSS_SESSION,
+    INIT_LIES,
+    NEEDY,
+    OVERSIZED_BYTES,
+    REORDERED,
+    RESULT_LIES,
+    WIRE_LIES,
+    WRONG,
+    Lie,
+    surely_wrong,
+)
+from tests.kit.model import LoopbackChannel, assemble
+from tests.kit.rows import each_row
+from tests.kit.victim import Outcome, Victim
+from tsqp.lab.research.float_check import FloatCheck, Tolerance
+
+# Every lie but those of Init.
+LIES = (*WIRE_LIES, *RESULT_LIES)
+# Of a request: what answers takes a millisecond, what does not makes us wait.
+_DEADLINE_S, _SHORT_DEADLINE_S = 10.0, 0.25
+# One more second than the deadline is what is promised.
+_GRACE_S = 1.0
+
+
+@dataclass
+class Tally:
+    """What came of the lies, by their names. What is in `bad` must not have been.
+
+    `had`: of those that tell of something that has to be there, how often it was. `counts`: steps
+    that were `right`, and those `spared`, where a second service was there to end them well.
+    """
+
+    told: Counter[str] = field(default_factory=Counter)
+    had: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+
+    def blame(self, what: str, lie: Lie, outcome: Outcome) -> None:
+        """Count something that must not be."""
+        self.bad[what] += 1
+        note(f"{lie}: {what}: {outcome}, expected one of {lie.endings}")
+
+    def note(self, lie: Lie, outcome: Outcome, over_s: float, *, spare: bool = False) -> None:
+        """Count a lie that was told. `over_s`: beyond a deadline; `spare`: a service stood in."""
+        self.told[lie.name] += 1
+        self.slowest_s = max(self.slowest_s, over_s)
+        self.counts["right"] += outcome.right
+        if outcome.error is not None:
+            self.errors[outcome.error] += 1
+            if outcome.error not in [kind.__name__ for kind in lie.endings]:
+                self.blame("unfit", lie, outcome)
+        if spare and not lie.silent:
+            self.counts.update(spared=1, spared_right=outcome.right)
+        elif outcome.right and lie.errors and not lie.harmless:
+            self.blame("no lie", lie, outcome)
+
+    def missing(self) -> list[str]:
+        """Return what was never told, or never had what it tells of."""
+        never = [lie.name for lie in (*INIT_LIES, *LIES) if not self.told[lie.name]]
+        made_up = [lie.name for lie in NEEDY if self.told[lie.name] and not self.had[lie.name]]
+        return [*never, *(f"{name} (made up)" for name in made_up)]
+
+    def found(self) -> Found:
+        """Judge it."""
+        counts, told = self.counts, self.told.total()
+        errors = ", ".join(f"{name} {n:,}" for name, n in self.errors.most_common())
+        spared = f"{counts['spared_right']:,} of {counts['spared']:,}"
+        if missing := self.missing():
+            note(f"never told: {', '.join(missing)}")
+        return Found(
+            {
+                "accepted": f"{self.bad['accepted']:,} of {told:,}",
+                "kinds of lies": len(+self.told),
+                "replies that were swapped": self.had[REORDERED.name],
+                "replies of another session": sum(self.had[lie.name] for lie in CROSS_SESSION),
+                "sessions that did not go on": self.bad["stuck"],
+                "right all the same": counts["right"],
+                "right where a second service was there": spared,
+                "refused with": errors,
+                "refused with an error of something else": self.bad["unfit"],
+                "longest wait beyond a deadline, s": self.slowest_s,
+            },
+            {
+                "none accepted, unfit, stuck or harmless": not self.bad.total(),
+                "every lie told": not missing,
+                "right where a second service was there": counts["spared_right"]
+                == counts["spared"]
+                > 0,
+            },
+            {"deadlines": self.slowest_s <= _GRACE_S},
+        )
+
+
+@dataclass
+class Party:
+    """A victim and those of its services that may lie. `calls`: requests of a step to one of them.
+
+    `bystander`: another session of theirs, whose replies are what lies across sessions tell.
+    `deadline`: of the channels that are opened next. `spare`: another service stands in.
+    """
+
+    victim: Victim
+    bystander: Victim
+    liars: Sequence[MaliciousService]
+    calls: int
+    deadline: list[float]
+    spare: bool = False
+
+    def hear(self, lie: Lie, chance: random.Random, tally: Tally) -> bool:
+        """Have a lie told in one step, and see that the session goes on; False if it was not."""
+        liar = chance.choice(self.liars)
+        # Swapped replies come at once, unless nothing is there to be swapped.
+        waits = lie.silent and lie is not REORDERED
+        deadline_s = _SHORT_DEADLINE_S if waits else _DEADLINE_S
+        if lie in CROSS_SESSION:
+            _go_on(self.bystander, lie, tally)
+            liar.overhear()
+        if lie.silent:
+            self.deadline[0] = deadline_s
+            self.victim.reconnect()
+        told, had = liar.told, liar.memory.had[lie.name]
+        # Never the first: then there is a reply of this session to repeat. One that is held back
+        # needs another request beside its own, which the LM head is not.
+        last = self.calls - (2 if lie is REORDERED else 1)
+        liar.tell(lie, after=chance.randrange(1, last))
+        outcome = self.victim.step()
+        liar.be_honest()
+        if outcome.accepted:
+            tally.blame("accepted", lie, outcome)
+        was_told = liar.told > told
+        if was_told:
+            tally.note(lie, outcome, outcome.seconds - deadline_s, spare=self.spare)
+            # Of what came too late, it is not known what would have become.
+            in_time = waits or outcome.error != DeadlineExceededError.__name__
+            tally.had[lie.name] += in_time and liar.memory.had[lie.name] > had
+        self.deadline[0] = _DEADLINE_S
+        # Often the same channels as before, where they still work: nothing that comes late fits.
+        # But a liar is not asked again where another stands in: there would be no lie.
+        if self.spare or not (outcome.right or (lie.silent and chance.random() < 0.5)):
+            self.victim.reconnect()
+        if lie.silent or outcome.right or chance.random() < 0.25:
+            _go_on(self.victim, lie, tally)
+        if lie.silent:
+            self.victim.reconnect()
+        return was_told
+
+
+def _go_on(victim: Victim, lie: Lie, tally: Tally) -> None:
+    """See that a session goes on."""
+    # What is late may reach the session after that one, whose id it has not: one error more.
+    for _ in range(3):
+        after = victim.step()
+        if after.accepted:
+            tally.blame("accepted", lie, after)
+        if after.right:
+            return
+        victim.reconnect()
+    tally.blame("stuck", lie, after)
+
+
+class Parties(NamedTuple):
+    """`usual`: for any lie; `overlapping`: for replies in disorder; what tells lies of Init."""
+
+    usual: list[Party]
+    overlapping: Party
+    service: MaliciousService
+    dial: Callable[[str], PendingChannel]
+    check: ServiceCheck
+
+
+@contextmanager
+def parties(*, over_shm: bool) -> Iterator[Parties]:
+    """Set everything up: over CURVE, or over shared memory, which has no keys."""
+    public, secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    service_keys = None if over_shm else ServiceKeys(secret, frozenset({client_public}))
+    keys = None if over_shm else ClientKeys(client_secret, public)
+    config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
+    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
+    digest = linear_digest(config, checkpoint)
+    check = ServiceCheck(config, checkpoint, norms, arithmetic="int8", linear=digest)
+    deadline, layers = [_DEADLINE_S], config.num_hidden_layers
+    with ExitStack() as stack:
+        # Services and victims take turns in this process, many times a step.
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(0.0002)
+        folder = stack.enter_context(TemporaryDirectory(prefix="tsqp-soak-"))
+        binds = [f"shm://{folder}/{n}" if over_shm else "tcp://127.0.0.1:*" for n in range(2)]
+        services = [
+            stack.enter_context(
+                MaliciousService(operators_of(DEMO), bind, seed=seed, keys=service_keys)
+            )
+            for seed, bind in enumerate(binds)
+        ]
+        endpoints = tuple(service.endpoint for service in services)
+
+        def dial(endpoint: str) -> PendingChannel:
+            most = OVERSIZED_BYTES // 2
+            return open_channel(endpoint, timeout_s=deadline[0], max_message_bytes=most, keys=keys)
+
+        def shares() -> list[Channel]:
+            return [dial(endpoint) for endpoint in endpoints]
+
+        def with_spare() -> list[Channel]:
+            group = ReplicaGroup(1, 0, layers - 1, endpoints)
+            options = ConnectOptions(dial, check.verify, timeout_s=deadline[0])
+            while True:
+                connected = Services([group], layers, options)
+                try:
+                    connected.connect(_DEADLINE_S)
+                except ProtocolError:
+                    # A late reply, to a session of before: each comes once.
+                    connected.close()
+                else:
+                    return list(connected.at(0))
+
+        def party(policy: str, connect: Any, liars: int = 1, **how: int) -> Party:
+            victim = Victim(policy, connect, **how)
+            stack.callback(victim.close)
+            before = services[0].requests
+            victim.step()
+            calls, spare = services[0].requests - before, connect is with_spare
+            return Party(victim, bystander, services[:liars], calls, deadline, spare)
+
+        bystander = Victim("two-server", shares)
+        stack.callback(bystander.close)
+        usual = [
+            party("shielded", lambda: [dial(endpoints[0])]),
+            party("two-server", shares, liars=2),
+            party("shielded", with_spare),
+        ]
+        many = party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2)
+        yield Parties(usual, many, services[0], dial, check)
+
+
+def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
+    """Lie in so many Init replies: none of them may pass the handshake."""
+    for lie in itertools.islice(itertools.cycle(INIT_LIES), count):
+        to.service.tell_init(lie)
+        began, error = time.monotonic(), None
+        channel = to.dial(to.service.endpoint)
+        try:
+            to.check.verify(to.service.endpoint, channel.call(InitRequest()).response)
+        except TsqpError as found:
+            error = type(found).__name__
+        finally:
+            channel.close()
+        outcome = Outcome(error, False, time.monotonic() - began)
+        if outcome.accepted:
+            tally.blame("accepted", lie, outcome)
+        tally.note(lie, outcome, outcome.seconds - _DEADLINE_S)
+    to.service.tell_init(None)
+
+
+def lie_so_often(count: int, *, over_shm: bool) -> Found:
+    """Tell so many lies: a tenth, and each of its own once, by Init, to the handshake."""
+    chance, tally = random.Random(30), Tally()
+    with parties(over_shm=over_shm) as to:
+        lie_to_handshake(max(count // 10, len(INIT_LIES)), to, tally)
+        for lie in itertools.cycle(LIES):
+            if tally.told.total() >= count:
+                break
+            # The step may not ask the one that was to lie.
+            for _ in range(10):
+                party = to.overlapping if lie is REORDERED else chance.choice(to.usual)
+                if party.hear(lie, chance, tally):
+                    break
+    return tally.found()
+
+
+@Row(
+    "malicious_service",
+    "malicious service behind CURVE",
+    "truncated, bit-flipped, replayed, reordered, cross-session, wrong shape or dtype, NaN/Inf,"
+    " oversized; wrong results; lies of Init; with and without a second service",
+    "0 accepted; the right result wherever a second service is there",
+    short=57,
+    long=10_000,
+    minutes=10,
+    alone=True,
+)
+def malicious_service(count: int, full: bool) -> Found:
+    """Tell so many lies over CURVE."""
+    return lie_so_often(count, over_shm=False)
+
+
+@Row(
+    "malicious_shm",
+    "malicious service over shared memory",
+    "the same lies",
+    "0 accepted; the right result wherever a second service is there",
+    short=57,
+    long=1000,
+    minutes=2,
+    alone=True,
+)
+def malicious_shm(count: int, full: bool) -> Found:
+    """Tell so many lies over shared memory."""
+    return lie_so_often(count, over_shm=True)
+
+
+# -------------------------------------------------------------------------- row: wrong results
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Honest checks for each wrong result: 1,000,000 in all.
+_HONEST_FOR_EACH = 100
+
+
+class Arithmetic(NamedTuple):
+    """A site's weight and check in one arithmetic, and inputs that the model feeds it."""
+
+    inputs: torch.Tensor
+    weight: QuantizedLinear | torch.Tensor
+    check: ExactCheck | FloatCheck
+    tolerance: Tolerance | None
+
+    def product(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Compute as the service does."""
+        if isinstance(self.weight, QuantizedLinear):
+            return exact_product(x_TI, self.weight.weight)
+        product: torch.Tensor = linear(x_TI, self.weight)
+        return product
+
+    def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
+        """Check as the trusted side does."""
+        if isinstance(self.check, ExactCheck):
+            return self.check.holds(x_TI, y_TO)
+        assert self.tolerance is not None
+        return self.check.holds(x_TI, y_TO, [x_TI], self.tolerance)
+
+    def redrawn(self, randomness: Randomness) -> Arithmetic:
+        """Draw the check's secrets anew, as every run does."""
+        check: ExactCheck | FloatCheck
+        if isinstance(self.weight, QuantizedLinear):
+            check = ExactCheck.draw(self.weight.weight, randomness)
+        else:
+            check = FloatCheck.draw(self.weight, randomness)
+        return self._replace(check=check)
+
+    def varied(self, rows: int, chance: random.Random) -> torch.Tensor:
+        """Return inputs that differ from each other and from all before."""
+        picked = torch.tensor([chance.randrange(len(self.inputs)) for _ in range(rows)])
+        x_TI: torch.Tensor = self.inputs[picked]
+        if x_TI.is_floating_point():
+            factor = 2.0 ** chance.uniform(-4, 4)
+            return (x_TI * factor * (1 + 0.1 * torch.randn(x_TI.shape))).to(x_TI.dtype)
+        # Smaller in places, never larger: what passed the range check passes it still.
+        return (x_TI * torch.rand(x_TI.shape)).round().to(torch.int32)
+
+
+Products = dict[tuple[Site, str], Arithmetic]
+
+
+def _inputs(policy: str) -> dict[Site, torch.Tensor]:
+    """Return what a policy that hides nothing sends for some text, by site."""
+    channel = LoopbackChannel(DEMO)
+    assemble(DEMO, policy, channel=channel).logits(list(prompt(200, random.Random(1))))
+    found = {}
+    for request in channel.requests:
+        if isinstance(request, LinearRequest | RingLinearRequest):
+            sent = request.hidden_states if isinstance(request, LinearRequest) else request.elements
+            for operator, modules in FUSED_MODULES.items():
+                if request.module_names == modules:
+                    found[request.layer_idx, operator] = to_torch(sent).clone()
+    return found
+
+
+def load_products() -> Products:
+    """Prepare every linear operator of the demo model in every arithmetic."""
+    config, checkpoint, randomness = read_config(DEMO), Checkpoint(DEMO), Randomness()
+    integers, floats = _inputs("quantized-clear"), _inputs("attention-in-tee")
+    found: Products = {}
+    for site, x_TI in integers.items():
+        quantized = load_quantized(checkpoint, config, *site)
+        exact = ExactCheck.draw(quantized.weight, randomness)
+        found[site, "int8"] = Arithmetic(x_TI, quantized, exact, None)
+        for dtype in DTYPES:
+            loaded = load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
+            near = FloatCheck.draw(loaded.weight, randomness)
+            fed, tolerance = floats[site].to(dtype), Tolerance.of(dtype, None)
+            found[site, str(dtype)] = Arithmetic(fed, loaded.weight, near, tolerance)
+    return found
+
+
+@Row(
+    "wrong_results",
+    "wrong results, verified policy",
+    "one element, low-rank error, swapped layer, stale reply, sign, x(1 + 1e-3), zeros, in int8 or"
+    " float32 by chance; honest checks in bfloat16 and float16, too",
+    "0 missed; 0 false alarms in 1,000,000 honest checks",
+    short=28,
+    long=10_000,
+    minutes=3,
+)
+def wrong_results(count: int, full: bool) -> Found:
+    """Check so many wrong results, and a hundred times as many right ones."""
+    chance, told, missed = random.Random(20), Counter[str](), Counter[str]()
+    checks, alarms = Counter[str](), Counter[str]()
+    torch.manual_seed(20)
+    with torch.inference_mode():
+        products, randomness = load_products(), Randomness()
+        # In half precision x(1 + 1e-3) is what rounding does.
+        exact = [place for place in products if place[1] in ("int8", "torch.float32")]
+        kinds = itertools.cycle((*WRONG, "swapped layer", "stale reply"))
+        for _ in range(count):
+            ((layer, operator), name), kind = chance.choice(exact), next(kinds)
+            one = products[(layer, operator), name]
+            x_TI = one.varied(chance.choice([1, 1, 4]), chance)
+            right = one.product(x_TI)
+            if kind == "swapped layer":
+                other = (layer - 1 if layer else 1, operator)
+                wrong = products[other, name].product(x_TI)
+            elif kind == "stale reply":
+                wrong = one.product(one.varied(len(x_TI), chance))
+            else:
+                wrong = WRONG[kind](right, chance)
+            told[name] += 1
+            if one.holds(x_TI, surely_wrong(wrong, right, chance)):
+                missed[name] += 1
+                note(f"missed: {kind} at {operator} of layer {layer} in {name}")
+        rows = max(1, min(125, count * _HONEST_FOR_EACH // len(products)))
+        while checks.total() < count * _HONEST_FOR_EACH:
+            products = {place: one.redrawn(randomness) for place, one in products.items()}
+            for (_, name), one in products.items():
+                x_TI = one.varied(rows, chance)
+                y_TO = one.product(x_TI)
+                # One row, one check, as at decode.
+                held = [one.holds(x_TI[at : at + 1], y_TO[at : at + 1]) for at in range(rows)]
+                checks[name] += rows
+                alarms[name] += held.count(False)
+    return Found(
+        {
+            "missed in int8": f"{missed['int8']:,} of {told['int8']:,}",
+            "missed in float32": f"{missed['torch.float32']:,} of {told['torch.float32']:,}",
+            "false alarms": f"{alarms.total():,} of {checks.total():,}",
+            "of them in integers": f"{alarms['int8']:,} of {checks['int8']:,}",
+        },
+        {
+            "none missed": not missed.total() and min(told.values()) > 0 and len(told) == 2,
+            "no false alarm": not alarms.total() and min(checks.values()) > 0,
+        },
+    )
+
+
+# --------------------------------------------------------------------- what the verdict is about
+
+
+def tally_of_all() -> Tally:
+    """Return one of all lies, each refused."""
+    found = Tally(counts=Counter(spared=1, spared_right=1))
+    for lie in (*LIES, *INIT_LIES):
+        error = lie.endings[0].__name__ if lie.endings else None
+        found.note(lie, Outcome(error, right=error is None), 0.0)
+    found.had.update(lie.name for lie in NEEDY)
+    return found
+
+
+@each_row(
+    ("fault", "fails"),
+    [
+        (lambda _: None, False),
+        (lambda t: t.blame("accepted", LIES[0], Outcome(None, False)), True),
+        (lambda t: t.note(LIES[0], Outcome("DeadlineExceededError", False), 0.0), True),
+        (lambda t: t.note(INIT_LIES[0], Outcome("VerificationError", False), 0.0), True),
+        (lambda t: t.note(LIES[0], Outcome(None, True), 0.0), True),  # it was none
+        (lambda t: t.note(LIES[0], Outcome(None, True), 0.0, spare=True), False),
+        (lambda t: t.note(LIES[0], Outcome("ProtocolError", False), 0.0, spare=True), True),
+        (lambda t: t.note(LIES[0], Outcome("ProtocolError", False), 2.0), True),
+        (lambda t: t.told.pop(LIES[-1].name), True),
+        (lambda t: t.told.pop(INIT_LIES[-1].name), True),
+        (lambda t: t.had.pop(REORDERED.name), True),
+        (lambda t: t.had.pop(CROSS_SESSION[1].name), True),
+        (lambda t: t.counts.clear(), True),
+    ],
+    ids=map(str, range(13)),
+)
+def test_what_went_wrong_or_was_not_tried_fails(
+    fault: Callable[[Tally], object], fails: bool
+) -> None:
+    found = tally_of_all()
+    fault(found)
+    assert bool(found.found().failed(timed=True)) is fails

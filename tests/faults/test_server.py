@@ -1,0 +1,767 @@
+"""Rows: a real `tee-runner serve` with many clients, with too many, with ones that leave early, and
+with services that are killed under its streams.
+
+Whatever else goes on, an answer is the one that the server gave to the same request alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.keys import PREFIX, ApiKey, hash_of
+from tests.faults.row import Found, Row, note, percentile
+from tests.kit.answers import (
+    CHAT,
+    COMPLETIONS,
+    HANGS_S,
+    Answer,
+    Fields,
+    Job,
+    Leave,
+    Reply,
+    ask,
+    is_broken_off,
+    judge,
+)
+from tests.kit.crowd import relative_slope, resident_bytes
+from tests.kit.demo import DEMO, expected, prompt, start
+from tests.kit.rows import each_row
+from tests.kit.service import Service, Workers
+
+_LOOK_S = 0.01
+
+_STOPS = ((), (), (" the",), (".", " and"), ("\n", " was a"))
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40, "frequency_penalty": 0.5},
+    {"temperature": 1.3, "min_p": 0.05, "repetition_penalty": 1.1},
+)
+_GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"response_format": {"type": "json_object"}},
+    {"guided_regex": "(once|then) [a-z ]{5,60}[.]"},
+)
+
+
+def any_fields(number: int, most_tokens: int, chance: random.Random) -> tuple[str, Fields]:
+    """Return a path and a body of any kind: seeds, samples, stop strings, grammars, logprobs."""
+    ids, tokenizer = prompt(chance.randint(3, 40), chance), Tokenizer(DEMO)
+    fields: dict[str, Any] = {"seed": chance.randrange(2**31), "n": 1 + (number % 4 == 1)}
+    fields |= _SAMPLING[number % len(_SAMPLING)] | {"max_tokens": chance.randint(2, most_tokens)}
+    if stop := chance.choice(_STOPS):
+        fields["stop"] = list(stop)
+    if number % 8 == 3:
+        fields |= _GRAMMARS[number // 8 % len(_GRAMMARS)]
+    if number % 3:
+        fields["prompt"] = ids if number % 5 else tokenizer.decode(ids)
+        return COMPLETIONS, fields | ({} if number % 2 else {"logprobs": 0})
+    turns = [{"role": "user", "content": tokenizer.decode(ids)}]
+    return CHAT, fields | {"messages": turns} | ({} if number % 2 else {"logprobs": True})
+
+
+def long_fields(new_tokens: int, chance: random.Random, prompt_tokens: int = 6) -> Fields:
+    """Return a completion that has exactly so many tokens."""
+    sampling = {"temperature": 0.8, "seed": chance.randrange(2**31), "ignore_eos": True}
+    return {"prompt": prompt(prompt_tokens, chance), "max_tokens": new_tokens, **sampling}
+
+
+# ------------------------------------------------------------------ a server, and clients of it
+
+_SAMPLE = re.compile(r'^(?:vllm|tsqp):(\w+?)(?:_total)?\{model_name="[^"]*"\} (\S+)$', re.MULTILINE)
+_ENDED = re.compile(
+    r'^vllm:request_success_total\{finished_reason="(\w+)",.*\} (\S+)$', re.MULTILINE
+)
+
+
+def is_idle(metrics: Mapping[str, float]) -> bool:
+    """Say whether nothing runs, waits or has memory."""
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return not any(metrics[name] for name in gauges)
+
+
+@dataclass
+class Clients:
+    """Clients of one server, and what came of their answers.
+
+    `counts`: of all that are over, see `judge`; `left` by a client, `hung`, `broken` off by a typed
+    error, `refused NNN`, `untyped`, `untold`: not when to come again. `gaps_s`: between events.
+    """
+
+    address: str
+    log: Path
+    pid: int
+    headers: Mapping[str, str]
+    jobs: list[Job] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    gaps_s: list[float] = field(default_factory=list)
+
+    async def learn(self, asked: Sequence[tuple[str, Fields]]) -> list[Job]:
+        """Ask each alone, and take what is answered for right."""
+        for path, fields in asked:
+            reply = await ask(self.address, path, fields, headers=self.headers)
+            assert reply.status == 200, reply
+            self.jobs.append(Job(path, fields, Answer.of(reply)))
+        return self.jobs
+
+    async def ask(
+        self,
+        job: Job,
+        *,
+        streamed: bool = True,
+        leave: Leave | None = None,
+        headers: Mapping[str, str] | None = None,
+        on_events: Callable[[], object] = lambda: None,
+        **more: Any,
+    ) -> Reply:
+        """Ask, and count what comes of it. `more`: fields of the request."""
+        fields = {**job.fields, "stream": streamed, **more}
+        headers = self.headers if headers is None else headers
+        how: dict[str, Any] = {"headers": headers, "leave": leave, "on_events": on_events}
+        try:
+            reply = await ask(self.address, job.path, fields, **how)
+        except (TimeoutError, OSError) as error:
+            note(f"got {type(error).__name__}, expected an answer, an error or a refusal")
+            self.counts["hung"] += 1
+            return Reply()
+        if reply.left:
+            self.counts["left"] += 1
+        elif reply.status in (429, 503):
+            self.counts[f"refused {reply.status}"] += 1
+            error = json.loads(reply.body)["error"]
+            typed = set(error) == {"message", "type", "param", "code"} and error["code"]
+            self.counts["untyped"] += not typed
+            self.counts["untold"] += not reply.headers.get("retry-after", "").isdigit()
+        elif is_broken_off(job, reply):
+            self.counts["broken"] += 1
+        else:
+            counted = judge(job, reply, self.jobs)
+            self.counts += counted
+            if counted["wrong"]:
+                note(f"got status {reply.status}, {Answer.of(reply)}; expected {job}")
+            self.gaps_s += [b - a for a, b in itertools.pairwise(reply.times)]
+        return reply
+
+    @property
+    def over(self) -> int:
+        """How many answers came to an end."""
+        return self.counts["right"] + self.counts["wrong"]
+
+    async def metrics(self) -> dict[str, float]:
+        """Return gauges and counters by name, and of requests that ended `ended_HOW`."""
+        page = (await ask(self.address, "/metrics", headers=self.headers)).body.decode()
+        found = {name: float(value) for name, value in _SAMPLE.findall(page)}
+        return found | {f"ended_{how}": float(value) for how, value in _ENDED.findall(page)}
+
+    async def until(self, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """Return metrics of which something holds. Raises TimeoutError."""
+        began = time.monotonic()
+        while not holds(found := await self.metrics()):
+            if time.monotonic() > began + HANGS_S:
+                raise TimeoutError(f"got {found}, expected other numbers by now")
+            await asyncio.sleep(_LOOK_S)
+        return found
+
+    async def until_health(self, status: int) -> None:
+        """Wait until the server says so of itself. Raises TimeoutError."""
+        began = time.monotonic()
+        while (await ask(self.address, "/health")).status != status:
+            if time.monotonic() > began + HANGS_S:
+                raise TimeoutError(f"/health: got another status, expected {status}")
+            await asyncio.sleep(_LOOK_S)
+
+    def logged(self, event: str) -> int:
+        """Return how often the server has logged an event."""
+        return self.log.read_text(encoding="utf-8").count(f" {event} ")
+
+
+@contextmanager
+def place() -> Iterator[tuple[Workers, Path]]:
+    """Make a folder, and what starts processes."""
+    with tempfile.TemporaryDirectory(prefix="tsqp-soak-") as name, Workers() as workers:
+        yield workers, Path(name)
+
+
+def service(workers: Workers, folder: Path, name: str = "gpu", scheme: str = "unix") -> Service:
+    return start(workers, "--arithmetic", "int8", bind=f"{scheme}://{folder}/{name}")
+
+
+def clients(
+    workers: Workers,
+    folder: Path,
+    gpu: Sequence[Service],
+    full: bool,
+    *options: str,
+    headers: Mapping[str, str] | None = None,
+) -> Clients:
+    """Start a server. That of the short form computes the same bits, without the work for pads."""
+    log, policy = folder / f"{gpu[0].pid}.log", "shielded" if full else "quantized-clear"
+    served = workers.serve(
+        *(
+            "demo",
+            "--port",
+            "0",
+            "--threads",
+            "1",
+            "--policy",
+            policy,
+            "--no-prefix-reuse",
+            *options,
+        ),
+        *(f"--gpu={one.endpoint}" for one in gpu),
+        log=log,
+    )
+    address = served.address.removeprefix("http://")
+    return Clients(address, log, served.process.pid, headers or {})
+
+
+# -------------------------------------------------------------------------------- row: serving
+
+_SECONDS = 600.0
+_MAX_SLOPE = 0.01
+
+
+def _as_sent(before: Mapping[str, float], after: Mapping[str, float], of: Counter[str]) -> bool:
+    """Say whether the counters are what was sent; of those that left, what they may be."""
+    more = {name: after[name] - before[name] for name in after}
+    done, ended = of["right"], more["ended_stop"] + more["ended_length"]
+    # One that leaves before the request is read is not counted; one that leaves late may have had
+    # it all.
+    agrees = (
+        done <= ended <= ended + more["ended_abort"] <= done + of["left"]
+        and not more["ended_error"]
+        and more["generation_tokens"] >= of["tokens"]
+        and more["prompt_tokens"] >= of["prompt_tokens"]
+    )
+    if not of["left"]:
+        tokens = more["generation_tokens"], more["prompt_tokens"]
+        agrees = agrees and tokens == (of["tokens"], of["prompt_tokens"])
+    if not agrees:
+        note(f"counters: got {more} more, expected {of}")
+    return agrees
+
+
+async def _serve(many: Clients, count: int, full: bool) -> tuple[bool, list[tuple[float, int]]]:
+    """Return whether gauges and counters are right, and how large the server was when."""
+    chance, rss = random.Random(1), list[tuple[float, int]]()
+    kinds = [any_fields(n, 48 if full else 12, chance) for n in range(240 if full else 16)]
+    # That the server says to a prompt alone what the model does, too.
+    ids, tokenizer = prompt(6, chance), Tokenizer(DEMO)
+    kinds.append((COMPLETIONS, {"prompt": ids, "max_tokens": 12, "temperature": 0}))
+    *_, greedy = await many.learn(kinds)
+    assert greedy.texts == [tokenizer.decode(expected(ids, 12, "quantized-clear"))]
+    until_s = time.monotonic() + (_SECONDS if full else 0.0)
+
+    async def client(chance: random.Random) -> None:
+        while many.over < count or time.monotonic() < until_s:
+            leave = None
+            if chance.random() < 0.1:
+                leave = chance.choice([Leave(events=1), Leave(chance.uniform(0, 0.5))])
+            more: dict[str, Any] = {"streamed": leave is not None or chance.random() < 0.75}
+            if more["streamed"] and chance.random() < 0.5:
+                more["stream_options"] = {"include_usage": True}
+            await many.ask(chance.choice(many.jobs), leave=leave, **more)
+
+    async def sample() -> None:
+        while True:
+            rss.append((time.monotonic(), resident_bytes(many.pid)))
+            await asyncio.sleep(1.0)
+
+    first, sampling = await many.metrics(), asyncio.create_task(sample())
+    await asyncio.gather(*(client(random.Random(n)) for n in range(64 if full else 8)))
+    sampling.cancel()
+    between, counts = await many.until(is_idle), many.counts.copy()
+    # Where all stay to the end, the counters are exact.
+    for job in many.jobs[: len(many.jobs) // 4]:
+        await many.ask(job)
+    last = await many.until(is_idle)
+    more = many.counts - counts
+    more["left"] = 0
+    return _as_sent(first, between, counts) and _as_sent(between, last, more), rss
+
+
+@Row(
+    "serving",
+    "serving: 64 concurrent streams over HTTP, 10 min",
+    "at least so many answers, each compared with what the model says to its prompt alone",
+    "0 lost, duplicated or crossed; gauges back at zero, counters as sent; memory slope < 1 % after"
+    " warm-up",
+    short=40,
+    long=10_000,
+    minutes=11,
+    alone=True,
+)
+def serving(count: int, full: bool) -> Found:
+    """Ask for ten minutes, and judge whether that were enough answers and right."""
+    with place() as (workers, folder):
+        many = clients(workers, folder, [service(workers, folder)], full)
+        agrees, rss = asyncio.run(_serve(many, count, full))
+    counts, slope = many.counts, relative_slope(rss)
+    kinds = ("lost", "duplicated", "crossed")
+    return Found(
+        {
+            "answers": many.over,
+            **{kind: counts[kind] for kind in kinds},
+            "other than alone": counts["wrong"],
+            "left before the end": counts["left"],
+            "tokens": counts["tokens"],
+            "gauges and counters": "as sent" if agrees else "other than sent",
+            "memory slope of the server, %": 100 * slope,
+            "MiB of the server": rss[-1][1] / 2**20,
+        },
+        {
+            "enough right": counts["right"] >= count,
+            "none wrong": not any(counts[kind] for kind in ("wrong", "hung", "broken", *kinds)),
+            "some left": counts["left"] > 0,
+            "gauges and counters as sent": agrees,
+        },
+        {"memory": slope < _MAX_SLOPE},
+    )
+
+
+# ------------------------------------------------------------------------------ row: cancelled
+
+_FREE_S = 1.0
+_OTHERS = 2
+# How a client leaves: at once, behind some events, or once its request runs; streamed or not; and
+# the length of the prompt, of which a long one takes tens of steps.
+_WAYS: tuple[tuple[Leave | None, bool, int], ...] = (
+    (Leave(after_s=0.0), True, 6),
+    (None, False, 6),
+    (Leave(events=5), True, 6),
+    (None, True, 480),
+    (None, False, 480),
+)
+
+
+@dataclass
+class Leaving:
+    """Two clients that stay, and others that leave. `free_s`: until a place was free again."""
+
+    stay: Clients
+    leave: Clients
+    free_s: list[float] = field(default_factory=list)
+    at_once: int = 0
+    _chance: random.Random = field(default_factory=lambda: random.Random(1))
+    # Whose answer has begun and goes on.
+    _under_way: set[int] = field(default_factory=set)
+    _over: bool = False
+
+    async def run(self, count: int) -> bool:
+        """Leave so often, and say whether the counters agree: in every way in turn, and in a queue.
+
+        A place is free again when nothing runs but the two that stay, seen at a moment at which
+        both are under way.
+        """
+        before = await self.stay.metrics()
+        async with asyncio.TaskGroup() as group:
+            for number in range(_OTHERS):
+                group.create_task(self._stay(number))
+            for number in range(count):
+                if (turn := number % (len(_WAYS) + 1)) < len(_WAYS):
+                    await self._leave(*_WAYS[turn])
+                else:
+                    await self._leave_the_queue()
+                await self._until_free()
+            self._over = True
+        after = await self.stay.until(is_idle)
+        more = {name: after[name] - before[name] for name in after}
+        # One that leaves before it is read was never there.
+        left = self.leave.counts["left"]
+        agrees = more["ended_stop"] + more["ended_length"] == self.stay.counts["right"]
+        agrees = agrees and left - self.at_once <= more["ended_abort"] <= left
+        if not agrees or more["ended_error"]:
+            note(f"counters: got {more} more, expected {self}")
+        return agrees and not more["ended_error"]
+
+    async def _stay(self, number: int) -> None:
+        for turn in itertools.count(number, _OTHERS):
+            if self._over:
+                return
+            job = self.stay.jobs[turn % len(self.stay.jobs)]
+            await self.stay.ask(job, on_events=lambda: self._under_way.add(number))
+            self._under_way.discard(number)
+
+    async def _leave(self, leave: Leave | None, streamed: bool, prompt_tokens: int) -> None:
+        asking = self._ask(prompt_tokens, streamed, leave)
+        if leave is None:
+            await self.stay.until(lambda now: now["num_requests_running"] > _OTHERS)
+            asking.cancel()
+        self.at_once += leave is not None and leave.after_s is not None
+        await self._note_left(asking)
+
+    async def _leave_the_queue(self) -> None:
+        """Leave while another one has the last place, which then leaves, too."""
+        both = [self._ask(6, True)]
+        await self.stay.until(lambda now: now["num_requests_running"] > _OTHERS)
+        both.append(self._ask(6, True))
+        await self.stay.until(lambda now: now["num_requests_waiting"] > 0)
+        for asking in reversed(both):
+            asking.cancel()
+            await self._note_left(asking)
+
+    def _ask(
+        self, prompt_tokens: int, streamed: bool, leave: Leave | None = None
+    ) -> asyncio.Task[Reply]:
+        new_tokens = min(450, 512 - prompt_tokens)
+        fields = long_fields(new_tokens, self._chance, prompt_tokens)
+        job = Job(COMPLETIONS, fields, Answer([]))
+        return asyncio.create_task(self.leave.ask(job, streamed=streamed, leave=leave))
+
+    async def _note_left(self, asking: asyncio.Task[Reply]) -> None:
+        await asyncio.wait([asking])
+        self.leave.counts["left"] += asking.cancelled()
+
+    async def _until_free(self) -> None:
+        began, before = time.monotonic(), set[int]()
+
+        def free(now: Mapping[str, float]) -> bool:
+            nonlocal before
+            whole = len(before) == _OTHERS and before == self._under_way
+            before = set(self._under_way)
+            numbers = now["num_requests_running"], now["num_requests_waiting"]
+            return whole and numbers == (_OTHERS, 0)
+
+        await self.stay.until(free)
+        self.free_s.append(time.monotonic() - began)
+
+
+@Row(
+    "cancelled",
+    "requests cancelled by their clients",
+    "streamed and whole; at once, before the first byte, mid-stream, in a prompt, in the queue",
+    "places free within 1 s each, gauges back at zero, other streams' tokens unaffected",
+    short=6,
+    long=200,
+    minutes=2,
+    alone=True,
+)
+def cancelled(count: int, full: bool) -> Found:
+    """Leave so often, one after the other."""
+
+    async def run() -> bool:
+        chance = random.Random(2)
+        new_tokens, jobs = (400, 8) if full else (80, _OTHERS)
+        asked = [(COMPLETIONS, long_fields(new_tokens, chance)) for _ in range(jobs)]
+        await leaving.stay.learn(asked)
+        return await leaving.run(count)
+
+    with place() as (workers, folder):
+        options = ("--max-sequences", str(_OTHERS + 1), "--step-tokens", "16")
+        stay = clients(workers, folder, [service(workers, folder)], full, *options)
+        leaving = Leaving(stay, Clients(stay.address, stay.log, stay.pid, {}))
+        agrees = asyncio.run(run())
+    counts, left, slowest_s = stay.counts, leaving.leave.counts["left"], max(leaving.free_s)
+    return Found(
+        {
+            "left before the end": left,
+            "p95 until free, s": percentile(leaving.free_s, 95),
+            "longest until free, s": slowest_s,
+            "other answers right": f"{counts['right']} of {stay.over}",
+            "gauges and counters": "as sent" if agrees else "other than sent",
+        },
+        {
+            "all left": left >= count == len(leaving.free_s),
+            "other answers right": counts["right"] == stay.over >= _OTHERS
+            and not (counts["hung"] or counts["broken"]),
+            "gauges and counters as sent": agrees,
+        },
+        {"free within a second": slowest_s <= _FREE_S},
+    )
+
+
+# ------------------------------------------------------------------------------- row: overload
+
+_SEQUENCES, _WAITING, _TIMES = 8, 8, 4
+_LIMITED, _AT_A_TIME = 6, 2
+_MAX_RATIO = 1.5
+_KEYS = {name: f"{PREFIX}{name * 4}" for name in ("unlimited", "limited")}
+
+
+def _bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {_KEYS[name]}"}
+
+
+async def _ask_at_once(
+    many: Clients, side_by_side: int, count: int, limited: int, full: bool
+) -> None:
+    """Ask until so many requests are over, `limited` of the clients with a key that has a limit.
+
+    Refused clients come again when they were told to; in the short form, soon.
+    """
+    begun = itertools.count()
+
+    async def client(number: int) -> None:
+        headers = _bearer("limited" if number < limited else "unlimited")
+        for turn in itertools.count(number):
+            if next(begun) >= count:
+                return
+            reply = await many.ask(many.jobs[turn % len(many.jobs)], headers=headers)
+            if reply.status in (429, 503):
+                await asyncio.sleep(float(reply.headers["retry-after"]) if full else 0.05)
+
+    await asyncio.gather(*(client(number) for number in range(side_by_side)))
+    await many.until(is_idle)
+
+
+@Row(
+    "overload",
+    "overload: four times as many clients as sequences",
+    "so many requests, some with a key that allows two at a time; then as many as at capacity",
+    "admitted: right, p95 between two tokens <= 1.5 x that at capacity; refused: 429 or 503 with"
+    " Retry-After; none hangs",
+    short=60,
+    long=2000,
+    minutes=3,
+    alone=True,
+)
+def overload(count: int, full: bool) -> Found:
+    """Ask at capacity first, and then with four times as many clients."""
+
+    async def run() -> None:
+        chance = random.Random(3)
+        jobs = [long_fields(48 if full else 12, chance) for _ in range(24 if full else 8)]
+        over.jobs = await usual.learn([(COMPLETIONS, fields) for fields in jobs])
+        await _ask_at_once(usual, _SEQUENCES, count // 4, 0, full)
+        await _ask_at_once(over, _TIMES * _SEQUENCES, count, _LIMITED, full)
+
+    with place() as (workers, folder):
+        keys, limits = folder / "keys.toml", {"unlimited": None, "limited": _AT_A_TIME}
+        entries = [
+            ApiKey(name=name, sha256=hash_of(key), concurrent=limits[name]).entry()
+            for name, key in _KEYS.items()
+        ]
+        keys.write_text("\n".join(entries), encoding="utf-8")
+        keys.chmod(0o600)
+        options = ("--max-sequences", str(_SEQUENCES), "--max-waiting", str(_WAITING))
+        gpu, headers = [service(workers, folder)], _bearer("unlimited")
+        given = (*options, "--api-keys", str(keys))
+        usual = clients(workers, folder, gpu, full, *given, headers=headers)
+        over = Clients(usual.address, usual.log, usual.pid, headers)
+        asyncio.run(run())
+    p95_s = [percentile(one.gaps_s, 95) for one in (usual, over)]
+    both, ratio = usual.counts + over.counts, p95_s[1] / p95_s[0]
+    refused = [over.counts[f"refused {status}"] for status in (503, 429)]
+    return Found(
+        {
+            "answered right": both["right"],
+            "other than alone": both["wrong"],
+            "refused with 503": refused[0],
+            "refused with 429": refused[1],
+            "without Retry-After": both["untold"],
+            "hung": both["hung"],
+            "p95 between two tokens at capacity, ms": 1e3 * p95_s[0],
+            "overloaded, ms": 1e3 * p95_s[1],
+            "ratio": ratio,
+        },
+        {
+            "none refused at capacity": usual.counts["right"] == usual.over >= count // 4,
+            "all answered or refused": over.counts["right"] + sum(refused) >= count,
+            "some of each": min(over.counts["right"], *refused) > 0,
+            "none wrong, untold or hung": not any(
+                both[kind] for kind in ("wrong", "untyped", "untold", "hung", "broken")
+            ),
+        },
+        {"as fast": ratio <= _MAX_RATIO},
+    )
+
+
+# ------------------------------------------------------------------------- row: serving_faults
+
+_STREAMS = 6
+_PATIENT_S, _IMPATIENT_S = 60.0, 1.0
+_AWAY_S, _AWAY_SHORT_S = 5.0, 0.1
+
+
+@dataclass
+class Killing:
+    """Kills services under streams. `hits`: which some stream had in use; `back_s`: until right."""
+
+    workers: Workers
+    full: bool
+    counts: Counter[str] = field(default_factory=Counter)
+    hits: int = 0
+    back_s: list[float] = field(default_factory=list)
+    _chance: random.Random = field(default_factory=lambda: random.Random(3))
+
+    async def run(self, many: Clients, services: list[Service], kills: int, patient: bool) -> bool:
+        """Kill the services of a server in turn; say whether there were errors where they may be.
+
+        With a second service, or where the server waits longer than its only one is away, every
+        stream goes on. One that waits for less ends each request by one typed error at most.
+        """
+        begun: set[int] = set()
+        over = False
+
+        async def client(number: int) -> None:
+            chance = random.Random(number)
+            while not over:
+                job, streamed = chance.choice(many.jobs), chance.random() < 0.75
+                reply = await many.ask(job, streamed=streamed, on_events=lambda: begun.add(number))
+                begun.discard(number)
+                await asyncio.sleep(_LOOK_S if reply.status == 503 else 0)
+
+        async def wait(holds: Callable[[], object]) -> None:
+            began = time.monotonic()
+            while not holds():
+                assert time.monotonic() < began + HANGS_S, "streams: got none that go on"
+                await asyncio.sleep(_LOOK_S / 5)
+
+        def errors() -> int:
+            return many.counts["broken"] + many.counts["refused 503"]
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(_STREAMS):
+                group.create_task(client(number))
+            for number in range(kills):
+                await wait(lambda: begun)
+                await asyncio.sleep(self._chance.uniform(0, 0.1))
+                at, known = number % len(services), errors()
+                lost, streaming = many.logged("service_lost"), bool(begun)
+                services[at].kill()
+                if len(services) == 1:
+                    await many.until_health(503)
+                if patient:
+                    most_s = _AWAY_S if self.full else _AWAY_SHORT_S
+                    await asyncio.sleep(self._chance.uniform(0, most_s))
+                else:
+                    # /health says 503 as soon as a step waits; here it is to wait in vain.
+                    await wait(lambda known=known: errors() > known)  # type: ignore[misc]
+                services[at] = await asyncio.to_thread(self.workers.restart, services[at])
+                began, right = time.monotonic(), many.counts["right"]
+                await many.until_health(200)
+                await wait(lambda right=right: many.counts["right"] > right)  # type: ignore[misc]
+                self.back_s.append(time.monotonic() - began)
+                # The other one of two was in use since the last time.
+                self.hits += streaming and many.logged("service_lost") > lost
+            over = True
+        await many.until(is_idle)
+        self.counts += many.counts
+        return (errors() == 0) == patient
+
+
+@Row(
+    "serving_faults",
+    "services killed (kill -9) under a server's streams",
+    "in turns: a second one present; the only one, with a deadline longer and shorter than that",
+    "tokens as alone, or one typed error where no service was there; /health 503, then 200 again",
+    short=3,
+    long=90,
+    minutes=4,
+)
+def serving_faults(count: int, full: bool) -> Found:
+    """Kill so often: a third with a second service, and two thirds the only one."""
+
+    async def run(many: Clients, *more: Any) -> bool:
+        if not jobs:
+            chance = random.Random(4)
+            asked = [any_fields(n, 40, chance) for n in range(16 if full else 4)]
+            asked += [(COMPLETIONS, long_fields(40, chance)) for _ in range(8 if full else 4)]
+            jobs.extend(await many.learn(asked))
+        many.jobs = jobs
+        return await killing.run(many, *more)
+
+    jobs: list[Job] = []
+    with place() as (workers, folder):
+        killing, ends = Killing(workers, full), list[bool]()
+        for number, links in enumerate((("unix", "shm"), ("shm",), ("unix",))):
+            patient = number < 2
+            kills = count // 3 if number else count - 2 * (count // 3)
+            services = [service(workers, folder, f"{number}-{link}", link) for link in links]
+            timeout_s = str(_PATIENT_S if patient else _IMPATIENT_S)
+            options = ("--request-timeout-s", timeout_s)
+            many = clients(workers, folder, services, full, *options)
+            ends.append(asyncio.run(run(many, services, kills, patient)))
+    counts = killing.counts
+    wrong = sum(counts[kind] for kind in ("wrong", "hung", "untyped"))
+    return Found(
+        {
+            "killed under streams": f"{killing.hits} of {count}",
+            "right": counts["right"],
+            "ended by one typed error": counts["broken"],
+            "refused meanwhile": counts["refused 503"],
+            "wrong": wrong,
+            "p95 until right again, s": percentile(killing.back_s, 95),
+        },
+        {
+            "every one hits": killing.hits == len(killing.back_s) == count,
+            "none wrong": counts["right"] > 0 and not wrong,
+            "errors where no service was there, and only there": all(ends),
+        },
+    )
+
+
+# ---------------------------------------------------------------------- what answers are judged by
+
+Events = list[dict[str, Any]]
+_WORDS = ["the", "cat", "sat", "on", "a", "wall"]
+_OTHER = Job(COMPLETIONS, {}, Answer([("once there was a bird who sang", [], [], "stop")]))
+
+
+def right_events() -> tuple[Job, Events]:
+    """Return a request, and the events of its right answer."""
+    names = [word if at == 0 else f" {word}" for at, word in enumerate(_WORDS)]
+    numbers = [-0.5 * at for at in range(len(names))]
+    events: Events = []
+    for at, name in enumerate(names):
+        choice: dict[str, Any] = {"index": 0, "text": name, "finish_reason": None}
+        if at == len(names) - 1:
+            choice["finish_reason"] = "length"
+        logprobs = {"tokens": [name], "token_logprobs": [numbers[at]]}
+        logprobs["text_offset"] = [len("".join(names[:at]))]
+        events.append({"id": "x", "choices": [choice | {"logprobs": logprobs}]})
+    used = {"prompt_tokens": 5, "completion_tokens": len(names)}
+    events.append({"id": "x", "choices": [], "usage": used})
+    right = Answer([(" ".join(_WORDS), names, numbers, "length")], used)
+    return Job(COMPLETIONS, {}, right), events
+
+
+def changed(events: Events, old: str, new: str) -> Events:
+    found: Events = json.loads(json.dumps(events).replace(old, new))
+    assert found != events
+    return found
+
+
+@each_row(
+    ("change", "ends", "kinds"),
+    [
+        (lambda e: e, True, {"right"}),
+        (lambda e: e, False, {"wrong", "lost"}),
+        (lambda e: e[:3] + e[4:], True, {"wrong", "lost"}),
+        (lambda e: e[:4] + e[3:], True, {"wrong", "duplicated"}),
+        (lambda e: [*e[:2], e[3], e[2], *e[4:]], True, {"wrong", "duplicated"}),
+        (lambda e: [*e[:3], e[3] | {"id": "y"}, *e[4:]], True, {"wrong", "duplicated"}),
+        (lambda e: [*e[:-1], e[3], e[-1]], True, {"wrong", "duplicated"}),
+        (lambda e: [*e, e[-1]], True, {"wrong", "duplicated"}),
+        (lambda e: changed(e, '"completion_tokens": 6', '"completion_tokens": 7'), True, {"wrong"}),
+        (lambda e: changed(e, "-1.5", "-1.25"), True, {"wrong"}),
+        (lambda e: changed(e, "[7]", "[8]"), True, {"wrong", "duplicated"}),
+        (lambda e: changed(e, '" cat"', '" there was a bird"'), True, {"wrong", "crossed"}),
+        (lambda e: [*e[:3], {"error": {"code": "engine_error"}}], True, {"wrong", "lost"}),
+    ],
+    ids=map(str, range(13)),
+)
+def test_what_is_wrong_of_an_answer_is_noticed(
+    change: Callable[[Events], Events], ends: bool, kinds: set[str]
+) -> None:
+    job, events = right_events()
+    lines = [f"data: {json.dumps(event)}\n\n" for event in change(events)]
+    body = "".join([*lines, "data: [DONE]\n\n" if ends else ""]).encode()
+    reply = Reply(200, {"content-type": "text/event-stream"}, body)
+    counted = judge(job, reply, [job, _OTHER])
+    found = {name for name, times in counted.items() if times}
+    assert found - {"tokens", "prompt_tokens"} >= kinds
+    assert ("right" in found) == ("right" in kinds)
+    assert judge(job, Reply(500), []) == Counter(wrong=1, lost=1)

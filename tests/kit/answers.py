@@ -1,0 +1,230 @@
+"""An HTTP client of the server, what it got for an answer, and what is wrong with that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# No answer of these rows takes as long, unless it never comes.
+HANGS_S = 90.0
+# As long a stretch of text is in no two answers by chance, or seldom.
+_STRETCH = 12
+Fields = Mapping[str, Any]
+
+# ------------------------------------------------------------------------------- an HTTP client
+
+
+@dataclass
+class Reply:
+    """What came. `times`: of its events, after the request. `left`: by the client, before its end.
+
+    `status`: 0 where the connection ended without one.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    times: list[float] = field(default_factory=list)
+    left: bool = False
+
+    @property
+    def events(self) -> list[str]:
+        """What stands behind `data: `, of a stream."""
+        return [line[6:] for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """When a client closes its connection: `after_s` the request, or behind so many events."""
+
+    after_s: float | None = None
+    events: int = 2**30
+
+
+async def ask(
+    address: str,
+    path: str,
+    fields: Fields | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    leave: Leave | None = None,
+    on_events: Callable[[], object] = lambda: None,
+) -> Reply:
+    """Post a body, or get a path without one. Raises TimeoutError for what hangs, and OSError.
+
+    `on_events`: called when some of them have come.
+    """
+    reply, leave = Reply(), leave or Leave()
+    body = b"" if fields is None else json.dumps(fields).encode()
+    head = [f"{'GET' if fields is None else 'POST'} {path} HTTP/1.1", f"host: {address}"]
+    head += ["connection: close", "content-type: application/json", f"content-length: {len(body)}"]
+    head += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    reader, writer = await asyncio.open_connection(*address.split(":"), limit=2**20)
+    try:
+        async with asyncio.timeout(HANGS_S if leave.after_s is None else leave.after_s):
+            writer.write("\r\n".join([*head, "", ""]).encode() + body)
+            await writer.drain()
+            await _read(reader, reply, leave.events, on_events)
+    except TimeoutError:
+        if leave.after_s is None:
+            raise
+        reply.left = True
+    finally:
+        writer.transport.abort()
+    return reply
+
+
+async def _read(
+    reader: asyncio.StreamReader, reply: Reply, most: int, on_events: Callable[[], object]
+) -> None:
+    """Read to the end, or so many events."""
+    began, raw = time.monotonic(), b""
+    with suppress(asyncio.IncompleteReadError):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        reply.status = int(head[0].split()[1])
+        reply.headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        while block := await reader.read(2**16):
+            raw += block
+            if events := block.count(b"data: {"):
+                reply.times += [time.monotonic() - began] * events
+                on_events()
+            if len(reply.times) >= most:
+                reply.left = True
+                return
+    reply.body = raw
+    if reply.headers.get("transfer-encoding") == "chunked":
+        reply.body = b"".join(_chunks(raw))
+
+
+def _chunks(raw: bytes) -> Iterator[bytes]:
+    """Yield what is in each chunk of a body; of one that was broken off, what there is."""
+    at = 0
+    while (end := raw.find(b"\r\n", at)) > at:
+        size = int(raw[at:end], 16)
+        yield raw[end + 2 : end + 2 + size]
+        at = end + 2 + size + 2
+
+
+# ------------------------------------------------------------------ what is asked, and its answer
+
+
+@dataclass
+class Answer:
+    """An answer as it came: text, names of tokens, logprobs and end of each choice.
+
+    `chunks`: those of a stream that have a token, -1 of no stream. `twice`: whether something came
+    a second time, or at another place than its own.
+    """
+
+    choices: list[tuple[str, list[str], list[float], str | None]]
+    usage: dict[str, int] = field(default_factory=dict)
+    chunks: int = -1
+    ends: bool = True
+    twice: bool = False
+
+    @staticmethod
+    def of(reply: Reply) -> Answer:
+        """Read an answer in one piece, or events in their order."""
+        if reply.status != 200:
+            return Answer([], ends=False)
+        if not reply.headers["content-type"].startswith("text/event-stream"):
+            found = Answer([])
+            found._take(json.loads(reply.body))
+            return found
+        events = reply.events
+        found = Answer([], chunks=0, ends=events[-1:] == ["[DONE]"])
+        parts = [json.loads(event) for event in events if event != "[DONE]"]
+        for part in parts:
+            found.chunks += sum("role" not in c.get("delta", {}) for c in part.get("choices", []))
+            found._take(part)
+        found.twice |= len({part["id"] for part in parts if "id" in part}) > 1
+        found.ends = found.ends and all(end is not None for *_, end in found.choices)
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Of all choices, as the answer says."""
+        return self.usage.get("completion_tokens", 0)
+
+    def _take(self, part: dict[str, Any]) -> None:
+        for choice in part.get("choices", ()):
+            index, delta = choice["index"], choice.get("delta") or choice.get("message") or choice
+            while len(self.choices) <= index:
+                self.choices.append(("", [], [], None))
+            text, names, numbers, end = self.choices[index]
+            self.twice |= end is not None or ("role" in delta and "delta" in choice and text != "")
+            logprobs = choice["logprobs"] or {}
+            for name, offset in zip(
+                logprobs.get("tokens", ()), logprobs.get("text_offset", ()), strict=True
+            ):
+                before = "".join(names)
+                # A part of a character has a name that is longer than its text.
+                plain = before.isascii() and "bytes:" not in before
+                self.twice |= plain and offset != len(before)
+                names.append(name)
+            names += [one["token"] for one in logprobs.get("content", ())]
+            numbers += logprobs.get("token_logprobs", ())
+            numbers += [one["logprob"] for one in logprobs.get("content", ())]
+            text += delta.get("content", delta.get("text")) or ""
+            self.choices[index] = text, names, numbers, choice["finish_reason"]
+        if usage := part.get("usage"):
+            self.twice |= bool(self.usage)
+            self.usage = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request, whose fields say nothing of streaming, and what the server answers to it alone."""
+
+    path: str
+    fields: Fields
+    right: Answer
+
+    @property
+    def texts(self) -> list[str]:
+        """Of each choice."""
+        return [text for text, *_ in self.right.choices]
+
+
+def judge(job: Job, reply: Reply, others: Sequence[Job]) -> Counter[str]:
+    """Count an answer to its end as right, to the last byte, or wrong.
+
+    And what is wrong of it: `lost`: fewer tokens than there are, or no end; `duplicated`: more, or
+    a second id, end or opening; `crossed`: a stretch of another request's answer.
+    """
+    got, right = Answer.of(reply), job.right
+    whole = got.ends and not got.twice and got.chunks in (-1, right.tokens)
+    if whole and got.usage in ({}, right.usage) and got.choices == right.choices:
+        return Counter(right=1, tokens=right.tokens, prompt_tokens=right.usage["prompt_tokens"])
+    stretches = {
+        text[at : at + _STRETCH]
+        for text, *_ in got.choices
+        for at in range(len(text) - _STRETCH + 1)
+    }
+    foreign = {stretch for stretch in stretches if not any(stretch in own for own in job.texts)}
+    theirs = [text for other in others if other is not job for text in other.texts]
+    return Counter(
+        wrong=1,
+        lost=not got.ends or 0 <= got.chunks < right.tokens,
+        duplicated=got.twice or got.chunks > right.tokens,
+        crossed=any(stretch in text for stretch in foreign for text in theirs),
+    )
+
+
+def is_broken_off(job: Job, reply: Reply) -> bool:
+    """Say whether a stream is the right one up to one typed error, its last event."""
+    events = reply.events if reply.status == 200 else []
+    if not events or events[-1] == "[DONE]" or "error" not in json.loads(events[-1]):
+        return False
+    got = Answer.of(reply)
+    begins = all(
+        right.startswith(text) for right, (text, *_) in zip(job.texts, got.choices, strict=False)
+    )
+    return begins and not got.twice and json.loads(events[-1])["error"]["code"] is not None

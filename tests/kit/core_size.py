@@ -1,0 +1,109 @@
+"""How much code is trusted: `python -m tests.kit.core_size` prints it, module by module.
+
+A code line has something on it that is no comment and no docstring. What counts are the modules of
+our packages that a shielded run imports, the real command with a real service over a unix socket.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import tokenize
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.kit.service import ENVIRONMENT, running_service
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = tomllib.loads(Path(__file__).with_name("recorded.toml").read_text(encoding="utf-8"))
+PACKAGES = ("protocol", "tee_side", "gpu_side", "tsqp")
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+_PROMPT = ("--prompt", "Once", "--max-new-tokens", "2")
+
+# Runs the command in its arguments, and writes which of our modules it has imported to a file.
+_CHILD = """
+import json, sys
+from tsqp.cli.tee_runner import main
+packages, answer, *sys.argv = sys.argv[1:]
+try:
+    main()
+finally:
+    files = {name: module.__file__ for name, module in list(sys.modules.items())
+             if name.partition(".")[0] in packages.split(",")
+             and (module.__file__ or "").endswith(".py")}
+    with open(answer, "w") as file:
+        json.dump(files, file)
+"""
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that have code on them."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            match node.body:
+                case [ast.Expr(ast.Constant(str())) as text, *_]:
+                    lines.difference_update(range(text.lineno, (text.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def imported_by_a_shielded_run() -> dict[str, Path]:
+    """Run it, and return the files of our modules that were imported, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "modules.json"
+        child = (sys.executable, "-c", _CHILD, ",".join(PACKAGES), str(answer), "tee-runner")
+        arguments = ("generate", "demo", "--policy", "shielded", *_PROMPT)
+        with running_service("demo", f"unix://{folder}/gpu", "--threads", "1") as service:
+            subprocess.run(
+                [*child, *arguments, "--gpu", service.endpoint],
+                env=ENVIRONMENT,
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                check=True,
+                timeout=90,
+            )
+        return {name: Path(file) for name, file in json.loads(answer.read_text()).items()}
+
+
+def all_of(*packages: str) -> list[Path]:
+    """Return the Python files of packages."""
+    return [file for package in packages for file in (ROOT / package).rglob("*.py")]
+
+
+def total(files: Iterable[Path]) -> int:
+    """Count the code lines of files."""
+    return sum(code_lines(file.read_text(encoding="utf-8")) for file in files)
+
+
+def main() -> None:
+    """Print the table."""
+    files = imported_by_a_shielded_run()
+    for name, file in sorted(files.items()):
+        print(f"{total([file]):6}  {name}")  # noqa: T201
+    print(f"{total(files.values()):6}  imported by a shielded run")  # noqa: T201
+    apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "serve")}
+    whole = set(all_of("protocol", "tee_side")).difference(*apart.values())
+    print(f"{total(whole):6}  all of protocol and tee_side, without {' and '.join(apart)}")  # noqa: T201
+    for name, there in apart.items():
+        print(f"{total(there):6}  of tee_side/{name}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
