@@ -55,8 +55,6 @@ SLOW = (
     "e2e/test_bench.py",
     "e2e/test_demo.py",
     "e2e/test_plan.py",
-    "fuzz",
-    "mutations",
     "native",
     "soak",
     "unit/benchmarks",
