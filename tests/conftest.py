@@ -7,10 +7,8 @@ import os
 import random
 import secrets
 import signal
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -18,7 +16,6 @@ import pytest
 import torch
 
 from protocol import native
-from tests.pairwise import covering
 
 if TYPE_CHECKING:
     from tests.kit.model import SavedModel
@@ -47,18 +44,6 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("others", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-TESTS = Path(__file__).parent
-
-# What `make test` leaves to `make test-slow`, beside what is marked so: tools for people with a
-# slow test each, and short forms of what runs for hours.
-SLOW = (
-    "e2e/test_demo.py",
-    "e2e/test_page.py",
-    "fuzz",
-    "mutations",
-    "native",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --kernels, for runs of the same tests with other kernels."""
@@ -68,44 +53,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Use the kernels that --kernels names, in each of xdist's processes."""
     native.use(config.getoption("--kernels"))
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import what `make test` leaves out as a whole."""
-    leaves_out = "not slow" in config.getoption("markexpr")
-    return True if leaves_out and _is_more(collection_path) else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `slow` what is in `SLOW`, and what `pairwise` and `each_value` can do without."""
-    products: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if _is_more(item.path):
-            item.add_marker("slow")
-        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            for strength, name in enumerate(("each_value", "pairwise"), start=1):
-                if item.get_closest_marker(name) is not None:
-                    products[item.parent, item.originalname, strength].append(item)
-    for (*_, strength), functions in products.items():
-        cases = [_values(function) for function in functions]
-        chosen = covering(cases, min(strength, len(cases[0])))
-        for position in set(range(len(functions))).difference(chosen):
-            functions[position].add_marker("slow")
-
-
-@functools.cache
-def _is_more(path: Path) -> bool:
-    return any(path.is_relative_to(TESTS / name) for name in SLOW)
-
-
-def _values(function: pytest.Function) -> list[Hashable]:
-    """Return the values of a case's parameters, or where they cannot be compared their places."""
-    callspec = function.callspec
-    return [
-        value if isinstance(value, Hashable) else callspec.indices[name]
-        for name, value in sorted(callspec.params.items())
-    ]
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,9 @@ def words(text: str) -> str:
     """Return text as one line, without the frames around it."""
     return " ".join(text.replace("│", " ").split())
 
+# It is what `make demo` does, which a change has to pass as well.
+pytestmark = pytest.mark.slow
+
 
 def test_three_acts_show_what_the_gpu_saw_and_then_a_chat_and_a_lie() -> None:
     # Settings of the two programs are not the demo's.

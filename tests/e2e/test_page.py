@@ -10,29 +10,29 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.kit.page_server import BREAK, ENDLESS, REFUSE, running
 from tests.kit.service import running_server, running_service
 
-pytest.importorskip("selenium", reason="no selenium: pip install '.[dev]'")
-
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service as Driver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="no chromium and chromedriver: apt-get install chromium chromium-driver",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="no chromium and chromedriver: apt-get install chromium chromium-driver",
+    ),
+]
 
 PROMPT = "Tell me a story about a fox."
 WAIT_S = 60
 # Kept where the page is worked on: pytest --basetemp says where.
+CSS = "css selector"
 SIZES = {"wide": (1280, 900), "narrow": (420, 900)}
 
 
@@ -44,13 +44,13 @@ class Page:
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def text(self, selector: str) -> str:
-        return str(self.browser.find_element(By.CSS_SELECTOR, selector).text)
+        return str(self.browser.find_element(CSS, selector).text)
 
     def click(self, selector: str) -> None:
-        self.browser.find_element(By.CSS_SELECTOR, selector).click()
+        self.browser.find_element(CSS, selector).click()
 
     def fill(self, selector: str, text: str) -> None:
-        field = self.browser.find_element(By.CSS_SELECTOR, selector)
+        field = self.browser.find_element(CSS, selector)
         field.clear()
         field.send_keys(text)
 
@@ -59,10 +59,12 @@ class Page:
         self.click("#send")
 
     def until(self, holds: Callable[[], object]) -> None:
+        from selenium.webdriver.support.wait import WebDriverWait
+
         WebDriverWait(self.browser, WAIT_S, poll_frequency=0.05).until(lambda _: holds())
 
     def until_done(self) -> None:
-        self.until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "body[data-state=done]"))
+        self.until(lambda: self.browser.find_elements(CSS, "body[data-state=done]"))
 
     def complaints(self) -> list[str]:
         """Return errors and CSP violations that the console got since this was last called."""
@@ -71,6 +73,9 @@ class Page:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Chrome]:
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service as Driver
+
     options = ChromeOptions()
     options.binary_location = str(CHROMIUM)
     for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
@@ -104,9 +109,7 @@ def _open(browser: Chrome, address: str) -> None:
     browser.get_log("browser")  # of the page before
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param("attention-in-tee", marks=pytest.mark.slow), "shielded"]
-)
+@pytest.mark.parametrize("policy", ["attention-in-tee", "shielded"])
 def test_an_answer_fills_three_panes(
     browser: Chrome, endpoint: str, policy: str, tmp_path: Path
 ) -> None:
@@ -135,13 +138,13 @@ def _three_panes(page: Page, tmp_path: Path, *, shielded: bool) -> None:
     assert ("63 pads used" if shielded else "none under this policy") in kept
     assert "qkv_proj" in page.text("#operators")
     assert "first token after" in page.text("#pace")
-    assert len(page.browser.find_elements(By.CSS_SELECTOR, "#latency rect")) >= 40
+    assert len(page.browser.find_elements(CSS, "#latency rect")) >= 40
 
     assert "requests" in page.text("#total")
-    assert len(page.browser.find_elements(By.CSS_SELECTOR, "#samples .sample")) == 3
-    heads = [one.text for one in page.browser.find_elements(By.CSS_SELECTOR, "#samples .hex")]
+    assert len(page.browser.find_elements(CSS, "#samples .sample")) == 3
+    heads = [one.text for one in page.browser.find_elements(CSS, "#samples .hex")]
     assert all(len(bytes.fromhex(head.replace(" ", ""))) == 64 for head in heads)
-    assert len(page.browser.find_elements(By.CSS_SELECTOR, "#histogram rect")) == 256
+    assert len(page.browser.find_elements(CSS, "#histogram rect")) == 256
     evenness, attack = page.text("#evenness"), page.text("#attack")
     if shielded:
         assert evenness.startswith("As even as chance makes them")
@@ -193,7 +196,7 @@ def test_errors_are_readable_and_an_answer_can_be_stopped(opened: Page) -> None:
     refused = "400 invalid_request_error: body.messages: refused"
     assert page.text("#log .error") == refused
     page.click("#clear")
-    assert not page.browser.find_elements(By.CSS_SELECTOR, "#log .error")
+    assert not page.browser.find_elements(CSS, "#log .error")
     page.send(BREAK)
     page.until(lambda: page.text("#log") and "was lost" in page.text("#log"))
     page.until_done()
@@ -203,7 +206,7 @@ def test_errors_are_readable_and_an_answer_can_be_stopped(opened: Page) -> None:
     page.until(lambda: "on on" in page.text("#log .assistant"))
     page.click("#stop")
     page.until_done()
-    assert not page.browser.find_elements(By.CSS_SELECTOR, "#log .error")
+    assert not page.browser.find_elements(CSS, "#log .error")
     # The console says of the refused request what the page says; of all else nothing.
     assert all("400 (Bad Request)" in one for one in page.complaints())
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.native.compiling import ROOT, checked, compiled, must_end, options, run, skip_without
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ OVER_AVX512 = "-DWITH_AVX512"
 VARIANTS = () if native.library is None else native.library.variants()
 KERNEL = Path("protocol/native/amx.h")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Mistakes in the kernel, any of which the program must notice.
 FAULTS = {
@@ -79,7 +79,6 @@ def test_products_and_attention_end_without_a_report(
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@pytest.mark.slow  # `make sanitize`: each is compiled
 @pytest.mark.parametrize("fault", [*FAULTS, *FAULTS_OF_ATTENTION])
 def test_a_fault_of_a_kernel_is_noticed(
     fault: str, build: Callable[..., Path], tmp_path: Path

@@ -75,6 +75,8 @@ def test_it_asks_again_after_a_wait_where_it_was_answered_and_not_before(pair: P
         service.send(PROBE)
         assert probe.is_alive(PROBE_AFTER_S)
     service.send(_asked(service))
+    assert probe.is_alive(PROBE_AFTER_S / 2)
+    assert _asked(service) == b""
     # A client that was stopped itself finds the answer when it goes on.
     assert probe.is_alive(100 * PROBE_AFTER_S)
     assert _asked(service) == PROBE

@@ -14,6 +14,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
 from protocol.encoding import (
+    MAX_REPLY_FRAMES,
+    MAX_REPLY_HEADER_BYTES,
     decode_reply,
     encode_request,
 )
@@ -345,6 +347,11 @@ def test_replies_that_deviate_are_refused() -> None:
         *not_refused(decode_reply, msgpack.unpackb(health), _in_response(HEALTH_REPLY_REFUSED)),
     ]
     assert wrong == []
+    for frames in ([], [b""] * (MAX_REPLY_FRAMES + 1)):
+        with pytest.raises(ProtocolError, match=f"got {len(frames)} frames, expected 1 to"):
+            decode_reply(frames)
+    with pytest.raises(ProtocolError, match=f"at most {MAX_REPLY_HEADER_BYTES}$"):
+        decode_reply([bytes(MAX_REPLY_HEADER_BYTES + 1)])
 
 
 # AES-256 of blocks 2 and 3 under the zero key.

@@ -36,6 +36,7 @@ from protocol.stream_wire import (
     MessageReader,
     MessageWriter,
     layout,
+    patience_s,
     to_pieces,
 )
 from protocol.tensors import from_torch
@@ -162,7 +163,7 @@ def test_what_the_kernel_does_not_take_waits_in_order(count: int) -> None:
         assert 1 <= len(writer.unsent) <= 6
         expected = _stream(*sent, [b"abc", b"x" * 70])
         assert 0 < writer.unsent_bytes < len(expected)
-        received = bytearray(right.recv(1000))
+        received = bytearray(right.recv(100_000))
         # It has room again, and a small message does not overtake those that wait.
         assert not writer.send([b"abc", b"x" * 70])
         while len(received) < len(expected):
@@ -231,6 +232,19 @@ def test_replies_that_nobody_asked_for_are_not_read_without_an_end(
         channel._reader.messages.extend([([], 0)] * held)
         channel._make_room(0, 0.0)
     assert was_reading == [True, False]
+
+
+def test_a_large_request_is_written_no_longer_than_it_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    until: list[float] = []
+    monkeypatch.setattr(MessageWriter, "flush", lambda _, give_up: until.append(give_up))
+    monkeypatch.setattr("protocol.stream_wire.time.monotonic", lambda: 1000.0)
+    left, right = socket.socketpair()
+    with left, right:
+        for most_s in (0.001, 3600.0):
+            MessageWriter(left).send([bytes(2**22)], most_s)
+    assert until == [1000.001, 1000.0 + patience_s(2**22 + 64)]
 
 
 def test_deadline_holds_while_a_large_request_is_read_a_little_at_a_time(

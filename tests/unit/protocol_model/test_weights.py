@@ -186,3 +186,12 @@ def test_a_configuration_has_another_digest_where_it_computes_otherwise(
     (copy / "config.json").write_text(json.dumps({**json.loads(whole), **changes}))
     assert (_digest(copy) == original) == same
     (copy / "config.json").write_text(whole)
+
+
+def test_the_same_bytes_of_another_dtype_have_another_digest(copy: Path) -> None:
+    tensors, digests = load_file(copy / SINGLE_FILE), set()
+    for dtype in (torch.float16, torch.bfloat16):
+        zeros = torch.zeros(tensors[EMBEDDING].shape, dtype=dtype)
+        save_file({**tensors, EMBEDDING: zeros}, copy / SINGLE_FILE)
+        digests.add(_digest(copy))
+    assert len(digests) == 2
