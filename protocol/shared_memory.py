@@ -262,10 +262,8 @@ class Lane:
                 start = self._base + self._out[slot] + place.start
                 if not (getattr(frame, "obj", None) is self._memory.obj and _at(frame) == start):
                     area[place] = frame
-        # Never 0, which a line that was not written yet says, too.
-        self._put = number = (self._put + 1) & 0xFFFFFFFF or 1
         line = self._our_lines + slot * _LINE_BYTES
-        wakes: bool = native.library.lane_publish(line, number, total, self._peer_sleeps)
+        wakes: bool = native.library.lane_publish(line, self._number(), total, self._peer_sleeps)
         return wakes
 
     def put_prepared(
@@ -274,13 +272,17 @@ class Lane:
         """Put a request as `put` does, in one call of compiled code."""
         if shape.total_bytes > self._room:
             return None
-        self._put = number = (self._put + 1) & 0xFFFFFFFF
         wakes: bool = native.library.lane_put(
             *(shape.address, request_id, timeout_ms, payload_at),
             *(self._base + self._out[slot], self._our_lines + slot * _LINE_BYTES),
-            *(number, self._peer_sleeps),
+            *(self._number(), self._peer_sleeps),
         )
         return wakes
+
+    def _number(self) -> int:
+        """Return the number of the next message: never 0, as in a line that was not written yet."""
+        self._put = (self._put + 1) & 0xFFFFFFFF or 1
+        return self._put
 
     def take_expected(
         self,

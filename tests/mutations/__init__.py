@@ -7,6 +7,7 @@ the tests of its concern run there. A new check in the code gets a row that take
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -125,8 +126,14 @@ class Table:
         problems = []
         for mutation in self.mutations:
             try:
-                if mutation.applied(root) == (root / mutation.file).read_text(encoding="utf-8"):
+                changed = mutation.applied(root)
+                if changed == (root / mutation.file).read_text(encoding="utf-8"):
                     problems.append(f"{mutation.name}: got the same text twice")
+                # One that no interpreter reads would be noticed by everything.
+                if mutation.file.endswith(".py"):
+                    ast.parse(changed, mutation.file)
+            except SyntaxError as error:
+                problems.append(f"{mutation.name}: {error}")
             except MutationError as error:
                 problems.append(str(error))
         for concern in self.concerns:
