@@ -22,6 +22,7 @@ def words(text: str) -> str:
     """Return text as one line, without the frames around it."""
     return " ".join(text.replace("│", " ").split())
 
+
 # It is what `make demo` does, which a change has to pass as well.
 pytestmark = pytest.mark.slow
 

@@ -133,15 +133,6 @@ def test_what_is_put_is_seen_once_by_an_end_that_is_woken_up(ends: tuple[Lane, L
     assert [service.number(slot) for slot in (4, 1, 6)] == [2**32 - 1, 1, 2]
 
 
-def test_numbers_that_begin_again_are_seen_in_a_slot_that_was_never_used(
-    ends: tuple[Lane, Lane],
-) -> None:
-    client, service = ends
-    client._put = 2**32 - 1
-    client.put(4, FRAMES)
-    assert service.look() == 4
-
-
 def test_a_size_is_read_once_and_held_against_the_area(ends: tuple[Lane, Lane]) -> None:
     client, service = ends
     client.put(0, FRAMES)
