@@ -263,8 +263,7 @@ class Lane:
                 if not (getattr(frame, "obj", None) is self._memory.obj and _at(frame) == start):
                     area[place] = frame
         line = self._our_lines + slot * _LINE_BYTES
-        wakes: bool = native.library.lane_publish(line, self._number(), total, self._peer_sleeps)
-        return wakes
+        return bool(native.library.lane_publish(line, self._number(), total, self._peer_sleeps))
 
     def put_prepared(
         self, slot: int, shape: MessageShape, request_id: int, timeout_ms: int, payload_at: int
