@@ -23,7 +23,7 @@ from gpu_side.cuda import products
 from gpu_side.cuda.check import check_ring
 from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
-from gpu_side.cuda.tiles import Tile, TileChoices, bucket, tiles_for
+from gpu_side.cuda.tiles import Tile
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.replies import Working
@@ -409,23 +409,6 @@ def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
 
 
-@each_row("rows", [1, 3, 8, 33])
-def test_products_are_those_of_the_cpu(rows: int, weights: ServiceWeights) -> None:
-    device = Device()
-    here, there = RequestHandler(weights, 2**24), _on_cuda(weights, device)
-    requests = ask.one_of_each(rows, weights.config.hidden_size)
-    for request in requests:
-        # Piece by piece, captured, replayed; many rows are not.
-        for _ in range(3):
-            _assert_same(ask.answer(there, request), ask.answer(here, request))
-    assert device.attempts == (0 if rows > 32 else len(requests))
-    # Other requests are torch's.
-    device.copies_in = 0
-    request = ask.embedding(torch.tensor([[1, 2]]))
-    assert torch.equal(ask.answer(there, request), ask.answer(here, request))
-    assert device.copies_in == 0
-
-
 @each_row(("rows", "reached"), [(1, True), (33, True), (1, False), (33, False)])
 def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
     rows: int, reached: bool, weights: ServiceWeights
@@ -493,19 +476,3 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
         patch.setitem(sys.modules, "gpu_side.cuda.ring", ring)
         with pytest.raises(KernelError, match=said):
             check_ring(CPU)
-
-
-def test_the_fastest_tile_is_chosen_once_for_each_shape_and_bucket() -> None:
-    for rows, expected in ((1, 1), (3, 4), (32, 32), (33, 64), (9999, 512)):
-        assert bucket(rows) == expected
-        assert tiles_for(rows) == tiles_for(bucket(rows))
-    ran: list[Tile] = []
-
-    def time_us(work: Callable[[], object]) -> float:
-        work()
-        return 5.0 if ran[-1] == tiles_for(1)[2] else 9.0
-
-    choices = TileChoices(time_us)
-    for rows in (3, 4):
-        assert choices.choose(rows, 64, 48, ran.append) == tiles_for(1)[2]
-    assert ran == list(tiles_for(3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import urllib.request
 
 import pytest
@@ -16,7 +15,7 @@ from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
-from protocol.errors import EndpointError, SettingsError
+from protocol.errors import SettingsError
 from tests.kit.rows import each_row
 
 log = logging.getLogger("gpu_service")
@@ -106,17 +105,6 @@ def test_an_address(text: str, expected: tuple[str, int] | None) -> None:
         return
     with pytest.raises(SettingsError, match=r"metrics address: got .*, expected \[HOST:\]PORT"):
         parse_address(text)
-
-
-def test_an_address_that_is_taken_is_refused_and_free_afterwards() -> None:
-    state = ServiceState()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(EndpointError, match=f"{address}: got Address already in use"):
-            MetricsServer(address, state)
-    for _ in range(2):
-        with MetricsServer(address, state) as server:
-            assert server.url == f"http://{address}/metrics"
 
 
 # ------------------------------------------------------------------------------- lines of the log

@@ -14,10 +14,10 @@ from gpu_side.devices import NullDevice, parse_device
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullKernels, NullWeights, request_us
 from gpu_side.profiles import PROFILES, DeviceProfile, find_profile
-from gpu_side.served_model import NO_LINEAR_DIGEST, read_served_model
+from gpu_side.served_model import read_served_model
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import load_weights
-from protocol.errors import ModelError, SettingsError
+from protocol.errors import SettingsError
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -93,15 +93,6 @@ def test_a_bad_file_is_refused_by_its_key(tmp_path: Path, old: str, new: str, te
         find_profile(str(path))
     assert text in str(caught.value)
     assert str(path) in str(caught.value)
-
-
-def test_what_names_a_device(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(FILE)
-    own = {f"model:{path}": ROUND} | {f"model:{name}": one for name, one in PROFILES.items()}
-    devices = {name: NullDevice(profile) for name, profile in ({"null": None} | own).items()}
-    for name, device in (devices | {"cpu": torch.device("cpu")}).items():
-        assert parse_device(name) == device
 
 
 @each_row(
@@ -228,21 +219,3 @@ def test_whole_layers_take_the_time_of_their_attention_besides(light: Path) -> N
         for sizes in ((16, context), (context, 16)):
             free_us += LAYERS * ROUND.matmul_us(2, 3 * rows, *sizes, 2)
         assert work.ends_ns() / 1000 == pytest.approx(free_us, abs=0.01)
-
-
-def test_its_linear_digest_is_what_the_directory_allows(saved_model: Any, light: Path) -> None:
-    full = saved_model().directory
-    with pytest.raises(ModelError, match="q_proj"):
-        read_served_model(light)
-    own, _ = read_served_model(full)
-    assert read_served_model(light, weights=False)[0].linear_digest == NO_LINEAR_DIGEST
-    path = light / "calibration.safetensors"
-    for metadata in (None, {"linear_digest": "x"}):
-        save_file({"x": torch.zeros(1)}, path, metadata=metadata)
-        with pytest.raises(ModelError, match="linear_digest"):
-            read_served_model(light, weights=False)
-    save_file({"x": torch.zeros(1)}, path, metadata={"linear_digest": "ab" * 32})
-    assert read_served_model(light, weights=False)[0].linear_digest == "ab" * 32
-    # The weights themselves go before what a calibration says of them.
-    shutil.copy(full / "model.safetensors", light)
-    assert read_served_model(light, weights=False)[0].linear_digest == own.linear_digest

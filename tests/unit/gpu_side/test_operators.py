@@ -12,7 +12,6 @@ import transformers
 from torch.nn.functional import linear
 
 from gpu_side.handler import RequestHandler
-from gpu_side.queues import QueueLimits
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
 from protocol.messages import (
@@ -176,44 +175,7 @@ def test_matmul_broadcasts_like_torch(
         _assert_close(output, expected.to(dtype), dtype)
 
 
-@each_row("able", [True, False])
-def test_one_row_gives_the_same_whether_or_not_it_is_multiplied_twice(
-    directory: Path, operators: RequestHandler, able: bool
-) -> None:
-    """As two rows of bfloat16, where the processor is faster at that."""
-    with pytest.MonkeyPatch.context() as patch:
-        features = {"avx512_bf16": able}
-        patch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
-        held = RequestHandler(load_weights(directory, device=CPU, dtype=torch.bfloat16), LIMIT)
-    for shape in ((), (1,), (1, 1), (2,)):
-        hidden = torch.randn(*shape, HIDDEN).bfloat16()
-        for request in (ask.linear(hidden, *ask.GATE_UP), ask.head(hidden)):
-            found, expected = (ask.answer(one, request).float() for one in (held, operators))
-            torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
-
-
 # --------------------------------------------------------------------------------- what is said
-
-
-def test_init_says_what_is_there(
-    weights: ServiceWeights, model: transformers.PreTrainedModel
-) -> None:
-    limits = QueueLimits(requests=7, bytes=8, total_requests=9, total_bytes=10)
-    reply = RequestHandler(weights, 1234, limits).apply(InitRequest())[0]
-    assert isinstance(reply, InitReply)
-    told = reply.max_message_bytes, reply.max_queued_requests, reply.max_queued_bytes
-    assert told == (1234, 7, 8)
-    config = reply.config
-    assert (config.num_layers, config.hidden_size, config.head_dim) == (3, 48, 16)
-    assert (config.num_heads, config.num_kv_heads) == (6, 2)
-    rotary = model.model.rotary_emb
-    torch.testing.assert_close(to_torch(reply.rotary_emb_params.inv_freq), rotary.inv_freq)
-    assert reply.rotary_emb_params.attention_scaling == rotary.attention_scaling
-    assert len(reply.norm_weights) == 2 * 3 + 1
-    final = reply.norm_weights["final_norm"]
-    assert torch.equal(to_torch(final.weight), model.model.norm.weight)
-    assert final.eps == model.config.rms_norm_eps
-    assert (reply.arithmetic, reply.provision_id) == (("float", "int8"), None)
 
 
 def test_init_states_what_the_service_is_for_a_nonce(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,19 +19,6 @@ def _message(client: str, number: int = 0, size: int = 4) -> Incoming:
 
 def _taken(queue: FairQueue) -> list[tuple[str, int]]:
     return [(taken.route[0].decode(), taken.received_ns) for taken in queue.drain()]
-
-
-def test_clients_are_served_in_turn_and_each_in_its_own_order() -> None:
-    queue = FairQueue(MANY)
-    for client, count in (("a", 4), ("b", 2), ("c", 1)):
-        for number in range(count):
-            assert queue.put(_message(client, number)) == ()
-    assert (queue.requests, queue.bytes) == (7, 28)
-    turns = [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
-    assert _taken(queue) == turns
-    assert (bool(queue), queue.requests, queue.bytes) == (False, 0, 0)
-    with pytest.raises(IndexError):
-        queue.take()
 
 
 def test_a_client_that_had_its_turn_without_waiting_goes_to_the_end() -> None:

@@ -22,11 +22,9 @@ import torch
 
 from gpu_side.handler import RequestHandler
 from gpu_side.ranks import head, worker
-from gpu_side.ranks.group import Group
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.job import RankJob
 from gpu_side.ranks.place import Place, place_of
-from gpu_side.ranks.processes import how_it_ended
 from gpu_side.stop_signal import StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Channel
@@ -46,7 +44,6 @@ from protocol.messages import (
     Request,
     TensorReply,
 )
-from protocol.native import usable_cores
 from protocol.tensors import Buffer, to_torch
 from tests.kit import ask
 from tests.kit.model import SIZES, make_model
@@ -229,28 +226,6 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
 # --------------------------------------------------------------------------------- who is which
 
 
-def test_results_go_over_nccl_where_ranks_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[tuple[str, object]] = []
-
-    def note(backend: str, **settings: Any) -> None:
-        joined.append((backend, settings["device_id"]))
-
-    monkeypatch.setattr("torch.distributed.init_process_group", note)
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    names = [f"{name}_SOCKET_IFNAME" for name in ("GLOO", "NCCL")]
-    for name in names:
-        monkeypatch.setenv(name, "unset")
-    for device in (CUDA, CPU):
-        Group(Place(1, 2), None, device)
-    assert joined == [("cpu:gloo,cuda:nccl", CUDA), ("gloo", None)]
-    # What they exchange does not leave this host.
-    assert {os.environ[name] for name in names} == {"lo"}
-    for missing, device in (("nccl", CUDA), ("gloo", CPU)):
-        monkeypatch.setattr(f"torch.distributed.is_{missing}_available", lambda: False)
-        with pytest.raises(SettingsError, match=f"(?i)got a torch without {missing}"):
-            Group(Place(1, 2), None, device)
-
-
 THEIRS = {
     "MASTER_ADDR": "127.0.0.1",
     "RANK": "5",
@@ -283,17 +258,6 @@ def test_which_rank_a_process_is(changes: dict[str, str], place: Place | None) -
             return
         with pytest.raises(SettingsError, match=r"got torchrun with \w+ processes.*, all on this"):
             place_of(8)
-
-
-def test_what_a_rank_takes_of_its_host() -> None:
-    assert [Place(0, ranks).threads for ranks in (1, 999)] == [usable_cores(), 1]
-    assert [Place(5, 8).device(name) for name in ("cpu", "cuda")] == ["cpu", "cuda:5"]
-    for name in ("cuda:0", "null", "model:h100"):
-        with pytest.raises(SettingsError, match=f"--tensor-parallel: got --device {name}, expect"):
-            Place(5, 8).device(name)
-    ends = {0: "ended with 0", -9: "killed by SIGKILL", -99: "by signal 99"}
-    for status, said in ends.items():
-        assert how_it_ended(status).endswith(said)
 
 
 # -------------------------------------------------------------------------------- real processes

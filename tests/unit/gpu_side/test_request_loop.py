@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from gpu_side import encoding, request_loop
+from gpu_side import encoding
 from gpu_side.encoding import OpenedRequest, open_request
 from gpu_side.handler import RequestHandler
 from gpu_side.log_limit import LIMITS
 from gpu_side.queues import QueueLimits
 from gpu_side.replies import Result
-from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY, REFUSING_NS, REFUSING_PART
+from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.listener import Incoming
@@ -50,17 +50,6 @@ HEALTH = {"method": "Health", "request": {}}
 
 def _from(client: str, *numbers: int, key: bytes = b"") -> list[Incoming]:
     return [incoming_request(number, client=client, key=key) for number in numbers]
-
-
-def test_everything_that_has_arrived_is_picked_up_between_two_requests() -> None:
-    listener = Listener([incoming_request(1, age_s=2.0), *_from("a", 2, 3)])
-    left: list[int] = []
-    # The first is answered before others are looked for.
-    listener.on_send = lambda reply: left.append(len(listener.incoming))
-    run_loop(listener)
-    assert left == [2, 0, 0]
-    assert listener.outcomes == [(1, None), (2, None), (3, None)]
-    assert listener.sent[0]["timing"]["queue_us"] >= 2_000_000
 
 
 @each_row("failure", [RuntimeError("canary"), MemoryError(), KeyError("canary"), BROKEN])
@@ -187,30 +176,6 @@ def test_an_accelerator_has_two_requests_and_the_queue_the_others(
 # ---------------------------------------------------------------------------- too many requests
 
 
-def test_a_key_has_one_turn_whatever_its_connections() -> None:
-    # The first was answered before the loop looked what else has come.
-    flood = [one for n in range(1, 5) for one in _from(f"c{n}", n, key=b"flood")]
-    listener = Listener([*flood, *_from("modest", 101, 102, key=b"modest")])
-    run_loop(listener)
-    assert [number for number, _ in listener.outcomes] == [1, 101, 2, 102, 3, 4]
-
-
-def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    listener = Listener([*_from("a", 1, 2, 3, 4, 5), *_from("b", 11), incoming_bytes(INIT, "a")])
-    run_loop(listener, state=ServiceState(QueueLimits(requests=2)))
-    full = [number for number, error in listener.outcomes if error == "QUEUE_FULL"]
-    assert (full, len(listener.sent)) == ([4, 5, 0], 7)
-    assert caplog.messages == ["queue_full"] * 3
-    fields = vars(caplog.records[0])["fields"]
-    assert (fields["request_id"], fields["limit"], fields["allowed"]) == (
-        4,
-        "max_queued_requests",
-        2,
-    )
-
-
 @each_row(
     ("body", "most_bytes", "error", "decoded"),
     [
@@ -237,33 +202,6 @@ def test_a_large_message_is_decoded_once_at_most(
         run_loop(listener, state=ServiceState(QueueLimits(bytes=most_bytes)))
     assert listener.outcomes[1:] == [(0, error)]
     assert opened.count(len(large.frames[0])) == decoded
-
-
-@each_row("product_ns", [MS // 10, 20 * MS])
-def test_a_flood_is_got_through_while_the_work_goes_on(
-    monkeypatch: pytest.MonkeyPatch, product_ns: int
-) -> None:
-    """A key with a thousand connections has as many turns in the transport, before another's."""
-    clock, refusal_ns = Clock(monkeypatch), 20_000
-    flood = [one for n in range(1, 1001) for one in _from(f"c{n}", n, key=b"flood")]
-    listener = Listener([*flood, *_from("m", 1001, key=b"modest")])
-
-    def sent(reply: dict[str, Any]) -> None:
-        clock.now += refusal_ns if "error" in reply else 0
-
-    def answer(request: Request) -> Result:
-        clock.now += product_ns
-        return RESULT
-
-    listener.on_send = sent
-    run_loop(listener, answer, ServiceState(QueueLimits(requests=3)))
-    assert len(listener.sent) == 1001
-    runs = "".join("x" if error else "." for _, error in listener.outcomes).split(".")
-    refusing_ns = max(REFUSING_NS, product_ns // REFUSING_PART)
-    assert max(map(len, runs)) == refusing_ns // refusal_ns
-    # All that are ahead of it are refused first, but not four at a time.
-    products = [number for number, error in listener.outcomes if error is None]
-    assert products.index(1001) <= 1000 * refusal_ns // refusing_ns + 2
 
 
 @each_row("asks", [False, True])
@@ -402,20 +340,6 @@ def _stopping(stop: StopSignal, at: int, answer: Answer = lambda request: RESULT
         return answer(request)
 
     return answering
-
-
-def test_what_was_not_picked_up_is_refused(
-    stop: StopSignal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_loop, "_STOPPING_S", 60.0)
-    count = 3 * MAX_REFUSED_AT_ONCE
-    health = incoming_request(2, request=HealthRequest())
-    others = [incoming_bytes(b"\xc1"), health, *_from("a", *range(3, count))]
-    listener, state = Listener([*_from("a", 1), *others]), ServiceState()
-    run_loop(listener, _stopping(stop, 1), state, stop)
-    refused = [(number, "SHUTTING_DOWN") for number in range(3, count)]
-    assert listener.outcomes == [(1, None), (0, "MALFORMED_MESSAGE"), (2, None), *refused]
-    assert listener.sent[2]["response"]["status"] == state.status == "draining"
 
 
 @each_row(

@@ -210,19 +210,6 @@ def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, rece
 
 
 @pytest.mark.usefixtures("_dropped_soon")
-def test_what_no_token_attends_to_takes_no_memory(model: Model) -> None:
-    client, h_TD = model.client(), model.embedded(_ids(200))
-    assert client.handler.sessions is not None
-    most = 0
-    for start in range(200):
-        numbers = [part(1, start, 1)]
-        client.ask(segment(h_TD[start : start + 1], numbers, WHOLE, sinks=2, recent=8))
-        most = max(most, client.handler.session_totals().bytes)
-    token_bytes = 2 * 3 * 2 * 16 * 4
-    assert client.handler.session_totals().bytes <= most <= token_bytes * 32
-
-
-@pytest.mark.usefixtures("_dropped_soon")
 def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Model) -> None:
     window: dict[str, Any] = {"sinks": 2, "recent": 8}
     ids = _ids(60)
@@ -266,31 +253,6 @@ def _provisioned(model: Model, target: Path, **more: torch.Tensor | None) -> Pat
     save_file(found, target / "model.safetensors")
     write_provision(target, Provision(mask="test", provision_id="5a" * 32, holds="model"))
     return target
-
-
-def test_pairs_of_rope_in_another_order_and_norms_by_head(tmp_path: Path) -> None:
-    """Channels of queries and keys are shuffled by pairs, in each head in another way."""
-    model = Model(tmp_path / "plain", "qwen3", attention_bias=True)
-    H, K, C = (SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    generator = torch.Generator().manual_seed(3)
-    tensors, more = load_file(model.directory / "model.safetensors"), {}
-    for layer in range(LAST + 1):
-        order = torch.stack([torch.randperm(C // 2, generator=generator) for _ in range(K)])
-        channels = torch.cat((order, order + C // 2), dim=1)
-        prefix = f"model.layers.{layer}.self_attn"
-        more[f"{prefix}.rope_order"] = order.float()
-        for short, heads in (("q", H), ("k", K)):
-            its = channels.repeat_interleave(heads // K, dim=0)
-            rows = (its + C * torch.arange(heads)[:, None]).flatten()
-            for name in ("weight", "bias"):
-                more[f"{prefix}.{short}_proj.{name}"] = tensors[f"{prefix}.{short}_proj.{name}"][
-                    rows
-                ]
-            more[f"{prefix}.{short}_norm.weight"] = tensors[f"{prefix}.{short}_norm.weight"][its]
-    model.served = _provisioned(model, tmp_path / "served", **more)
-    ids = _ids()
-    found = _in_chunks(model.client(), model.embedded(ids), 11, 12, TOKENS)
-    FLOAT32_LOGITS.check(found, model.logits(ids))
 
 
 ORDER = "model.layers.1.self_attn.rope_order"

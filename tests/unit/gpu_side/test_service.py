@@ -7,10 +7,8 @@ import os
 import resource
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +30,6 @@ from protocol.model.config import read_config
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tests.kit.service import until
-from tsqp.cli.gpu_service import command
 
 MIB = 2**20
 SECRET = zmq.curve_keypair()[1]
@@ -42,21 +39,6 @@ FRIEND, OTHER = (zmq.curve_keypair()[0] for _ in range(2))
 @pytest.fixture
 def model(saved_model: Callable[..., SavedModel]) -> Path:
     return saved_model().directory
-
-
-def test_the_command_line_has_the_defaults_of_the_settings() -> None:
-    """Some are written twice, as what says them takes long to import."""
-    shown = {parameter.name: parameter.default for parameter in command.params}
-    settings = {
-        field.name: field.default
-        for field in fields(ServiceSettings)
-        if field.name in shown
-        and isinstance(field.default, str | float | int)
-        and field.default is not False  # which a flag does not say
-    }
-    assert "heartbeat_timeout_s" in settings
-    assert {name: shown[name] for name in settings} == settings
-    assert shown["max_message_mib"] * MIB == ServiceSettings.max_message_bytes
 
 
 def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
@@ -171,16 +153,6 @@ def test_limits_of_the_queue(
     requests, size, all_requests, all_bytes = expected
     limits = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
     assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
-
-
-def test_metrics_without_their_library_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "gpu_side.metrics", raising=False)
-    settings = ServiceSettings(tmp_path, f"ipc://{tmp_path}/s", metrics="*")
-    with pytest.raises(SettingsError, match="got no prometheus_client"):
-        serve(settings)
 
 
 # ----------------------------------------------------------------------- SIGHUP, and signals to end

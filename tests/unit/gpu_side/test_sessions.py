@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,13 +16,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gpu_side import session_files, session_settings
+from gpu_side import session_files
 from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.session_settings import SessionSettings, free_bytes
+from gpu_side.session_settings import SessionSettings
 from gpu_side.sessions import Sessions, SessionTotals
 from gpu_side.spill import SpilledSession, SpillKey
-from protocol.errors import ErrorCode, ProtocolError, SettingsError
+from protocol.errors import ErrorCode, ProtocolError
 from tests.kit.rows import each_row
 
 SHAPE = CacheShape(2, 1, 2, torch.float32, torch.device("cpu"))
@@ -188,53 +187,6 @@ def test_clients_that_have_gone_or_are_let_in_no_more_lose_all(tmp_path: Path) -
         assert sessions.totals == SessionTotals()
 
 
-MOST_PARTS = 512
-
-
-def _calls(sessions: Sessions, parts: list[Part]) -> int:
-    """Run a request without tensors; return how many functions it has called."""
-    count = 0
-
-    def counted(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += "call" in event
-
-    before, shape = sys.getprofile(), SHAPE._replace(device=None)
-    sys.setprofile(counted)
-    try:
-        with sessions.running(A, LAYERS, parts, shape, Window()):
-            pass
-    finally:
-        sys.setprofile(before)
-    return count
-
-
-@each_row("kind", ["new", "in the place of others", "of others' room", "longer", "forks", "forgot"])
-def test_a_request_takes_time_for_its_parts_alone(kind: str) -> None:
-    calls = []
-    for number in (MOST_PARTS // 8, MOST_PARTS):
-        units = {"in the place of others": 1, "of others' room": 1}.get(kind, 4)
-        sessions = _sessions(units * number)
-        old = [_part(n, 0, 1) for n in range(1, number + 1)]
-        new = [_part(n, 0, 1) for n in range(number + 1, 2 * number + 1)]
-        if kind == "of others' room":
-            for at in range(0, number, 64):
-                with sessions.running(B, LAYERS, old[at : at + 64], SHAPE, Window()):
-                    pass
-        elif kind != "new":
-            _calls(sessions, old)
-        if kind == "longer":
-            new = [_part(n, 1, GROWTH_TOKENS) for n in range(1, number + 1)]
-        elif kind == "forks":
-            new = [_part(number + n, 1, 1, parent=n) for n in range(1, number + 1)]
-        elif kind == "forgot":
-            new = [_part(n, 0, 0) for n in range(1, number + 1)]
-        calls.append(_calls(sessions, new))
-        many = {"forks": 2, "forgot": 0}.get(kind, 1)
-        assert sessions.totals.sessions == many * number
-    assert calls[1] <= 8.2 * calls[0]
-
-
 def test_the_least_recently_used_makes_room_of_its_own_client_first() -> None:
     sessions = _sessions(4, of_one=2)
     _run(sessions, B, _part(1, 0, 1))
@@ -280,31 +232,6 @@ def test_a_device_without_memory_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(MemoryError), _running(sessions, A, _part(1, 0, 1)):
             pass
     assert sessions.totals == SessionTotals()
-
-
-@each_row(
-    ("settings", "message"),
-    [
-        (SessionSettings(2**20, 2**21), "--session-client-mib: got 2, expected at most 1"),
-        (SessionSettings(spill_bytes=1), "--session-spill-mib: got no directory"),
-        (SessionSettings(spill=Path("/nonexistent")), "--session-spill /nonexistent"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: SessionSettings, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        settings.check()
-
-
-def test_without_a_limit_it_is_half_of_what_is_free_and_a_client_has_half_of_that(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:  12 kB\nHugePages_Total: 0\n")
-    monkeypatch.setattr(session_settings, "_MEMINFO", tmp_path / "meminfo")
-    assert free_bytes(torch.device("cpu")) == 12 * 1024
-    sessions = Sessions(SessionSettings(), 8 * UNIT + 2)
-    _run(sessions, A, _part(1, 0, 2 * GROWTH_TOKENS))
-    too_large = _part(1, 0, 2 * GROWTH_TOKENS + 1)
-    assert _code(sessions, A, too_large) is ErrorCode.SESSIONS_FULL
 
 
 class AnyRequests(RuleBasedStateMachine):

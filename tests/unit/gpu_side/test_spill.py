@@ -54,20 +54,6 @@ def _written(spilled: SpilledSession) -> bytes:
     return os.pread(_descriptor(spilled), 2**20, 0)
 
 
-@each_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_comes_back_as_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
-    shape = SHAPE._replace(dtype=dtype)
-    cache, found = _cache(shape), _cache(shape)
-    cache.length, cache.sinks, cache.dropped = 30, 2, 20
-    spilled = _spilled(tmp_path, cache)
-    assert (spilled.tokens, spilled.shape) == (10, shape)
-    assert spilled.read_into(found)
-    assert (found.length, found.sinks, found.dropped) == (30, 2, 20)
-    for mine, theirs in zip(_stored(found), _stored(cache), strict=True):
-        assert torch.equal(mine, theirs)
-    spilled.close()
-
-
 @each_row("nameless", [True, False])
 def test_the_disk_gets_no_name_and_no_plain_bytes(tmp_path: Path, nameless: bool) -> None:
     """Whether the file system has files without a name or not."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gpu_side import transfer
-from gpu_side.clock import wait_until
-from gpu_side.transfer import PinnedStaging, Queued, transfer_to
+from gpu_side.transfer import PinnedStaging, Queued
 from tests.kit.rows import each_row
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -83,37 +82,3 @@ def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rar
     pinned.done, now = False, 10_000_000
     assert work.ends_ns() == 9_000_000
     assert ended == [9_000_000]
-
-
-def test_on_the_cpu_nothing_is_copied_without_need() -> None:
-    transfer, tensor = transfer_to(torch.device("cpu")), torch.randn(3)
-    assert transfer.to_device(tensor, torch.float32) is tensor
-    here, work = transfer.to_host(tensor, torch.float32)
-    assert (here is tensor, work) == (True, None)
-    assert isinstance(transfer_to(torch.device("cuda", 0)), PinnedStaging)
-
-
-class Clock:
-    """Time that passes where it is looked at, and in sleeps, which end late."""
-
-    def __init__(self, late_ns: int) -> None:
-        self.now, self.slept_ns, self.late_ns = 10**12, 0, late_ns
-
-    def __call__(self) -> int:
-        self.now += 1000
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.slept_ns += int(seconds * 1e9)
-        self.now += int(seconds * 1e9) + self.late_ns
-
-
-@each_row("duration_ns", [-(10**9), 0, 5_000, 100_000, 250_000, 5_000_000])
-def test_a_wait_ends_at_its_time_and_is_slept_but_for_the_end(duration_ns: int) -> None:
-    for late_ns in (0, 60_000):
-        clock = Clock(late_ns)
-        deadline_ns = clock.now + duration_ns
-        wait_until(deadline_ns, clock, clock.sleep)
-        assert deadline_ns <= clock.now <= max(deadline_ns, 10**12) + 2000
-        assert clock.slept_ns >= duration_ns - 130_000

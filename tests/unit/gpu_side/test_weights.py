@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_side.provision import PROVISION_FILE, Holds, Provision, read_provision, write_provision
-from gpu_side.weights import ServiceWeights, check_integers, load_weights
-from protocol.errors import KernelError, ModelError
-from protocol.integer import MAX_IN_FEATURES
+from gpu_side.weights import ServiceWeights, load_weights
+from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES, Arithmetic
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -108,26 +107,6 @@ def test_what_is_held_is_what_is_in_the_file(
     assert weights.norms.keys() == expected.keys()
     assert all(torch.equal(norm, expected[name]) for name, norm in weights.norms.items())
     assert {norm.dtype for norm in weights.norms.values()} == {torch.float32}
-
-
-def test_weights_do_not_alias_the_file(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    weights, tensors = _load(tmp_path), {n: t.clone() for n, t in _tensors(tmp_path).items()}
-    path = tmp_path / "model.safetensors"
-    with path.open("r+b") as file:
-        file.write(b"\xff" * path.stat().st_size)
-    _assert_equals_file(weights, tensors)
-    assert weights.embedding is not None
-    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
-
-
-def test_a_model_too_wide_for_int8_products_is_refused(llama: Path) -> None:
-    config = read_config(llama)
-    wide = config.model_copy(update={"intermediate_size": MAX_IN_FEATURES})
-    check_integers(wide, None)
-    wide = config.model_copy(update={"intermediate_size": MAX_IN_FEATURES + 1})
-    with pytest.raises(KernelError, match=f"got {MAX_IN_FEATURES + 1} in_features"):
-        check_integers(wide, None)
 
 
 # ---------------------------------------------------------------- directories that a mask has made

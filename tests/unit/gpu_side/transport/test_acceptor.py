@@ -47,20 +47,6 @@ def _is_answered(raw: socket.socket) -> bool:
     return raw.recv(10) == PROBE
 
 
-def test_a_message_is_handed_out_untouched_and_rings(acceptor: Acceptor, endpoint: str) -> None:
-    with raw_socket(endpoint) as raw:
-        raw.sendall(b"\x02\0")
-        (arrived,) = _arrivals(acceptor)
-        with arrived:
-            assert arrived.recv(10) == b"\x02\0"
-            # It rings once, and attends no more to what was handed out.
-            assert not _rings(acceptor)
-            assert acceptor.arrivals() == []
-            raw.sendall(PROBE)
-            assert acceptor._epoll.poll(0) == []
-            assert arrived.recv(10) == PROBE
-
-
 @each_row("sent", [bytes(2), bytes(64), b"\0x", b"\x01", bytes(5000)], ids=repr)
 def test_who_asks_for_more_than_one_sign_at_a_time_is_dropped(
     acceptor: Acceptor, endpoint: str, sent: bytes, caplog: pytest.LogCaptureFixture
@@ -202,29 +188,6 @@ def test_what_cannot_be_watched_is_turned_away_and_few_lines_say_so(
             acceptor.pause_accepting()
     lines, _ = LIMITS["no_more_clients"]
     assert caplog.messages == ["no_more_clients"] * lines
-
-
-def test_stopping_keeps_connections_and_closing_ends_them(listening: socket.socket) -> None:
-    acceptor = Acceptor(listening, max_clients=10)
-    address = listening.getsockname()
-    with raw_socket(address) as probing, raw_socket(address) as silent:
-        assert _is_answered(probing)
-        with raw_socket(address) as client:
-            client.sendall(b"\x01")
-            assert select.select([acceptor.ready_fd], [], [], 10)[0]
-            acceptor.stop()
-            assert not acceptor.failed
-            probing.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                probing.recv(10)
-            # Whoever is still being served leaves after that.
-            acceptor.client_closed()
-            acceptor.close()
-            with pytest.raises(ConnectionResetError):
-                client.recv(10)
-            assert probing.recv(10) == silent.recv(10) == b""
-    acceptor.stop()
-    acceptor.close()
 
 
 def test_should_it_fail_it_says_so_and_everybody_notices(

@@ -12,7 +12,6 @@ import pytest
 from gpu_side.encoding import open_request
 from gpu_side.transport.device_memory import DeviceMemory
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import native
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.ivshmem import IvshmemChannel
@@ -120,14 +119,6 @@ def test_the_room_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked == [len(DeviceMemory(str(path))._mapped)] == [LARGEST]
 
 
-def test_without_compiled_kernels_it_is_said(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "library", None)
-    with pytest.raises(EndpointError, match="got no compiled kernels"):
-        StreamListener(endpoint)
-
-
 # ------------------------------------------------------------------------------- which segment
 
 WITHIN = Areas(1, PAGE, 254 * PAGE)
@@ -215,21 +206,6 @@ def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(
                 break
         assert len(listener._sharing) == 1
     assert listener.clients_refused == 0
-
-
-def test_a_file_that_a_client_hands_over_is_not_used(
-    listener: StreamListener, endpoint: str, memory: Path
-) -> None:
-    _lay_out(memory, Areas(1, PAGE, PAGE))
-    before = len(os.listdir("/proc/self/fd"))
-    other = os.memfd_create("other")
-    os.ftruncate(other, SIZE)
-    with raw_socket(endpoint.rpartition(",")[2]) as raw:
-        socket.send_fds(raw, [ATTACH + SESSION], [other])
-        _until_taken(listener, memory)
-        assert os.pread(other, 44, 0) == bytes(44)
-        os.close(other)
-        assert len(os.listdir("/proc/self/fd")) == before + 2  # both ends of the connection
 
 
 def test_a_virtual_machine_that_writes_over_all_is_dropped_and_comes_back(

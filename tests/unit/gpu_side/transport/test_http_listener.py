@@ -20,7 +20,7 @@ from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport import http_gateway, http_listener
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.http_gateway import Gateway
-from gpu_side.transport.http_keys import HttpKeys, digest_of, read_tokens
+from gpu_side.transport.http_keys import HttpKeys, read_tokens
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Incoming
 from protocol.encoding import encode_request
@@ -117,22 +117,6 @@ def test_tokens_decide_who_is_let_in_and_who_is_who() -> None:
         assert list(allowed.values()) == [True, False, False]
 
 
-def test_without_tokens_a_channel_is_one_client_however_it_connects() -> None:
-    with (
-        _listening() as (listener, _),
-        HttpChannel(listener.endpoint) as one,
-        HttpChannel(listener.endpoint) as other,
-    ):
-        assert listener.is_allowed(b"")
-        with pytest.raises(RuntimeError):
-            listener.allow(frozenset())
-        for channel in (one, one, other):
-            channel.submit(InitRequest())
-        names = [_next(listener).client for _ in range(3)]
-        assert len(set(names)) == 2
-        assert {len(name) for name in names} == {16}
-
-
 def test_a_token_that_is_revoked_gets_no_reply_and_is_not_let_in_again() -> None:
     with (
         _listening(FRIEND, OTHER) as (listener, _),
@@ -149,13 +133,6 @@ def test_a_token_that_is_revoked_gets_no_reply_and_is_not_let_in_again() -> None
         until(lambda: stays.arrived(waits[1]))
         with pytest.raises(EndpointError, match="got HTTP status 401"):
             revoked.call(InitRequest())
-
-
-def test_only_bearer_tokens_of_ours_are_shown() -> None:
-    allowed, friend = frozenset({_digest(FRIEND), _digest(OTHER)}), FRIEND.encode()
-    for header in (b"", b"Bearer", friend, b"Basic " + friend, b"Bearer \xff\x00"):
-        assert digest_of(header, allowed) is None, header
-    assert digest_of(b"bearer  " + friend + b" ", allowed) == _digest(FRIEND)
 
 
 @each_row(
@@ -414,14 +391,6 @@ def test_a_connection_that_does_not_come_to_its_close_is_cut(
 
 
 # ----------------------------------------------------------------------------------- the address
-
-
-def test_what_is_no_address_of_ours_is_refused() -> None:
-    with _listening() as (listener, _), pytest.raises(EndpointError, match="already in use"):
-        HttpListener(listener.endpoint)
-    for url in ("http://127.0.0.1:1/path", "http://127.0.0.1", "tcp://127.0.0.1:1"):
-        with pytest.raises(EndpointError, match="no HOST:PORT alone"):
-            HttpListener(url)
 
 
 def _pem(folder: Path) -> Path:

@@ -13,13 +13,12 @@ from gpu_side.encoding import open_request
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.stream_listener import StreamListener
 from protocol.encoding import encode_request
-from protocol.errors import ProtocolError
 from protocol.messages import InitRequest
-from protocol.shared_memory import ATTACH, Areas, frames_in
+from protocol.shared_memory import ATTACH, Areas
 from protocol.shm import ShmChannel
 from tests.kit.rows import each_row
 from tests.kit.shm import PAGE, RawClient, attach, memfd, message
-from tests.kit.wire import REFUSED, is_dropped, wait_and_take
+from tests.kit.wire import REFUSED, is_dropped
 
 REQUEST = [bytes(frame) for frame in encode_request(InitRequest(), 7, 1000)]
 TWO = [bytes(range(100)), b"tensor"]
@@ -47,12 +46,6 @@ def _others_go_on(listener: StreamListener, endpoint: str) -> None:
     with RawClient(endpoint) as other:
         other.put(0, REQUEST)
         assert open_request(_take(listener).frames, 1000).request_id == 7
-
-
-def _let_in(listener: StreamListener) -> None:
-    """Wait until the client has shared its segment."""
-    while not listener._sharing:
-        listener.wait(timeout_ms=10)
 
 
 # ------------------------------------------------------------------------------------ letting in
@@ -105,21 +98,6 @@ def test_what_hands_over_no_segment_is_refused(
 # --------------------------------------------------------------------------------------- slots
 
 
-def test_requests_are_handed_out_as_they_were_put_and_answered_there(
-    listener: StreamListener, client: RawClient
-) -> None:
-    for slot in (4, 1, 6):
-        client.lane.put(slot, [bytes([slot]), *TWO])
-    client.wake_up()
-    for slot in (4, 1, 6):
-        incoming = _take(listener)
-        assert list(map(bytes, incoming.frames)) == [bytes([slot]), *TWO]
-        assert listener.send(incoming.route, REFUSED)
-        assert client.lane.look() == slot
-        reply = frames_in(client.lane.view(slot), "service", max_frames=4, max_message_bytes=1000)
-        assert list(map(bytes, reply)) == list(map(bytes, REFUSED))
-
-
 def test_a_header_that_changes_after_it_was_taken_changes_nothing(
     listener: StreamListener, client: RawClient
 ) -> None:
@@ -164,17 +142,6 @@ def test_a_client_that_has_gone_gets_no_reply_and_its_requests_are_dropped(
     assert bytes(incoming.frames[1]) == TWO[1]  # as long as it is viewed
 
 
-def test_closing_leaves_replies_in_their_slots(endpoint: str) -> None:
-    listener = StreamListener(endpoint)
-    with ShmChannel(endpoint) as channel:
-        request_id = channel.submit(InitRequest())
-        incoming = _take(listener)
-        assert listener.send(incoming.route, REFUSED)
-        listener.close()
-        with pytest.raises(ProtocolError, match="request id 1 with INTERNAL"):
-            channel.wait(request_id)
-
-
 # ------------------------------------------------------------------------- clients that do wrong
 
 
@@ -214,21 +181,6 @@ def test_a_request_before_the_last_reply_drops_the_client(
     client.put(3, REQUEST)
     assert is_dropped(listener, client.socket)
     _others_go_on(listener, endpoint)
-
-
-def test_wake_ups_without_end_are_read_at_once(listener: StreamListener, client: RawClient) -> None:
-    _let_in(listener)
-    client.socket.setblocking(False)
-    for _ in range(50):
-        try:
-            client.socket.send(bytes(2**16))
-        except BlockingIOError:
-            assert wait_and_take(listener) is None
-    listener.wait(timeout_ms=0)
-    assert listener.clients_refused == 0
-    client.socket.setblocking(True)
-    client.put(0, REQUEST)
-    assert list(map(bytes, _take(listener).frames)) == REQUEST
 
 
 def test_a_client_that_writes_over_flags_and_numbers_hurts_itself_alone(

@@ -21,13 +21,10 @@ from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError
 from protocol.liveness import PROBE
-from protocol.messages import InitRequest
-from protocol.stream import StreamChannel
 from protocol.stream_wire import to_pieces
 from tests.kit.rows import each_row
 from tests.kit.wire import (
     LARGE,
-    REFUSED,
     look_until_refused,
     raw_socket,
     request_bytes,
@@ -37,16 +34,8 @@ from tests.kit.wire import (
     wait_and_take,
 )
 
-SLOW = 99_999
 HUGE = tensor_reply(1, torch.zeros(16 * LARGE))
 HUGE_BYTES = to_pieces(HUGE)[1]
-
-
-def _id_of_next(listener: StreamListener) -> int:
-    assert listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    return open_request(incoming.frames, 1000).request_id
 
 
 # ----------------------------------------------------------------------------------- the address
@@ -98,20 +87,6 @@ def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
         raw_socket(endpoint).close()
 
 
-@each_row(
-    ("endpoint", "said"),
-    [
-        ("unix:///no/such/directory/s", "expected an address to bind"),
-        ("vsock://77:5", "expected an address to bind"),
-        ("tcp://127.0.0.1:5", "got no stream"),
-        ("ipc:///tmp/s", "got no stream"),
-    ],
-)
-def test_an_address_that_is_not_ours_or_no_stream_is_refused(endpoint: str, said: str) -> None:
-    with pytest.raises(EndpointError, match=said):
-        StreamListener(endpoint)
-
-
 # ---------------------------------------------------------------------------------- wrong clients
 
 
@@ -135,31 +110,6 @@ def test_it_tells_that_a_client_has_gone(
     # A request of its that waited has left something since, perhaps.
     assert not listener.send((name,), [b"reply"])
     assert gone[2:] == [name]
-
-
-def test_a_slow_sender_is_served_and_does_not_stop_the_others(
-    listener: StreamListener, endpoint: str, channel: StreamChannel
-) -> None:
-    data = request_bytes(SLOW)
-    with raw_socket(endpoint) as slow, raw_socket(endpoint) as large:
-        # One that stops half way, of many more bytes than it sends.
-        large.sendall(struct.pack("<IQ", 1, 2**28) + bytes(10_000))
-        for n in range(len(data)):
-            assert listener.receive() is None
-            slow.sendall(data[n : n + 1])
-            large.sendall(bytes(100))
-            request_id = channel.submit(InitRequest())
-            assert listener.wait(timeout_ms=10_000)
-            # It may be the last byte that completes the slow one's message.
-            received = []
-            while (incoming := listener.receive()) is not None:
-                received.append(open_request(incoming.frames, 1000).request_id)
-                if received[-1] == SLOW:
-                    listener.send(incoming.route, REFUSED)
-            assert request_id in received
-            assert (SLOW in received) == (n + 1 == len(data))
-            channel.abandon(request_id)
-        assert slow.recv(10_000) == b"".join(to_pieces(REFUSED)[0])
 
 
 # ---------------------------------------------------------------------- clients that read little
@@ -217,38 +167,6 @@ def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
         raw.shutdown(socket.SHUT_RDWR)
         reader.join()
     listener.close()
-
-
-def _reading(raw: socket.socket, size: int) -> threading.Thread:
-    """Read so many bytes on a thread, which ends when they have come."""
-
-    def read() -> None:
-        left = size
-        while left:
-            left -= len(raw.recv(min(left, 2**20)))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    return thread
-
-
-def test_closing_serves_who_reads_beside_who_does_not(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_listener, "_CLOSING_S", 60.0)
-    listener = StreamListener(endpoint)
-    woken, writer = socket.socketpair()
-    with raw_socket(endpoint) as lazy, raw_socket(endpoint) as eager, woken, writer:
-        for raw in (lazy, eager):
-            assert listener.send(request_of(listener, raw), HUGE)
-        # Also where a signal that has come is not read.
-        writer.send(b"x")
-        assert not listener.wait(wakeup=woken, timeout_ms=0)
-        closing = threading.Thread(target=listener.close)
-        closing.start()
-        _reading(eager, HUGE_BYTES).join()
-        lazy.close()  # or it would be waited for
-        closing.join()
 
 
 class Never:
@@ -309,19 +227,6 @@ def test_no_client_is_waited_for_while_another_wants_something(
         incoming = listener.receive()
         assert incoming is not None
         assert incoming.route != route
-
-
-@pytest.mark.usefixtures("_very_patient")
-def test_a_client_that_reads_is_waited_for(listener: StreamListener, endpoint: str) -> None:
-    with raw_socket(endpoint) as raw:
-        route = request_of(listener, raw)
-        # Its own next request is no reason to leave it.
-        raw.sendall(request_bytes())
-        thread = _reading(raw, HUGE_BYTES)
-        assert listener.send(route, HUGE)
-        assert len(listener._clients[route[0]].writer.unsent) == 0
-        thread.join()
-        assert listener.wait(timeout_ms=10_000)
 
 
 # --------------------------------------------------------------------- clients that want too much

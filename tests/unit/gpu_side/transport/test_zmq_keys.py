@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 import threading
 import time
@@ -169,14 +168,6 @@ def test_without_the_right_keys_on_both_ends_nothing_is_asked(
         assert service.clients == []
 
 
-def test_without_keys_each_connection_is_a_client(endpoint: str) -> None:
-    with _service(endpoint, None) as service:
-        for _ in range(2):
-            with _channel(service.endpoint, None) as channel:
-                channel.call(REQUEST)
-        assert len(set(service.clients)) == 2
-
-
 # --------------------------------------------------------------------- the ZAP handler is not there
 
 
@@ -209,19 +200,6 @@ def test_where_the_zap_handler_has_died_nobody_gets_in_and_the_listener_says_so(
     assert "no thread that lets clients in" in str(service.failure)
     assert len(service.clients) == 1
     assert "zap_handler_failed" in caplog.messages
-
-
-def test_where_the_zap_handler_does_not_answer_nobody_gets_in(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HASTY, 200)
-    going_on = threading.Event()
-    with monkeypatch.context() as patch:
-        patch.setattr(ZapHandler, "_answer", lambda *_: going_on.wait() and [b""])
-        with _channel(service.endpoint) as channel, pytest.raises(EndpointError):
-            channel.call(REQUEST)
-        going_on.set()
-    assert service.clients == []
 
 
 def test_a_zeromq_that_would_let_in_strangers_is_refused(
@@ -273,28 +251,6 @@ def test_a_message_of_a_revoked_key_is_not_taken_even_before_the_cut(service: Se
         friend.abandon(late)
 
 
-def test_a_cut_waits_for_whatever_is_in_the_way_of_binding_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old descriptors are closed later than we ask: all may be in use for a moment."""
-    bind, refusals = zmq.Socket.bind, []
-
-    def exhausted(zmq_socket: zmq.Socket[bytes], address: str) -> object:
-        if len(refusals) < 20 and address == service.endpoint:
-            refusals.append(address)
-            raise zmq.ZMQError(errno.EMFILE)
-        return bind(zmq_socket, address)
-
-    with _channel(service.endpoint) as friend, _channel(service.endpoint, OTHER_SECRET) as other:
-        friend.call(REQUEST)
-        other.call(REQUEST)
-        monkeypatch.setattr(zmq.Socket, "bind", exhausted)
-        service.listener.allow(frozenset({OTHER}))
-        _events_until(other, "the listener did not cut all")
-        other.call(REQUEST)
-    assert len(refusals) == 20
-
-
 def test_a_cut_after_which_the_address_cannot_be_bound_ends_the_service(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,34 +274,6 @@ def test_a_cut_after_which_the_address_cannot_be_bound_ends_the_service(
             listener.receive()
     assert info.value.got == "Address already in use"
     listener.close()
-
-
-def test_more_keys_disturb_nobody(service: Service) -> None:
-    with _channel(service.endpoint) as friend:
-        friend.call(REQUEST)
-        # OTHER was never let in: nothing is to be cut.
-        service.listener.allow(frozenset({FRIEND, STRANGER}))
-        with _channel(service.endpoint, STRANGER_SECRET) as stranger:
-            stranger.call(REQUEST)
-        friend.call(REQUEST)
-        friend._note_events()
-        assert friend._connection == 0
-        with (
-            _channel(service.endpoint, OTHER_SECRET) as other,
-            pytest.raises(EndpointError, match="a refusal of our key"),
-        ):
-            other.call(REQUEST)
-
-
-def test_all_addresses_can_be_bound_again() -> None:
-    with _service("tcp://*:*") as service:
-        port = service.endpoint.rpartition(":")[2]
-        with _channel(f"tcp://127.0.0.1:{port}") as friend:
-            friend.call(REQUEST)
-            service.listener.allow(frozenset())
-            _events_until(friend, "the connection goes on")
-            service.listener.allow(frozenset({FRIEND}))
-            friend.call(REQUEST)
 
 
 # ------------------------------------------------------------------------------- the ZAP handler
@@ -413,20 +341,6 @@ def test_it_says_no_to_everybody_else(handler: ZapHandler, request_frames: list[
     answer = handler._answer(request_frames)
     assert answer == [version, request_id, b"400", b"refused", b"", b""]
     assert handler.refused == 1
-
-
-def test_whoever_is_refused_is_counted_and_logged_with_the_reason(
-    handler: ZapHandler, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "gpu_service"):
-        handler._answer(_asked(key=z85.decode(STRANGER)))
-        handler._answer(_asked(mechanism=b"NULL"))
-    assert caplog.messages == ["connection_refused"] * 2
-    assert [vars(record)["fields"] for record in caplog.records] == [
-        {"reason": "unknown_key", "key": STRANGER.decode()},
-        {"reason": "no_key"},
-    ]
-    assert handler.refused == 2
 
 
 def test_it_knows_whom_it_let_in(handler: ZapHandler) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import zmq
 
 from gpu_side.access import ServiceKeys
-from gpu_side.transport import zmq_doorway
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.zap import ZapHandler
 from gpu_side.transport.zmq_doorway import Doorway
@@ -206,26 +204,6 @@ def test_what_is_no_handshake_is_cut_off_and_counted(
 
 
 # ------------------------------------------------------------------------------------ the doorway
-
-
-@pytest.mark.parametrize("listener", ["tcp"], indirect=True)
-def test_without_descriptors_clients_wait(
-    listener: ZmqListener, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, refusals = socket.socket, []
-
-    def exhausted(*given: int, **named: int) -> socket.socket:
-        if len(refusals) < 3:
-            refusals.append(given)
-            raise OSError(errno.EMFILE, "Too many open files")
-        return made(*given, **named)
-
-    monkeypatch.setattr(zmq_doorway, "_ACCEPT_AGAIN_S", 0.01)
-    monkeypatch.setattr(zmq_doorway.socket, "socket", exhausted)
-    client = connect()
-    client.send(b"x")
-    _taken(listener)
-    assert len(refusals) == 3
 
 
 @pytest.mark.parametrize("listener", ["ipc"], indirect=True)
