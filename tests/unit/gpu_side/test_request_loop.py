@@ -159,7 +159,7 @@ def test_an_accelerator_has_two_requests_and_the_queue_the_others(
         loop.run(listener, stop)
     # The first, and as many as may wait behind it; the others are told so at once.
     assert listener.received_ns == [0] * (room + 3)
-    assert [error for _, error in listener.outcomes[:3]] == ["QUEUE_FULL"] * 3
+    assert listener.outcomes[:3] == [(number, "QUEUE_FULL") for number in (6, 7, 8)]
     # Deadlines are checked before it gets a request, and what was received is free then.
     assert given_ns == [max(0, n + 1 - MAX_UNDERWAY) * 10 * MS for n in range(room - 1)]
     assert listener.outcomes[3:] == [

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
 from gpu_side.session_settings import SessionSettings
 from gpu_side.sessions import Sessions, SessionTotals
-from gpu_side.spill import SpilledSession, SpillKey
+from gpu_side.spill import SpilledSession
 from protocol.errors import ErrorCode, ProtocolError
 from tests.kit.rows import each_row
 
@@ -359,32 +358,17 @@ def test_what_waits_is_bounded_in_bytes_and_files(tmp_path: Path, limit: int, fi
         sessions.close()
 
 
-def test_a_request_has_so_many_bytes_and_files_written_and_the_rest_is_lost(
+def test_a_request_has_so_many_bytes_written_and_the_rest_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(session_files, "REQUEST_BYTES", 3 * SHAPE.token_bytes)
-        sessions = _sessions(4, spill=tmp_path)
-        for turn in (0, 4):
-            # Of four that make room two are written: another one has two tokens.
-            _run(sessions, A, *(_part(turn + n, 0, 1 + (n == 3)) for n in (1, 2, 3)))
-            _run(sessions, A, _part(turn + 4, 0, 1))
-        assert sessions.totals.spilled == 3
-        assert _known(sessions, A, 1, 2, 3, 4) == [1, 2, 4]
-        sessions.close()
-    monkeypatch.setattr(session_files, "MAX_FILES", 3)
-    sessions = _sessions(5, spill=tmp_path)
-    made: list[SpillKey] = []
-    write = SpilledSession.__init__
-
-    def noted(spilled: SpilledSession, *given: Any) -> None:
-        made.append(given[-1])
-        write(spilled, *given)
-
-    monkeypatch.setattr(SpilledSession, "__init__", noted)
-    for first in (1, 6):
-        _run(sessions, A, *(_part(number, 0, 1) for number in range(first, first + 5)))
-    assert (len(made), sessions.totals.spilled) == (3, 3)
+    monkeypatch.setattr(session_files, "REQUEST_BYTES", 3 * SHAPE.token_bytes)
+    sessions = _sessions(4, spill=tmp_path)
+    for turn in (0, 4):
+        # Of four that make room two are written: another one has two tokens.
+        _run(sessions, A, *(_part(turn + n, 0, 1 + (n == 3)) for n in (1, 2, 3)))
+        _run(sessions, A, _part(turn + 4, 0, 1))
+    assert sessions.totals.spilled == 3
+    assert _known(sessions, A, 1, 2, 3, 4) == [1, 2, 4]
     sessions.close()
 
 

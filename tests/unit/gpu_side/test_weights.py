@@ -13,10 +13,7 @@ from safetensors.torch import load_file, save_file
 from gpu_side.provision import PROVISION_FILE, Holds, Provision, read_provision, write_provision
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ModelError
-from protocol.messages import FUSED_MODULES, Arithmetic
-from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import read_config
-from protocol.model.identity import linear_digest
+from protocol.messages import FUSED_MODULES
 from protocol.model.quantized import quantize_rows
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
@@ -120,26 +117,6 @@ def _provision(directory: Path, kind: str = "llama") -> Provision:
     provision = Provision(mask="feature-rotation", provision_id="5a" * 32)
     write_provision(directory, provision)
     return provision
-
-
-@each_row("kind", ["llama", "qwen2", "qwen3"])
-def test_a_provisioned_directory_has_float_linears_and_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, kind: str
-) -> None:
-    directory = tmp_path_factory.mktemp(kind)
-    provision = _provision(directory, kind)
-    asked: tuple[tuple[Arithmetic, ...], ...] = (("float",), ("float", "int8"))
-    for arithmetic in asked:
-        weights = _load(directory, arithmetic=arithmetic)
-        _assert_equals_file(weights, _tensors(directory))
-        assert (weights.provision, weights.arithmetic) == (provision, ("float",))
-        others = weights.embedding, weights.lm_head, weights.integers, weights.lm_head_int8
-        assert others == (None,) * 4
-        assert weights.norms == {}
-        assert weights.model_digest == provision.provision_id
-        digest = linear_digest(read_config(directory), Checkpoint(directory))
-        assert weights.linear_digest == digest
-        assert weights.weight_bytes == sum(t.nbytes for t in _tensors(directory).values())
 
 
 def test_a_damaged_provisioned_directory_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,19 +166,16 @@ def test_what_cannot_be_watched_is_turned_away_and_few_lines_say_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Full:
-        def __init__(self, epoll: select.epoll) -> None:
-            self._epoll = epoll
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._epoll, name)
-
-        def register(self, *_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+    real = acceptor._epoll
+    epoll = SimpleNamespace(
+        poll=real.poll, modify=real.modify, unregister=real.unregister, register=full
+    )
     monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
     with monkeypatch.context() as patched:
-        patched.setattr(acceptor, "_epoll", Full(acceptor._epoll))
+        patched.setattr(acceptor, "_epoll", epoll)
         with raw_socket(endpoint) as unlucky:
             assert unlucky.recv(10) == b""
     with raw_socket(endpoint) as raw:

@@ -146,27 +146,21 @@ def test_replies_that_are_not_read_are_bounded_in_bytes(endpoint: str) -> None:
     listener.close()
 
 
-@pytest.mark.parametrize("closing", [False, True])
 def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, closing: bool
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To read it all takes two seconds at this pace."""
     monkeypatch.setattr(stream_listener, "_CLOSING_S", 0.05)
     listener = StreamListener(endpoint)
-    with raw_socket(endpoint) as raw, raw_socket(endpoint) as other:
+    with raw_socket(endpoint) as raw:
         route = request_of(listener, raw)
         reader, received = slow_reader(raw)
         reader.start()
         assert listener.send(route, HUGE)
-        if closing:
-            listener.close()
-        else:
-            assert len(listener._clients[route[0]].writer.unsent) == 1
-            assert request_of(listener, other) != route
+        listener.close()
         assert len(received) < HUGE_BYTES // 2
         raw.shutdown(socket.SHUT_RDWR)
         reader.join()
-    listener.close()
 
 
 class Never:
