@@ -180,6 +180,8 @@ def test_a_request_before_the_last_reply_drops_the_client(
     _take(listener)
     client.put(3, REQUEST)
     assert is_dropped(listener, client.socket)
+    # It would wake the service up now, and so finds its connection closed.
+    assert client.lane.put(0, REQUEST)
     _others_go_on(listener, endpoint)
 
 
