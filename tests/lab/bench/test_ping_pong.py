@@ -45,15 +45,12 @@ def test_ours_sends_and_receives_as_many_bytes_as_raw(tmp_path: Path, name: str)
 
 
 def test_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--transports", "zeromq-tcp,tcp", "--payloads", "4096,8192", "--round-trips", "4"])
+    main(["--transports", "zeromq-tcp,tcp", "--payloads", "4096", "--round-trips", "4"])
     found = json.loads(capsys.readouterr().out)
     assert [(p["transport"], p["payload_bytes"], p["kind"]) for p in found] == [
         ("zeromq-tcp", 4096, "ours"),
         ("zeromq-tcp", 4096, "raw"),
-        ("zeromq-tcp", 8192, "ours"),
-        ("zeromq-tcp", 8192, "raw"),
         ("tcp", 4096, "raw"),
-        ("tcp", 8192, "raw"),
     ]
     assert all(0 < p["p50_us"] <= p["p90_us"] and p["round_trips"] == 50 for p in found)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
@@ -21,6 +17,7 @@ from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
+from tests.kit import failing
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import Plan
@@ -30,30 +27,13 @@ Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(3, 5), decode=((7, 1), (7, 4)), generation=(6, 2), repeats=3, decode_steps=4)
 
 
-def _refuse() -> None:
-    raise ModelError("there", got="this", expected="that")
-
-
-def _fail() -> None:
-    raise FileNotFoundError(2, "No such file or directory", "weights")
-
-
-def _crash() -> None:
-    sys.stderr.close()
-    raise ZeroDivisionError
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_refuse, "refuse: there: got this, expected that"),
-        (_fail, "fail: weights: got No such file or directory, expected none"),
-        (_crash, "crash: got exit status 1, expected 0"),
-        (_die, "die: got a process killed by SIGKILL, expected 0"),
+        (failing.refuse, "refuse: there: got this, expected that"),
+        (failing.fail, "fail: weights: got No such file or directory, expected none"),
+        (failing.crash, "crash: got exit status 1, expected 0"),
+        (failing.die, "die: got a process killed by SIGKILL, expected 0"),
     ],
 )
 def test_a_process_that_fails_is_named_with_what_it_says(

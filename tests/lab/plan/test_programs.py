@@ -86,6 +86,7 @@ def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     assert alone.pads is None
 
 
+@pytest.mark.slow
 def test_micro_batches_and_cores_that_are_not_here_in_a_table() -> None:
     arguments = ("--policy", "attention-in-tee", "--batch", "8", "--micro-batches", "2")
     report = PlanReport.model_validate_json(plan(*arguments, "--json").stdout)
