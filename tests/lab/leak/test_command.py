@@ -23,7 +23,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         *("tsqp", "leak", "demo", "--threads", "1", "--workers", "1", "--details"),
         *("--prompts", "6", "--prompt-tokens", "12", "--new-tokens", "8", "--curves"),
         *(part for name in policies for part in ("--policy", name)),
-        *("--attack", str(EXAMPLE), "--attack", "nearest-embedding", "--sigma", "64,0.3"),
+        *("--attack", str(EXAMPLE), "--attack", "nearest-embedding", "--sigma", "64,0.05"),
         *("--json", str(report), "--html", str(page), "--picture", str(picture)),
         *("--fail-above", "0.25"),
     )
@@ -45,7 +45,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
     (curve,) = found.curves
     assert (curve.policy, curve.search_candidates) == (noise.policy, 256)
     weak, strong = curve.points
-    assert (weak.sigma, strong.sigma, weak.rate.value) == (0.3, 64.0, 1.0)
+    assert (weak.sigma, strong.sigma, weak.rate.value) == (0.05, 64.0, 1.0)
     assert strong.rate.hits < weak.rate.hits
     assert strong.output_error > weak.output_error > 0
     # Each policy that fails is a line, with what is read, where, and of how many.

@@ -6,7 +6,7 @@ With real processes: tests/faults/test_failover.py and test_service.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
@@ -38,20 +38,6 @@ BROKEN = service_error(ErrorCode.INTERNAL)
 BAD_BYTES = ProtocolError("reply", got="x", expected="y", code=ErrorCode.MALFORMED_MESSAGE)
 OTHER_METHOD = ReplyError("reply", got="Linear", expected="LMHead")
 MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected="ours")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return stopped_clock(monkeypatch)
-
-
-@pytest.fixture
-def world(clock: Any) -> Iterator[World]:
-    made = World()
-    yield made
-    for services in made.made:
-        services.close()
-    assert all(connection.closed for connection in made.opened)
 
 
 def _lone(world: World) -> tuple[FakeService, Any]:

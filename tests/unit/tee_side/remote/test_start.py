@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,25 +16,11 @@ from protocol.errors import (
 )
 from tee_side.remote.services import member
 from tee_side.remote.services.plan import ReplicaGroup
-from tests.kit.fakes import FakeConnection, World, ask, service_error, stopped_clock
+from tests.kit.fakes import FakeConnection, World, ask, service_error
 from tests.kit.rows import each_row
 
 ENDING = service_error(ErrorCode.SHUTTING_DOWN)
 MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected="ours")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return stopped_clock(monkeypatch)
-
-
-@pytest.fixture
-def world(clock: Any) -> Iterator[World]:
-    made = World()
-    yield made
-    for services in made.made:
-        services.close()
-    assert all(connection.closed for connection in made.opened)
 
 
 def test_each_layer_and_share_is_asked_where_it_is(world: World) -> None:
