@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+    Ed25519PrivateKey,
+    Ed25519PublicKey,
+)
 
 from protocol.codec import pack, unpack
 from protocol.errors import EvidenceError
@@ -132,6 +137,20 @@ def test_a_point_of_small_order_is_no_key(y: int) -> None:
             verify(sign(receipt()), key)
         with pytest.raises(ValueError, match=r"receipt_key\n.*no point of small order"):
             Claims(**GOOD | {"receipt_key": key})
+
+
+def test_a_receipt_that_was_made_without_a_secret_is_refused() -> None:
+    """Under 32 zeros, of order 4, the neutral point and 0 sign one message in four."""
+    signature = bytes([1]) + bytes(63)
+    for sequence in range(64):
+        forged = receipt(sequence=sequence).encode()
+        with suppress(InvalidSignature):
+            Ed25519PublicKey.from_public_bytes(bytes(32)).verify(signature, DOMAIN + forged)
+            break
+    else:
+        pytest.fail("no message has that signature")
+    with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
+        verify(forged + signature, bytes(32))
 
 
 @each_row(
