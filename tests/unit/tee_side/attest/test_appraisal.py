@@ -318,3 +318,16 @@ def test_a_policy_that_leaves_out_or_adds_is_refused(
     assert refused.value.where.startswith(str(path))
     assert where in refused.value.where
     assert "function" not in str(refused.value)  # pydantic's own names of types
+
+
+def test_what_is_not_looked_at_says_any() -> None:
+    text = re.sub(r"max_age_s = .*", 'max_age_s = "any"', POLICY)
+    for name in ("measurements", "host_data", "minimum_tcb"):
+        text = re.sub(f"\n{name} = .*", f'\n{name} = "any"', text)
+    others = ("vmpl", "debug", "migration_agent", "signing_key", "alias_check", "revocation")
+    text = text.replace("[tdx]", "\n".join(f'{name} = "any"' for name in others) + "\n[tdx]")
+    odd = {"measurement": bytes(48), "vmpl": 3, "signing_key": "vlek", "alias_check": False}
+    odd |= {"debug": True, "migration_agent": True, "host_data": bytes(32), "launch_tcb": bytes(8)}
+    claims = CLAIMS.model_copy(update={"time": 0})
+    verified = snp(claims, Tcb(0, 0, 0, 0), revocation=False, **odd)
+    assert not failed(look(verified, claims, text=text))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,16 @@ def test_the_chain_is_of_what_the_host_and_the_operator_give(
         return
     for kernel in _snp, _sev_guest:
         assert _attest(kernel(report=report, table=table), certificates=files).certificates == chain
+
+
+def test_a_table_that_is_cut_off_is_refused_and_none_is_too_odd_to_be_read() -> None:
+    whole = certificate_table(OF_HOST)
+    for table in (whole[:-1], b"\1" * 16 + struct.pack("<II", 0, 1 << 31) + whole):
+        assert "cut off" in _refusal(_snp(table=table), certificates=CHAIN)
+    for length in range(len(whole)):
+        for table in (whole[:length], b"\xff" * length):
+            with suppress(EvidenceError):
+                _attest(_snp(table=table))
 
 
 def test_the_calls_of_the_real_system_take_these_arguments(

@@ -191,6 +191,31 @@ def test_a_write_cut_anywhere_leaves_a_torn_tail_that_the_next_run_cuts_off(path
         assert kinds == [*[("request", None)] * whole, ("torn", torn), ("request", None)]
 
 
+def test_zeros_at_the_end_are_a_write_that_a_loss_of_power_cut_short(path: Path) -> None:
+    write(path, 0)
+    first = path.stat().st_size
+    write(path, 1, 2)
+    content = path.read_bytes()
+    for kept in range(first, first + HEADER + 10):
+        path.write_bytes(content[:kept] + bytes(len(content) - kept + 5000))
+        records, reader = read(path)
+        assert [record["number"] for record in records] == [0]
+        assert reader.torn_bytes == len(content) - first + 5000
+    write(path, 3)
+    assert numbers_of(path) == [0, None, 3]
+    last = pieces(path)[-1]
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    assert read(path)[1].torn_bytes == len(last)
+
+
+def test_a_record_has_an_upper_size(path: Path) -> None:
+    with AuditLog(path, KEY, utc=utc) as log:
+        with pytest.raises(ValueError, match="expected 65536 at most"):
+            log.record("receipt", content=bytes(2**16))
+        log.record("request", number=1)
+    assert numbers_of(path) == [1]
+
+
 class Disk:
     """Takes so many bytes, then refuses; counts syncs."""
 

@@ -317,3 +317,16 @@ def test_an_answer_ends_as_its_app_ends_it() -> None:
     # Headers of one name are sealed as one.
     found = answer(sealing(app), sealed("/health", method="GET"))
     assert (found.status, found.headers) == (204, {"vary": "a, b", "x": "1"})
+
+
+def test_a_client_that_leaves_before_its_head_gets_nothing() -> None:
+    async def app(*_: Any) -> None:
+        pytest.fail("a request without its head")
+
+    asked = sealed(COMPLETIONS, HELLO)
+    for size in (0, 10, len(asked.parts[0]), len(asked.parts[0]) + 20):
+        to = connection("POST", COMPLETIONS, b"".join(asked.parts)[:size], OUTSIDE)
+        to._messages[-1]["more_body"] = True
+        to.leave()
+        asyncio.run(send(sealing(app), to))
+        assert to.reply == Reply()
