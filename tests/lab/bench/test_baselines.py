@@ -18,7 +18,6 @@ from tsqp.lab.bench import services
 from tsqp.lab.bench.baselines import Baselines
 from tsqp.lab.bench.job import Plan
 from tsqp.lab.bench.settings import BenchSettings
-from tsqp.processes import ProcessError
 
 PLAN = Plan(
     prefill=(3, 4), decode=((6, 1), (5, 1), (5, 8)), generation=None, repeats=2, decode_steps=3
@@ -112,21 +111,3 @@ def test_they_measure_the_same_cases(
         "baseline: the published client",
         "baseline: raw ping-pong",
     ]
-
-
-def test_what_was_measured_before_one_fails_is_kept(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def script(name: str, *_: str) -> str:
-        if name == PUBLISHED:
-            raise ProcessError(name, got="a", expected="b")
-        return f"[{recorded_report().baselines[0].model_dump_json()}]"
-
-    monkeypatch.setattr(module, "_script", script)
-    made, given = Baselines(), settings(model)
-    assert not made.any
-    with pytest.raises(ProcessError):
-        made.measure(given, read_config(model), tmp_path, model, lambda _: None)
-    assert made.any
-    assert made.measured == recorded_report().baselines[:1]
-    assert not made.complete
