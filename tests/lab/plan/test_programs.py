@@ -84,20 +84,3 @@ def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     made_us = found.pads.token_ms * 1e3
     assert found.sustained_tokens_per_s == pytest.approx(1e6 / (found.decode.total_us + made_us))
     assert alone.pads is None
-
-
-def test_micro_batches_and_cores_that_are_not_here_in_a_table() -> None:
-    arguments = ("--policy", "attention-in-tee", "--batch", "8", "--micro-batches", "2")
-    report = PlanReport.model_validate_json(plan(*arguments, "--json").stdout)
-    check(report.policies[0], "attention-in-tee", lanes=2)
-    assert report.policies[0].tokens_per_s == pytest.approx(
-        8 * report.policies[0].tokens_per_s_per_request
-    )
-    # A step of fewer rows than two micro-batches need has one; tee-only has no parts but its own.
-    text = plan("--policy", "tee-only", "--batch", "2", "--tee-cores", "512").output
-    assert "512 cores" in text
-    assert text.count("beside tee-only-int8") == 1
-    assert "not measured" in " ".join(text.split())
-    assert "nothing leaves the TEE" in text
-    assert "bottleneck" in text
-    assert "GPU   " not in text.split("Up to the first token")[1]
