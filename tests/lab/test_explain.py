@@ -118,14 +118,6 @@ def test_rpcs_and_bytes_are_those_of_a_run(name: str, tmp_path: Path, config_onl
         assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
 
 
-def test_a_model_with_biases_and_more_layers_than_one_byte_counts(saved_model: Models) -> None:
-    """Layer numbers from 128 on take another byte in the header."""
-    model = saved_model("qwen2", num_hidden_layers=130, hidden_size=24, intermediate_size=8)
-    policy, table = load_policy("attention-in-tee"), OperatorTable()
-    tee = assemble(model.directory, policy, observer=table)
-    _assert_like_a_run(tee, table, model.directory, policy)
-
-
 def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
     directory, table = saved_model("llama").directory, OperatorTable()
     tee = assemble(directory, "tsqp", observer=table)

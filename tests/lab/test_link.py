@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from protocol.channel import Exchange, Traffic
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import InitRequest, LMHeadRequest, Request, TensorReply, Timing
 from protocol.tensors import from_torch
+from tests.kit.rows import each_row
 from tsqp.lab import link as link_module
 from tsqp.lab.link import Link, ModelledLink
 
@@ -46,39 +47,25 @@ class Instant:
         self.received_bytes = 1000
         self.timing: Timing | None = None
         self.elapsed_ns = 1000
-        self.error: Exception | None = None
-        self.calls: list[tuple[Any, ...]] = []
         self._sent_ns: dict[int, int] = {}
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        self.calls.append(("submit", request.method, timeout_s))
         self._sent_ns[len(self._sent_ns) + 1] = time.perf_counter_ns()
         return len(self._sent_ns)
 
     def wait(self, request_id: int) -> Exchange:
-        if self.error is not None:
-            raise self.error
         sent_ns = self._sent_ns[request_id]
-        return Exchange(
-            REPLY,
-            10,
-            self.received_bytes,
-            1,
-            self.elapsed_ns,
-            3,
-            self.timing,
-            sent_ns,
-            self.endpoint,
-        )
+        size, elapsed_ns = self.received_bytes, self.elapsed_ns
+        return Exchange(REPLY, 10, size, 1, elapsed_ns, 3, self.timing, sent_ns, self.endpoint)
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         return self.wait(self.submit(request, timeout_s))
 
     def abandon(self, request_id: int) -> None:
-        self.calls.append(("abandon", request_id))
+        """Do nothing."""
 
     def close(self) -> None:
-        self.calls.append(("close",))
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -86,16 +73,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gbps", "rtt_us"),
     [
-        (0.0, 1.0),
-        (-1.0, 1.0),
-        (float("nan"), 1.0),
-        (float("inf"), 1.0),
+        *((gbps, 1.0) for gbps in (0.0, -1.0, math.nan, math.inf)),
         (1.0, -1.0),
-        (None, float("nan")),
-        (None, float("inf")),
+        (None, math.nan),
+        (None, math.inf),
     ],
 )
 def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None:
