@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from protocol.errors import PolicyError, SettingsError
 from protocol.messages import Timing
@@ -23,7 +22,6 @@ from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase
 from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
 from tests.kit.rows import each_row
-from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
@@ -120,14 +118,6 @@ def test_rpcs_and_bytes_are_those_of_a_run(name: str, tmp_path: Path, config_onl
         assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
 
 
-def test_a_model_with_biases_and_more_layers_than_one_byte_counts(saved_model: Models) -> None:
-    """Layer numbers from 128 on take another byte in the header."""
-    model = saved_model("qwen2", num_hidden_layers=130, hidden_size=24, intermediate_size=8)
-    policy, table = load_policy("attention-in-tee"), OperatorTable()
-    tee = assemble(model.directory, policy, observer=table)
-    _assert_like_a_run(tee, table, model.directory, policy)
-
-
 def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
     directory, table = saved_model("llama").directory, OperatorTable()
     tee = assemble(directory, "tsqp", observer=table)
@@ -199,37 +189,6 @@ def _policy(**placements: tuple[Placement, ...]) -> Policy:
     return Policy(name="mine", summary="a test", operators=operators)
 
 
-def test_rows_differ_where_layers_and_phases_do(config_only: Path) -> None:
-    policy = _policy(
-        qkv_proj=(
-            Placement(place="tee", phase="prefill"),
-            Placement(place="tee", phase="decode", layers=LayerRange(0, 1)),
-            Placement(
-                place="gpu", phase="decode", layers=LayerRange(2, None), mask="none", verify="none"
-            ),
-        ),
-        # Two placements that mean the same are one row.
-        o_proj=(
-            Placement(place="gpu", layers=LayerRange(0, 1), mask="none", verify="none"),
-            Placement(place="gpu", layers=LayerRange(2, None), mask="none", verify="none"),
-        ),
-    )
-    found = _explain(config_only, policy)
-    rows = [
-        (row.layers, row.phase, row.place)
-        for row in found.operators
-        if row.operator in ("qkv_proj", "o_proj")
-    ]
-    assert rows == [
-        ("0-1", None, "tee"),
-        ("2-4", "prefill", "tee"),
-        ("2-4", "decode", "gpu"),
-        ("0-4", None, "gpu"),
-    ]
-    assert found.decode.rpcs == 3 + 5
-    assert found.prefill.rpcs == 5
-
-
 @each_row(
     ("name", "services", "calibration", "key", "padded"),
     [
@@ -282,29 +241,6 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(config_only: Path) -> N
 def test_more_tokens_than_the_model_can_take_are_refused(name: str, config_only: Path) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
         _explain(config_only, "tsqp", **{name: 513})
-
-
-def _run(*arguments: str, columns: int = 80) -> Result:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(command, ["explain", *arguments])
-
-
-@each_row("name", builtin_policies())
-def test_tables_are_readable_in_80_columns(name: str, config_only: Path) -> None:
-    result = _run(str(config_only), "--policy", name)
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert not any("…" in line for line in lines)
-    found = _explain(config_only, name, context=512, prompt_tokens=128)
-    for mask in found.masks:
-        assert f"mask {mask.name}" in result.output
-    for operator in {row.operator for row in found.operators}:
-        assert f"\n {operator} " in result.output
-    totals = [cost for cost in (found.decode, found.prefill) if cost.rpcs]
-    assert result.output.count("\n total ") == len(totals)
-    for cost in totals:
-        assert f" {cost.bytes_sent:,} " in result.output
-        assert f" {cost.bytes_received:,} " in result.output
 
 
 def test_verified_floats_cross_without_their_bias_as_in_a_run(

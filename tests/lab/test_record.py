@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import record
 from benchmarks.record import (
     RECORDINGS,
     Recording,
-    main,
     record_all,
     with_machine,
-    without_layers,
 )
-from protocol.errors import SettingsError
-from tests.kit.report import recorded_report
 from tsqp.cli.bench import bench
 
 
@@ -31,12 +26,6 @@ def _writes(text: str, status: int = 0) -> tuple[str, ...]:
 
 def _read(folder: Path, name: str) -> Any:
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def test_an_incomplete_report_is_not_recorded() -> None:
-    whole = recorded_report().model_copy(update={"incomplete": "no service"})
-    with pytest.raises(SettingsError, match="got no service, expected a complete report"):
-        without_layers(whole.model_dump(mode="json"))
 
 
 def test_a_failure_stops_nothing_and_is_told(
@@ -67,18 +56,6 @@ def test_a_failure_stops_nothing_and_is_told(
     said = capsys.readouterr().err
     assert "record: 6 of 6: good: python" in said
     assert "got exit status 3, expected 0 and a result" in said
-
-
-def test_the_exit_status_and_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = Recording("good", _writes("{}")), Recording("bad", _writes("{}", 1))
-    monkeypatch.setattr(record, "RECORDINGS", (bad, good))
-    for only, status in (["good"], 0), (["bad"], 1), ([], 1):
-        chosen = [word for name in only for word in ("--only", name)]
-        with pytest.raises(SystemExit) as ended:
-            main([*chosen, "--results", str(tmp_path)])
-        assert ended.value.code == status
-        assert (tmp_path / "good.json").exists()
-        assert not (tmp_path / "bad.json").exists()
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda one: one.name)

@@ -18,7 +18,6 @@ from tsqp.lab.bench import services
 from tsqp.lab.bench.baselines import Baselines
 from tsqp.lab.bench.job import Plan
 from tsqp.lab.bench.settings import BenchSettings
-from tsqp.processes import ProcessError
 
 PLAN = Plan(
     prefill=(3, 4), decode=((6, 1), (5, 1), (5, 8)), generation=None, repeats=2, decode_steps=3
@@ -28,64 +27,39 @@ TRANSFORMERS, PUBLISHED, PING_PONG = (
 )
 
 
-@pytest.fixture
-def model(saved_model: Callable[..., SavedModel]) -> Path:
-    return saved_model().directory
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
-    """Have scripts print sample results; return with what each was run, as soon as it is."""
-    asked: dict[str, tuple[str, ...]] = {}
-
-    def script(module: str, *arguments: str) -> str:
-        asked[module] = arguments
-        found = (
-            recorded_report().ping_pong[:1]
-            if module == PING_PONG
-            else recorded_report().baselines[:1]
-        )
-        return f"[{','.join(one.model_dump_json() for one in found)}]"
-
-    monkeypatch.setattr(module, "_script", script)
-    return asked
-
-
-@pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Start no services; return the arguments of those that would have been."""
-    started: list[list[str]] = []
-
-    def start(_running: object, arguments: list[str], **_: Any) -> tuple[int, str]:
-        started.append(arguments)
-        return 2**30, "tcp://h:1"
-
-    monkeypatch.setattr(services, "start_service", start)
-    return started
-
-
-def settings(model: Path, **changes: Any) -> BenchSettings:
-    policies = (("tsqp", load_policy("tsqp")),)
-    return replace(BenchSettings("c", policies, model=model, plan=PLAN), **changes)
-
-
-def measure(given: BenchSettings, folder: Path, said: list[str] | None = None) -> Baselines:
-    made = Baselines()
-    model = given.model or Path()
-    say = (said if said is not None else []).append
-    made.measure(given, read_config(model), folder, model, say)
-    return made
-
-
 def option(words: tuple[str, ...] | list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
 def test_they_measure_the_same_cases(
-    model: Path, tmp_path: Path, asked: dict[str, tuple[str, ...]], started: list[list[str]]
+    saved_model: Callable[..., SavedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With scripts that print sample results, and services that are none."""
+    asked: dict[str, tuple[str, ...]] = {}
+    started: list[list[str]] = []
     said: list[str] = []
-    made = measure(settings(model, threads=3, gpu_threads=2, transport="unix"), tmp_path, said)
+    sample = recorded_report()
+
+    def script(module: str, *arguments: str) -> str:
+        asked[module] = arguments
+        (found,) = sample.ping_pong[:1] if module == PING_PONG else sample.baselines[:1]
+        return f"[{found.model_dump_json()}]"
+
+    def start(_running: object, arguments: list[str], **_: Any) -> tuple[int, str]:
+        started.append(arguments)
+        return 2**30, "tcp://h:1"
+
+    monkeypatch.setattr(module, "_script", script)
+    monkeypatch.setattr(services, "start_service", start)
+    model = saved_model().directory
+    given = replace(
+        BenchSettings("c", (("tsqp", load_policy("tsqp")),), model=model, plan=PLAN),
+        threads=3,
+        gpu_threads=2,
+        transport="unix",
+    )
+    made = Baselines()
+    made.measure(given, read_config(model), tmp_path, model, said.append)
     assert asked[TRANSFORMERS][0] == str(model)
     for name, value in (
         ("--tokens", "3,4"),
@@ -104,29 +78,11 @@ def test_they_measure_the_same_cases(
     # Its socket is ZeroMQ's, though policies are measured over another.
     for name, value in (("--bind", "tcp://127.0.0.1:*"), ("--threads", "2"), ("--device", "null")):
         assert option(service, name) == value
-    assert made.measured == recorded_report().baselines[:1] * 2
-    assert made.ping_pong == recorded_report().ping_pong[:1]
+    assert made.measured == sample.baselines[:1] * 2
+    assert made.ping_pong == sample.ping_pong[:1]
     assert made.complete
     assert said == [
         "baseline: transformers",
         "baseline: the published client",
         "baseline: raw ping-pong",
     ]
-
-
-def test_what_was_measured_before_one_fails_is_kept(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def script(name: str, *_: str) -> str:
-        if name == PUBLISHED:
-            raise ProcessError(name, got="a", expected="b")
-        return f"[{recorded_report().baselines[0].model_dump_json()}]"
-
-    monkeypatch.setattr(module, "_script", script)
-    made, given = Baselines(), settings(model)
-    assert not made.any
-    with pytest.raises(ProcessError):
-        made.measure(given, read_config(model), tmp_path, model, lambda _: None)
-    assert made.any
-    assert made.measured == recorded_report().baselines[:1]
-    assert not made.complete

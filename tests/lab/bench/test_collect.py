@@ -65,25 +65,3 @@ def test_a_claim_beyond_the_round_trip_is_made_to_fit() -> None:
     collector.lane(0).exchanged("qkv_proj", 0, [_exchange(100_000, 80, 900)])
     (cost,) = collector.costs(1)
     assert cost.stages == Stages(encode_us=5, queue_us=80, gpu_us=20, decode_us=2)
-
-
-def test_pieces_follow_each_other_from_the_start_of_the_step() -> None:
-    collector = Collector(keep_spans=True)
-    collector.lane(0).spent("rope", 0, "tee", 1_000_000, 1_001_000)
-    collector.reset(1_000_000)
-    assert collector.spans() == ()
-    collector.lane(1).exchanged("o_proj", 3, [_exchange(100_000, 10, 30)])
-    collector.lane(0).spent("rope", 2, "tee", 1_001_000, 1_004_000)
-    collector.lane(0).spent("rope", 2, "tee", 1_004_000, 1_004_000)  # took no time at all
-    found = [
-        (s.lane, s.operator, s.layer, s.stage, s.start_us, s.duration_us) for s in collector.spans()
-    ]
-    assert found == [
-        (0, "rope", 2, "tee", 1, 3),
-        (1, "o_proj", 3, "encode", 5, 5),
-        (1, "o_proj", 3, "wire", 10, 30),
-        (1, "o_proj", 3, "queue", 40, 10),
-        (1, "o_proj", 3, "gpu", 50, 30),
-        (1, "o_proj", 3, "wire", 80, 30),
-        (1, "o_proj", 3, "decode", 110, 2),
-    ]

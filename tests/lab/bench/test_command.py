@@ -76,16 +76,6 @@ def outputs(folder: Path) -> tuple[list[str], dict[str, Path]]:
     return [word for name, path in paths.items() for word in (f"--{name}", str(path))], paths
 
 
-def test_every_file_is_written(fake: type[_Bench], tmp_path: Path) -> None:
-    arguments, paths = outputs(tmp_path)
-    result = bench("demo", *arguments)
-    assert result.exit_code == 0, result.output
-    assert Report.model_validate_json(paths["json"].read_text(encoding="utf-8")) == REPORT
-    assert paths["html"].read_text(encoding="utf-8").lower().startswith("<!doctype html")
-    assert "traceEvents" in paths["trace"].read_text(encoding="utf-8")
-    assert "attention-in-tee" in result.stdout
-
-
 def test_where_nothing_was_measured_files_stay_as_they_were(
     fake: type[_Bench], tmp_path: Path
 ) -> None:
@@ -107,14 +97,3 @@ def test_a_file_that_cannot_be_written_is_refused_before(
     assert isinstance(result.exception, SettingsError)
     assert fake.given == []
     assert not paths["json"].exists()
-
-
-def test_one_file_for_two_outputs_is_refused(
-    fake: type[_Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = bench("demo", "--json", "x", "--trace", str(tmp_path / "x"))
-    assert isinstance(result.exception, SettingsError)
-    assert "x twice" in str(result.exception)
-    assert list(tmp_path.iterdir()) == []
-    assert bench("demo", "--json", "/dev/null", "--trace", "/dev/null").exit_code == 0

@@ -13,11 +13,8 @@ from tsqp.lab.bench.memory_need import (
     Need,
     available_memory,
     check_memory,
-    gpu_need,
     tee_need,
-    whole_model_need,
 )
-from tsqp.lab.bench.random_model import required_bytes
 from tsqp.lab.bench.shapes import find_shape
 
 ONE_B = find_shape("llama-3.2-1b").config()
@@ -47,27 +44,6 @@ def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
     assert parts["embedding and LM head"] == vocabulary
     assert parts["linear weights"] == linear
     assert parts["process"] == PROCESS_BYTES
-
-
-def test_pads_are_counted_for_the_rows_of_a_step() -> None:
-    weight, outputs = VOCABULARY, OUTPUTS + 128256
-    assert _tee("attention-in-tee").parts["pads"] == 0
-    assert _tee("shielded").parts["pads"] == 128 * 4 * outputs + weight
-    assert _tee("shielded", sequences=200).parts["pads"] == 200 * 4 * outputs + weight
-    assert _tee("shielded-prefill").parts["pads"] == 512 * 4 * outputs + weight
-
-
-def test_a_service_holds_what_its_device_and_arithmetic_say() -> None:
-    floats = gpu_need(ONE_B, ["float"], device="cpu", tokens=512)
-    both = gpu_need(ONE_B, ["float", "int8", "float"], device="cpu", tokens=512)
-    assert floats.parts["float weights"] == 2 * LINEAR
-    head = ONE_B.vocab_size * (ONE_B.hidden_size + 4)  # of its own, although ONE_B's is tied
-    assert both.total - floats.total == LINEAR + 4 * OUTPUTS + head
-    null = gpu_need(ONE_B, ["float", "int8"], device="null", tokens=512)
-    assert set(null.parts) == {"process", "temporaries"}
-    alone = whole_model_need(ONE_B, "transformers", tokens=512)
-    matrices = alone.parts["embedding and LM head"] + alone.parts["linear weights"]
-    assert 0 < required_bytes(ONE_B) - matrices < 1_000_000  # the norms
 
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:

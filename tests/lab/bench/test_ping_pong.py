@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from protocol.tensors import from_torch
 from tsqp.lab.bench.ping_pong import (
     TRANSPORTS,
     frames_of,
-    main,
     our_pings,
     our_service,
 )
@@ -42,28 +40,3 @@ def test_ours_sends_and_receives_as_many_bytes_as_raw(tmp_path: Path, name: str)
     assert exchange.bytes_sent == sum(map(len, request))
     # Microseconds are as long as they are large in some spellings of a header.
     assert abs(exchange.bytes_received - sum(map(len, reply))) <= 16
-
-
-def test_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--transports", "zeromq-tcp,tcp", "--payloads", "4096", "--round-trips", "4"])
-    found = json.loads(capsys.readouterr().out)
-    assert [(p["transport"], p["payload_bytes"], p["kind"]) for p in found] == [
-        ("zeromq-tcp", 4096, "ours"),
-        ("zeromq-tcp", 4096, "raw"),
-        ("tcp", 4096, "raw"),
-    ]
-    assert all(0 < p["p50_us"] <= p["p90_us"] and p["round_trips"] == 50 for p in found)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--payloads", "5000"], "--payloads: got 5000, expected multiples of 4096"),
-        (["--payloads", "0"], "--payloads: got 0"),
-        (["--transports", "pigeon"], "--transports: got 'pigeon', expected of zeromq-ipc, "),
-    ],
-)
-def test_bad_options(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match="ping_pong: error: ") as ended:
-        main(arguments)
-    assert message in str(ended.value.code)

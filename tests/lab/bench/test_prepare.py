@@ -15,16 +15,13 @@ from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
-from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit import failing
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import Plan
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
-PLAN = Plan(prefill=(3, 5), decode=((7, 1), (7, 4)), generation=(6, 2), repeats=3, decode_steps=4)
 
 
 @pytest.mark.parametrize(
@@ -55,42 +52,6 @@ def test_a_model_without_eos_is_the_same_to_a_service(saved_model: Models, tmp_p
     assert json.loads((model / "config.json").read_text())["eos_token_id"] == 2
     without = saved_model().directory
     assert prepare.endless(without, tmp_path) == without
-
-
-@pytest.mark.parametrize(
-    ("policy", "pads"),
-    [
-        # Of each sequence one a decoded token: 2 + 4 + 4 and the one of the prompt's step.
-        ("shielded", (1 + 4) * 11 + 2),
-        ("attention-in-tee", 0),
-    ],
-)
-def test_pads_are_counted_by_what_is_run(policy: str, pads: int) -> None:
-    assert prepare.pads_needed(load_policy(policy), PLAN, 512) == pads
-
-
-def test_prompts_take_pads_where_they_are_masked() -> None:
-    policy = load_policy("shielded-prefill")
-    prompts = (2 + 3 + 3) * (3 + 5) + 7 + 4 * 7 + 6
-    assert prepare.pads_needed(policy, PLAN, 512) == prompts + (1 + 4) * 11 + 2
-
-
-@pytest.mark.parametrize("zeros", [True, False])
-def test_a_bank_has_as_many_pads_as_asked_for(
-    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zeros: bool
-) -> None:
-    _in_this_process(monkeypatch)
-    model, policy = saved_model().directory, load_policy("shielded")
-    path = prepare.bank(model, policy, 5, tmp_path / "pads", zeros=zeros)
-    assert path == tmp_path / "pads"
-    sizes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert sizes >= prepare.bank_bytes(read_config(model), policy, 5) > 0
-    prepare.remove(path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "in_fresh_process", lambda function, *given: function(*given))
 
 
 def test_a_hollow_model_is_one_for_which_zeros_are_right(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -11,12 +10,9 @@ import transformers
 
 from tests.kit.model import make_model, token_ids
 from tests.kit.service import running_service
-from tsqp.lab.bench.published_client import main
 from tsqp.lab.bench.published_model import PublishedClient, PublishedModel
 
 TOLERANCE = 1e-4
-LAYERS = 3
-RPCS = 9 * LAYERS + 2
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -55,27 +51,3 @@ def test_longer_prompts_equal_attention_without_a_causal_mask(
     _close(logits, model(ids, attention_mask=everywhere).logits[:, -1:])
     causal = model(ids).logits[:, -1:]
     assert float((logits - causal).abs().max()) > 0.1
-
-
-def test_measures_and_prints_json(
-    served: tuple[transformers.PreTrainedModel, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, endpoint = served
-    arguments = ["--tokens", "1,6", "--new-tokens", "4", "--sampled", "2", "--repeats", "2"]
-    main([endpoint, *arguments, "--threads", "1", "--against", "null", "--case-s", "1000"])
-    one, six, new = json.loads(capsys.readouterr().out)
-    assert [(b["phase"], b["tokens"], b["new_tokens"]) for b in (one, six, new)] == [
-        ("prefill", 1, 0),
-        ("prefill", 6, 0),
-        ("decode", 6, 4),
-    ]
-    assert {b["against"] for b in (one, six, new)} == {"null"}
-    assert {b["round_trips"] for b in (one, six, new)} == {RPCS}
-    assert one["bytes_sent"] < six["bytes_sent"] < new["bytes_sent"]
-    assert one["step_ms"]["runs"] == new["step_ms"]["runs"] == 2
-    main([endpoint, "--tokens", "2", "--repeats", "9", "--case-s", "0"])
-    (once,) = json.loads(capsys.readouterr().out)
-    assert (once["step_ms"]["runs"], once["round_trips"], once["against"]) == (1, RPCS, "cpu")
-    for baseline in (one, six, new):
-        spread = baseline["step_ms"]
-        assert 0 < spread["low"] <= spread["median"] <= spread["high"]

@@ -6,15 +6,12 @@ report that lacks something must not break one.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
 
 from tests.kit.report import recorded_report
-from tsqp.lab.bench.compare import compare
-from tsqp.lab.bench.fit import fit_exponent
 from tsqp.lab.bench.html import render_html
 from tsqp.lab.bench.model import Report, Span, Timeline
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
@@ -75,16 +72,6 @@ def test_what_a_report_lacks_breaks_no_form(name: str) -> None:
     assert sum(event["ph"] == "X" for event in perfetto(report)["traceEvents"]) == spans
 
 
-def test_the_trace_has_all_time_in_named_threads_without_overlap(drawn: Report) -> None:
-    events = perfetto(drawn)["traceEvents"]
-    named = {(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"}
-    whole = [event for event in events if event["ph"] == "X"]
-    assert all(("thread_name", e["pid"], e["tid"]) in named for e in whole)
-    assert sum(event["dur"] for event in whole) == 2 * (10 + 5 + 8)
-    assert len({(e["pid"], e["tid"]) for e in whole}) == 2 * 3
-    assert json.loads(json.dumps(events)) == events
-
-
 def test_sums_are_those_of_the_parts() -> None:
     for run in recorded_report().policies:
         for case in run.cases:
@@ -92,18 +79,3 @@ def test_sums_are_those_of_the_parts() -> None:
             assert parts == pytest.approx(case_stages(case).total_us)
             pads = run.pads is not None and case.phase in run.pads.phases
             assert (sustained_ms(run, case) > case.step_ms.median) == pads
-
-
-def test_only_what_is_alike_is_compared() -> None:
-    """Two policies and the TEE alone, each with every baseline of the same phase and tokens."""
-    found = compare(recorded_report())
-    assert {one.baseline.name for one in found} >= {"published"}
-    assert not compare(_changed(baselines=()))
-
-
-@pytest.mark.parametrize("exponent", [1.0, 2.0])
-def test_growth_is_fitted(exponent: float) -> None:
-    found = fit_exponent([(x, 3 * x**exponent) for x in (4.0, 8.0, 16.0)])
-    assert found is not None
-    assert found.exponent == pytest.approx(exponent)
-    assert fit_exponent([(4.0, 1.0)]) is None

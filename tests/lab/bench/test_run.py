@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,10 @@ from protocol.errors import TsqpError
 from tee_side.policy.placement import load_policy
 from tests.kit.model import SavedModel
 from tests.kit.report import some_case
-from tsqp.lab.bench import run, services
-from tsqp.lab.bench.job import Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench import services
+from tsqp.lab.bench.job import Finished, Job, Measured, Plan, Progress
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import BenchSettings
-from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.provisioning import provision
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
@@ -84,21 +79,6 @@ def test_what_cannot_work_is_refused(
     with pytest.raises(TsqpError) as refused:
         bench(replace(settings(model, *policies), **changes))
     assert message in str(refused.value)
-
-
-def test_a_key_of_another_mask_or_mode_is_refused(model: Path, tmp_path: Path) -> None:
-    served, key = tmp_path / "served", tmp_path / "key.json"
-    provision(model, FeatureRotation(), served, key)
-    given = settings(model, "cloak", key=key, server_model=served)
-    bench(given)
-    stip = replace(given, policies=(("stip", load_policy("stip")),))
-    with pytest.raises(TsqpError, match="key: mask"):
-        bench(stip)
-    with pytest.raises(TsqpError, match="nowhere"):
-        bench(replace(given, server_model=tmp_path / "nowhere"))
-    key.chmod(0o644)
-    with pytest.raises(TsqpError, match="mode 0644"):
-        bench(given)
 
 
 def _answering(
@@ -169,58 +149,3 @@ def test_an_interrupted_run_says_what_is_missing(
         f"{reason}; in part measured: tsqp; not measured: row-mix, tee-only, tee-only-int8;"
         " not all baselines measured"
     )
-
-
-@contextmanager
-def _worker(output: str, status: int, last: str) -> Iterator[Any]:
-    """Stand in for `worker`: a process that says this and ends so."""
-    code = "import sys; sys.stdout.write(sys.argv[1])"
-    end = "; import os, signal; sys.stdout.flush(); " + (
-        f"os.kill(os.getpid(), {-status})" if status < 0 else f"sys.exit({status})"
-    )
-    command = [sys.executable, "-c", code + end, output]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        yield process, process.stdout, _Errors(last)
-
-
-class _Errors:
-    def __init__(self, last: str) -> None:
-        self.last = last
-
-    def join(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("lines", "status", "last", "message"),
-    [
-        ([FINISHED], 0, "", None),
-        (
-            [Failed(where="prefill", got="x", expected="y")],
-            1,
-            "",
-            "policy attention-in-tee: prefill: got x, expected y",
-        ),
-        ([], -9, "", "policy attention-in-tee: got a process killed by SIGKILL, expected a run to"),
-        ([], 1, "ImportError: no", "policy attention-in-tee: got ImportError: no, expected a run"),
-        ([FINISHED], -11, "", "policy attention-in-tee: got a process killed by SIGSEGV"),
-    ],
-)
-def test_how_a_worker_ends_is_told(
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lines: list[Any],
-    status: int,
-    last: str,
-    message: str | None,
-) -> None:
-    output = "".join(line.model_dump_json() + "\n" for line in lines)
-    monkeypatch.setattr(run, "worker", lambda *_: _worker(output, status, last))
-    monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
-    made = bench(settings(model))
-    if message is None:
-        made.run()
-        return
-    with pytest.raises(ProcessError) as refused:
-        made.run()
-    assert str(refused.value).startswith(message)

@@ -7,18 +7,14 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from protocol.channel import Traffic
 from tee_side.runner import Runner
-from tee_side.words import Phase
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import worker
 from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
-from tsqp.lab.bench.model import Case, Spread
 
 Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
@@ -117,139 +113,3 @@ def test_an_error_is_told_in_its_parts(
     failed = Failed.model_validate(json.loads(lines[-1]))
     assert str(tmp_path / "nowhere") in failed.where
     assert failed.expected
-
-
-class _Clock:
-    """Stands in for `time`, so that each figure is known."""
-
-    def __init__(self) -> None:
-        self.now_ns = 10**9
-
-    def perf_counter_ns(self) -> int:
-        return self.now_ns
-
-    def perf_counter(self) -> float:
-        return self.now_ns / 1e9
-
-    def spend(self, milliseconds: float) -> tuple[int, int]:
-        started_ns, self.now_ns = self.now_ns, self.now_ns + round(milliseconds * 1e6)
-        return started_ns, self.now_ns
-
-
-class _ScriptedRunner:
-    """Takes a known time for each step, and sends twice in it.
-
-    Of a step, `heavy_ms` are for the LM head in the TEE, and a quarter is between operators.
-    """
-
-    def __init__(self, clock: _Clock, steps_ms: list[tuple[float, float]]) -> None:
-        self.config = SimpleNamespace(vocab_size=9)
-        self.traffic = Traffic(7, 70, 700)  # of what was run before
-        self.steps = 0
-        self._clock = clock
-        self._left = steps_ms
-        self._observer: Any = None
-        self._told: tuple[str, ...] = ()
-
-    def observe(self, observer: Any, operators: tuple[str, ...] = ("lm_head", "rope")) -> None:
-        self._observer, self._told = observer, operators
-
-    def step(self) -> None:
-        step_ms, heavy_ms = self._left.pop(0)
-        for operator, spent_ms in (("lm_head", heavy_ms), ("rope", 0.75 * step_ms - heavy_ms)):
-            span = self._clock.spend(spent_ms)
-            if self._observer is not None and operator in self._told:
-                lane = self._observer.lane(0)
-                lane.called(operator, None, "tee")
-                lane.spent(operator, None, "tee", *span)
-        self._clock.spend(0.25 * step_ms)
-        self.steps += 1
-        before = self.traffic
-        self.traffic = Traffic(
-            before.round_trips + 2, before.bytes_sent + 100, before.bytes_received + 300
-        )
-
-
-def _measured(
-    monkeypatch: pytest.MonkeyPatch, phase: Phase, tokens: int, batch: int, **changes: Any
-) -> Case:
-    """Measure steps of 10, 40 and 20 ms, then observe others."""
-    clock = _Clock()
-    warm, timed = [(50.0, 5.0)] * 2, [(10.0, 1.0), (40.0, 2.0), (20.0, 9.0)]
-    observed = [(24.0, 4.0), (16.0, 4.0), (32.0, 4.0)]
-    runner: Any = _ScriptedRunner(clock, warm + timed + observed)
-    monkeypatch.setattr(worker, "time", clock)
-    rates = {"self": 3e6, 11: 5e6, 12: 7e6}
-    monkeypatch.setattr(worker, "cpu_ns", lambda pid: round(1e9 + rates[pid] * runner.steps))
-    told: list[Answer] = []
-    given = job(Path("nowhere"), **changes)
-    bench = worker._Bench(runner, given, told.append)
-    bench._measure(phase, tokens, batch, runner.step, 3, False)
-    (answer,) = told
-    assert isinstance(answer, Measured)
-    assert answer.case is not None
-    return answer.case
-
-
-def test_what_a_case_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = _measured(
-        monkeypatch, "decode", 128, 4, service_pids=(11, 12), endpoints=("a", "b"), micro_batches=2
-    )
-    assert case.step_ms == Spread(median=20, low=10, high=40, runs=3)
-    assert case.heavy_ms == 2
-    # The median of 9, 38 and 11: not that of the step less that of the LM head.
-    assert case.overhead_ms == pytest.approx(11)
-    assert case.tokens_per_s == pytest.approx(4 / 20e-3)
-    assert (case.cpu_tee_ms, case.cpu_gpu_ms) == (pytest.approx(3), pytest.approx(12))
-    assert (case.rpcs, case.bytes_sent, case.bytes_received) == (2, 100, 300)
-    assert (case.tokens, case.batch, case.micro_batches) == (128, 4, 2)
-    # Of the observed steps of 24, 16 and 32 ms the one in the middle, 18 of which have a name.
-    assert {cost.operator: cost.stages.tee_us for cost in case.operators} == {
-        "lm_head": pytest.approx(4000),
-        "rope": pytest.approx(14000),
-    }
-    assert case.rest_us == pytest.approx(6000)
-
-
-@pytest.mark.parametrize(
-    ("step_ms", "times"),
-    [
-        (100.0, (2, 5, 3)),
-        (599.0, (2, 5, 3)),
-        (601.0, (1, 5, 3)),
-        (1200.0, (1, 5, 2)),
-        (1300.0, (1, 4, 2)),
-        (9000.0, (1, 2, 1)),
-    ],
-)
-def test_slow_work_is_run_less_often(
-    monkeypatch: pytest.MonkeyPatch, step_ms: float, times: tuple[int, int, int]
-) -> None:
-    """To warm up, timed, and observed."""
-    clock = _Clock()
-    runner: Any = _ScriptedRunner(clock, [(step_ms, 0.0)] * 20)
-    monkeypatch.setattr(worker, "time", clock)
-    monkeypatch.setattr(worker, "cpu_ns", lambda _pid: 0)
-    under: list[str] = []
-    observe, step = runner.observe, runner.step
-
-    def observing(observer: Any, *operators: Any) -> None:
-        under.append(type(observer).__name__)
-        observe(observer, *operators)
-
-    done: list[str] = []
-
-    def noted() -> None:
-        done.append(under[-1] if under else "")
-        step()
-
-    monkeypatch.setattr(runner, "observe", observing)
-    told: list[Answer] = []
-    worker._Bench(runner, job(Path("nowhere")), told.append)._measure(
-        "prefill", 128, 1, noted, 5, True
-    )
-    assert (done.count(""), done.count("_Heavy"), done.count("Collector")) == times
-    (answer,) = told
-    assert isinstance(answer, Measured)
-    assert answer.case is not None
-    assert answer.case.step_ms.runs == times[1]

@@ -204,20 +204,15 @@ EMPTY: dict[str, tuple[Policy | str, Trace]] = {
 REFUSED: list[tuple[str, str, str | None, str]] = [
     ("token-ids", "attention-in-tee", None, "embedding stays"),
     ("logits", "cloak-segment", None, "lm_head stays"),
-    ("logits", "nothing", None, "lm_head stays"),
     ("nearest-embedding", "deeper", None, "layer 0 stays"),
     ("vocabulary", "nothing", None, "no activations crossed"),
-    ("subspace", "nothing", None, "no activations crossed"),
     ("subspace", "stip-segment", None, "the hidden axis is transformed"),
     ("norms", "quantized-clear", None, "integers"),
-    ("norms", "nothing", None, "no activations crossed"),
     ("norms", "cloak", "has_layers", "no public weights to compare with"),
     ("gram", "quantized-clear", None, "integers"),
-    ("gram", "deeper", None, "layer 0 stays"),
     ("gram", "decode", None, "no session's beginning crossed"),
     ("gram", "cloak", "has_layers", "no public weights to compare with"),
     ("gram", "cloak", "first_id", "no token that every prompt begins with"),
-    ("noise-averaging", "nothing", None, "no activations crossed"),
     ("noise-averaging", "clear-segment", None, "no linear operator crossed"),
     ("noise-averaging", "quantized-clear", None, "integers"),
     ("noise-averaging", "row-rotation", None, "neither clear nor under noise"),
@@ -229,7 +224,6 @@ REFUSED: list[tuple[str, str, str | None, str]] = [
     ("cache-at-rest", "attention-in-tee", None, "no cache is at the service"),
     ("cache-at-rest", "clear-segment", "has_layers", "no public weights to compare with"),
     ("pad-reuse", "attention-in-tee", None, "floats"),
-    ("pad-reuse", "deeper", None, "layer 0 stays"),
     ("pad-basis", "shielded-prefill", None, "only 2 rows of a known token crossed"),
     ("pad-basis", "shielded", None, "no row of a known token crossed"),
     ("pad-basis", "pad-reused", "first_id", "the tokenizer puts no token in front"),
@@ -254,17 +248,6 @@ def test_where_there_is_nothing_to_read_an_attack_says_why(
         if lacks is not None:
             patch.setattr(PublicModel, lacks, None)
         assert ATTACKS.builtin[attack]().refuses(view) == reason
-
-
-@each_row("attack", ["vocabulary", "noise-averaging"])
-def test_without_linear_weights_the_first_layer_alone_is_read(
-    public: PublicModel, recording: Recorded, attack: str
-) -> None:
-    played = recording("attention-in-tee")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PublicModel, "has_layers", False)
-        counts, _ = read(attack, first_view(public, played), played)
-    assert counts == {FIRST_PLACE: (PROMPTS, PROMPTS, ANSWERS, ANSWERS)}
 
 
 # ------------------------------------------------------------------------ token ids and logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +10,15 @@ import torch
 
 from protocol.errors import SettingsError
 from tee_side.policy.placement import load_policy
-from tests.kit.leaks import run_of, score_of
 from tests.kit.rows import each_row
 from tsqp.lab.leak.curves import (
-    Harm,
-    curve,
     harm,
     is_noisy,
     noisy_mask,
     parameter,
-    point_of,
     strength,
     with_sigma,
 )
-from tsqp.lab.leak.model import AttackRun, Point
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
@@ -70,28 +64,3 @@ def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
     plain = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     noisy = plain + torch.tensor([[0.0, 0.0], [0.6, 0.8]])
     assert harm([[0, 1]], [plain], [noisy]).output_error == pytest.approx(0.2)
-
-
-@each_row(
-    ("runs", "attack", "hits"),
-    [
-        # The best place of the best attack; the surest is the best.
-        ([run_of("a", score_of(10, 100), score_of(60, 100))], "a", 60),
-        ([run_of("few", score_of(3, 3)), run_of("many", score_of(90, 100))], "many", 90),
-        # One that did not work makes no point, unless it reads here.
-        ([run_of("failed", score_of(1, 100), worked=False)], "none", 0),
-        ([run_of("reads", score_of(70, 100), worked=False)], "reads", 70),
-    ],
-)
-def test_a_point_is_the_best_that_is_read(runs: list[AttackRun], attack: str, hits: int) -> None:
-    policy, done = load_policy("float-noise"), Harm(12.5, 0.25)
-    points = [point_of(policy, sigma, runs, done, PUBLIC) for sigma in (4.0, 0.5)]
-    found = curve(policy, 3.5, points, search_sessions=1, search_candidates=9)
-    assert [(one.sigma, one.attack, one.rate.hits) for one in found.points] == [
-        (0.5, attack, hits),
-        (4.0, attack, hits),
-    ]
-    # Without noise epsilon is infinite, which can be written and read.
-    infinite = point_of(load_policy("cloak"), 0.0, runs, done, PUBLIC)
-    assert infinite.strength == math.inf
-    assert Point.model_validate_json(infinite.model_dump_json()) == infinite

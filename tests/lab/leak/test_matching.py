@@ -5,23 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kit.leaks import VOCABULARY, linear, planted, truth_of, view_of
+from tests.kit.leaks import VOCABULARY, planted, truth_of, view_of
 from tests.kit.model import token_ids
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import TOP, Work
+from tsqp.lab.leak.attack import Work
 from tsqp.lab.leak.matching import (
     FIRST,
     FeatureMatcher,
     Matcher,
     Observed,
-    Present,
-    nearest,
-    observe,
     search,
 )
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.score import score
-from tsqp.lab.leak.trace import Trace, Where
+from tsqp.lab.leak.trace import Where
 
 DEEP: Where = (1, "gate_up_proj")
 
@@ -54,19 +51,6 @@ class Planned(Matcher):
 # ------------------------------------------------------------------------------------ distances
 
 
-@each_row(("rows", "candidates", "features"), [(1, 400, 2048), (40, 7, 3), (5, 20, 48)])
-def test_distances_are_euclidean(rows: int, candidates: int, features: int) -> None:
-    """Relative to the row; a candidate's from itself is below what only the right one is below."""
-    table_NX, rows_RX = 30 * torch.randn(candidates, features), torch.randn(rows, features)
-    exact_RN = torch.cdist(rows_RX.double(), table_NX.double())
-    found_RN = FeatureMatcher().pairwise(rows_RX, table_NX)
-    sizes_R1 = rows_RX.norm(dim=1, keepdim=True)
-    assert torch.allclose((found_RN * sizes_R1).double(), exact_RN, rtol=1e-5)
-    same_NN = FeatureMatcher().pairwise(table_NX, table_NX)
-    assert same_NN.diagonal().max() == 0
-    assert (same_NN + torch.eye(candidates)).min() > 0.01
-
-
 def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     rows = torch.eye(3)
     ordered, matcher, seen = FeatureMatcher(), FeatureMatcher(ordered=False), observed(rows)
@@ -82,26 +66,6 @@ def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     matcher.found(seen, 2, rows[1])
     assert seen.used == {0, 1, 2}
     assert torch.isinf(matcher.distances(seen, 2, rows)).all()
-
-
-@each_row(
-    ("dtype", "certain"),
-    [(torch.float32, 1e-3), (torch.bfloat16, 2e-2), (torch.float16, 2e-2), (torch.int32, 2e-2)],
-)
-def test_how_sure_a_match_is_depends_on_the_digits_that_crossed(
-    public: PublicModel, dtype: torch.dtype, certain: float
-) -> None:
-    """Integers are floats by the public scales."""
-    plain_TD, scale = public.dictionary_VD[text(4)], 1.0
-    rows = plain_TD.to(dtype)
-    if dtype == torch.int32:
-        rows, scale = public.encode((0, "qkv_proj"), plain_TD), public.input_scale((0, "qkv_proj"))
-    step = Trace((linear(FIRST, rows), linear(FIRST, rows[:1]))).steps[0]
-    found = observe(view_of(public), step, FIRST)
-    assert found is not None
-    assert (found.where, found.first, found.tokens, found.certain) == (FIRST, 0, 4, certain)
-    assert torch.equal(found.rows_RI, rows.float() * scale)
-    assert observe(view_of(public), step, DEEP) is None
 
 
 # ---------------------------------------------------------------------------------------- deeper
@@ -150,51 +114,3 @@ def test_where_nothing_stands_out_the_search_gives_up(public: PublicModel) -> No
     assert work.modelled == 6 * VOCABULARY
     (found,) = score(readings, [truth_of(text(10, seed), 8) for seed in range(3)])
     assert (found.guessed, found.top1.n, found.gave_up) == (6, 20, True)
-
-
-def test_candidates_are_those_that_the_first_layer_says_are_there(public: PublicModel) -> None:
-    """So a search among sets models few; the set of the first layer is looked up once a step."""
-    ids, work = [9, 9, 100, 17, 9, 44], Work()
-    view = view_of(public, planted(public, ids, 5, [FIRST, DEEP], lambda rows, _: rows.flip(0)))
-    present = Present(view, FeatureMatcher(ordered=False))
-    readings = search(view, FeatureMatcher(ordered=False), DEEP, work, present)
-    (found,) = score(readings, [truth_of(ids, 5)])
-    assert (found.top1.hits, found.top1.n) == (6, 6)
-    assert work.modelled <= 5 * 5 + 1
-    assert work.compared == work.modelled + 2 * VOCABULARY
-
-
-@each_row(
-    ("distances", "ids", "guess", "stands_out", "modelled"),
-    [
-        # Without a certain one the nearest is first, and then the next.
-        ({7: 0.5}, range(40), (7,), True, 40),
-        ({7: 0.7, 3: 0.8}, range(40), (7, 3), False, 40),
-        ({7: float("nan"), 3: 0.5}, range(40), (3,), True, 40),
-        ({7: 0.9}, [7], (7,), False, 1),
-        # A certain one ends the search with its block, the first of which has 32.
-        ({20: 0.0}, range(120), (20,), True, 32),
-        ({100: 5e-4}, range(120), (100,), True, 120),
-        # Of several that are certain the most expected is first, but for the token that was last.
-        ({4: 0.0, 20: 9e-4}, list(reversed(range(30))), (20, 4), True, 30),
-        ({5: 0.0, 9: 9e-4}, range(20), (9, 5), True, 20),
-    ],
-    ids=lambda row: f"{row[0]} of {len(row[1])}",
-)
-def test_a_candidate_is_chosen_by_distance_and_expectation(
-    public: PublicModel,
-    distances: dict[int, float],
-    ids: list[int],
-    guess: tuple[int, ...],
-    stands_out: bool,
-    modelled: int,
-) -> None:
-    distances_V = torch.full((VOCABULARY,), 0.9)
-    distances_V[list(distances)] = torch.tensor(list(distances.values()))
-    matcher, work = Planned(public, distances_V), Work()
-    prefix = public.extend(public.nothing(), 5)
-    seen, candidates = observed(public.dictionary_VD[:1]), torch.as_tensor(ids)
-    found, ratio = nearest(view_of(public), matcher, prefix, seen, 0, candidates, work)
-    assert (found[: len(guess)], matcher.taken) == (guess, [guess[0]])
-    assert len(set(found)) == len(found) == min(TOP, len(ids))
-    assert (ratio < 0.7, work.modelled, work.compared) == (stands_out, modelled, modelled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,16 @@ from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, FeatureKeyError, ServiceError
 from protocol.messages import EmbeddingRequest, LinearRequest, Request, TensorReply
 from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import read_config
 from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import load_policy
 from tests.kit.leaks import begun, recorded
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.leak.adversaries import together
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import KEY, SERVED, PlaySettings, logits_of, play
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Trace, TraceError
+from tsqp.lab.leak.trace import Trace
 from tsqp.lab.research.feature_key import FeatureKey
 
 
@@ -105,15 +102,6 @@ def test_no_key_is_left_where_logits_were_asked_for_or_it_was_refused(
         recorded(model, "cloak", refused, prompts)
     for folder in (logits, refused):
         assert [path.name for path in folder.iterdir()] == [SERVED]
-
-
-def test_shares_that_do_not_belong_together_are_refused(model: SavedModel, tmp_path: Path) -> None:
-    played = recorded(model, "two-server", tmp_path, begun(4))
-    (session,) = played.sessions
-    first, second = session.traces
-    short = replace(session, traces=(Trace(first.messages[:-1]), second))
-    with pytest.raises(TraceError, match="shares: got 1 requests to the second service alone"):
-        together(replace(played, sessions=(short,)), read_config(model.directory))
 
 
 def test_a_sessions_file_is_what_the_service_keeps_and_differs_each_time(

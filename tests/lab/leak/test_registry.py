@@ -51,16 +51,6 @@ def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_l
     assert ATTACKS.group == "tsqp.attacks"
 
 
-def test_a_file_brings_its_own_attacks_alone(tmp_path: Path) -> None:
-    """Not those that it imports, nor a family; one without its methods cannot be made."""
-    family, one = attack("Family", name=""), attack("One", "Family", name="'one'")
-    several = HEAD + IMPORTED + family + one + attack("Two", "One", name="'two'")
-    found = find(tmp_path, several)
-    assert [one.name for one in found] == ["one", "two"]
-    with pytest.raises(TypeError, match="abstract"):
-        found[0]()
-
-
 @each_row(
     ("text", "got"),
     [

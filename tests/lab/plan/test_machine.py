@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from gpu_side.profiles import find_profile
 from protocol.errors import SettingsError
-from tsqp.cli.main import command
 from tsqp.lab.bench.model import PingPong
-from tsqp.lab.plan import machine
 from tsqp.lab.plan.machine import Machine, Transport, fit_transports, read_machine
 
 FITTED = Machine(
@@ -77,22 +74,3 @@ def test_a_transport_is_a_line_through_its_round_trips() -> None:
     assert found["unix"].rtt_us == pytest.approx(50 - 0.2)
     assert found["unix"].us(2000) == pytest.approx(50)
     assert found["unix"].us(1_002_000) == pytest.approx(150)
-
-
-def test_fit_and_machine_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "fit_machine", lambda cores, spin_us, device, say: FITTED)
-    path = tmp_path / "machine.toml"
-
-    def invoke(*arguments: str) -> str:
-        result = CliRunner().invoke(command, ["plan", *arguments])
-        return f"{result.exit_code} {result.output} {result.exception}"
-
-    assert invoke("--fit", str(path)).startswith("0 ")
-    assert read_machine(path) == FITTED
-    found = invoke("demo", "--machine", str(path))
-    assert "--gpu" in found
-    found = invoke("demo", "--gpu", "h100", "--machine", str(path), "--transport", "tcp")
-    assert "of --machine: unix" in found
-    assert "'tpu'" in invoke("--fit", str(path), "--device", "tpu")

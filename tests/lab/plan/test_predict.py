@@ -58,11 +58,6 @@ def test_one_lane_takes_the_sum_of_its_parts() -> None:
     assert play([lane], 0.0) == pytest.approx(10 + 1 + 20 + 5 + 7 + 100)
 
 
-def test_services_side_by_side_take_as_long_as_the_slower() -> None:
-    lane = [turn(10, trip(gpu_us=30), trip(service=1, gpu_us=70, send_us=2)), turn(1)]
-    assert play([lane], 0.0) == pytest.approx(10 + 2 + 70 + 1)
-
-
 def test_two_lanes_overlap_once_both_have_begun() -> None:
     lane = [turn(100, trip(gpu_us=100)) for _ in range(6)] + [turn(100)]
     assert play([lane], 0.0) == pytest.approx(1300)
@@ -89,17 +84,6 @@ def test_layers_are_counted_and_the_device_computed() -> None:
     assert part(found, "transport").busy_us == pytest.approx(4 * 42)
     assert sum(one.busy_us for one in found.parts) == pytest.approx(found.total_us)
     assert (found.rpcs, found.bytes_sent, found.bytes_received) == (4, 16800, 17200)
-
-
-def test_without_a_part_a_lane_alone_takes_that_much_less() -> None:
-    layer = section(50.0, rpc(), mask_share=0.3, product_share=0.2)
-    found = predict_decode(costs(layer), hardware("h100"))
-    assert {one.name for one in found.parts if one.busy_us == 0} == {
-        "link bandwidth",
-        "link latency",
-    }
-    for one in found.parts:
-        assert one.without_us == pytest.approx(found.total_us - one.busy_us), one.name
 
 
 def test_the_bottleneck_is_what_would_help_most() -> None:

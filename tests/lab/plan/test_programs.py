@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from tee_side.policy.placement import load_policy
 from tee_side.words import OPERATORS
+from tests.kit.model import SavedModel
 from tsqp.cli.main import command
-from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan.model import PARTS, PlanReport, PolicyPlan
 
-DEMO = model_directory("demo")
 PROMPT, CONTEXT = 40, 30
 
 
-def plan(*arguments: str) -> Result:
-    result = CliRunner().invoke(
-        command,
-        [
-            *("plan", "demo", "--gpu", "h100", "--tee-cores", "1", "--transport", "unix"),
-            *("--prompt-tokens", str(PROMPT), "--context", str(CONTEXT), *arguments),
-        ],
-        catch_exceptions=False,
-    )
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def check(found: PolicyPlan, policy: str, *, lanes: int = 1) -> None:
+def check(model: Path, found: PolicyPlan, policy: str) -> None:
     """Check RPCs and bytes against `tsqp explain`, which counts those of the whole model."""
     told = explain(
-        DEMO, load_policy(policy), context=CONTEXT, prompt_tokens=PROMPT, step_tokens=512
+        model, load_policy(policy), context=CONTEXT, prompt_tokens=PROMPT, step_tokens=512
     )
     assert found.policy == told.policy
-    assert (found.prefill.rpcs, found.decode.rpcs) == (
-        lanes * told.prefill.rpcs,
-        lanes * told.decode.rpcs,
-    )
-    if lanes == 1:
-        assert found.decode.bytes_sent == pytest.approx(told.decode.bytes_sent, rel=0.01)
-        assert found.decode.bytes_received == pytest.approx(told.decode.bytes_received, rel=0.01)
+    assert (found.prefill.rpcs, found.decode.rpcs) == (told.prefill.rpcs, told.decode.rpcs)
+    assert found.decode.bytes_sent == pytest.approx(told.decode.bytes_sent, rel=0.01)
+    assert found.decode.bytes_received == pytest.approx(told.decode.bytes_received, rel=0.01)
     for prediction in (found.prefill, found.decode):
         assert [part.name for part in prediction.parts] == list(PARTS)
         assert all(part.without_us <= prediction.total_us + 1e-6 for part in prediction.parts)
@@ -59,7 +42,11 @@ def _one_process_less(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
+def test_layers_that_differ_under_pads(
+    saved_model: Callable[..., SavedModel], tmp_path: Path
+) -> None:
+    # More layers than are measured.
+    model = saved_model(num_hidden_layers=5).directory
     lines = [f'{name} = "tee"' for name in OPERATORS if name != "o_proj"]
     lines += [
         'o_proj = [{ place = "gpu", mask = "pad", verify = "none", layers = "0-1" },'
@@ -68,11 +55,20 @@ def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     path = tmp_path / "layered.toml"
     head = 'name = "layered"\nsummary = ""\narithmetic = "int8"\n[operators]\n'
     path.write_text(head + "\n".join(lines))
-    result = plan("--policy", str(path), "--link", "10,100", "--json")
+    result = CliRunner().invoke(
+        command,
+        [
+            *("plan", str(model), "--gpu", "h100", "--tee-cores", "1", "--transport", "unix"),
+            *("--prompt-tokens", str(PROMPT), "--context", str(CONTEXT), "--link", "10,100"),
+            *("--policy", str(path), "--json"),
+        ],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
     report = PlanReport.model_validate_json(result.stdout)
     found, alone = report.policies
     assert alone.policy == "tee-only-int8"
-    check(found, str(path))
+    check(model, found, str(path))
     assert found.decode.rpcs == 2
     busy = {part.name: part.busy_us for part in found.decode.parts}
     assert busy["link latency"] == pytest.approx(200)
@@ -84,21 +80,3 @@ def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     made_us = found.pads.token_ms * 1e3
     assert found.sustained_tokens_per_s == pytest.approx(1e6 / (found.decode.total_us + made_us))
     assert alone.pads is None
-
-
-@pytest.mark.slow
-def test_micro_batches_and_cores_that_are_not_here_in_a_table() -> None:
-    arguments = ("--policy", "attention-in-tee", "--batch", "8", "--micro-batches", "2")
-    report = PlanReport.model_validate_json(plan(*arguments, "--json").stdout)
-    check(report.policies[0], "attention-in-tee", lanes=2)
-    assert report.policies[0].tokens_per_s == pytest.approx(
-        8 * report.policies[0].tokens_per_s_per_request
-    )
-    # A step of fewer rows than two micro-batches need has one; tee-only has no parts but its own.
-    text = plan("--policy", "tee-only", "--batch", "2", "--tee-cores", "512").output
-    assert "512 cores" in text
-    assert text.count("beside tee-only-int8") == 1
-    assert "not measured" in " ".join(text.split())
-    assert "nothing leaves the TEE" in text
-    assert "bottleneck" in text
-    assert "GPU   " not in text.split("Up to the first token")[1]

@@ -61,23 +61,6 @@ def _served(transform: KeyedTransform, x: torch.Tensor, weight: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=IDS)
-def test_bfloat16_loses_what_rounding_loses(mask: FeatureMask) -> None:
-    site = _site("qkv_proj")
-    x, weight, transform = (
-        _input(site, 5).bfloat16(),
-        _weight(site).bfloat16(),
-        mask.transform(site),
-    )
-    masked = transform.mask(x, Randomness())
-    (sent,) = masked.sent
-    assert sent.dtype == torch.bfloat16
-    result = masked.unmask(sent @ transform.weight(weight.double()).bfloat16().t())
-    plain = x.double() @ weight.double().t()
-    assert result.dtype == torch.bfloat16
-    assert (result - plain).abs().max() <= 2**-6 * plain.abs().max()
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=IDS)
 def test_each_module_has_a_map_of_its_own_and_keeps_its_rows(mask: FeatureMask) -> None:
     site = _site("gate_up_proj")
     x, transform = _input(site, 3), mask.transform(site)
@@ -156,17 +139,6 @@ def test_epsilon_is_the_smallest_one(mu: float, delta: float) -> None:
     epsilon = gaussian_epsilon(mu, delta)
     assert _hockey_stick(mu, epsilon) == pytest.approx(delta, rel=1e-4)
     assert _hockey_stick(mu, 0.999 * epsilon) > delta
-
-
-def test_a_masks_epsilon_counts_rows_and_features() -> None:
-    mask = FeatureRotation(sigma=64, delta=1e-6)
-    assert mask.epsilon(1024) == gaussian_epsilon(1.0, 1e-6)
-    assert mask.epsilon(1024, rows=9) == gaussian_epsilon(3.0, 1e-6)
-    assert FeatureRotation().epsilon(1024) == math.inf
-    said = mask.statement(1024)
-    assert f"epsilon {mask.epsilon(1024):.4g} at delta 1e-06 for one row of one call" in said
-    assert f"100 rows are epsilon {mask.epsilon(1024, 100):.4g}" in said
-    assert "o_proj and down_proj: none" in said
 
 
 def test_broken_a_permutation_keeps_sorted_vectors() -> None:

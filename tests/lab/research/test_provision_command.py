@@ -40,21 +40,6 @@ def test_it_says_what_goes_where_and_what_is_not_hidden(tmp_path: Path) -> None:
     assert marker.provision_id == FeatureKey.load(tmp_path / "key").provision_id
 
 
-def test_a_mask_of_the_users_own_is_found_by_path(tmp_path: Path) -> None:
-    file = tmp_path / "mine" / "mine.py"
-    file.parent.mkdir()
-    file.write_text(
-        "from typing import ClassVar\n"
-        "from tsqp.lab.research.feature_permutation import FeaturePermutation\n"
-        "class Mine(FeaturePermutation):\n"
-        '    name: ClassVar[str] = "mine"\n'
-    )
-    result = _run(tmp_path, "--option", "block=8", mask=str(file))
-    assert result.exit_code == 0, result.output
-    key = FeatureKey.load(tmp_path / "key")
-    assert (key.mask, key.options) == ("mine", {"block": 8})
-
-
 @pytest.mark.parametrize(
     ("options", "where", "got", "expected"),
     [

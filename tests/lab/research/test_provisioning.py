@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError, TsqpError
@@ -18,11 +16,8 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.weights import CPU, load_linear
-from tee_side.model.layers import load_tee_model
 from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.masks.pad import Pad
-from tee_side.protect.randomness import Randomness
 from tee_side.words import Operator
 from tests.kit.model import SavedModel
 from tsqp.lab.research import provisioning
@@ -45,41 +40,6 @@ def out(tmp_path: Path) -> Path:
 
 def _left(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir())
-
-
-def _as_dtype(source: Path, directory: Path, dtype: torch.dtype) -> Path:
-    """Copy a model and convert its weights."""
-    shutil.copytree(source, directory)
-    tensors = {name: t.to(dtype) for name, t in load_file(source / SINGLE_FILE).items()}
-    save_file(tensors, directory / SINGLE_FILE)
-    return directory
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("mask", MASKS, ids=IDS)
-def test_key_and_server_weights_give_the_plain_products(
-    saved_model: Models, out: Path, mask: FeatureMask, kind: str, dtype: torch.dtype
-) -> None:
-    source = _as_dtype(saved_model(kind).directory, out / "model", dtype)
-    provision(source, mask, out / "server", out / "key")
-    config, plain, served = read_config(source), Checkpoint(source), Checkpoint(out / "server")
-    norms = load_tee_model(config, plain, dtype).norms
-    gains = [(n.input_layernorm, n.post_attention_layernorm) for n in norms]
-    key = FeatureKey.load(out / "key")
-    key.check(config, plain, mask)
-    transforms = key.transforms(mask, config, gains)
-    for (layer, operator), transform in transforms.items():
-        original, transformed = (
-            load_linear(checkpoint, config, layer, operator, dtype=torch.float32, device=CPU)
-            for checkpoint in (plain, served)
-        )
-        x = torch.randn(4, original.weight.shape[1], generator=torch.Generator().manual_seed(layer))
-        masked = transform.mask(x, Randomness())
-        result = masked.unmask(transformed(masked.sent[0]))
-        expected = x.double() @ original.weight.double().t()
-        rounding = mask.tolerance if dtype == torch.float32 else 2**-7
-        assert (result - expected).abs().max() <= rounding * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -127,27 +87,9 @@ def test_marker_and_key_belong_together_and_name_the_model(saved_model: Models, 
     assert read_config(out / "server") == config
     seed = key.seed.encode()
     assert all(seed not in path.read_bytes() for path in (out / "server").iterdir())
-
-
-def test_two_runs_have_different_keys_and_weights(saved_model: Models, out: Path) -> None:
-    source = saved_model().directory
-    first, second = (
-        provision(source, FeatureRotation(), out / f"server{n}", out / f"key{n}").key
-        for n in (1, 2)
-    )
-    assert first.seed != second.seed
-    assert first.server_linear_digest != second.server_linear_digest
-
-
-def test_others_may_read_the_servers_files_and_not_the_key(saved_model: Models, out: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        provision(saved_model().directory, FeaturePermutation(), out / "server", out / "key")
-    finally:
-        os.umask(before)
-    assert (out / "server").stat().st_mode & 0o777 == 0o755
-    assert {path.stat().st_mode & 0o777 for path in (out / "server").iterdir()} == {0o644}
-    assert (out / "key").stat().st_mode & 0o777 == 0o600
+    again = provision(source, mask, out / "server2", out / "key2").key
+    assert again.seed != key.seed
+    assert again.server_linear_digest != key.server_linear_digest
 
 
 class Half(FeaturePermutation):
@@ -233,21 +175,6 @@ def test_a_key_in_the_servers_directory_is_refused(saved_model: Models, out: Pat
     for key in (out / "server" / "key", out / "other" / ".." / "server" / "key", out / "server"):
         error, _ = _refusal(saved_model().directory, out, FeatureKeyError, key_path=key)
         assert "within the server's directory" in error.got
-
-
-def test_weights_that_overflow_once_they_are_transformed_are_named(
-    saved_model: Models, out: Path
-) -> None:
-    """All that the model holds is finite; a rotation adds up what float16 then cannot hold."""
-    source = _as_dtype(saved_model().directory, out / "model", torch.float16)
-    tensors = load_file(source / SINGLE_FILE)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    tensors[name] = torch.full_like(tensors[name], 60_000.0)
-    save_file(tensors, source / SINGLE_FILE)
-    error, _ = _refusal(source, out, ModelError, mask=FeatureRotation())
-    assert error.where.endswith(f": {name}")
-    assert error.got == "values that are not finite, transformed"
-    assert error.expected == "weights that mask feature-rotation leaves within torch.float16"
 
 
 def test_a_run_that_is_ended_leaves_nothing(saved_model: Models, out: Path) -> None:

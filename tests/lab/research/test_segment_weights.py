@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +23,9 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
-from protocol.model.weights import load_tensor
 from tee_side.protect.masks.mask import SegmentMask
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.research import segment_weights
-from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.provisioning import provision
 from tsqp.lab.research.segment_permutation import SegmentPermutation
 from tsqp.lab.research.segment_rotation import SegmentRotation
@@ -124,49 +119,3 @@ def test_what_the_models_dtype_cannot_hold_is_refused_by_name(
     assert caught.value.where.endswith(f": {name}")
     assert caught.value.expected == "weights that mask cloak-segment leaves within torch.float16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
-def test_one_module_is_in_float64_at_a_time_and_one_layer_in_memory(
-    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: SegmentMask
-) -> None:
-    wide: list[tuple[str, weakref.ref[torch.Tensor]]] = []
-    stored: list[tuple[str, weakref.ref[torch.Tensor]]] = []
-
-    def module(name: str) -> str:
-        return name.rpartition(".")[0]
-
-    def layer(name: str) -> str:
-        return name.split(".")[2] if ".layers." in name else "behind all"
-
-    def loading(checkpoint: Checkpoint, name: str, *rest: Any, **settings: Any) -> torch.Tensor:
-        alive = {module(other) for other, tensor in wide if tensor() is not None}
-        assert {other for other in alive if "norm" not in other} <= {module(name)}
-        kept = {other for other, tensor in stored if tensor() is not None}
-        assert {layer(other) for other in kept} <= {layer(name)}
-        tensor = load_tensor(checkpoint, name, *rest, **settings)
-        wide.append((name, weakref.ref(tensor)))
-        return tensor
-
-    def storing(checkpoint: Any, mask: Any, name: str, made: torch.Tensor) -> torch.Tensor:
-        tensor = as_stored(checkpoint, mask, name, made)
-        wide.append((name, weakref.ref(made)))
-        stored.append((name, weakref.ref(tensor)))
-        return tensor
-
-    as_stored = segment_weights.as_stored
-    monkeypatch.setattr(segment_weights, "load_tensor", loading)
-    monkeypatch.setattr(segment_weights, "as_stored", storing)
-    provision(saved_model("qwen2").directory, mask, tmp_path / "server", tmp_path / "key")
-    assert {layer(name) for name, _ in stored} == {"0", "1", "2"}
-
-
-def test_the_noise_is_stated_for_the_longest_row_of_the_embedding(
-    saved_model: Models, tmp_path: Path
-) -> None:
-    source, mask = saved_model().directory, SegmentRotation(sigma=0.5)
-    made = provision(source, mask, tmp_path / "server", tmp_path / "key")
-    longest = load_file(source / SINGLE_FILE)[EMBEDDING].norm(dim=1).max().item()
-    assert made.noise == mask.statement(longest)
-    assert FeatureKey.load(tmp_path / "key").options["sigma"] == 0.5
-    assert provision(source, CLOAK, tmp_path / "other", tmp_path / "key2").noise is None

@@ -158,6 +158,14 @@ def test_under_a_row_mask_modules_share_their_rows_and_biases_stay(
         run(tee.lanes[0].tables["decode"].qkv_proj[0](x))
 
 
+def test_what_is_not_shared_goes_to_one_service(saved_model: Models) -> None:
+    placed = {"qkv_proj": CLEAR | {"mask": "shares"}, "o_proj": CLEAR}
+    tee = saved_model("llama").tee(policy_of(placed, arithmetic="int8"))
+    generate(tee)
+    first, second = (len(channel.requests) for channel in tee.channels)
+    assert first == 2 * second > 0
+
+
 # ---------------------------------------------------------------------------------------- plans
 
 
