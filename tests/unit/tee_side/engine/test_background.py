@@ -216,6 +216,8 @@ def test_one_that_is_cancelled_gives_its_place_back_or_is_never_run(tee: Tee) ->
     _assert_same(tee, _request(3, samples=2), last)
     assert (len(cancelled.deliveries), cancelled.ends, waiting.deliveries) == (seen, 0, [])
     assert (engine.running, engine.kv_bytes) == ((), 0)
+    # Not even one of its samples went on to its end.
+    assert engine.counts.generated < 200
 
 
 @each_row("new_tokens", [1, 200])
