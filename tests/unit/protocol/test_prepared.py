@@ -1,7 +1,7 @@
 """Prepared requests: the bytes that they send, and replies that are not the expected one.
 
 Compiled code takes a reply only where decoding it would say the same
-(`tests/property/test_known_headers_property.py` says so of the Python that does it).
+(`tests/fuzz/wire.py` says so of the Python that does it).
 """
 
 from __future__ import annotations
