@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from gpu_side.devices import NullDevice
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
-from gpu_side.provision import Provision, write_provision
+from gpu_side.provision import PROVISION_FILE, Holds, Provision, read_provision, write_provision
 from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.errors import ErrorCode, ProtocolError, SettingsError
+from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
 from protocol.messages import (
     InitReply,
     InitRequest,
@@ -254,3 +255,97 @@ def test_parts_that_there_are_not(
     with pytest.raises(SettingsError) as refused:
         read_served_model(models["llama"], **settings)
     assert text in str(refused.value)
+
+
+GOOD = {"version": 1, "mask": "feature-rotation", "provision_id": "5a" * 32}
+
+
+def _read(directory: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> ServiceWeights:
+    return load_weights(directory, device=CPU, dtype=dtype, **settings)
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    make_model(directory)
+    return directory
+
+
+# ---------------------------------------------------------------- directories that a mask has made
+
+
+def _provision(directory: Path, kind: str = "llama") -> Provision:
+    """Make a directory as the TEE side provisions it: only config.json, linears and the marker."""
+    make_model(directory, kind)
+    linears = {name: t.clone() for name, t in _tensors(directory).items() if "_proj." in name}
+    save_file(linears, directory / "model.safetensors")
+    provision = Provision(mask="feature-rotation", provision_id="5a" * 32)
+    write_provision(directory, provision)
+    return provision
+
+
+def test_a_damaged_provisioned_directory_is_refused(tmp_path: Path) -> None:
+    _provision(tmp_path)
+    with pytest.raises(ModelError, match="mask feature-rotation: got arithmetic int8, expected fl"):
+        _read(tmp_path, arithmetic=("int8",))
+    tensors, path = _tensors(tmp_path), tmp_path / "model.safetensors"
+    up = "model.layers.1.mlp.up_proj"
+    for changed in (
+        {name: t for name, t in tensors.items() if name != f"{up}.weight"},
+        tensors | {f"{up}.bias": torch.ones(96)},
+    ):
+        save_file(changed, path)
+        with pytest.raises(ModelError, match="up_proj"):
+            _read(tmp_path)
+    save_file(tensors, path)
+    _read(tmp_path)
+    (tmp_path / PROVISION_FILE).unlink()
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight: got no such tensor"):
+        _read(tmp_path)
+
+
+def test_a_marker_is_read_as_it_was_written_and_never_overwritten(tmp_path: Path) -> None:
+    assert read_provision(tmp_path) is None
+    for holds in get_args(Holds):
+        (tmp_path / PROVISION_FILE).unlink(missing_ok=True)
+        provision = Provision(mask="a", provision_id="ab" * 32, holds=holds)
+        write_provision(tmp_path, provision)
+        assert read_provision(tmp_path) == provision
+    with pytest.raises(FileExistsError):
+        write_provision(tmp_path, Provision(mask="x", provision_id="cd" * 32))
+    assert read_provision(tmp_path) == provision
+    (tmp_path / PROVISION_FILE).write_text(json.dumps(GOOD))
+    found = read_provision(tmp_path)
+    assert found == Provision(mask="feature-rotation", provision_id="5a" * 32, holds="linears")
+    (tmp_path / PROVISION_FILE).unlink()
+    (tmp_path / PROVISION_FILE).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="no such file"):
+        read_provision(tmp_path)
+
+
+@each_row(
+    ("change", "field"),
+    [
+        *((text, "") for text in ("", "{", "[]", "null")),
+        *(({"version": value}, "version") for value in (..., 2, True, "1", 1.0)),
+        *(({"mask": value}, "mask") for value in (..., "", "a b", None)),
+        *(({"provision_id": value}, "provision_id") for value in (..., "0F" * 32, "0f" * 31, 5)),
+        *(({"holds": value}, "holds") for value in ("everything", None)),
+        ({"key": "canary"}, "key"),
+    ],
+)
+def test_a_damaged_marker_is_refused(tmp_path: Path, change: Any, field: str) -> None:
+    """`...` stands for a field that is not there."""
+    path = tmp_path / PROVISION_FILE
+    if isinstance(change, str):
+        path.write_text(change)
+    else:
+        fields = {name: value for name, value in (GOOD | change).items() if value is not ...}
+        path.write_text(json.dumps(fields))
+    with pytest.raises(ModelError) as info:
+        read_provision(tmp_path)
+    assert info.value.where == (f"{path}: {field}" if field else str(path))
