@@ -33,10 +33,9 @@ CPU = torch.device("cpu")
 MIB, UNAVAILABLE = 2**20, ErrorCode.UNAVAILABLE
 HIDDEN, VOCAB, LAST = SIZES["hidden_size"], SIZES["vocab_size"], SIZES["num_hidden_layers"] - 1
 
-# Sizes that three parts do not divide, and those of a model with biases, or one embedding for both.
+# One embedding for both, biases, or sizes that three parts do not divide.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "biased": {"kind": "llama", "mlp_bias": True, "attention_bias": True},
     "uneven": {"kind": "llama", "vocab_size": 331, "intermediate_size": 97},
@@ -107,60 +106,55 @@ def _provisioned(directory: Path, target: Path, holds: Any) -> Path:
 
 
 @each_row(
-    ("settings", "answered"),
+    ("name", "settings", "answered"),
     [
-        ({}, ["embedding", "head", "ring head", *LINEARS, *RINGS, *WHOLE]),
-        ({"arithmetic": ("float",)}, [*LINEARS, "embedding", "head", *WHOLE]),
+        ("llama", {}, ["embedding", "head", "ring head", *LINEARS, *RINGS, *WHOLE]),
+        ("llama", {"arithmetic": ("float",)}, [*LINEARS, "embedding", "head", *WHOLE]),
         # These two are float whatever the linears are.
-        ({"arithmetic": ("int8",)}, [*RINGS, "embedding", "head", "ring head"]),
-        ({"layers": (0, 0)}, ["linear 0", "ring 0", "embedding"]),
-        ({"layers": (0, 1)}, [*LINEARS[:2], *RINGS[:2], "embedding", "whole 1"]),
-        ({"layers": (1, 1)}, ["linear 1", "ring 1", "whole 1"]),
-        ({"layers": (1, 2)}, [*LINEARS[1:], *RINGS[1:], "head", "ring head", "whole 1"]),
-        ({"layers": (2, 2)}, ["linear 2", "ring 2", "head", "ring head"]),
-        ({"columns": (1, 2)}, [*LINEARS, *RINGS, "embedding", "head", "ring head"]),
-        ({"holds": "linears"}, LINEARS),
-        ({"holds": "layers"}, [*LINEARS, "whole 1", "whole model"]),
-        ({"holds": "model"}, [*LINEARS, *WHOLE]),
+        ("llama", {"arithmetic": ("int8",)}, [*RINGS, "embedding", "head", "ring head"]),
+        ("llama", {"layers": (0, 1)}, [*LINEARS[:2], *RINGS[:2], "embedding", "whole 1"]),
+        ("qwen3", {"layers": (1, 2)}, [*LINEARS[1:], *RINGS[1:], "head", "ring head", "whole 1"]),
+        ("llama", {"columns": (1, 2)}, [*LINEARS, *RINGS, "embedding", "head", "ring head"]),
+        ("llama", {"holds": "linears"}, LINEARS),
+        ("llama", {"holds": "layers"}, [*LINEARS, "whole 1", "whole model"]),
+        ("qwen3", {"holds": "model"}, [*LINEARS, *WHOLE]),
     ],
 )
 def test_what_is_not_held_is_unavailable(
-    models: dict[str, Path], tmp_path: Path, settings: dict[str, Any], answered: list[str]
+    models: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    settings: dict[str, Any],
+    answered: list[str],
 ) -> None:
     """And what is held gives the numbers of a service that holds the model."""
-    for name in ("llama", "qwen3"):  # with an LM head of its own, and without
-        directory, given, done = models[name], dict(settings), []
-        whole = _whole_model(directory)
-        if (holds := given.pop("holds", None)) is not None:
-            directory = _provisioned(directory, tmp_path / f"{holds}-{name}", holds)
-        weights = _load(directory, **given, progress=lambda *both: done.append(both))  # noqa: B023
-        first, last = given.get("layers", (0, LAST))
-        count = last - first + 1
-        assert done == [(number, count) for number in range(1, count + 1)]
-        for layers in (weights.linears, weights.integers):
-            assert layers is None or list(layers) == list(range(first, last + 1))
-        for held in (weights, _null(directory, **given)):
-            handler = RequestHandler(held, MIB)
-            found = {}
-            for asked, request in ASKED.items():
-                try:
-                    found[asked] = ask.answer(handler, request)
-                except ProtocolError as error:
-                    found[asked] = error.code
-            refused = {asked for asked, output in found.items() if output is UNAVAILABLE}
-            assert refused == ASKED.keys() - {"matmul", *answered}
-            if held is weights and "columns" not in given:
-                for asked in answered:
-                    assert torch.equal(found[asked], ask.answer(whole, ASKED[asked])), asked
-            init, _ = handler.apply(InitRequest())
-            assert isinstance(init, InitReply)
-            assert (init.layers, init.columns) == ((first, last), given.get("columns", (0, 1)))
-            assert init.provision_id == (holds and "5a" * 32)
-            # It is the same model, whatever part of it is held here.
-            model, _ = read_served_model(directory)
-            digests = model.model_digest, model.linear_digest
-            assert (init.model_digest, init.linear_digest) == digests
-            assert init.norm_weights.keys() == model.norms.keys()
+    directory, given = models[name], dict(settings)
+    whole = _whole_model(directory)
+    if (holds := given.pop("holds", None)) is not None:
+        directory = _provisioned(directory, tmp_path / holds, holds)
+    for held in (_load(directory, **given), _null(directory, **given)):
+        handler = RequestHandler(held, MIB)
+        found = {}
+        for asked, request in ASKED.items():
+            try:
+                found[asked] = ask.answer(handler, request)
+            except ProtocolError as error:
+                found[asked] = error.code
+        refused = {asked for asked, output in found.items() if output is UNAVAILABLE}
+        assert refused == ASKED.keys() - {"matmul", *answered}
+        if isinstance(held, ServiceWeights) and "columns" not in given:
+            for asked in answered:
+                assert torch.equal(found[asked], ask.answer(whole, ASKED[asked])), asked
+        init, _ = handler.apply(InitRequest())
+        assert isinstance(init, InitReply)
+        assert init.layers == given.get("layers", (0, LAST))
+        assert init.columns == given.get("columns", (0, 1))
+        assert init.provision_id == (holds and "5a" * 32)
+        # It is the same model, whatever part of it is held here.
+        model, _ = read_served_model(directory)
+        assert init.model_digest == model.model_digest
+        assert init.linear_digest == model.linear_digest
+        assert init.norm_weights.keys() == model.norms.keys()
 
 
 # ------------------------------------------------------------------------------------------ columns
@@ -188,7 +182,7 @@ def test_parts_answer_their_columns_of_each_module(
         (ask.head(hidden), ("head",)),
         (ask.ring_head(elements), ("head",)),
     ]
-    for parts in (1, 2, 3):
+    for parts in (2, 3):
         held = [_load(directory, (number, parts)) for number in range(parts)]
         handlers = [RequestHandler(one, MIB) for one in held]
         null = RequestHandler(_null(directory, columns=(0, parts)), MIB)
@@ -257,42 +251,18 @@ def test_parts_that_there_are_not(
     assert text in str(refused.value)
 
 
+# ---------------------------------------------------------------- directories that a mask has made
+
 GOOD = {"version": 1, "mask": "feature-rotation", "provision_id": "5a" * 32}
 
 
-def _read(directory: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> ServiceWeights:
-    return load_weights(directory, device=CPU, dtype=dtype, **settings)
-
-
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    make_model(directory)
-    return directory
-
-
-# ---------------------------------------------------------------- directories that a mask has made
-
-
-def _provision(directory: Path, kind: str = "llama") -> Provision:
-    """Make a directory as the TEE side provisions it: only config.json, linears and the marker."""
-    make_model(directory, kind)
-    linears = {name: t.clone() for name, t in _tensors(directory).items() if "_proj." in name}
-    save_file(linears, directory / "model.safetensors")
-    provision = Provision(mask="feature-rotation", provision_id="5a" * 32)
-    write_provision(directory, provision)
-    return provision
-
-
-def test_a_damaged_provisioned_directory_is_refused(tmp_path: Path) -> None:
-    _provision(tmp_path)
-    with pytest.raises(ModelError, match="mask feature-rotation: got arithmetic int8, expected fl"):
-        _read(tmp_path, arithmetic=("int8",))
-    tensors, path = _tensors(tmp_path), tmp_path / "model.safetensors"
+def test_a_damaged_provisioned_directory_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = _provisioned(models["llama"], tmp_path / "server", "linears")
+    with pytest.raises(ModelError, match="mask test-mask: got arithmetic int8, expected float"):
+        _load(directory, arithmetic=("int8",))
+    tensors, path = load_file(directory / "model.safetensors"), directory / "model.safetensors"
     up = "model.layers.1.mlp.up_proj"
     for changed in (
         {name: t for name, t in tensors.items() if name != f"{up}.weight"},
@@ -300,12 +270,39 @@ def test_a_damaged_provisioned_directory_is_refused(tmp_path: Path) -> None:
     ):
         save_file(changed, path)
         with pytest.raises(ModelError, match="up_proj"):
-            _read(tmp_path)
+            _load(directory)
     save_file(tensors, path)
-    _read(tmp_path)
-    (tmp_path / PROVISION_FILE).unlink()
+    (directory / PROVISION_FILE).unlink()
     with pytest.raises(ModelError, match=r"embed_tokens\.weight: got no such tensor"):
-        _read(tmp_path)
+        _load(directory)
+
+
+ORDER = "model.layers.1.self_attn.rope_order"
+
+
+@each_row(
+    ("change", "message"),
+    [
+        ({ORDER: torch.zeros(2, 8)}, "rope_order: got other numbers"),
+        ({ORDER: torch.arange(8.0).repeat(3, 1)}, "rope_order: got shape .3, 8."),
+        ({"model.layers.0.input_layernorm.weight": None}, "input_layernorm.weight: got no such"),
+        ({"model.norm.weight": torch.ones(3)}, "model.norm.weight: got shape"),
+        ({"lm_head.weight": None}, "lm_head.weight: got no such"),
+        ({"model.layers.0.self_attn.other": torch.ones(3)}, "does not explain"),
+    ],
+)
+def test_a_damaged_directory_of_whole_layers_is_refused(
+    models: dict[str, Path],
+    tmp_path: Path,
+    change: dict[str, torch.Tensor | None],
+    message: str,
+) -> None:
+    target = tmp_path / str(len(list(tmp_path.iterdir())))
+    path = _provisioned(models["llama"], target, "model") / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({name: one for name, one in tensors.items() if one is not None}, path)
+    with pytest.raises(ModelError, match=message):
+        _load(target)
 
 
 def test_a_marker_is_read_as_it_was_written_and_never_overwritten(tmp_path: Path) -> None:

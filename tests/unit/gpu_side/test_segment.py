@@ -5,21 +5,18 @@ Every architecture, bfloat16 and steps of a batch are compared in tests/equivale
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from gpu_side import segment_attention, session_cache, sessions
 from gpu_side.handler import RequestHandler
-from gpu_side.provision import Provision, write_provision
 from gpu_side.session_settings import SessionSettings
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.errors import ErrorCode, ModelError, ProtocolError
+from protocol.errors import ErrorCode, ProtocolError
 from tests.equivalence.tolerances import FLOAT32_LOGITS
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
@@ -39,13 +36,10 @@ def _weights(directory: Path) -> ServiceWeights:
 
 
 class Model:
-    """A model on disk, transformers' copy of it, and the embeddings of some token ids.
-
-    `served`: another directory that the service has.
-    """
+    """A model on disk, transformers' copy of it, and the embeddings of some token ids."""
 
     def __init__(self, directory: Path, kind: str = "llama", **overrides: Any) -> None:
-        self.directory = self.served = directory
+        self.directory = directory
         self.reference = make_model(directory, kind, **overrides)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -58,7 +52,7 @@ class Model:
 
     def client(self) -> Client:
         settings = SessionSettings(bytes=2**24)
-        return Client(RequestHandler(_weights(self.served), LIMIT, sessions=settings))
+        return Client(RequestHandler(_weights(self.directory), LIMIT, sessions=settings))
 
 
 def _ids(count: int = TOKENS, seed: int = 0) -> torch.Tensor:
@@ -137,48 +131,6 @@ def test_rope_that_depends_on_the_length(
         FLOAT32_LOGITS.check(found, model.logits(ids))
 
 
-def test_several_sessions_in_one_request(client: Client, model: Model) -> None:
-    prompts = [_ids(count, seed=count) for count in (9, 1, 14)]
-    h_TD = torch.cat([model.embedded(ids) for ids in prompts])
-    numbers = [part(n, 0, len(ids)) for n, ids in enumerate(prompts, 1)]
-    found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
-    FLOAT32_LOGITS.check(found, torch.cat([model.logits(ids) for ids in prompts]))
-    # Then one token of each, in another order, one of them in two parts of a row each.
-    longer = [torch.cat((ids, _ids(2, seed=77))) for ids in prompts]
-    ends = [model.embedded(ids)[-2:] for ids in longer]
-    numbers = [part(3, 14, 1, length=16), part(1, 9, 2), part(3, 15, 1)]
-    h_TD = torch.cat((ends[2][:1], ends[0], ends[2][1:]))
-    first, third = model.logits(longer[0])[-2:], model.logits(longer[2])[-2:]
-    expected = torch.cat((third[:1], first, third[1:]))
-    # Once more, as after a lost reply, only the rows that are wanted, and in two segments.
-    for wanted in (torch.arange(4), torch.tensor([0, 2, 3])):
-        request = segment(h_TD, numbers, WHOLE, lm_head=True, outputs=wanted)
-        FLOAT32_LOGITS.check(client.ask(request), expected[wanted])
-    whole = model.embedded(prompts[0])
-    between = client.ask(segment(whole, [part(5, 0, 9)], (0, 0)))
-    rest = client.ask(segment(between, [part(5, 0, 9)], (1, LAST), lm_head=True))
-    FLOAT32_LOGITS.check(rest, model.logits(prompts[0]))
-
-
-def test_a_session_is_cut_to_where_rows_begin_or_begins_with_its_parents_tokens(
-    client: Client, model: Model
-) -> None:
-    ids, other = _ids(), _ids(seed=1)
-    _in_chunks(client, model.embedded(ids), TOKENS)
-    mixed = torch.cat((ids[:10], other[10:]))
-    numbers = [part(2, 10, 14, parent=1), part(1, TOKENS, 1)]
-    longer = torch.cat((ids, other[:1]))
-    h_TD = torch.cat((model.embedded(mixed)[10:], model.embedded(longer)[TOKENS:]))
-    found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
-    FLOAT32_LOGITS.check(found[:14], model.logits(mixed)[10:])
-    # What it was begun with is as it was.
-    FLOAT32_LOGITS.check(found[14:], model.logits(longer)[TOKENS:])
-    # Other tokens from the middle on: rejected ones, or another turn.
-    mixed = torch.cat((ids[:13], other[13:]))
-    request = segment(model.embedded(mixed)[13:], [part(1, 13, 11)], WHOLE, lm_head=True)
-    FLOAT32_LOGITS.check(client.ask(request), model.logits(mixed)[13:])
-
-
 # ------------------------------------------------------------------------------- attention sinks
 
 
@@ -198,15 +150,14 @@ def _dropped_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small_blocks", "_dropped_soon")
-@each_row(("sinks", "recent"), [(2, 6), (0, 5), (4, 1), (3, 100)])
+@each_row(("sinks", "recent"), [(2, 6), (0, 5), (4, 1)])
 def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, recent: int) -> None:
-    ids = _ids(60)
+    ids = _ids(32)
     expected, h_TD = _with_window(model, ids, sinks, recent), model.embedded(ids)
-    for ends in ([60], [9, 20, *range(21, 61)]):
+    for ends in ([32], [9, 20, *range(21, 33)]):
         found = _in_chunks(model.client(), h_TD, *ends, sinks=sinks, recent=recent)
         FLOAT32_LOGITS.check(found, expected)
-    if recent < 60:
-        assert (expected - model.logits(ids)).abs().max() > 0.1
+    assert (expected - model.logits(ids)).abs().max() > 0.1
 
 
 @pytest.mark.usefixtures("_dropped_soon")
@@ -238,43 +189,6 @@ def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Mod
         with pytest.raises(ProtocolError) as caught:
             client.ask(request)
         assert caught.value.code is ErrorCode.UNKNOWN_SESSION
-
-
-# ----------------------------------------------------------------------------------- directories
-
-
-def _provisioned(model: Model, target: Path, **more: torch.Tensor | None) -> Path:
-    """Write a server's directory of a model with other tensors, or without those that are None."""
-    target.mkdir()
-    shutil.copy(model.directory / "config.json", target)
-    tensors = load_file(model.directory / "model.safetensors") | more
-    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    del found["model.embed_tokens.weight"]
-    save_file(found, target / "model.safetensors")
-    write_provision(target, Provision(mask="test", provision_id="5a" * 32, holds="model"))
-    return target
-
-
-ORDER = "model.layers.1.self_attn.rope_order"
-
-
-@each_row(
-    ("change", "message"),
-    [
-        ({ORDER: torch.zeros(2, 8)}, "rope_order: got other numbers"),
-        ({ORDER: torch.arange(8.0).repeat(3, 1)}, "rope_order: got shape .3, 8."),
-        ({"model.layers.0.input_layernorm.weight": None}, "input_layernorm.weight: got no such"),
-        ({"model.norm.weight": torch.ones(3)}, "model.norm.weight: got shape"),
-        ({"lm_head.weight": None}, "lm_head.weight: got no such"),
-        ({"model.layers.0.self_attn.other": torch.ones(3)}, "does not explain"),
-    ],
-)
-def test_a_damaged_directory_is_refused(
-    model: Model, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
-) -> None:
-    target = _provisioned(model, tmp_path / str(len(list(tmp_path.iterdir()))), **change)
-    with pytest.raises(ModelError, match=message):
-        load_weights(target, device=CPU, dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------------- what does not fit
