@@ -279,22 +279,6 @@ def test_a_slot_is_used_in_place(rows: int, at_once: int) -> None:
     assert (device.attempts, device.copies_in, product.jobs) == (at_once, 0, 8)
 
 
-def test_copies_of_requests_under_way_do_not_share_memory() -> None:
-    device = Device()
-    made, results = device.products(), [torch.full((1, N), -1.0) for _ in range(2)]
-    given, works = torch.empty(1, K), []
-    device.done = False
-    for number, result in enumerate(results):
-        given.fill_(number)  # the rows may go at once
-        works.append(made.submit("o_proj", Copied(), given, result))
-    assert all(map(_is_pending, works))
-    assert all((result == -1).all() for result in results)
-    device.done = True
-    for number, (work, result) in enumerate(zip(works, results, strict=True)):
-        assert work.ends_ns() <= time.perf_counter_ns()
-        assert torch.equal(result, Copied()(torch.full((1, K), float(number))))
-
-
 @each_row(
     ("rows", "reached", "elsewhere"),
     [

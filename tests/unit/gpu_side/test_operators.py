@@ -21,7 +21,6 @@ from protocol.messages import (
     Request,
     TensorReply,
 )
-from protocol.model.quantized import quantize_rows
 from protocol.seed import expand
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
@@ -100,32 +99,6 @@ def test_linear_equals_torch(
             _assert_close(ask.answer(operators, request), torch.cat(parts, dim=-1), dtype)
 
 
-def _assert_exact(product: torch.Tensor, elements: torch.Tensor, weight: torch.Tensor) -> None:
-    exact = elements.long() @ weight.long().t()
-    assert product.dtype == torch.int32
-    assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
-
-
-@each_row("names", MODULES)
-def test_ring_linear_is_the_product_modulo_the_ring(
-    operators: RequestHandler, model: transformers.PreTrainedModel, names: tuple[ModuleName, ...]
-) -> None:
-    weight = torch.cat([quantize_rows(module.weight)[0] for module in _modules(model, 2, names)])
-    for shape in ((), (1,), (5,), (2, 3), (2, 1, 3)):
-        elements = ask.uniform(*shape, weight.shape[1])
-        _assert_exact(ask.answer(operators, ask.ring(elements, *names, layer=2)), elements, weight)
-
-
-@each_row("tied", [False, True])
-def test_ring_lm_head_is_the_product_modulo_the_ring(tmp_path: Path, tied: bool) -> None:
-    weight = make_model(tmp_path, tie_word_embeddings=tied).lm_head.weight.detach()
-    held = load_weights(tmp_path, device=CPU, dtype=torch.float32, arithmetic=("int8",))
-    for shape in ((), (1,), (2, 3)):
-        elements = ask.uniform(*shape, HIDDEN)
-        product = ask.answer(RequestHandler(held, LIMIT), ask.ring_head(elements))
-        _assert_exact(product, elements, quantize_rows(weight)[0])
-
-
 def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: RequestHandler) -> None:
     kernel = operators.prepare(ask.seeded(3, HIDDEN, *ask.GATE_UP))
     for seed in (bytes(range(32)), bytes(reversed(range(32)))):
@@ -136,19 +109,6 @@ def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: Reques
         assert torch.equal(
             to_torch(reply.output), ask.answer(operators, ask.ring(drawn, *ask.GATE_UP))
         )
-
-
-@each_row("dtype", FLOATS)
-def test_embedding_and_lm_head_equal_torch(
-    operators: RequestHandler, model: transformers.PreTrainedModel, dtype: torch.dtype
-) -> None:
-    for shape in ((4,), (1, 4), (2, 3)):
-        ids = torch.randint(0, VOCAB, shape)
-        ids.view(-1)[0], ids.view(-1)[-1] = 0, VOCAB - 1
-        output = ask.answer(operators, ask.embedding(ids, dtype))
-        assert torch.equal(output, model.model.embed_tokens(ids).to(dtype))
-    hidden = torch.randn(2, 3, HIDDEN).to(dtype)
-    _assert_close(ask.answer(operators, ask.head(hidden)), model.lm_head(hidden.float()), dtype)
 
 
 @each_row(

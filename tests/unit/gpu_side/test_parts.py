@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from gpu_side.devices import NullDevice
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
-from gpu_side.provision import PROVISION_FILE, Holds, Provision, read_provision, write_provision
+from gpu_side.provision import PROVISION_FILE, Provision, read_provision, write_provision
 from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
@@ -23,7 +23,7 @@ from protocol.messages import (
     InitRequest,
     Request,
 )
-from protocol.model.columns import Columns, part_of
+from protocol.model.columns import Columns
 from tests.kit import ask
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
@@ -212,23 +212,6 @@ def test_parts_answer_their_columns_of_each_module(
         assert max(sizes) <= whole.weight_bytes * (1 / parts + 0.05)
 
 
-def test_rows_of_the_embedding_add_up(models: dict[str, Path]) -> None:
-    parts = 3
-    ids = torch.tensor([[0, VOCAB - 1, VOCAB // 3], [VOCAB // 3 - 1, 7, 200]])
-    request = ask.embedding(ids)
-    expected = ask.answer(_whole_model(models["llama"]), request)
-    found = []
-    for part_ in range(parts):
-        handler = RequestHandler(_load(models["llama"], (part_, parts)), MIB)
-        found.append(ask.answer(handler, request))
-        inside = part_of(VOCAB, part_, parts)
-        elsewhere = [not inside.start <= one < inside.stop for one in ids.flatten()]
-        assert not found[-1].view(-1, HIDDEN)[elsewhere].any()
-        with pytest.raises(ProtocolError, match="outside the vocabulary"):
-            handler.apply(ask.embedding(torch.tensor([VOCAB])))
-    assert torch.equal(sum(found[1:], found[0]), expected)
-
-
 @each_row(
     ("settings", "text"),
     [
@@ -303,25 +286,6 @@ def test_a_damaged_directory_of_whole_layers_is_refused(
     save_file({name: one for name, one in tensors.items() if one is not None}, path)
     with pytest.raises(ModelError, match=message):
         _load(target)
-
-
-def test_a_marker_is_read_as_it_was_written_and_never_overwritten(tmp_path: Path) -> None:
-    assert read_provision(tmp_path) is None
-    for holds in get_args(Holds):
-        (tmp_path / PROVISION_FILE).unlink(missing_ok=True)
-        provision = Provision(mask="a", provision_id="ab" * 32, holds=holds)
-        write_provision(tmp_path, provision)
-        assert read_provision(tmp_path) == provision
-    with pytest.raises(FileExistsError):
-        write_provision(tmp_path, Provision(mask="x", provision_id="cd" * 32))
-    assert read_provision(tmp_path) == provision
-    (tmp_path / PROVISION_FILE).write_text(json.dumps(GOOD))
-    found = read_provision(tmp_path)
-    assert found == Provision(mask="feature-rotation", provision_id="5a" * 32, holds="linears")
-    (tmp_path / PROVISION_FILE).unlink()
-    (tmp_path / PROVISION_FILE).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="no such file"):
-        read_provision(tmp_path)
 
 
 @each_row(

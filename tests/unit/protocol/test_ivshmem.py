@@ -359,17 +359,3 @@ def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(
                 break
         assert len(listener._sharing) == 1
     assert listener.clients_refused == 0
-
-
-def test_a_virtual_machine_that_writes_over_all_is_dropped_and_comes_back(
-    listener: StreamListener, endpoint: str, memory: Path
-) -> None:
-    _lay_out(memory, Areas(SLOTS, PAGE, PAGE))
-    with _attach(endpoint) as raw:
-        _until_taken(listener, memory)
-        with memory.open("r+b") as file:
-            file.write(b"\xff" * SIZE)
-        raw.send(bytes(4))
-        assert is_dropped(listener, raw)
-    memory.write_bytes(bytes(SIZE))
-    _is_served(listener, endpoint)

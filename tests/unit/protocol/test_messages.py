@@ -15,15 +15,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from gpu_side import encoding
 from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
-from protocol import errors
-from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
+from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, unpack
 from protocol.encoding import (
     MAX_REPLY_FRAMES,
     MAX_REPLY_HEADER_BYTES,
     decode_reply,
     encode_request,
 )
-from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
+from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
     MAX_STATEMENT_BYTES,
     MAX_TIMING_US,
@@ -415,19 +414,6 @@ def test_what_is_no_map_within_the_limits_is_refused(data: bytes, text: str) -> 
     assert "canary" not in str(info.value)
 
 
-def test_the_limits_are_those_that_were_given() -> None:
-    widest = {"ü": list(range(MAX_ARRAY_LENGTH)), "a": "x" * MAX_STRING_BYTES, "b": b"\0\xff"}
-    for message in (widest, _nested(MAX_DEPTH)):
-        assert _unpack(pack(message)) == message
-    data = pack({"a": [b"x" * 100], "b": {}})
-    assert _unpack(data, len(data), 3) == {"a": [b"x" * 100], "b": {}}
-    with pytest.raises(ProtocolError, match="more than 2 maps and arrays"):
-        _unpack(data, len(data), 2)
-    with pytest.raises(ProtocolError, match=f"got {len(data)} bytes, expected at") as info:
-        _unpack(data, len(data) - 1)
-    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
-
-
 def test_requests_of_one_header_have_one_kernel_and_few_headers_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -499,29 +485,6 @@ def test_bytes_are_little_endian_and_in_c_order() -> None:
         copied = to_torch(WireTensor.checked("float32", [2], wrap(data), "x"))
         copied += 1.0
         assert data == bytes(8)
-
-
-RETRYABLE = {
-    *(errors.EndpointError, errors.AbsentError, errors.DeadlineExceededError, errors.LimitError),
-    *(errors.PadsExhaustedError, errors.SessionLostError),
-}
-RETRYABLE_CODES = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL}
-
-
-def _tree(error: type[TsqpError]) -> list[type[TsqpError]]:
-    return [error, *(one for below in error.__subclasses__() for one in _tree(below))]
-
-
-def test_the_tree_is_the_one_that_is_drawn_and_says_whether_a_retry_helps() -> None:
-    ours = [error for error in _tree(TsqpError) if error.__module__ == "protocol.errors"]
-    assert len(ours) >= 28
-    for error in ours:
-        assert error.__name__ in (errors.__doc__ or "")
-        assert error.retryable is (error in RETRYABLE), error
-    for code in ErrorCode:
-        served = ServiceError("Linear at tcp://h:1", code=code)
-        assert served.retryable is (code in RETRYABLE_CODES), code
-        assert code.value in str(served)
 
 
 def test_a_message_is_one_short_printable_line() -> None:

@@ -136,20 +136,6 @@ def test_a_late_reply_that_may_have_come_over_another_connection_is_not_taken(
         channel.wait(request_id)
 
 
-@each_row("noted", ["unseen", "lost"])
-def test_of_several_in_flight_none_is_answered_over_another_connection(noted: str) -> None:
-    """Whichever of them is waited for, and whether the loss was noted before."""
-    channel = _only_connection()
-    early, waited_for, other = (channel.submit(ASK) for _ in range(3))
-    channel.script.extend([(_zeros(early), 40), noted, (_zeros(other), 60)])
-    channel.script.append((_zeros(waited_for), 60))
-    asked = ((channel.wait, waited_for), (channel.arrived, other), (channel.wait, other))
-    for ask, request_id in asked:
-        with pytest.raises(EndpointError, match=LOST):
-            ask(request_id)
-    channel.wait(early)
-
-
 ROWS, IN, OUT = 2, 4, 6
 ID = 2**61 + 12345
 TIMING = Timing(queue_us=3, compute_us=MAX_TIMING_US)

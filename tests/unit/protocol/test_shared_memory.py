@@ -260,19 +260,6 @@ def test_no_wake_up_is_lost(endpoint: str) -> None:
     listener.close()
 
 
-def test_numbers_of_slots_that_are_ours_say_nothing(
-    service: RawService, channel: ShmChannel
-) -> None:
-    request_id, slot = _submit(channel, service)
-    for number in (7, 9, 2**32 - 1):
-        for idle in channel._free:
-            service.write_line(idle, number, 2**64 - 1)
-        assert not channel.arrived(request_id)
-    service.lane.put(slot, _good(request_id))
-    assert _value(channel, request_id) == 1.0
-    assert sorted(channel._free) == list(range(SLOTS))
-
-
 def test_a_service_that_raises_numbers_without_end_holds_no_caller(
     service: RawService, channel: ShmChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,34 +435,6 @@ def test_a_client_that_has_gone_gets_no_reply_and_its_requests_are_dropped(
 
 
 # ------------------------------------------------------------------------- clients that do wrong
-
-
-@each_row(
-    ("said", "claimed"),
-    [
-        (b"", 2**64 - 1),
-        (b"", 3 * PAGE),
-        (b"", 0),
-        (bytes(100), 100),
-        (message(TWO)[:-1], None),
-        (b"\xff" * 4 + bytes(100), 104),
-        (b"\2\0\0\0" + b"\xff" * 16, 1000),
-        # Larger than the limit of a message.
-        (message([b"header", bytes(2001)]), None),
-    ],
-)
-def test_a_slot_with_no_message_drops_the_client(
-    tmp_path: Path, said: bytes, claimed: int | None
-) -> None:
-    endpoint = f"shm://{tmp_path}/t"
-    listener = StreamListener(endpoint, max_message_bytes=2000)
-    with RawClient(endpoint, area_bytes=2 * PAGE) as client:
-        # What was put before it is lost with the client.
-        client.lane.put(1, INIT)
-        client.put_bytes(0, said, claimed)
-        assert is_dropped(listener, client.socket)
-    _others_go_on(listener, endpoint)
-    listener.close()
 
 
 def test_a_request_before_the_last_reply_drops_the_client(

@@ -186,35 +186,3 @@ def test_what_cannot_be_watched_is_turned_away_and_few_lines_say_so(
             acceptor.pause_accepting()
     lines, _ = LIMITS["no_more_clients"]
     assert caplog.messages == ["no_more_clients"] * lines
-
-
-def test_should_it_fail_it_says_so_and_everybody_notices(
-    acceptor: Acceptor,
-    endpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(_: int) -> None:
-        raise RuntimeError("a bug")
-
-    with raw_socket(endpoint) as probing, raw_socket(endpoint) as silent:
-        assert _is_answered(probing)
-        with raw_socket(endpoint) as client:
-            client.sendall(b"\x01")
-            (arrived,) = _arrivals(acceptor)
-            monkeypatch.setattr(acceptor, "_answer", fail)
-            probing.sendall(PROBE)
-            with pytest.raises(ConnectionResetError):  # what it sent was not read
-                probing.recv(10)
-            assert silent.recv(10) == b""
-            # No client waits for ever to be let in; one that is in is still served.
-            acceptor._thread.join()
-            with socket.socket(socket.AF_UNIX) as late, pytest.raises(ConnectionRefusedError):
-                late.connect(endpoint.removeprefix("unix://"))
-            with arrived:
-                assert arrived.recv(10) == b"\x01"
-                acceptor.client_closed()
-    assert caplog.messages[-1] == "acceptor_failed"
-    assert acceptor.failed
-    # Whoever waits for arrivals is woken.
-    assert _rings(acceptor)

@@ -343,20 +343,6 @@ def _that_reads_nothing(address: tuple[str, int]) -> socket.socket:
     return raw
 
 
-def test_a_client_that_does_not_read_gets_no_more_than_a_message() -> None:
-    with _listening(FRIEND, max_message_bytes=2**20) as (listener, address):
-        lazy = [_that_reads_nothing(address) for _ in range(4)]
-        for raw in lazy:
-            raw.sendall(_asks(BODY, f"Authorization: Bearer {FRIEND}"))
-        sent = [listener.send(_next(listener).route, [b"h", bytes(2**24)]) for _ in lazy]
-        assert sent[0]
-        assert not all(sent)
-        for raw in lazy:
-            raw.close()
-        # What was not read is forgotten with its connection.
-        _until(listener, lambda: not listener._gateway._unread)
-
-
 @pytest.mark.parametrize("what", ["answers", "reply"])
 def test_a_client_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(http_gateway, "BODY_S", 0.1)

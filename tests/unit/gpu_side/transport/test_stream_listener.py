@@ -133,20 +133,6 @@ def test_replies_that_are_not_read_are_bounded_in_number(
         assert listener.send(route, frames)
 
 
-def test_replies_that_are_not_read_are_bounded_in_bytes(endpoint: str) -> None:
-    frames, limit = tensor_reply(1, torch.zeros(LARGE)), 2 * 4 * LARGE
-    listener = StreamListener(endpoint, max_message_bytes=limit)
-    with raw_socket(endpoint) as lazy:
-        route = request_of(listener, lazy)
-        while listener.send(route, frames):
-            pass
-        writer = listener._clients[route[0]].writer
-        # One more than is too much already may be on its way.
-        assert limit < writer.unsent_bytes <= limit + to_pieces(frames)[1]
-        assert len(writer.unsent) < QUEUED_REPLIES
-    listener.close()
-
-
 def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,32 +457,6 @@ def test_who_sits_on_a_large_message_makes_room(
         assert small.wait(timeout_ms=10_000)
     fields = [vars(record)["fields"] for record in caplog.records]
     assert ["and no more for" in field["detail"] for field in fields] == [True]
-
-
-def test_who_never_ends_its_first_message_makes_room_for_who_does(
-    listener: StreamListener,
-    endpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(listener._acceptor, "_max_clients", 3)
-    monkeypatch.setattr(stream_listener, "_LOOK_FOR_STALLED_S", 0.01)
-    monkeypatch.setattr(stream_client, "STALLED_S", 3600.0)
-    with raw_socket(endpoint) as honest, ExitStack() as stack:
-        request_of(listener, honest)
-        sitting = []
-        for count in (1, 2):
-            sitting.append(stack.enter_context(raw_socket(endpoint)))
-            sitting[-1].sendall(b"\x01")
-            while len(listener._clients) < count + 1:
-                assert not listener.wait(timeout_ms=1)
-        monkeypatch.setattr(stream_client, "STALLED_S", 0.0)
-        late = stack.enter_context(raw_socket(endpoint))
-        request_of(listener, late)
-        assert sitting[0].recv(10) == b""
-        # Who has ended its message may be silent for as long as it likes.
-        request_of(listener, honest)
-    assert {vars(record)["fields"].get("code") for record in caplog.records} >= {"LIMIT_EXCEEDED"}
 
 
 def test_who_goes_on_with_its_message_has_not_stalled(
