@@ -29,19 +29,15 @@ from protocol.messages import (
     EmbeddingRequest,
     HealthReply,
     HealthRequest,
-    InitConfig,
-    InitReply,
     InitRequest,
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
-    NormWeight,
     Request,
     Response,
     RingLinearRequest,
     RingLMHeadRequest,
-    RotaryParams,
     SeededRingLinearRequest,
     TensorReply,
     Timing,
@@ -61,8 +57,6 @@ noisy = settings(common, max_examples=100)
 floats = st.sampled_from(["float32", "float16", "bfloat16"])
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 ids = st.integers(1, 2**63 - 1)
-sizes = st.integers(1, 2**31 - 1)
-finite = st.floats(allow_nan=False, allow_infinity=False)
 # What a peer could put anywhere in a map.
 junk = st.one_of(
     st.none(),
@@ -120,31 +114,6 @@ requests: st.SearchStrategy[Request] = st.one_of(
     st.builds(LMHeadRequest, hidden_states=tensors()),
     st.builds(RingLMHeadRequest, elements=tensors(st.just("int32"))),
 )
-float32_tensors = tensors(st.just("float32"))
-init_replies = st.builds(
-    InitReply,
-    config=st.builds(
-        InitConfig,
-        num_layers=sizes,
-        hidden_size=sizes,
-        num_heads=sizes,
-        num_kv_heads=sizes,
-        head_dim=sizes,
-    ),
-    rotary_emb_params=st.builds(RotaryParams, inv_freq=float32_tensors, attention_scaling=finite),
-    norm_weights=st.dictionaries(
-        st.text(max_size=10), st.builds(NormWeight, weight=float32_tensors, eps=finite), max_size=4
-    ),
-    model_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
-    linear_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
-    max_message_bytes=st.integers(1, 2**40),
-    arithmetic=st.sampled_from([("float",), ("int8",), ("float", "int8"), ("int8", "float")]),
-    provision_id=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
-    instance_id=st.text("0123456789abcdef", min_size=32, max_size=32),
-    layers=st.lists(st.integers(0, 4095), min_size=2, max_size=2).map(lambda ab: tuple(sorted(ab))),
-    max_queued_requests=sizes,
-    max_queued_bytes=st.integers(1, 2**40),
-)
 health_replies = st.builds(
     HealthReply,
     status=st.sampled_from(["ready", "draining"]),
@@ -153,7 +122,6 @@ health_replies = st.builds(
     queued_bytes=st.integers(0, 2**53),
 )
 results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
-    st.tuples(st.just("Init"), init_replies),
     st.tuples(st.just("Health"), health_replies),
     st.tuples(
         st.sampled_from(sorted(REQUEST_TYPES.keys() - {"Init", "Health"})),

@@ -204,9 +204,6 @@ class FakeChannel(PendingChannel):
         self._arriving.clear()
 
 
-# --------------------------------------------------------------------------------- the models
-
-
 @cache
 def _models(folder: Path) -> tuple[SavedModel, ServiceWeights, ServiceWeights]:
     """Return a model, its weights in a service, and those of another model of the same sizes."""
@@ -348,8 +345,6 @@ class Patching:
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
 
-
-# -------------------------------------------------------------------------------- the machine
 
 endpoints = st.sampled_from(ENDPOINTS)
 prompts = st.integers(0, len(PROMPTS) - 1)

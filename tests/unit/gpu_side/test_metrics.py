@@ -99,9 +99,6 @@ def test_an_address(text: str, expected: tuple[str, int] | None) -> None:
         parse_address(text)
 
 
-# ------------------------------------------------------------------------------- lines of the log
-
-
 def test_each_event_and_reason_is_limited_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     lines = LineFilter({"refused": (2, 10.0)}, lambda: now)

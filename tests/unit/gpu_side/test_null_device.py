@@ -65,9 +65,6 @@ def test_how_long_it_takes(found_us: float, expected_us: float) -> None:
     assert found_us == pytest.approx(expected_us, rel=1e-3)
 
 
-# -------------------------------------------------------------------------------- the null device
-
-
 def _floats(*shape: int) -> Any:
     return from_torch(torch.randn(shape))
 

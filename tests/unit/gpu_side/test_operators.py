@@ -74,9 +74,6 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-# ----------------------------------------------------------------------------- what is computed
-
-
 def _modules(
     model: transformers.PreTrainedModel, layer: int, names: Sequence[str]
 ) -> list[torch.nn.Linear]:
@@ -135,9 +132,6 @@ def test_matmul_broadcasts_like_torch(
         _assert_close(output, expected.to(dtype), dtype)
 
 
-# --------------------------------------------------------------------------------- what is said
-
-
 def test_init_states_what_the_service_is_for_a_nonce(
     weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,8 +164,6 @@ def test_init_states_what_the_service_is_for_a_nonce(
     now += 6.0
     assert stated(handler, b"n") == b"stated n"
 
-
-# ------------------------------------------------------------------------------ what is refused
 
 ROWS, INTS = torch.zeros(2, HIDDEN), torch.zeros(2, HIDDEN, dtype=torch.int32)
 WRONG_SEEDS = {"int32 [7]": 28, "int32 [9]": 36, "int64 [4]": 32, "float32 [8]": 32}

@@ -65,8 +65,6 @@ def _null(directory: Path, **settings: Any) -> NullWeights:
     return NullWeights(held, NullDevice(), torch.float32)
 
 
-# ----------------------------------------------------------------------------- what can be answered
-
 ROW, ELEMENTS = torch.ones(1, HIDDEN), torch.ones(1, HIDDEN, dtype=torch.int32)
 
 
@@ -157,9 +155,6 @@ def test_what_is_not_held_is_unavailable(
         assert init.norm_weights.keys() == model.norms.keys()
 
 
-# ------------------------------------------------------------------------------------------ columns
-
-
 @each_row("name", [*MODELS, "provisioned"])
 def test_parts_answer_their_columns_of_each_module(
     models: dict[str, Path], tmp_path: Path, name: str
@@ -233,8 +228,6 @@ def test_parts_that_there_are_not(
         read_served_model(models["llama"], **settings)
     assert text in str(refused.value)
 
-
-# ---------------------------------------------------------------- directories that a mask has made
 
 GOOD = {"version": 1, "mask": "feature-rotation", "provision_id": "5a" * 32}
 

@@ -223,9 +223,6 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     assert working.ends_ns() == 0
 
 
-# --------------------------------------------------------------------------------- who is which
-
-
 THEIRS = {
     "MASTER_ADDR": "127.0.0.1",
     "RANK": "5",
@@ -259,8 +256,6 @@ def test_which_rank_a_process_is(changes: dict[str, str], place: Place | None) -
         with pytest.raises(SettingsError, match=r"got torchrun with \w+ processes.*, all on this"):
             place_of(8)
 
-
-# -------------------------------------------------------------------------------- real processes
 
 TWO = ("--tensor-parallel", "2")
 

@@ -118,9 +118,6 @@ def test_sessions_end_without_another_request_and_with_their_keys() -> None:
     assert told == [(True, False)]
 
 
-# --------------------------------------------------------------------------------- accelerators
-
-
 @each_row("asked", [False, True])
 def test_requests_are_received_while_an_accelerator_works(
     monkeypatch: pytest.MonkeyPatch, asked: bool
@@ -171,9 +168,6 @@ def test_an_accelerator_has_two_requests_and_the_queue_the_others(
     ]
     assert kept == [[]] * 3
     assert state.underway == 0
-
-
-# ---------------------------------------------------------------------------- too many requests
 
 
 @each_row(
@@ -246,9 +240,6 @@ def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
     assert caplog.messages == ["dropped"] * 4
 
 
-# --------------------------------------------------------------------------- health, and counting
-
-
 def test_health_alone_is_answered_ahead_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     ahead = [
@@ -319,9 +310,6 @@ def test_everything_is_counted_and_logged_by_a_name_that_is_limited(
     assert matmul.compute.sum_ns > 0
     assert set(caplog.messages) == {"refused"} | ({"client_gone"} if gone else set())
     assert LIMITS.keys() >= {"refused", "client_gone", "failed", "dropped", "queue_full"}
-
-
-# -------------------------------------------------------------------------------------- its end
 
 
 @pytest.fixture

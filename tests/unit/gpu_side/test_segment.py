@@ -131,9 +131,6 @@ def test_rope_that_depends_on_the_length(
         FLOAT32_LOGITS.check(found, model.logits(ids))
 
 
-# ------------------------------------------------------------------------------- attention sinks
-
-
 def _with_window(model: Model, ids: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
     """Return transformers' logits with a mask of ours: absolute positions, what is seen written."""
     back = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
@@ -190,8 +187,6 @@ def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Mod
             client.ask(request)
         assert caught.value.code is ErrorCode.UNKNOWN_SESSION
 
-
-# ---------------------------------------------------------------------------- what does not fit
 
 HIDDEN = torch.ones(3, SIZES["hidden_size"])
 ROWS = [part(1, 0, 3)]

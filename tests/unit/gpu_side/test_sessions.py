@@ -307,9 +307,6 @@ AnyRequests.TestCase.settings = hypothesis_settings(
 TestAnyRequests = AnyRequests.TestCase
 
 
-# --------------------------------------------------------------------------------------- on disk
-
-
 def test_a_damaged_file_is_a_session_that_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport.device_memory import DeviceMemory
-from gpu_side.transport.listener import Incoming
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import ivshmem
 from protocol.encoding import encode_request
@@ -33,7 +32,7 @@ from protocol.shared_memory import (
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
 from tests.kit.shm import PAGE, message
-from tests.kit.wire import is_dropped, raw_socket, tensor_reply
+from tests.kit.wire import is_dropped, raw_socket, take, tensor_reply
 
 SIZE = 2**20
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(8)))
@@ -59,17 +58,10 @@ def plain(tmp_path: Path) -> Iterator[StreamListener]:
     made.close()
 
 
-def _take(listener: StreamListener) -> Incoming:
-    assert listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    return incoming
-
-
 def _call(channel: IvshmemChannel, listener: StreamListener, value: float = 1.0) -> bool:
     """Have a request answered; say whether it came in a slot."""
     request_id = channel.submit(REQUEST)
-    incoming = _take(listener)
+    incoming = take(listener)
     assert open_request(incoming.frames, 2**20).request_id == request_id
     assert listener.send(incoming.route, tensor_reply(request_id, torch.full((1,), value)))
     response = channel.wait(request_id).response
@@ -105,7 +97,7 @@ def test_slots_are_used_once_the_service_has_them(
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
         ids = [channel.submit(REQUEST) for _ in range(2)]
         for request_id in ids:
-            incoming = _take(listener)
+            incoming = take(listener)
             assert incoming.slot is None
             listener.send(incoming.route, tensor_reply(request_id, torch.ones(1)))
         for request_id in ids:
@@ -180,7 +172,7 @@ def test_a_head_that_changes_while_connected_changes_nothing(
             assert channel._lane is not None
             assert channel._lane._incoming == areas_for(2**30, 2**30, SIZE).reply_bytes
         request_id = channel.submit(REQUEST)
-        file.seek(192 + 64 * (SLOTS + _take(listener).route[1][0]))
+        file.seek(192 + 64 * (SLOTS + take(listener).route[1][0]))
         file.write(struct.pack("<IxxxxQ", 77, SIZE))
         file.flush()
         with pytest.raises(ProtocolError, match=f"got a message of {SIZE} bytes"):
@@ -213,13 +205,8 @@ def _until_taken(listener: StreamListener, memory: Path) -> None:
 def _is_served(listener: StreamListener, endpoint: str) -> None:
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
         request_id = channel.submit(InitRequest())
-        assert listener.wait(timeout_ms=10_000)
-        incoming = listener.receive()
-        assert incoming is not None
+        incoming = take(listener)
         assert open_request(incoming.frames, 1000).request_id == request_id
-
-
-# ------------------------------------------------------------------------------- which file
 
 
 @each_row(
@@ -265,14 +252,7 @@ def test_the_room_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(EndpointError, match="got No space left on device"):
             DeviceMemory(str(path))
-    # Of a large file no more is mapped than a segment fills.
-    asked: list[int] = []
-    os.truncate(path, 2**40)
-    monkeypatch.setattr(os, "posix_fallocate", lambda file, offset, size: asked.append(size))
-    assert asked == [len(DeviceMemory(str(path))._mapped)] == [LARGEST]
 
-
-# ------------------------------------------------------------------------------- which segment
 
 WITHIN = Areas(1, PAGE, 254 * PAGE)
 HEAD = "got another head"
@@ -320,9 +300,6 @@ def test_only_a_segment_of_this_client_within_the_memory_is_taken(
                 DeviceMemory(str(memory)).attach(ours, in_use=False)
         assert info.value.code is ErrorCode.MALFORMED_MESSAGE
         assert memory.read_bytes()[40:44] == bytes(4)
-
-
-# -------------------------------------------------------------------------------- which client
 
 
 def test_a_second_client_is_refused_as_long_as_the_first_is_there(

@@ -49,7 +49,7 @@ from protocol.prepared import Preparable, PreparedRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, WireTensor, from_torch
 from tests.kit.rows import each_row
-from tests.kit.wire import ScriptedChannel, tensor_reply
+from tests.kit.wire import ScriptedChannel, take, tensor_reply
 
 LOST = "a lost connection while LMHead"
 ASK = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
@@ -63,9 +63,6 @@ def _only_connection() -> ScriptedChannel:
     channel = ScriptedChannel()
     channel.use_one_connection()
     return channel
-
-
-# ----------------------------------------------------------------------------------------- ids
 
 
 def test_ids_begin_anywhere_and_go_on_from_there() -> None:
@@ -112,9 +109,6 @@ def test_a_reply_larger_than_any_that_can_be_asked_for_is_refused() -> None:
     channel.script.append((_zeros(channel.submit(ASK), 120), 1))
     with pytest.raises(ProtocolError, match="at most 500"):
         channel.wait(channel._last_id)
-
-
-# ---------------------------------------------------------------------------------- one connection
 
 
 @each_row(
@@ -319,9 +313,7 @@ def test_a_reply_over_a_link_is_taken_or_refused(link: str, tmp_path: Path) -> N
             closing(open_listener(endpoint)) as listener,
         ):
             request_id = channel.start(prepared, _payload())
-            assert listener.wait(timeout_ms=10_000)
-            incoming = listener.receive()
-            assert incoming is not None
+            incoming = take(listener)
             sent = read_request(open_request(incoming.frames, 2**20))
             assert sent == prepared.request(_payload())
             listener.send(incoming.route, answer(request_id))

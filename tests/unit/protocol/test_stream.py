@@ -43,7 +43,7 @@ from protocol.stream_wire import (
 )
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
-from tests.kit.wire import LARGE, accepted, request_bytes
+from tests.kit.wire import LARGE, accepted, request_bytes, take
 
 
 def _reader(connection: socket.socket, max_message_bytes: int = 2**30) -> MessageReader:
@@ -273,9 +273,7 @@ def test_replies_that_came_before_the_connection_was_lost_count(
     """Also after another one was made."""
     first = StreamListener(endpoint)
     *answered, lost = (channel.submit(InitRequest()) for _ in range(3))
-    assert first.wait(timeout_ms=10_000)
-    incoming = first.receive()
-    assert incoming is not None
+    incoming = take(first)
     for request_id in answered:
         refusal = encode_reply(Form.FRAMED, request_id, "Init", ErrorCode.INTERNAL)
         assert first.send(incoming.route, refusal)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import select
 import socket
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_side.log_limit import LIMITS, limited
 from gpu_side.transport.acceptor import Acceptor
 from protocol.liveness import PROBE
 from tests.kit.rows import each_row
@@ -160,7 +158,7 @@ def test_who_has_just_come_may_be_unclassified_for_a_while(
         assert acceptor._left_s() is None
 
 
-def test_what_cannot_be_watched_is_turned_away_and_few_lines_say_so(
+def test_what_cannot_be_watched_is_turned_away(
     acceptor: Acceptor,
     endpoint: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -180,9 +178,4 @@ def test_what_cannot_be_watched_is_turned_away_and_few_lines_say_so(
             assert unlucky.recv(10) == b""
     with raw_socket(endpoint) as raw:
         assert _is_answered(raw)
-    caplog.clear()
-    with limited(logging.getLogger("gpu_service")):
-        for _ in range(20):
-            acceptor.pause_accepting()
-    lines, _ = LIMITS["no_more_clients"]
-    assert caplog.messages == ["no_more_clients"] * lines
+    assert "no_more_clients" in caplog.messages

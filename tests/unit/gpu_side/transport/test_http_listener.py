@@ -33,6 +33,7 @@ from protocol.tensors import from_torch
 from tests.kit.http_proxy import certificate
 from tests.kit.rows import each_row
 from tests.kit.service import until
+from tests.kit.wire import take
 
 LONG_MS = 20_000
 FRIEND, OTHER, STRANGER = (f"tsqp-{letter * 43}" for letter in "fos")
@@ -77,13 +78,6 @@ def _status(address: tuple[str, int], request: bytes) -> int:
     return 400
 
 
-def _next(listener: HttpListener) -> Incoming:
-    assert listener.wait(timeout_ms=LONG_MS), "no request came"
-    incoming = listener.receive()
-    assert incoming is not None
-    return incoming
-
-
 def _answer(listener: HttpListener, incoming: Incoming) -> bool:
     opened = open_request(incoming.frames, 2**30)
     frames = encode_reply(Form.FRAMED, opened.request_id, opened.method, ErrorCode.INTERNAL)
@@ -92,9 +86,6 @@ def _answer(listener: HttpListener, incoming: Incoming) -> bool:
 
 def _until(listener: HttpListener, holds: Callable[[], object]) -> None:
     until(lambda: holds() or listener.wait(timeout_ms=10) or holds())
-
-
-# ---------------------------------------------------------------------------------------- tokens
 
 
 def test_tokens_decide_who_is_let_in_and_who_is_who() -> None:
@@ -107,7 +98,7 @@ def test_tokens_decide_who_is_let_in_and_who_is_who() -> None:
         for token in (FRIEND, FRIEND, OTHER):
             with HttpChannel(listener.endpoint, access=HttpAccess(token)) as channel:
                 channel.submit(InitRequest())
-                clients.append(_next(listener))
+                clients.append(take(listener))
         first, second, third = clients
         # All channels of one token are one client, whose turn comes once.
         assert first.client == second.client == _digest(FRIEND)
@@ -124,7 +115,7 @@ def test_a_token_that_is_revoked_gets_no_reply_and_is_not_let_in_again() -> None
         HttpChannel(listener.endpoint, access=HttpAccess(OTHER)) as stays,
     ):
         waits = [revoked.submit(InitRequest()), stays.submit(InitRequest())]
-        asked = [_next(listener), _next(listener)]
+        asked = [take(listener), take(listener)]
         listener.allow(frozenset({_digest(OTHER)}))
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             revoked.wait(waits[0])
@@ -158,8 +149,6 @@ def test_a_list_of_tokens(text: str, match: str | None, tmp_path: Path) -> None:
         read_tokens(path)
     assert FRIEND not in str(info.value)
 
-
-# ------------------------------------------------------------------------------------ bad requests
 
 CHUNKED = "Transfer-Encoding: chunked"
 CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -199,7 +188,7 @@ def test_a_request_that_is_none_is_refused(request_: bytes, statuses: tuple[int,
         assert not listener.wait(timeout_ms=0)
         with HttpChannel(listener.endpoint) as channel:
             channel.submit(InitRequest())
-            _next(listener)
+            take(listener)
 
 
 def test_health_says_whether_messages_are_taken_without_a_token() -> None:
@@ -231,9 +220,6 @@ def test_a_body_is_no_longer_than_is_said_whatever_server_reads_it() -> None:
     assert not arrived
 
 
-# ---------------------------------------------------------------------------------------- limits
-
-
 def test_a_slow_body_times_out_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         _listening() as (listener, address),
@@ -242,7 +228,7 @@ def test_a_slow_body_times_out_and_others_are_served(monkeypatch: pytest.MonkeyP
     ):
         slow.sendall(_asks(b"x", "Content-Length: 100"))
         channel.submit(InitRequest())
-        _next(listener)
+        take(listener)
         # The time is set again with each piece.
         monkeypatch.setattr(http_gateway, "BODY_S", 0.1)
         slow.sendall(b"x")
@@ -299,17 +285,17 @@ def test_requests_in_flight_are_bounded_for_all_and_for_each_client(
         HttpChannel(listener.endpoint, access=HttpAccess(OTHER)) as second,
     ):
         waits = first.submit(InitRequest())
-        asked = _next(listener)
+        asked = take(listener)
         # On whatever connection.
         assert _status(address, _asks(BODY, f"Authorization: Bearer {FRIEND}")) == 503
         second.submit(InitRequest())
-        assert _next(listener).key == _digest(OTHER)
+        assert take(listener).key == _digest(OTHER)
         monkeypatch.setattr(http_gateway, "MAX_CLIENT_REQUESTS", 64)
         assert _status(address, _asks(BODY, f"Authorization: Bearer {FRIEND}")) == 503
         assert _answer(listener, asked)
         until(lambda: first.arrived(waits))
         first.submit(InitRequest())
-        assert _next(listener).key == _digest(FRIEND)
+        assert take(listener).key == _digest(FRIEND)
 
 
 def test_large_bodies_wait_for_room_and_come_in_turn() -> None:
@@ -328,7 +314,7 @@ def test_large_bodies_wait_for_room_and_come_in_turn() -> None:
         until(all_are_read)
         assert 2**22 < max(most, gateway._held.total()) <= 2 * gateway._longest
         for _ in range(4):
-            incoming = _next(listener)
+            incoming = take(listener)
             assert sum(map(len, incoming.frames)) > 2**22
             assert _answer(listener, incoming)
         _until(listener, lambda: not gateway._held.total())
@@ -352,7 +338,7 @@ def test_a_client_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, wha
         with _that_reads_nothing(address) as raw:
             if what == "reply":
                 raw.sendall(_asks())
-                assert listener.send(_next(listener).route, [b"h", bytes(2**25)])
+                assert listener.send(take(listener).route, [b"h", bytes(2**25)])
             else:
                 with suppress(*RESET):
                     while True:
@@ -374,9 +360,6 @@ def test_a_connection_that_does_not_come_to_its_close_is_cut(
         raw.sendall(_asks(b"no length\r\n", CHUNKED))
         assert raw.recv(100).startswith(b"HTTP/1.1 400")
         _until(listener, lambda: not listener._connections)
-
-
-# ----------------------------------------------------------------------------------- the address
 
 
 def _pem(folder: Path) -> Path:

@@ -31,15 +31,13 @@ from tests.kit.wire import (
     request_bytes,
     request_of,
     slow_reader,
+    take,
     tensor_reply,
     wait_and_take,
 )
 
 HUGE = tensor_reply(1, torch.zeros(16 * LARGE))
 HUGE_BYTES = to_pieces(HUGE)[1]
-
-
-# ----------------------------------------------------------------------------------- the address
 
 
 @each_row("kind", ["alive", "busy", "datagram", "text", "bound", "dead"])
@@ -88,9 +86,6 @@ def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
         raw_socket(endpoint).close()
 
 
-# ---------------------------------------------------------------------------------- wrong clients
-
-
 def test_it_tells_that_a_client_has_gone(
     listener: StreamListener, endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,9 +106,6 @@ def test_it_tells_that_a_client_has_gone(
     # A request of its that waited has left something since, perhaps.
     assert not listener.send((name,), [b"reply"])
     assert gone[2:] == [name]
-
-
-# ---------------------------------------------------------------------- clients that read little
 
 
 def test_replies_that_are_not_read_are_bounded_in_number(
@@ -204,13 +196,8 @@ def test_no_client_is_waited_for_while_another_wants_something(
         if received:
             assert listener.wait(timeout_ms=10_000)
         assert listener.send(route, HUGE)
-        assert listener.wait(timeout_ms=10_000)
-        incoming = listener.receive()
-        assert incoming is not None
+        incoming = take(listener)
         assert incoming.route != route
-
-
-# --------------------------------------------------------------------- clients that want too much
 
 
 def test_requests_are_taken_from_clients_in_turn(listener: StreamListener, endpoint: str) -> None:

@@ -110,9 +110,6 @@ def _channel(
     return ZmqChannel(endpoint, timeout_s=timeout_s, keys=keys, heartbeat_timeout_s=CALM_S)
 
 
-# ------------------------------------------------------------------------------- who is let in
-
-
 @pytest.mark.parametrize(
     ("keys", "secret", "expected", "said"),
     [
@@ -138,9 +135,6 @@ def test_without_the_right_keys_on_both_ends_nothing_is_asked(
         ):
             channel.call(REQUEST)
         assert service.clients == []
-
-
-# --------------------------------------------------------------------- the ZAP handler is not there
 
 
 class _Fault(Exception):  # noqa: N818 - it is no error of ours
@@ -183,9 +177,6 @@ def test_a_zeromq_that_would_let_in_strangers_is_refused(
     ZmqListener(endpoint).close()
 
 
-# ------------------------------------------------------------------------------------- revocation
-
-
 def test_a_message_of_a_revoked_key_is_not_taken_even_before_the_cut(service: Service) -> None:
     with _channel(service.endpoint) as friend, _channel(service.endpoint, OTHER_SECRET) as other:
         friend.call(REQUEST)
@@ -223,9 +214,6 @@ def test_a_cut_after_which_the_address_cannot_be_bound_ends_the_service(
             listener.receive()
     assert info.value.got == "Address already in use"
     listener.close()
-
-
-# ------------------------------------------------------------------------------- the ZAP handler
 
 
 @pytest.fixture
