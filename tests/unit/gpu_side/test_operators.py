@@ -113,12 +113,9 @@ def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: Reques
     [
         ((2, 3), (3, 4)),
         ((5, 2, 3), (5, 3, 4)),
-        ((1, 6, 2, 3), (1, 6, 3, 4)),
         ((5, 2, 3), (3, 4)),
-        ((2, 3), (5, 3, 4)),
         ((2, 1, 2, 3), (1, 6, 3, 4)),
         ((7, 2, 3), (2, 1, 3, 4)),
-        ((1, 1), (1, 1)),
     ],
 )
 def test_matmul_broadcasts_like_torch(

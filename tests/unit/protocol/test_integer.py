@@ -84,7 +84,7 @@ def test_as_few_digits_as_hold_the_values(low: int, high: int, count: int) -> No
         assert torch.equal(_summed(to_digits(values, count)), values.long())
 
 
-ROWS = (0, 1, 2, 3, 7, 16, 17, 64, 255)
+ROWS = (0, 1, 3, 17, 64)
 SHAPES = [(2, 1), (37, 19), (48, 96), (513, 130)]
 
 

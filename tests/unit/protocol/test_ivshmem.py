@@ -266,10 +266,6 @@ HEAD = "got another head"
         (WITHIN, ATTACH + SESSION, None),
         (Areas(1, PAGE, 255 * PAGE), ATTACH + SESSION, HEAD),
         (Areas(0, PAGE, PAGE), ATTACH + SESSION, HEAD),
-        (Areas(SLOTS + 1, PAGE, PAGE), ATTACH + SESSION, HEAD),
-        (Areas(2, 0, PAGE), ATTACH + SESSION, HEAD),
-        (Areas(2, PAGE, 0), ATTACH + SESSION, HEAD),
-        (Areas(2, PAGE + 8, PAGE), ATTACH + SESSION, HEAD),
         # Sizes that add up modulo a word.
         (Areas(2, 2**64 - PAGE, 2 * PAGE), ATTACH + SESSION, HEAD),
         # The segment of another client, as where it maps another file than the service does.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
-from protocol.messages import FUSED_MODULES, Projection
+from protocol.messages import FUSED_MODULES
 from protocol.model import manifest, quantized
 from protocol.model.checkpoint import (
     EMBEDDING,
@@ -131,7 +131,11 @@ def test_an_lm_head_beside_a_tied_embedding_is_allowed(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models, kind: str) -> None:
+def test_fused_modules_stand_side_by_side_with_their_biases(
+    saved_model: Models, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As floats and as int8, which are read a block of rows at a time."""
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 4000)
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     tensors = load_file(directory / SINGLE_FILE)
@@ -148,6 +152,15 @@ def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models,
             assert torch.equal(linear.bias, torch.cat([tensors[f"{name}.bias"] for name in names]))
         for module, rows in linear.rows.items():
             assert rows.stop - rows.start == config.module_shape(module)[0]
+        integers, scale = quantize_rows(whole)
+        held = load_quantized(checkpoint, config, 1, operator)
+        assert torch.equal(held.weight, integers)
+        assert torch.equal(held.scale, scale)
+    head = load_quantized(checkpoint, config, 1, "lm_head")
+    integers, scale = quantize_rows(tensors[lm_head_name(config)])
+    assert torch.equal(head.weight, integers)
+    assert torch.equal(head.scale, scale)
+    assert torch.equal(load_head_scale(checkpoint, config), scale)
     # A module without a bias has one of zeros beside one that has one.
     one = config.model_copy(update={"biased_modules": config.biased_modules & {"v_proj"}})
     mixed = load_linear(checkpoint, one, 1, "qkv_proj", dtype=torch.float32, device=CPU).bias
@@ -274,30 +287,6 @@ def test_a_row_has_a_scale_of_its_own(row: list[float], integers: list[int], sca
         both[1, 1] = bad
         with pytest.raises(ModelError, match="q: got NaN or infinity, expected finite weights"):
             quantize_rows(both, "q")
-
-
-@each_row(
-    ("kind", "tied", "block"),
-    [("llama", False, 1), ("qwen2", False, 1000), ("llama", True, 2**21), ("llama", False, 2**21)],
-)
-def test_an_operator_is_the_quantised_rows_of_its_modules(
-    saved_model: Models, kind: str, tied: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 4 * block)
-    directory = saved_model(kind, tie_word_embeddings=tied).directory
-    config, checkpoint = read_config(directory), Checkpoint(directory)
-    tensors = load_file(directory / SINGLE_FILE)
-    names = {
-        operator: [f"{module_name(1, module)}.weight" for module in modules]
-        for operator, modules in FUSED_MODULES.items()
-    }
-    parts: dict[Projection, list[str]] = {**names, "lm_head": [lm_head_name(config)]}
-    for operator, weights in parts.items():
-        linear = load_quantized(checkpoint, config, 1, operator)
-        integers, scale = quantize_rows(torch.cat([tensors[name] for name in weights]))
-        assert torch.equal(linear.weight, integers)
-        assert torch.equal(linear.scale, scale)
-    assert torch.equal(load_head_scale(checkpoint, config), scale)
 
 
 @each_row(

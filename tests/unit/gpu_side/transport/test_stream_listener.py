@@ -383,37 +383,6 @@ def test_large_messages_of_all_clients_are_bounded_together(
     assert (small._large_bytes, small._wanting_room) == (0, {})
 
 
-def test_where_there_is_no_room_each_client_has_a_little(
-    small: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_listener, "ALWAYS_BYTES", 300_000)
-    with _sit(small, endpoint), _sit(small, endpoint), ExitStack() as stack:
-        large, modest, greedy = (stack.enter_context(raw_socket(endpoint)) for _ in range(3))
-        large.sendall(_announced(300_001, 1000))
-        while not small._wanting_room:
-            small.wait(timeout_ms=1)
-        # It overtakes who needs more.
-        sender = threading.Thread(target=modest.sendall, args=(_announced(300_000, 300_000),))
-        sender.start()
-        assert small.wait(timeout_ms=10_000)
-        sender.join()
-        # But what nobody has taken counts: each has it once.
-        modest.sendall(_announced(200_000, 1000))
-        greedy.sendall(_announced(200_000, 1000))
-        while len(small._clients) < 5 or small._large_bytes < 2 * ALMOST + 500_000:
-            small.wait(timeout_ms=1)
-        while len(small._wanting_room) < 2:
-            small.wait(timeout_ms=1)
-        assert small._large_bytes == 2 * ALMOST + 500_000
-        incoming = small.receive()
-        assert incoming is not None
-        assert incoming.frames[0].nbytes == 300_000
-        small.wait(timeout_ms=0)
-        assert small._large_bytes == 2 * ALMOST + 400_000
-        (waiting,) = small._wanting_room.values()
-        assert waiting.reader.wants_room == 300_001
-
-
 def test_who_sits_on_a_large_message_makes_room(
     small: StreamListener,
     endpoint: str,
