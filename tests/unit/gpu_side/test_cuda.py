@@ -33,9 +33,7 @@ from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
 from protocol.integer import exact_product
-from protocol.messages import (
-    Timing,
-)
+from protocol.messages import Timing
 from protocol.shared_memory import SlotMemory, adopt, create
 from protocol.stream_wire import layout
 from protocol.tensors import to_torch

@@ -88,10 +88,7 @@ REQUESTS: list[tuple[Computed, tuple[int, int], float]] = [
         MatmulRequest(a=_floats(6, 2, 16), b=_floats(1, 16, 7)),
         *((1216, 336), ROUND.matmul_us(6, 2, 16, 7, 2)),
     ),
-    (
-        EmbeddingRequest(input_ids=IDS, dtype="bfloat16"),
-        *((24, 288), ROUND.embedding_us(3, 48, 2)),
-    ),
+    (EmbeddingRequest(input_ids=IDS, dtype="bfloat16"), *((24, 288), ROUND.embedding_us(3, 48, 2))),
 ]
 
 
@@ -162,10 +159,7 @@ def test_whole_layers_take_the_time_of_their_attention_besides(light: Path) -> N
     weights = _null(light, ROUND)
     handler, free_us = RequestHandler(weights, LIMIT), 0.0
     # 6 heads of 16, 2 of keys and values; with a window, no more keys than it lets be seen.
-    for request, rows, context in (
-        (_segment(5), 5, 5),
-        (_segment(1, 5, sinks=1, recent=2), 1, 4),
-    ):
+    for request, rows, context in ((_segment(5), 5, 5), (_segment(1, 5, sinks=1, recent=2), 1, 4)):
         _, work = handler.apply(request)
         assert work is not None
         free_us += request_us(ROUND, RequestChecker(weights.model, LIMIT).check(request), 2)

@@ -14,13 +14,7 @@ from torch.nn.functional import linear
 from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
-from protocol.messages import (
-    InitReply,
-    InitRequest,
-    ModuleName,
-    Request,
-    TensorReply,
-)
+from protocol.messages import InitReply, InitRequest, ModuleName, Request, TensorReply
 from protocol.seed import expand
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
@@ -229,9 +223,7 @@ def test_request_that_does_not_fit_is_refused(
 
 
 def test_ids_that_change_are_neither_checked_nor_used(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
+    operators: RequestHandler, model: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client can change them in shared memory: one beyond the table would read any memory."""
     ids = torch.tensor([3, 5])

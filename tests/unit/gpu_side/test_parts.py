@@ -18,11 +18,7 @@ from gpu_side.provision import PROVISION_FILE, Provision, read_provision, write_
 from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
-from protocol.messages import (
-    InitReply,
-    InitRequest,
-    Request,
-)
+from protocol.messages import InitReply, InitRequest, Request
 from protocol.model.columns import Columns
 from tests.kit import ask
 from tests.kit.model import SIZES, make_model
@@ -268,10 +264,7 @@ ORDER = "model.layers.1.self_attn.rope_order"
     ],
 )
 def test_a_damaged_directory_of_whole_layers_is_refused(
-    models: dict[str, Path],
-    tmp_path: Path,
-    change: dict[str, torch.Tensor | None],
-    message: str,
+    models: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
     target = tmp_path / str(len(list(tmp_path.iterdir())))
     path = _provisioned(models["llama"], target, "model") / "model.safetensors"

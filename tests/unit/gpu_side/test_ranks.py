@@ -37,13 +37,7 @@ from protocol.errors import (
     ServiceError,
     SettingsError,
 )
-from protocol.messages import (
-    EmbeddingRequest,
-    InitReply,
-    InitRequest,
-    Request,
-    TensorReply,
-)
+from protocol.messages import EmbeddingRequest, InitReply, InitRequest, Request, TensorReply
 from protocol.tensors import Buffer, to_torch
 from tests.kit import ask
 from tests.kit.model import SIZES, make_model
@@ -223,12 +217,7 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     assert working.ends_ns() == 0
 
 
-THEIRS = {
-    "MASTER_ADDR": "127.0.0.1",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "8",
-}
+THEIRS = {"MASTER_ADDR": "127.0.0.1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 
 
 @each_row(

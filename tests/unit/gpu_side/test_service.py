@@ -47,11 +47,7 @@ def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> t
 
 @each_row(
     ("asked", "exact", "expected"),
-    [
-        ("int8", True, ("int8",)),
-        ("float", False, ("float",)),
-        ("both", False, ("float",)),
-    ],
+    [("int8", True, ("int8",)), ("float", False, ("float",)), ("both", False, ("float",))],
 )
 def test_what_is_held_where_int8_products_are_exact_and_where_not(
     model: Path,
@@ -88,10 +84,7 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
 
 
 def test_what_is_known_of_its_listener_and_logged_while_it_serves(
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     told = []
 

@@ -14,13 +14,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import Form, encode_reply, open_request
-from protocol.errors import (
-    EndpointError,
-    ErrorCode,
-    KeyFileError,
-    ProtocolError,
-    SettingsError,
-)
+from protocol.errors import EndpointError, ErrorCode, KeyFileError, ProtocolError, SettingsError
 from protocol.http_access import HttpAccess, read_token
 from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply

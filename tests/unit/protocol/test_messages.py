@@ -16,12 +16,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from gpu_side import encoding
 from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
 from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, unpack
-from protocol.encoding import (
-    MAX_REPLY_FRAMES,
-    MAX_REPLY_HEADER_BYTES,
-    decode_reply,
-    encode_request,
-)
+from protocol.encoding import MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
     MAX_STATEMENT_BYTES,
@@ -41,13 +36,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.seed import expand
-from protocol.tensors import (
-    MAX_DIMENSION,
-    Buffer,
-    WireTensor,
-    from_torch,
-    to_torch,
-)
+from protocol.tensors import MAX_DIMENSION, Buffer, WireTensor, from_torch, to_torch
 from tests.kit.rows import each_row
 from tests.kit.wire import Rows, changed, not_refused
 
@@ -122,9 +111,7 @@ SEGMENT_REFUSED: Rows = [
     ("request/recent", (-1, 2**31, True), INVALID),
     ("request/parts", (..., []), INVALID, [F4]),
 ]
-INIT_REFUSED: Rows = [
-    ("request/nonce", (bytes(33), "n" * 32, None, 1), INVALID),
-]
+INIT_REFUSED: Rows = [("request/nonce", (bytes(33), "n" * 32, None, 1), INVALID)]
 
 
 def test_framed_requests_that_deviate_are_refused() -> None:
@@ -304,10 +291,7 @@ ANSWER_REFUSED: Rows = [
     ("version", (1,), INVALID, [bytes(8)]),
 ]
 FAILURE = {"version": 1, "request_id": 7, "method": "Linear", "status": "error"}
-FAILURE_REFUSED: Rows = [
-    ("version", (1,), MALFORMED),
-    ("error", ("traceback: canary", 1), INVALID),
-]
+FAILURE_REFUSED: Rows = [("version", (1,), MALFORMED), ("error", ("traceback: canary", 1), INVALID)]
 INIT_REPLY_REFUSED: Rows = [
     ("model_digest", ("A" * 64, "a" * 63)),
     ("norm_weights/other_norm", (1, None, {}, {"eps": 1.0})),

@@ -29,12 +29,7 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.header_numbers import (
-    MAX_TEMPLATE_BYTES,
-    REPLY,
-    REQUEST,
-    HeaderLayout,
-)
+from protocol.header_numbers import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
 from protocol.messages import (
     MAX_TIMING_US,
     EmbeddingRequest,

@@ -17,10 +17,7 @@ from gpu_side.encoding import open_request
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import shared_memory
 from protocol.encoding import encode_request
-from protocol.errors import (
-    ErrorCode,
-    ProtocolError,
-)
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, adopt, create, frames_in
 from protocol.shm import ShmChannel
@@ -351,11 +348,7 @@ def _file(kind: str) -> int:
     ],
 )
 def test_what_hands_over_no_segment_is_refused(
-    listener: StreamListener,
-    endpoint: str,
-    kind: str,
-    count: int,
-    said: bytes,
+    listener: StreamListener, endpoint: str, kind: str, count: int, said: bytes
 ) -> None:
     file = _file(kind)
     before = len(os.listdir("/proc/self/fd"))

@@ -22,12 +22,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import liveness, memory_pool, stream
-from protocol.errors import (
-    EndpointError,
-    ErrorCode,
-    ProtocolError,
-    ServiceError,
-)
+from protocol.errors import EndpointError, ErrorCode, ProtocolError, ServiceError
 from protocol.liveness import PROBE, PROBE_AFTER_S, LivenessProbe
 from protocol.memory_pool import KEPT_BLOCKS, MemoryPool
 from protocol.messages import InitRequest, LMHeadRequest
