@@ -27,7 +27,6 @@ from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
 from gpu_side.cuda.tiles import Tile
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.replies import Working
 from gpu_side.transfer import PinnedStaging, Queued
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
@@ -171,11 +170,6 @@ def _store(address: int, result: torch.Tensor, job: Job) -> None:
     job.flag[0] = 1
 
 
-def _is_pending(work: Working) -> bool:
-    now_ns = time.perf_counter_ns()
-    return work.ends_ns() > now_ns
-
-
 def _ask(made: Products, rows: int = 1, place: str = "o_proj") -> None:
     """Compute once, and compare."""
     given, result = torch.randn(rows, K), torch.empty(rows, N)
@@ -261,7 +255,8 @@ def test_a_slot_is_used_in_place(rows: int, at_once: int) -> None:
             given.normal_()
             result.fill_(-1)
             works.append(made.submit("o_proj", product, given[:rows], result[:rows], slot))
-            assert _is_pending(works[-1])
+            now_ns = time.perf_counter_ns()
+            assert works[-1].ends_ns() > now_ns
             assert (result == -1).all()
         device.done = True
         device.go_on()
@@ -382,11 +377,6 @@ def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
     return handler
 
 
-def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    exact = expected.dtype is torch.int32
-    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
-
-
 @each_row(("rows", "reached"), [(1, True), (33, True), (33, False)])
 def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
     rows: int, reached: bool, weights: ServiceWeights
@@ -402,7 +392,7 @@ def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
         assert work is not None
         work.ends_ns()
         output = reply.output
-        _assert_same(to_torch(output), ask.answer(here, request))
+        torch.testing.assert_close(to_torch(output), ask.answer(here, request))
         # Elements in any number of rows, floats in many; where the reply will lie in the slot.
         integer = output.dtype == "int32"
         in_place = reached and (integer or rows == 33)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -50,14 +49,6 @@ def endpoint(memory: Path, tmp_path: Path) -> str:
     return f"ivshmem://{memory},{tmp_path}/s"
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[StreamListener]:
-    """A service that would be there, were the memory right."""
-    made = StreamListener(f"unix://{tmp_path}/s")
-    yield made
-    made.close()
-
-
 def _call(channel: IvshmemChannel, listener: StreamListener, value: float = 1.0) -> bool:
     """Have a request answered; say whether it came in a slot."""
     request_id = channel.submit(REQUEST)
@@ -68,15 +59,6 @@ def _call(channel: IvshmemChannel, listener: StreamListener, value: float = 1.0)
     assert isinstance(response, TensorReply)
     assert to_torch(response.output).item() == value
     return incoming.slot is not None
-
-
-def _kept(memory: Path) -> tuple[int, int]:
-    """Return how often this process has the memory mapped, and open."""
-    files = []
-    for file in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # another thread has closed it by now
-            files.append(os.readlink(f"/proc/self/fd/{file}"))
-    return Path("/proc/self/maps").read_text().count(str(memory)), files.count(str(memory))
 
 
 @each_row("size", [SMALLEST, SMALLEST + PAGE, SIZE - 1, SIZE + 17 * PAGE, LARGEST, 2**33])
@@ -121,9 +103,7 @@ def test_slots_are_used_once_the_service_has_them(
         (..., "got Is a directory"),
     ],
 )
-def test_another_file_is_refused_and_left_alone(
-    plain: StreamListener, tmp_path: Path, content: object, said: str
-) -> None:
+def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: object, said: str) -> None:
     memory = tmp_path / "other"
     memory.unlink(missing_ok=True)
     if isinstance(content, bytes):
@@ -131,12 +111,12 @@ def test_another_file_is_refused_and_left_alone(
     elif content is ...:
         memory.mkdir()
     with (
+        closing(StreamListener(f"unix://{tmp_path}/s")),
         IvshmemChannel(f"ivshmem://{memory},{tmp_path}/s", timeout_s=3600) as channel,
         pytest.raises(EndpointError, match=f"^{memory}: {said}"),
     ):
         channel.submit(REQUEST)
     assert content in (None, ...) or memory.read_bytes() == content
-    assert _kept(memory) == (0, 0)
 
 
 def test_a_second_client_does_not_touch_the_memory_of_the_first(
@@ -200,13 +180,6 @@ def _until_taken(listener: StreamListener, memory: Path) -> None:
         if memory.read_bytes()[40:44] == SESSION:
             return
     raise AssertionError("no client was let in")
-
-
-def _is_served(listener: StreamListener, endpoint: str) -> None:
-    with IvshmemChannel(endpoint, timeout_s=20) as channel:
-        request_id = channel.submit(InitRequest())
-        incoming = take(listener)
-        assert open_request(incoming.frames, 1000).request_id == request_id
 
 
 @each_row(
@@ -312,7 +285,6 @@ def test_a_second_client_is_refused_as_long_as_the_first_is_there(
         first.setblocking(False)
         with pytest.raises(BlockingIOError):
             first.recv(1)
-    _is_served(listener, endpoint)
 
 
 def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(

@@ -18,7 +18,6 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from protocol import native
-from protocol.channel import Exchange
 from protocol.connect import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import (
@@ -52,12 +51,6 @@ ASK = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
 
 def _zeros(request_id: int, elements: int = 4) -> list[Buffer]:
     return tensor_reply(request_id, torch.zeros(elements))
-
-
-def _only_connection() -> ScriptedChannel:
-    channel = ScriptedChannel()
-    channel.use_one_connection()
-    return channel
 
 
 def test_ids_begin_anywhere_and_go_on_from_there() -> None:
@@ -115,7 +108,8 @@ def test_a_late_reply_that_may_have_come_over_another_connection_is_not_taken(
     noted: list[str], after_ms: int, taken: bool
 ) -> None:
     """ZeroMQ connects again by itself, and hands what is queued to whoever is there then."""
-    channel = _only_connection()
+    channel = ScriptedChannel()
+    channel.use_one_connection()
     request_id = channel.submit(ASK)
     channel.script.extend([*noted, (_zeros(request_id), after_ms)])
     if taken:
@@ -158,14 +152,6 @@ def _reply(
 ) -> list[Buffer]:
     result = TensorReply(output=from_torch(output))
     return encode_reply(Form.FRAMED, request_id, method, result, TIMING)
-
-
-def _answered(answer: Callable[[int], list[Buffer]], prepared: PreparedRequest) -> Exchange:
-    """Start a request over a scripted channel, and take what comes for an answer."""
-    channel = ScriptedChannel()
-    request_id = channel.start(prepared, _payload())
-    channel.script.append((answer(request_id), 1))
-    return channel.wait(request_id)
 
 
 @each_row("layout", [REQUEST, REPLY])
@@ -246,9 +232,11 @@ WRONG: list[tuple[Callable[[int], list[Buffer]], type[TsqpError]]] = [
 def test_another_reply_is_refused(
     answer: Callable[[int], list[Buffer]], error: type[TsqpError]
 ) -> None:
-    prepared = _ring()
+    prepared, channel = _ring(), ScriptedChannel()
+    request_id = channel.start(prepared, _payload())
+    channel.script.append((answer(request_id), 1))
     with pytest.raises(error):
-        prepared.output(_answered(answer, prepared))
+        prepared.output(channel.wait(request_id))
 
 
 compiled_only = pytest.mark.skipif(native.library is None, reason="no compiled kernels")

@@ -224,12 +224,6 @@ def _submit(channel: ShmChannel, service: RawService) -> tuple[int, int]:
     return request_id, slot
 
 
-def _value(channel: ShmChannel, request_id: int) -> float:
-    response = channel.wait(request_id).response
-    assert isinstance(response, TensorReply)
-    return to_torch(response.output)[0].item()
-
-
 def _good(request_id: int, value: float = 1.0) -> list[bytes]:
     return [bytes(frame) for frame in tensor_reply(request_id, torch.full((8,), value))]
 
@@ -300,7 +294,9 @@ def test_a_reply_is_read_once_and_answers_its_own_request_alone(
     assert channel.arrived(request_id)
     start = service.lane._out[slot]
     service.lane._memory[start : start + 2**16] = b"\xff" * 2**16
-    assert _value(channel, request_id) == 5.0
+    response = channel.wait(request_id).response
+    assert isinstance(response, TensorReply)
+    assert to_torch(response.output)[0].item() == 5.0
     again = channel.submit(REQUEST)
     assert service.request()[0] == slot
     service.lane.put(slot, _good(request_id, 9.0))  # of before
