@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import linear
 
 from gpu_side.handler import RequestHandler
@@ -18,10 +16,9 @@ from protocol.messages import InitReply, InitRequest, ModuleName, Request, Tenso
 from protocol.seed import expand
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 
-CPU = torch.device("cpu")
 # By dtype how close a result is.
 FLOATS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SINGLE: tuple[ModuleName, ...] = (*ask.QKV, "o_proj", *ask.GATE_UP, "down_proj")
@@ -31,18 +28,13 @@ VOCAB, HIDDEN = SIZES["vocab_size"], SIZES["hidden_size"]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
+def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
+    return saved_model(attention_bias=True)
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> transformers.PreTrainedModel:
-    return make_model(directory, attention_bias=True)
-
-
-@pytest.fixture(scope="module")
-def weights(directory: Path, model: transformers.PreTrainedModel) -> ServiceWeights:
-    return load_weights(directory, device=CPU, dtype=torch.float32)
+def weights(model: SavedModel) -> ServiceWeights:
+    return load_weights(model.directory, device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +60,12 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def _modules(
-    model: transformers.PreTrainedModel, layer: int, names: Sequence[str]
-) -> list[torch.nn.Linear]:
-    block = model.model.layers[layer]
-    return [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in names]
-
-
 @each_row("names", MODULES)
 def test_linear_equals_torch(
-    operators: RequestHandler, model: transformers.PreTrainedModel, names: tuple[ModuleName, ...]
+    operators: RequestHandler, model: SavedModel, names: tuple[ModuleName, ...]
 ) -> None:
-    modules = _modules(model, 1, names)
+    block = model.reference.model.layers[1]
+    modules = [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in names]
     for dtype in FLOATS:
         for bias in (True, False):
             hidden = torch.randn(2, 3, modules[0].in_features).to(dtype)
@@ -223,7 +209,7 @@ def test_request_that_does_not_fit_is_refused(
 
 
 def test_ids_that_change_are_neither_checked_nor_used(
-    operators: RequestHandler, model: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    operators: RequestHandler, model: SavedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client can change them in shared memory: one beyond the table would read any memory."""
     ids = torch.tensor([3, 5])
@@ -235,7 +221,7 @@ def test_ids_that_change_are_neither_checked_nor_used(
 
     monkeypatch.setattr(operators._checker, "check_ids", changed_before)
     output = ask.answer(operators, ask.embedding(ids))
-    assert torch.equal(output, model.model.embed_tokens(torch.tensor([3, 5])))
+    assert torch.equal(output, model.reference.model.embed_tokens(torch.tensor([3, 5])))
 
 
 @each_row(

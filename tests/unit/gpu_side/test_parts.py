@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
 from protocol.messages import InitReply, InitRequest, Request
 from protocol.model.columns import Columns
 from tests.kit import ask
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.wire import part, segment
 
@@ -39,12 +40,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, settings in MODELS.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        make_model(found[name], **{"kind": name, **settings})
-    return found
+def models(saved_model: Callable[..., SavedModel]) -> dict[str, Path]:
+    found = {name: saved_model(**{"kind": name, **given}) for name, given in MODELS.items()}
+    return {name: saved.directory for name, saved in found.items()}
 
 
 def _load(directory: Path, columns: Columns = (0, 1), **settings: Any) -> ServiceWeights:

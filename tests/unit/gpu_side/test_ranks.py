@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +40,7 @@ from protocol.errors import (
 from protocol.messages import EmbeddingRequest, InitReply, InitRequest, Request, TensorReply
 from protocol.tensors import Buffer, to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.service import Service, running_service, until
 
@@ -62,10 +62,8 @@ def _requests(rows: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory, "llama", vocab_size=VOCAB, attention_bias=True)
-    return directory
+def model(saved_model: Callable[..., SavedModel]) -> Path:
+    return saved_model(vocab_size=VOCAB, attention_bias=True).directory
 
 
 @pytest.fixture
