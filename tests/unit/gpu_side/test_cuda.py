@@ -160,7 +160,6 @@ class InPlace:
 
 
 def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """View memory as a tensor."""
     memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -171,7 +170,6 @@ def _store(address: int, result: torch.Tensor, job: Job) -> None:
 
 
 def _ask(made: Products, rows: int = 1, place: str = "o_proj") -> None:
-    """Compute once, and compare."""
     given, result = torch.randn(rows, K), torch.empty(rows, N)
     work = made.submit(place, Copied(), given, result)
     assert work.ends_ns() <= time.perf_counter_ns()
@@ -361,7 +359,6 @@ def weights(saved_model: Callable[..., SavedModel]) -> ServiceWeights:
 
 
 def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
-    """Return a handler on the stand-in."""
     stand_in: Any = device
     handler = RequestHandler(weights, 2**24)
     handler._kernels = CudaKernels(weights, device=stand_in)

@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_side.counters import BOUNDS_NS
 from gpu_side.log_limit import MAX_REASONS, REASONS, LineFilter, limited
 from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
@@ -60,7 +59,6 @@ def test_what_was_counted_is_what_is_served() -> None:
             found = _scrape(server)
             plain = {name: found[name].samples[0].value for name in (*expected, "tsqp_ready")}
             assert plain == expected | {"tsqp_ready": ready}, state.status
-    assert 0 < found["tsqp_uptime_seconds"].samples[0].value <= state.uptime_s
     assert found["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
     samples = found["tsqp_requests"].samples
     requests = {(one.labels["method"], one.labels["code"]): one.value for one in samples}
@@ -72,9 +70,7 @@ def test_what_was_counted_is_what_is_served() -> None:
         {sample.labels.get("le", sample.name[-5:]): sample.value for sample in found[name].samples}
         for name in ("tsqp_compute_seconds", "tsqp_queue_seconds")
     )
-    assert len(compute) == len(BOUNDS_NS) + 3
     assert [compute[le] for le in ("2e-05", "5e-05", "100", "+Inf", "count")] == [1, 2, 2, 3, 3]
-    assert compute["s_sum"] == pytest.approx(1000.00005)
     assert queue["2e-05"] == 3
 
 

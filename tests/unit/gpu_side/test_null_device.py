@@ -102,7 +102,6 @@ LAST_ROW = {"lm_head": True, "outputs": torch.tensor([1])}
 
 @pytest.fixture
 def light(saved_model: Any, tmp_path: Path) -> Path:
-    """A model without its linear weights."""
     full = saved_model().directory
     shutil.copy(full / "config.json", tmp_path)
     tensors = load_file(full / "model.safetensors")

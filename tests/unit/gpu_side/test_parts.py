@@ -119,7 +119,6 @@ def test_what_is_not_held_is_unavailable(
     settings: dict[str, Any],
     answered: list[str],
 ) -> None:
-    """And what is held gives the numbers of a service that holds the model."""
     directory, given = models[name], dict(settings)
     whole = _whole_model(directory)
     if (holds := given.pop("holds", None)) is not None:
@@ -284,7 +283,6 @@ def test_a_damaged_directory_of_whole_layers_is_refused(
     ],
 )
 def test_a_damaged_marker_is_refused(tmp_path: Path, change: Any, field: str) -> None:
-    """`...` stands for a field that is not there."""
     path = tmp_path / PROVISION_FILE
     if isinstance(change, str):
         path.write_text(change)

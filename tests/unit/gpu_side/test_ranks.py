@@ -50,7 +50,6 @@ LIMIT = 2**20
 
 
 def _requests(rows: int) -> list[Request]:
-    """Return a request of each kind that ranks compute."""
     ids, down = torch.randint(0, VOCAB, (rows,)), ask.uniform(rows, BETWEEN)
     hidden = torch.randn(rows, HIDDEN)
     return [
@@ -177,8 +176,6 @@ def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
 
 
 class Asked:
-    """A GPU's work that ends when it is told to."""
-
     ends = False
 
     def ends_ns(self) -> int:
@@ -257,7 +254,6 @@ def _asked(channel: Channel, request: Request) -> torch.Tensor:
 
 
 def _rank_of(service: Service) -> int:
-    """Return the process that a service has started."""
     children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children")
     (pid,) = children.read_text(encoding="ascii").split()
     return int(pid)

@@ -361,8 +361,6 @@ def test_a_drain_finishes_what_was_picked_up_and_has_an_end(
 
 
 class Flood(Listener):
-    """A client that goes on sending."""
-
     def receive(self) -> Incoming | None:
         return incoming_request(1)
 

@@ -122,7 +122,6 @@ ORDER = re.compile(r"st\.global\S*|bar\.sync|atom\.global\.sys\.acq_rel\.add")
 
 
 def _show(kernel: Any, constants: dict[str, int], capability: int, what: object, **options: int):  # type: ignore[no-untyped-def]
-    """Compile a kernel, and print a line."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

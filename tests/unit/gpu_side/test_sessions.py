@@ -31,8 +31,6 @@ A, B = b"a", b"b"
 
 
 class Clock:
-    """Seconds that a test sets."""
-
     now = 100.0
 
     def __call__(self) -> float:

@@ -19,7 +19,6 @@ from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from protocol import native
 from protocol.connect import open_channel
-from protocol.encoding import encode_request
 from protocol.errors import (
     EndpointError,
     ErrorCode,
@@ -31,15 +30,13 @@ from protocol.errors import (
 from protocol.header_numbers import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
 from protocol.messages import (
     MAX_TIMING_US,
-    EmbeddingRequest,
-    LinearRequest,
     LMHeadRequest,
     RingLinearRequest,
     TensorReply,
     Timing,
 )
 from protocol.pending import OversizedRequestError
-from protocol.prepared import Preparable, PreparedRequest
+from protocol.prepared import PreparedRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, WireTensor, from_torch
 from tests.kit.rows import each_row
@@ -130,13 +127,6 @@ def _empty(dtype: str) -> WireTensor:
 
 
 RING = RingLinearRequest(layer_idx=3, module_names=("q_proj", "k_proj"), elements=_empty("int32"))
-HALF = _empty("bfloat16")
-LINEAR = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=HALF, bias=False)
-MESSAGES: list[tuple[Preparable, torch.dtype]] = [
-    (RING, torch.int32),
-    (LINEAR, torch.bfloat16),
-    (EmbeddingRequest(input_ids=_empty("int64"), dtype="float16"), torch.int64),
-]
 
 
 def _ring() -> PreparedRequest:
@@ -167,19 +157,6 @@ def test_a_header_that_is_laid_out_otherwise_is_not_split(layout: HeaderLayout) 
     assert layout.split(header) is None
     assert layout.split(header + longest) == (tuple(numbers), longest)
     assert layout.split(header + longest + b"x") is None
-
-
-@each_row(("message", "dtype"), MESSAGES)
-def test_a_started_request_has_the_bytes_of_a_submitted_one(
-    message: Preparable, dtype: torch.dtype
-) -> None:
-    channel, payload = ScriptedChannel(), _payload(dtype)
-    prepared = PreparedRequest(message, (ROWS, OUT), "float32")
-    # Not contiguous: it is sent in order all the same.
-    request_id = channel.start(prepared, payload.t().contiguous().t(), 1.5)
-    whole = prepared.request(payload)
-    assert channel.sent[0] == [bytes(frame) for frame in encode_request(whole, request_id, 1500)]
-    assert prepared.request_bytes == sum(map(len, channel.sent[0]))
 
 
 @each_row(

@@ -216,7 +216,6 @@ def channel(endpoint: str) -> Iterator[ShmChannel]:
 
 
 def _submit(channel: ShmChannel, service: RawService) -> tuple[int, int]:
-    """Send the first request; return its id and slot."""
     request_id = channel.submit(REQUEST)
     service.accept()
     slot, seen = service.request()

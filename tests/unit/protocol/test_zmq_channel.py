@@ -32,8 +32,6 @@ TOO_MANY = [b""] * (MAX_REPLY_FRAMES + 1)
 
 
 class Peer:
-    """A service that answers what the test tells it to."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -70,7 +68,6 @@ def channel(peer: Peer) -> Iterator[ZmqChannel]:
 
 
 def _asked(peer: Peer, channel: ZmqChannel, count: int = 1) -> list[int]:
-    """Have so many requests come to the peer."""
     ids = [channel.submit(REQUEST) for _ in range(count)]
     assert [peer.receive() for _ in ids] == ids
     return ids

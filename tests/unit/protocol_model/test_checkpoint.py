@@ -211,7 +211,6 @@ def test_weights_that_are_not_finite_are_named(directory: Path, value: float) ->
 
 
 def _mapped(directory: Path, **changes: Any) -> None:
-    """Write other files of tensors to the index."""
     index = json.loads((directory / INDEX_FILE).read_text())
     index["weight_map"] |= changes
     (directory / INDEX_FILE).write_text(json.dumps(index))
@@ -308,13 +307,11 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": LAYER
 
 @pytest.fixture
 def copy(saved_model: Models, tmp_path: Path) -> Path:
-    """A copy of a model to change."""
     return shutil.copytree(saved_model("qwen2").directory, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
 def original(saved_model: Models) -> str:
-    """The digest of the unchanged model."""
     return _digest(saved_model("qwen2").directory)
 
 

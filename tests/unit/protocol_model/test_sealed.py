@@ -78,7 +78,6 @@ def seals(tmp_path_factory: pytest.TempPathFactory) -> Seals:
 
 @pytest.fixture
 def changed(seals: Seals, tmp_path: Path) -> Path:
-    """A copy of the first seal, to change."""
     return shutil.copytree(seals.first, tmp_path / "sealed")
 
 

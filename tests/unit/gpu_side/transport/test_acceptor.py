@@ -32,7 +32,6 @@ def stack() -> Iterator[ExitStack]:
 
 
 def _arrivals(acceptor: Acceptor) -> list[socket.socket]:
-    """Wait until somebody comes."""
     assert select.select([acceptor.ready_fd], [], [], 10)[0]
     return acceptor.arrivals()
 

@@ -316,7 +316,6 @@ def test_large_bodies_wait_for_room_and_come_in_turn() -> None:
 
 
 def _that_reads_nothing(address: tuple[str, int]) -> socket.socket:
-    """Connect, with room for little that was sent and not read."""
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.settimeout(20)

@@ -41,7 +41,6 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZmqList
 
 @pytest.fixture
 def connect(listener: ZmqListener) -> Iterator[Connect]:
-    """Connect a client that may call itself something."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with ExitStack() as stack:
 
