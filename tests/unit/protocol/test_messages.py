@@ -417,6 +417,8 @@ def test_requests_of_one_header_have_one_kernel_and_few_headers_are_kept(
     assert reader.read(opened) == (linear(), kernel)
     _, other = reader.read(reader.open(encode_request(linear(4), 1, 1000)))
     assert other is not kernel
+    reader.read(reader.open([msgpack.packb(_inline("Linear"))]))
+    assert len(reader.known) == 2
     triples = itertools.product(get_args(ModuleName), repeat=3)
     for names, layer in itertools.islice(itertools.product(triples, range(4)), 3 * most):
         reader.read(reader.open(encode_request(linear(layer, names), 1, 1000)))

@@ -411,6 +411,15 @@ def test_a_request_before_the_last_reply_drops_the_client(
     _others_go_on(listener, endpoint)
 
 
+def test_a_slot_with_no_message_drops_the_client(
+    listener: StreamListener, client: RawClient, endpoint: str
+) -> None:
+    client.write_line(0, 1, 100)
+    client.wake_up()
+    assert is_dropped(listener, client.socket)
+    _others_go_on(listener, endpoint)
+
+
 def test_a_client_that_writes_over_flags_and_numbers_hurts_itself_alone(
     listener: StreamListener, client: RawClient, endpoint: str
 ) -> None:

@@ -323,6 +323,17 @@ def _that_reads_nothing(address: tuple[str, int]) -> socket.socket:
     return raw
 
 
+def test_a_client_that_does_not_read_gets_no_more_than_a_message() -> None:
+    with _listening(FRIEND, max_message_bytes=2**20) as (listener, address), ExitStack() as stack:
+        sent = []
+        for _ in range(4):
+            raw = stack.enter_context(_that_reads_nothing(address))
+            raw.sendall(_asks(BODY, f"Authorization: Bearer {FRIEND}"))
+            sent.append(listener.send(take(listener).route, [b"h", bytes(2**24)]))
+        assert sent[0]
+        assert not all(sent)
+
+
 @pytest.mark.parametrize("what", ["answers", "reply"])
 def test_a_client_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(http_gateway, "BODY_S", 0.1)

@@ -177,6 +177,19 @@ def test_a_zeromq_that_would_let_in_strangers_is_refused(
     ZmqListener(endpoint).close()
 
 
+def test_a_revoked_key_loses_its_connection_and_cannot_come_back(service: Service) -> None:
+    with _channel(service.endpoint) as friend:
+        friend.call(REQUEST)
+        service.listener.allow(frozenset({OTHER}))
+        allowed = [service.listener.is_allowed(key) for key in (FRIEND, OTHER, b"")]
+        assert allowed == [False, True, False]
+        with pytest.raises(EndpointError):
+            friend.call(REQUEST)
+        with pytest.raises(EndpointError, match="got a refusal of our key"):
+            friend.call(REQUEST)
+    assert len(service.clients) == 1
+
+
 def test_a_message_of_a_revoked_key_is_not_taken_even_before_the_cut(service: Service) -> None:
     with _channel(service.endpoint) as friend, _channel(service.endpoint, OTHER_SECRET) as other:
         friend.call(REQUEST)
