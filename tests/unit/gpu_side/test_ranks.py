@@ -175,17 +175,10 @@ def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
         ranks.join()
 
 
-class Asked:
-    ends = False
-
-    def ends_ns(self) -> int:
-        return 0 if self.ends else 2**63
-
-
 def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Asked()
+    work = SimpleNamespace(ends_ns=lambda: 2**63)
     with _joined(ranks) as together:
         kernels: Any = together._kernels
         reply = kernels._own.reply
@@ -202,7 +195,7 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     assert ranks.failure is not None
     with pytest.raises(RuntimeError, match="a rank: got no reply"):
         working.ends_ns()
-    work.ends = True
+    work.ends_ns = lambda: 0
     assert working.ends_ns() == 0
 
 
@@ -238,15 +231,6 @@ def test_which_rank_a_process_is(changes: dict[str, str], place: Place | None) -
 TWO = ("--tensor-parallel", "2")
 
 
-@contextmanager
-def _client(endpoint: str) -> Iterator[Channel]:
-    channel = open_channel(endpoint, timeout_s=30.0)
-    try:
-        yield channel
-    finally:
-        channel.close()
-
-
 def _asked(channel: Channel, request: Request) -> torch.Tensor:
     reply = channel.call(request).response
     assert isinstance(reply, TensorReply)
@@ -266,8 +250,8 @@ def test_two_processes_answer_as_one(model: Path, tmp_path: Path) -> None:
     with (
         running_service(model, f"unix://{tmp_path}/one", *layers) as one,
         running_service(model, f"unix://{tmp_path}/two", *layers, *TWO) as two,
-        _client(one.endpoint) as alone,
-        _client(two.endpoint) as together,
+        open_channel(one.endpoint, timeout_s=30.0) as alone,
+        open_channel(two.endpoint, timeout_s=30.0) as together,
     ):
         # 97 rows are more than one message between ranks holds.
         for rows in (1, 97, 1):
@@ -292,7 +276,7 @@ def test_ranks_end_together(model: Path, tmp_path: Path, how: str) -> None:
     impatient = "import gpu_side.ranks.head as head; head.COMPUTE_S = 1.0"
     with (
         running_service(model, f"unix://{tmp_path}/s", *TWO, before=impatient) as service,
-        _client(service.endpoint) as client,
+        open_channel(service.endpoint, timeout_s=30.0) as client,
     ):
         rank = _rank_of(service)
         if how == "rank killed":

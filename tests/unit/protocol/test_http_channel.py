@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply, open_request
+from gpu_side.encoding import open_request
 from protocol.errors import EndpointError, ErrorCode, KeyFileError, ProtocolError, SettingsError
 from protocol.http_access import HttpAccess, read_token
 from protocol.http_channel import HttpChannel
@@ -23,6 +23,7 @@ from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch, to_torch
 from tests.kit.http_proxy import certificate
 from tests.kit.rows import each_row
+from tests.kit.wire import tensor_reply
 
 TOKEN = "tsqp-" + "t" * 43
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(4)))
@@ -44,8 +45,7 @@ def _says(status: int, body: bytes = b"", *headers: str) -> Answer:
 def _good(body: bytes, instance: str = "aa") -> bytes:
     frames = frames_in(memoryview(bytearray(body)), "test", max_frames=64, max_message_bytes=2**30)
     opened = open_request(frames, 2**30)
-    reply = TensorReply(output=from_torch(torch.ones(4)))
-    sent = encode_reply(Form.FRAMED, opened.request_id, opened.method, reply)
+    sent = tensor_reply(opened.request_id, torch.ones(4))
     return _answer(200, b"".join(to_pieces(sent)[0]), f"TSQP-Instance: {instance}")
 
 

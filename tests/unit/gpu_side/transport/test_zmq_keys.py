@@ -16,16 +16,17 @@ import zmq
 from zmq.utils import z85
 
 from gpu_side.access import ServiceKeys
-from gpu_side.encoding import encode_reply, open_request
+from gpu_side.encoding import open_request
 from gpu_side.transport import zmq_listener
 from gpu_side.transport.zap import DOMAIN, ZapHandler
 from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.transport.zmq_names import Names
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
-from protocol.messages import LMHeadRequest, TensorReply
+from protocol.messages import LMHeadRequest
 from protocol.tensors import from_torch
 from protocol.zmq_channel import ZmqChannel
+from tests.kit.wire import tensor_reply
 
 # Of heartbeats, which are not the subject here: a busy machine must not end a connection.
 CALM_S = 60.0
@@ -58,13 +59,11 @@ class Service:
             self.failure = error
 
     def _answer_all(self) -> None:
-        reply = TensorReply(output=from_torch(torch.ones(2)))
         while self.listener.wait(wakeup=self._reader):
             while (incoming := self.listener.receive()) is not None:
                 self.clients.append(incoming.client)
                 opened = open_request(incoming.frames, 2**30)
-                frames = encode_reply(opened.form, opened.request_id, opened.method, reply)
-                self.listener.send(incoming.route, frames)
+                self.listener.send(incoming.route, tensor_reply(opened.request_id, torch.ones(2)))
 
     def has_ended(self) -> bool:
         self._thread.join(30)
