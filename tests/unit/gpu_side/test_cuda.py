@@ -217,7 +217,7 @@ def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -
     _ask(made)
     before = dict(device.reached)
     with pytest.raises(RuntimeError, match="canary"):
-        made.submit("down_proj", product, torch.ones(1, K), torch.empty(1, N))  # type: ignore[arg-type]
+        made.submit("down_proj", product, torch.ones(1, K), torch.empty(1, N))
     assert device.waits == 1
     _ask(made)
     assert device.reached == before

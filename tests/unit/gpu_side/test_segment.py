@@ -252,19 +252,3 @@ def test_what_lies_between_and_the_reply_are_bounded(model: Model) -> None:
             client.ask(request)
         assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
     assert client.ask(segment(hidden, [part(1, 0, 5)], WHOLE)).shape == hidden.shape
-
-
-def test_numbers_are_read_again_for_a_header_that_is_known(client: Client, model: Model) -> None:
-    """A kernel serves all requests with its header, whose parts and outputs differ."""
-    ids = _ids(2)
-    h_TD = model.embedded(ids)
-    first = segment(h_TD[:1], [part(1, 0, 1)], WHOLE, lm_head=True)
-    kernel = client.handler.prepare(first)
-    kernel(first, None)
-    second = segment(h_TD[1:], [part(1, 1, 1)], WHOLE, lm_head=True)
-    client.handler.prepare = lambda _: kernel  # type: ignore[method-assign]
-    client.name = b""
-    FLOAT32_LOGITS.check(client.ask(second), model.logits(ids)[1:])
-    wrong = segment(h_TD[1:], [part(1, 1, 2)], WHOLE, lm_head=True)
-    with pytest.raises(ProtocolError, match="2 rows"):
-        client.ask(wrong)

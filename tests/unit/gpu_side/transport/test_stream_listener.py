@@ -86,21 +86,16 @@ def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
         raw_socket(endpoint).close()
 
 
-def test_it_tells_that_a_client_has_gone(
-    listener: StreamListener, endpoint: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_tells_that_a_client_has_gone(listener: StreamListener, endpoint: str) -> None:
     gone: list[bytes] = []
     listener.on_gone = gone.append
     with raw_socket(endpoint) as client, raw_socket(endpoint) as other:
         [name], [another] = (request_of(listener, one) for one in (client, other))
         assert gone == []
-        client.sendall(b"canary canary" + b"\xff" * 64)
+        client.sendall(b"\xff" * 64)
         look_until_refused(listener, 1)
         assert client.recv(100) == b""
         assert gone == [name]
-    (record,) = caplog.records
-    assert record.getMessage() == "dropped"
-    assert "canary" not in str(vars(record))
     assert not listener.wait(timeout_ms=100)
     assert gone == [name, another]
     # A request of its that waited has left something since, perhaps.
