@@ -5,6 +5,7 @@ Every architecture, bfloat16 and steps of a batch are compared in tests/equivale
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gpu_side.session_settings import SessionSettings
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError
 from tests.equivalence.tolerances import FLOAT32_LOGITS
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.wire import Client, part, segment
 
@@ -35,24 +36,13 @@ def _weights(directory: Path) -> ServiceWeights:
     return load_weights(directory, device=CPU, dtype=torch.float32)
 
 
-class Model:
-    """A model on disk, transformers' copy of it, and the embeddings of some token ids."""
+def _embedded(model: SavedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.reference.model.embed_tokens(ids).detach()
 
-    def __init__(self, directory: Path, kind: str = "llama", **overrides: Any) -> None:
-        self.directory = directory
-        self.reference = make_model(directory, kind, **overrides)
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self.reference(ids[None]).logits[0].float()
-
-    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self.reference.model.embed_tokens(ids)
-
-    def client(self) -> Client:
-        settings = SessionSettings(bytes=2**24)
-        return Client(RequestHandler(_weights(self.directory), LIMIT, sessions=settings))
+def _client(model: SavedModel) -> Client:
+    settings = SessionSettings(bytes=2**24)
+    return Client(RequestHandler(_weights(model.directory), LIMIT, sessions=settings))
 
 
 def _ids(count: int = TOKENS, seed: int = 0) -> torch.Tensor:
@@ -61,13 +51,8 @@ def _ids(count: int = TOKENS, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def client(model: Model) -> Client:
-    return model.client()
+def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
+    return saved_model()
 
 
 @pytest.fixture
@@ -94,11 +79,11 @@ def _in_chunks(client: Client, h_TD: torch.Tensor, *ends: int, **fields: Any) ->
     [("llama", {"num_key_value_heads": 1}), ("mistral", {"sliding_window": 7})],
 )
 def test_logits_equal_transformers_however_a_prompt_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, overrides: dict[str, Any]
+    saved_model: Callable[..., SavedModel], kind: str, overrides: dict[str, Any]
 ) -> None:
-    model = Model(tmp_path_factory.mktemp("model"), kind, **overrides)
+    model = saved_model(kind, **overrides)
     ids = _ids()
-    expected, h_TD, client = model.logits(ids), model.embedded(ids), model.client()
+    expected, h_TD, client = model.logits(ids.tolist()), _embedded(model, ids), _client(model)
     for ends in ([TOKENS], [11, TOKENS], [9, 10, 11, 19, TOKENS]):
         FLOAT32_LOGITS.check(_in_chunks(client, h_TD, *ends), expected)
 
@@ -117,21 +102,21 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
     ],
 )
 def test_rope_that_depends_on_the_length(
-    tmp_path_factory: pytest.TempPathFactory, rope: dict[str, Any]
+    saved_model: Callable[..., SavedModel], rope: dict[str, Any]
 ) -> None:
     rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 16} | rope
     overrides = {"rope_parameters": rope, "max_position_embeddings": 20}
     if rope["rope_type"] == "dynamic":
         del rope["original_max_position_embeddings"]
-    model = Model(tmp_path_factory.mktemp("model"), **overrides)
+    model = saved_model(**overrides)
     # The whole at once, as transformers has it: longer than the model was trained with, or not.
     for count in (12, 20):
         ids = _ids(count)
-        found = _in_chunks(model.client(), model.embedded(ids), 7, count)
-        FLOAT32_LOGITS.check(found, model.logits(ids))
+        found = _in_chunks(_client(model), _embedded(model, ids), 7, count)
+        FLOAT32_LOGITS.check(found, model.logits(ids.tolist()))
 
 
-def _with_window(model: Model, ids: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
+def _with_window(model: SavedModel, ids: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
     """Return transformers' logits with a mask of ours: absolute positions, what is seen written."""
     back = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
     seen = (back >= 0) & ((back < recent) | (torch.arange(len(ids)) < sinks))
@@ -148,21 +133,23 @@ def _dropped_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small_blocks", "_dropped_soon")
 @each_row(("sinks", "recent"), [(2, 6), (0, 5), (4, 1)])
-def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, recent: int) -> None:
+def test_a_token_attends_to_sinks_and_recent_ones(
+    model: SavedModel, sinks: int, recent: int
+) -> None:
     ids = _ids(32)
-    expected, h_TD = _with_window(model, ids, sinks, recent), model.embedded(ids)
+    expected, h_TD = _with_window(model, ids, sinks, recent), _embedded(model, ids)
     for ends in ([32], [9, 20, *range(21, 33)]):
-        found = _in_chunks(model.client(), h_TD, *ends, sinks=sinks, recent=recent)
+        found = _in_chunks(_client(model), h_TD, *ends, sinks=sinks, recent=recent)
         FLOAT32_LOGITS.check(found, expected)
-    assert (expected - model.logits(ids)).abs().max() > 0.1
+    assert (expected - model.logits(ids.tolist())).abs().max() > 0.1
 
 
 @pytest.mark.usefixtures("_dropped_soon")
-def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Model) -> None:
+def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: SavedModel) -> None:
     window: dict[str, Any] = {"sinks": 2, "recent": 8}
     ids = _ids(60)
-    h_TD, expected = model.embedded(ids), _with_window(model, ids, 2, 8)
-    whole = model.logits(ids)
+    h_TD, expected = _embedded(model, ids), _with_window(model, ids, 2, 8)
+    whole = model.logits(ids.tolist())
     for session, start, fields, found in (
         # As far as a step goes back, and the same again.
         *[(1, 48, window, expected)] * 2,
@@ -176,7 +163,7 @@ def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Mod
         (1, 48, {"sinks": 2, "recent": 30}, None),
         (1, 48, {"sinks": 3, "recent": 8}, None),
     ):
-        client = model.client()
+        client = _client(model)
         _in_chunks(client, h_TD, 30, 48, 49, 50, **window)
         numbers = [part(session, start, 60 - start, parent=session - 1)]
         request = segment(h_TD[start:], numbers, WHOLE, lm_head=True, **fields)
@@ -227,9 +214,9 @@ CONTEXT = SIZES["max_position_embeddings"]
     ],
 )
 def test_a_request_that_does_not_fit_changes_nothing(
-    model: Model, parts: list[list[int]], fields: dict[str, Any], message: str
+    model: SavedModel, parts: list[list[int]], fields: dict[str, Any], message: str
 ) -> None:
-    client = model.client()
+    client = _client(model)
     expected = client.ask(segment(HIDDEN, ROWS, WHOLE))
     given = {"hidden": HIDDEN, "layers": WHOLE} | fields
     with pytest.raises(ProtocolError, match=message) as caught:
@@ -241,7 +228,7 @@ def test_a_request_that_does_not_fit_changes_nothing(
     assert torch.equal(client.ask(segment(HIDDEN, ROWS, WHOLE)), expected)
 
 
-def test_what_lies_between_and_the_reply_are_bounded(model: Model) -> None:
+def test_what_lies_between_and_the_reply_are_bounded(model: SavedModel) -> None:
     widest = 2 * SIZES["intermediate_size"] * 4
     for limit, rows, outputs in ((4 * widest, 5, 1), (5 * widest, 5, 5)):
         client = Client(RequestHandler(_weights(model.directory), limit))

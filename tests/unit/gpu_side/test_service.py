@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -45,28 +45,8 @@ def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> t
     return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
 
 
-@each_row(
-    ("asked", "exact", "expected"),
-    [("int8", True, ("int8",)), ("float", False, ("float",)), ("both", False, ("float",))],
-)
-def test_what_is_held_where_int8_products_are_exact_and_where_not(
-    model: Path,
-    caplog: pytest.LogCaptureFixture,
-    asked: Literal["float", "int8", "both"],
-    exact: bool,
-    expected: tuple[str, ...],
-) -> None:
-    caplog.clear()
-    settings, config = ServiceSettings(model, "", arithmetic=asked), read_config(model)
-    with pytest.MonkeyPatch.context() as patch:
-        if not exact:
-            patch.setattr(torch, "_int_mm", _inexact)
-        assert _arithmetic(settings, config, torch.device("cpu")) == expected
-    assert caplog.messages == ["no_int8"] * (asked == "both" and not exact)
-
-
 def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(torch, "_int_mm", _inexact)
@@ -81,6 +61,11 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    # One that is not told so holds floats, and says why.
+    settings = ServiceSettings(model, "", arithmetic="both")
+    caplog.clear()
+    assert _arithmetic(settings, read_config(model), torch.device("cpu")) == ("float",)
+    assert caplog.messages == ["no_int8"]
 
 
 def test_what_is_known_of_its_listener_and_logged_while_it_serves(
