@@ -9,8 +9,10 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -126,15 +128,8 @@ def test_limits_of_the_queue(
     assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
 
 
-@pytest.fixture
-def listener(tmp_path: Path) -> Any:
-    made = ZmqListener(f"ipc://{tmp_path}/s", keys=ServiceKeys(SECRET, frozenset({FRIEND})))
-    yield made
-    made.close()
-
-
 def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
-    listener: ZmqListener, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It may be on a disk of the network that hangs."""
     reading, going_on = threading.Event(), threading.Event()
@@ -146,7 +141,12 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
 
     monkeypatch.setattr(allow_list_reload, "read_allow_list", hangs)
     monkeypatch.setattr(allow_list_reload, "_ENDING_S", 0.0)
-    with _stop_signals() as stop, rereads_list(listener.allow, Path("allow")):
+    keys = ServiceKeys(SECRET, frozenset({FRIEND}))
+    with (
+        closing(ZmqListener(f"ipc://{tmp_path}/s", keys=keys)) as listener,
+        _stop_signals() as stop,
+        rereads_list(listener.allow, Path("allow")),
+    ):
         os.kill(os.getpid(), signal.SIGHUP)
         assert reading.wait(30)
         # It is not our loop's business.
@@ -166,26 +166,13 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
 
 
 def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
-    listener: ZmqListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lists = iter([MemoryError(), frozenset({OTHER})])
-    allowed, told = [], threading.Event()
-
-    def fails_once(_: Path) -> frozenset[bytes]:
-        found = next(lists)
-        if isinstance(found, MemoryError):
-            raise found
-        return found
-
-    def allow(found: frozenset[bytes]) -> None:
-        allowed.append(found)
-        told.set()
-
-    monkeypatch.setattr(allow_list_reload, "read_allow_list", fails_once)
-    with _stop_signals(), rereads_list(allow, Path("allow")):
+    lists, allowed = [MemoryError(), frozenset({OTHER})], SimpleQueue[frozenset[bytes]]()
+    monkeypatch.setattr(allow_list_reload, "read_allow_list", Mock(side_effect=lists))
+    with _stop_signals(), rereads_list(allowed.put, Path("allow")):
         os.kill(os.getpid(), signal.SIGHUP)
         until(lambda: "allow_list_unchanged" in caplog.messages)
-        assert allowed == []
+        assert allowed.empty()
         os.kill(os.getpid(), signal.SIGHUP)
-        assert told.wait(30)
-    assert allowed == [frozenset({OTHER})]
+        assert allowed.get(timeout=30) == {OTHER}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -156,10 +156,8 @@ def test_patience_is_short_and_one_for_all_connections(
     assert listener._patience.left_s(0.0) <= 0
     with raw_socket(endpoint) as again:
         route = request_of(listener, again)
-        # It must not be asked any more; the stand-in cannot be.
-        real = listener._epoll
-        never = SimpleNamespace(modify=real.modify, register=real.register, close=real.close)
-        monkeypatch.setattr(listener, "_epoll", never)
+        never = Mock(side_effect=AssertionError("a client is waited for"))
+        monkeypatch.setattr(listener, "_epoll", Mock(wraps=listener._epoll, poll=never))
         assert listener.send(route, HUGE)
 
 
