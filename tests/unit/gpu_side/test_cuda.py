@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,10 +210,7 @@ def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.Monk
 
 
 def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -> None:
-    def fails(job: Job, rows: int) -> None:
-        raise RuntimeError("canary")
-
-    device, product = Device(), SimpleNamespace(in_place=fails)
+    device, product = Device(), SimpleNamespace(in_place=Mock(side_effect=RuntimeError("canary")))
     made = device.products()
     _ask(made)
     before = dict(device.reached)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,11 +210,8 @@ def test_ids_that_change_are_neither_checked_nor_used(
 def test_what_would_be_over_the_limit_is_refused_before_it_is_allocated(
     weights: ServiceWeights, case: Request, size: int
 ) -> None:
-    def never(seed: bytes, count: int) -> bytearray:
-        raise AssertionError("expanded")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.messages.expand", never)
+        patch.setattr("protocol.messages.expand", Mock(side_effect=AssertionError("expanded")))
         error = _refused(RequestHandler(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     most = min(size - 1, MAX_TENSOR_BYTES)

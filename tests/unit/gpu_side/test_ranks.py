@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -163,10 +164,7 @@ def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
 def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: object) -> None:
-        raise RuntimeError("a rank that does not come")
-
-    monkeypatch.setattr(head, "Group", gone)
+    monkeypatch.setattr(head, "Group", Mock(side_effect=RuntimeError("a rank that does not come")))
     ranks._stop.requested = True
     assert not ranks.join()
     assert ranks.failure is None

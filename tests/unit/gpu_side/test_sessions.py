@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -201,11 +202,8 @@ def test_the_least_recently_used_makes_room_of_its_own_client_first() -> None:
 def test_a_device_without_memory_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = _sessions()
 
-    def full(*_: object, **__: object) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", full)
+        patch.setattr(torch, "empty", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError), _running(sessions, A, _part(1, 0, 1)):
             pass
     assert sessions.totals == SessionTotals()
@@ -323,13 +321,10 @@ def test_a_damaged_file_is_a_session_that_is_lost(
 
 @each_row("error", [OSError("full"), OverflowError()])
 def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Exception) -> None:
-    def fails(*_: object) -> None:
-        raise error
-
     sessions = _sessions(1, spill=tmp_path)
     _run(sessions, A, _part(1, 0, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpilledSession, "_write", fails)
+        patch.setattr(SpilledSession, "_write", Mock(side_effect=error))
         _run(sessions, A, _part(2, 0, 1))
     assert sessions.totals == SessionTotals(1, UNIT)
     assert _known(sessions, A, 1) == []

@@ -7,6 +7,7 @@ import socket
 import struct
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -218,11 +219,8 @@ def test_the_room_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     DeviceMemory(str(path))
     assert path.stat().st_blocks * 512 >= SIZE
 
-    def full(file: int, offset: int, size: int) -> None:
-        raise OSError(28, "no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "no room")))
         with pytest.raises(EndpointError, match="got No space left on device"):
             DeviceMemory(str(path))
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -134,13 +135,10 @@ def test_what_is_no_message_is_refused_before_memory_is_taken(
 def test_a_message_larger_than_the_memory_that_is_left_is_refused(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    def exhausted(*_: object) -> None:
-        raise MemoryError
-
     left, right = socket.socketpair()
     with left, right, monkeypatch.context() as patch:
         reader = _reader(right)
-        patch.setattr(MemoryPool, "take", exhausted)
+        patch.setattr(MemoryPool, "take", Mock(side_effect=MemoryError))
         left.sendall(struct.pack("<IQ", 1, size).ljust(64, b"\0") + bytes(min(size, COPY_BYTES)))
         with pytest.raises(ProtocolError, match=r"message from peer: got .* into memory") as info:
             reader.read()
@@ -309,11 +307,8 @@ def test_an_interrupt_while_a_request_is_written_ends_the_connection(
     """How much of it the service has got is not known: nothing may follow it."""
     channel.submit(InitRequest())
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(channel._writer, "send", interrupted)
+        patched.setattr(channel._writer, "send", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             channel.submit(InitRequest())
     assert channel._socket is None

@@ -249,14 +249,11 @@ def test_a_client_for_which_there_is_no_memory_is_turned_away(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def exhausted(*_: object) -> None:
-        raise MemoryError
-
     monkeypatch.setattr(acceptor, "_ACCEPT_AGAIN_S", 0.0)
     # It has left: there is room for another one.
     monkeypatch.setattr(listener._acceptor, "_max_clients", 1)
     with raw_socket(endpoint) as unlucky, monkeypatch.context() as patched:
-        patched.setattr(stream_listener, "Client", exhausted)
+        patched.setattr(stream_listener, "Client", Mock(side_effect=MemoryError))
         unlucky.sendall(request_bytes())
         look_until_refused(listener, 1)
         with pytest.raises(ConnectionResetError):
@@ -274,12 +271,11 @@ def test_where_no_client_is_let_in_any_more_the_listener_says_so(
 ) -> None:
     """Also to who waits without an end; what had come by then was handed out."""
 
-    def fail(_: int) -> None:
-        raise RuntimeError("a bug")
-
     with raw_socket(endpoint) as client, raw_socket(endpoint) as probing:
         request_of(listener, client)
-        monkeypatch.setattr(listener._acceptor, "_classify", fail)
+        monkeypatch.setattr(
+            listener._acceptor, "_classify", Mock(side_effect=RuntimeError("a bug"))
+        )
         probing.sendall(PROBE)
         with pytest.raises(EndpointError, match="got no thread that lets clients in"):
             listener.wait()

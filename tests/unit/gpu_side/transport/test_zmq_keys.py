@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,16 +184,13 @@ def test_a_message_of_a_revoked_key_is_not_taken_even_before_the_cut(service: Se
 def test_a_cut_after_which_the_address_cannot_be_bound_ends_the_service(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(_: zmq.Socket[bytes], address: str) -> object:
-        raise zmq.ZMQError(errno.EADDRINUSE)
-
     listener = ZmqListener(endpoint, keys=KEYS)
     assert listener._zap_handler is not None
     listener._zap_handler._answer(_asked())
     monkeypatch.setattr(zmq_listener, "_REBIND_S", 0.01)
     listener.allow(frozenset({OTHER}))
     with monkeypatch.context() as patch:
-        patch.setattr(zmq.Socket, "bind", taken)
+        patch.setattr(zmq.Socket, "bind", Mock(side_effect=zmq.ZMQError(errno.EADDRINUSE)))
         with pytest.raises(EndpointError, match="the address that was ours a moment ago") as info:
             listener.receive()
     assert info.value.got == "Address already in use"
