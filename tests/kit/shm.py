@@ -44,14 +44,6 @@ class RawClient:
         assert self.lane.put(slot, frames) is not None
         self.wake_up()
 
-    def put_bytes(self, slot: int, message: bytes, claimed: int | None = None) -> None:
-        """Put any bytes there as a message of any size."""
-        start = self.lane._out[slot]
-        self.lane._memory[start : start + len(message)] = message
-        self.lane._put += 1
-        self.write_line(slot, self.lane._put, len(message) if claimed is None else claimed)
-        self.wake_up()
-
     def write_line(self, slot: int, number: int, size: int) -> None:
         """Say what is in a slot."""
         write_line(self.lane, slot, number, size, of_client=True)

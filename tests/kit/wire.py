@@ -19,7 +19,7 @@ import zmq
 
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.transport.listener import Incoming
+from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.stream_listener import StreamListener
 from protocol.encoding import Reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
@@ -187,13 +187,18 @@ def slow_reader(raw: socket.socket) -> tuple[threading.Thread, bytearray]:
     return threading.Thread(target=read), received
 
 
+def take(listener: Listener) -> Incoming:
+    """Return the message that comes."""
+    assert listener.wait(timeout_ms=20_000), "no message came"
+    incoming = listener.receive()
+    assert incoming is not None
+    return incoming
+
+
 def request_of(listener: StreamListener, raw: socket.socket) -> tuple[bytes, ...]:
     """Send a request, and return the route of its reply."""
     raw.sendall(request_bytes())
-    assert listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    return incoming.route
+    return take(listener).route
 
 
 def wait_and_take(listener: StreamListener) -> Incoming | None:

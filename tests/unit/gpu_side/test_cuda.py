@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import gpu_side.cuda
+from gpu_side import transfer
 from gpu_side.cuda import products
 from gpu_side.cuda.check import check_ring
 from gpu_side.cuda.kernels import CudaKernels
@@ -26,14 +28,12 @@ from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
 from gpu_side.cuda.tiles import Tile
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.replies import Working
+from gpu_side.transfer import PinnedStaging, Queued
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
 from protocol.integer import exact_product
-from protocol.messages import (
-    Timing,
-)
+from protocol.messages import Timing
 from protocol.shared_memory import SlotMemory, adopt, create
 from protocol.stream_wire import layout
 from protocol.tensors import to_torch
@@ -130,9 +130,6 @@ class Device:
         return Products(stand_in, (K * 4, N * 4))
 
 
-# ------------------------------------------------------------------------------------- products
-
-
 class Copied:
     """A product that needs its rows on the device."""
 
@@ -164,7 +161,6 @@ class InPlace:
 
 
 def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """View memory as a tensor."""
     memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -174,13 +170,7 @@ def _store(address: int, result: torch.Tensor, job: Job) -> None:
     job.flag[0] = 1
 
 
-def _is_pending(work: Working) -> bool:
-    now_ns = time.perf_counter_ns()
-    return work.ends_ns() > now_ns
-
-
 def _ask(made: Products, rows: int = 1, place: str = "o_proj") -> None:
-    """Compute once, and compare."""
     given, result = torch.randn(rows, K), torch.empty(rows, N)
     work = made.submit(place, Copied(), given, result)
     assert work.ends_ns() <= time.perf_counter_ns()
@@ -219,25 +209,16 @@ def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.Monk
     assert device.attempts == 5
 
 
-class Fails(Copied):
-    """A product that does not get as far."""
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("canary")
-
-
 def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -> None:
-    in_place: Any = SimpleNamespace(in_place=lambda job, rows: Fails()(job))
-    for product in (Fails(), in_place):
-        device = Device()
-        made = device.products()
-        _ask(made)
-        before = dict(device.reached)
-        with pytest.raises(RuntimeError, match="canary"):
-            made.submit("down_proj", product, torch.ones(1, K), torch.empty(1, N))
-        assert device.waits == 1
-        _ask(made)
-        assert device.reached == before
+    device, product = Device(), SimpleNamespace(in_place=Mock(side_effect=RuntimeError("canary")))
+    made = device.products()
+    _ask(made)
+    before = dict(device.reached)
+    with pytest.raises(RuntimeError, match="canary"):
+        made.submit("down_proj", product, torch.ones(1, K), torch.empty(1, N))
+    assert device.waits == 1
+    _ask(made)
+    assert device.reached == before
 
 
 class Client:
@@ -264,7 +245,8 @@ def test_a_slot_is_used_in_place(rows: int, at_once: int) -> None:
             given.normal_()
             result.fill_(-1)
             works.append(made.submit("o_proj", product, given[:rows], result[:rows], slot))
-            assert _is_pending(works[-1])
+            now_ns = time.perf_counter_ns()
+            assert works[-1].ends_ns() > now_ns
             assert (result == -1).all()
         device.done = True
         device.go_on()
@@ -275,22 +257,6 @@ def test_a_slot_is_used_in_place(rows: int, at_once: int) -> None:
             assert work.ends_ns() <= time.perf_counter_ns()
     # One graph serves all slots, but each request under way has its own.
     assert (device.attempts, device.copies_in, product.jobs) == (at_once, 0, 8)
-
-
-def test_copies_of_requests_under_way_do_not_share_memory() -> None:
-    device = Device()
-    made, results = device.products(), [torch.full((1, N), -1.0) for _ in range(2)]
-    given, works = torch.empty(1, K), []
-    device.done = False
-    for number, result in enumerate(results):
-        given.fill_(number)  # the rows may go at once
-        works.append(made.submit("o_proj", Copied(), given, result))
-    assert all(map(_is_pending, works))
-    assert all((result == -1).all() for result in results)
-    device.done = True
-    for number, (work, result) in enumerate(zip(works, results, strict=True)):
-        assert work.ends_ns() <= time.perf_counter_ns()
-        assert torch.equal(result, Copied()(torch.full((1, K), float(number))))
 
 
 @each_row(
@@ -365,9 +331,6 @@ def test_slots_are_reached_up_to_bounds_and_taken_back_when_their_memory_goes(
     assert (refusing.registrations, caplog.messages) == (1, ["not_registered"])
 
 
-# -------------------------------------------------------------------------------------- kernels
-
-
 def _do_job(job: Job, rows: int, weight: torch.Tensor, tile: object) -> None:
     source, target, count = job.table.tolist()
     given = _at(source, torch.int32, count, weight.shape[1])
@@ -394,7 +357,6 @@ def weights(saved_model: Callable[..., SavedModel]) -> ServiceWeights:
 
 
 def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
-    """Return a handler on the stand-in."""
     stand_in: Any = device
     handler = RequestHandler(weights, 2**24)
     handler._kernels = CudaKernels(weights, device=stand_in)
@@ -404,12 +366,7 @@ def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
     return handler
 
 
-def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    exact = expected.dtype is torch.int32
-    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
-
-
-@each_row(("rows", "reached"), [(1, True), (33, True), (1, False), (33, False)])
+@each_row(("rows", "reached"), [(1, True), (33, True), (33, False)])
 def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
     rows: int, reached: bool, weights: ServiceWeights
 ) -> None:
@@ -424,7 +381,7 @@ def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
         assert work is not None
         work.ends_ns()
         output = reply.output
-        _assert_same(to_torch(output), ask.answer(here, request))
+        torch.testing.assert_close(to_torch(output), ask.answer(here, request))
         # Elements in any number of rows, floats in many; where the reply will lie in the slot.
         integer = output.dtype == "int32"
         in_place = reached and (integer or rows == 33)
@@ -476,3 +433,75 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
         patch.setitem(sys.modules, "gpu_side.cuda.ring", ring)
         with pytest.raises(KernelError, match=said):
             check_ring(CPU)
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Pinned:
+    """Stands in for pinned memory, and for a device that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+        self.done = False
+        self.events = 0
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        self.made.append(torch.empty(shape, dtype=dtype))
+        return self.made[-1]
+
+    def record(self, device: torch.device) -> Pinned:
+        assert device.type == "cpu"
+        self.events += 1
+        return self
+
+    def query(self) -> bool:
+        return self.done
+
+    def staging(self) -> PinnedStaging:
+        return PinnedStaging(torch.device("cpu"), empty=self.empty, record=self.record)
+
+
+@each_row("dtype", DTYPES)
+def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) -> None:
+    pinned, sent = Pinned(), torch.randn(3, 4)
+    expected = sent.clone()
+    there = pinned.staging().to_device(sent, dtype)
+    sent.zero_()  # its memory is another request's by then
+    (staged,) = pinned.made
+    assert (there.dtype, staged.dtype) == (dtype, torch.float32)
+    assert torch.equal(there, expected.to(dtype))
+    assert torch.equal(staged, expected)
+    assert pinned.events == 0
+
+
+@each_row("dtype", DTYPES)
+def test_what_comes_back_is_pinned_converted_and_of_its_own(dtype: torch.dtype) -> None:
+    pinned, output = Pinned(), torch.randn(3, 4)
+    staging = pinned.staging()
+    here, work = staging.to_host(output, dtype)
+    staging.to_host(torch.zeros(3, 4), dtype)
+    assert here.data_ptr() == pinned.made[0].data_ptr()
+    assert torch.equal(here, output.to(dtype))
+    assert pinned.events == 2
+    assert work is not None
+    now_ns = time.perf_counter_ns()
+    assert work.ends_ns() > now_ns  # ask again then
+
+
+def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, pinned, ended = 1_000, Pinned(), list[int]()
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(perf_counter_ns=lambda: now))
+    work = Queued(pinned, 300.0, lambda: ended.append(now))
+    for taken_ns, again_ns in ((0, 1), (299_999, 1), (300_000, 50_000), (8_000_000, 1_000_000)):
+        now = 1_000 + taken_ns
+        assert work.ends_ns() == now + again_ns
+    assert not ended
+    pinned.done, now = True, 9_000_000
+    assert work.ends_ns() == 9_000_000
+    # It is not asked any more.
+    pinned.done, now = False, 10_000_000
+    assert work.ends_ns() == 9_000_000
+    assert ended == [9_000_000]

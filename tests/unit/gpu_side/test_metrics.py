@@ -9,8 +9,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_side.counters import BOUNDS_NS, Histogram
-from gpu_side.log_limit import LIMITS, MAX_REASONS, REASONS, LineFilter, LineLimit, limited
+from gpu_side.log_limit import MAX_REASONS, REASONS, LineFilter, limited
 from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
@@ -26,14 +25,6 @@ def _scrape(server: MetricsServer) -> dict[str, Metric]:
         text = answer.read().decode()
     assert "canary" not in text
     return {family.name: family for family in text_string_to_metric_families(text)}
-
-
-def test_a_bound_belongs_to_its_bucket() -> None:
-    assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (20_000, 100 * 10**9)
-    for ns, bucket in ((0, 0), (20_000, 0), (20_001, 1), (10**11, 20), (10**11 + 1, 21)):
-        histogram = Histogram()
-        histogram.add(ns)
-        assert histogram.cumulative() == [0] * bucket + [1] * (22 - bucket), ns
 
 
 def test_what_was_counted_is_what_is_served() -> None:
@@ -68,7 +59,6 @@ def test_what_was_counted_is_what_is_served() -> None:
             found = _scrape(server)
             plain = {name: found[name].samples[0].value for name in (*expected, "tsqp_ready")}
             assert plain == expected | {"tsqp_ready": ready}, state.status
-    assert 0 < found["tsqp_uptime_seconds"].samples[0].value <= state.uptime_s
     assert found["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
     samples = found["tsqp_requests"].samples
     requests = {(one.labels["method"], one.labels["code"]): one.value for one in samples}
@@ -80,9 +70,7 @@ def test_what_was_counted_is_what_is_served() -> None:
         {sample.labels.get("le", sample.name[-5:]): sample.value for sample in found[name].samples}
         for name in ("tsqp_compute_seconds", "tsqp_queue_seconds")
     )
-    assert len(compute) == len(BOUNDS_NS) + 3
     assert [compute[le] for le in ("2e-05", "5e-05", "100", "+Inf", "count")] == [1, 2, 2, 3, 3]
-    assert compute["s_sum"] == pytest.approx(1000.00005)
     assert queue["2e-05"] == 3
 
 
@@ -105,21 +93,6 @@ def test_an_address(text: str, expected: tuple[str, int] | None) -> None:
         return
     with pytest.raises(SettingsError, match=r"metrics address: got .*, expected \[HOST:\]PORT"):
         parse_address(text)
-
-
-# ------------------------------------------------------------------------------- lines of the log
-
-
-def test_the_first_lines_of_an_interval_pass_and_the_next_says_how_many_did_not() -> None:
-    limit = LineLimit(2, 10.0)
-    times = (5.0, 6.0, 7.0, 14.9, 15.0, 16.0, 17.0, 40.0)
-    assert [limit.due(now) for now in times] == [0, 0, None, None, 2, 0, None, 1]
-    # An interval begins with a line, and not where the last one ended.
-    assert [limit.due(now) for now in (49.0, 49.9, 50.0)] == [0, None, 1]
-    for event, (lines, interval_s) in LIMITS.items():
-        limit = LineLimit(lines, interval_s)
-        passed = sum(limit.due(hundredth / 100) is not None for hundredth in range(6000))
-        assert 6 <= passed <= 60, event
 
 
 def test_each_event_and_reason_is_limited_for_itself(caplog: pytest.LogCaptureFixture) -> None:

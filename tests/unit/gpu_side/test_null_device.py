@@ -17,16 +17,9 @@ from gpu_side.profiles import PROFILES, DeviceProfile
 from gpu_side.served_model import read_served_model
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import load_weights
-from protocol.messages import (
-    EmbeddingRequest,
-    LinearRequest,
-    LMHeadRequest,
-    MatmulRequest,
-    RingLinearRequest,
-    SegmentRequest,
-    TensorReply,
-)
-from protocol.tensors import from_torch, to_torch
+from protocol.messages import SegmentRequest, TensorReply
+from protocol.tensors import to_torch
+from tests.kit import ask
 from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.wire import part, segment
@@ -65,36 +58,20 @@ def test_how_long_it_takes(found_us: float, expected_us: float) -> None:
     assert found_us == pytest.approx(expected_us, rel=1e-3)
 
 
-# -------------------------------------------------------------------------------- the null device
-
-
-def _floats(*shape: int) -> Any:
-    return from_torch(torch.randn(shape))
-
-
-QKV: Any = ("q_proj", "k_proj", "v_proj")
-GATE_UP: Any = ("gate_proj", "up_proj")
-RING = from_torch(torch.ones(3, HIDDEN, dtype=torch.int32))
-IDS = from_torch(torch.tensor([[1, 2, VOCAB - 1]]))
+RING, IDS = torch.ones(3, HIDDEN, dtype=torch.int32), torch.tensor([[1, 2, VOCAB - 1]])
 # What each has in and out, in bytes, and its kernels take with weights of 16 bits.
-REQUESTS: list[tuple[Computed, tuple[int, int], float]] = [
+REQUESTS: list[tuple[Any, tuple[int, int], float]] = [
     (
-        LinearRequest(layer_idx=0, module_names=QKV, hidden_states=_floats(2, 5, HIDDEN)),
+        ask.linear(torch.randn(2, 5, HIDDEN), *ask.QKV),
         *((1920, 6400), ROUND.linear_us(10, 48, 160, 2)),
     ),
+    (ask.ring(RING, *ask.GATE_UP), (576, 2304), ROUND.linear_us(3, 48, 192, 2, integer=True)),
+    (ask.head(torch.randn(4, 48)), (768, 5120), ROUND.linear_us(4, 48, 320, 2)),
     (
-        RingLinearRequest(layer_idx=1, module_names=GATE_UP, elements=RING),
-        *((576, 2304), ROUND.linear_us(3, 48, 192, 2, integer=True)),
-    ),
-    (LMHeadRequest(hidden_states=_floats(4, 48)), (768, 5120), ROUND.linear_us(4, 48, 320, 2)),
-    (
-        MatmulRequest(a=_floats(6, 2, 16), b=_floats(1, 16, 7)),
+        ask.matmul(torch.randn(6, 2, 16), torch.randn(1, 16, 7)),
         *((1216, 336), ROUND.matmul_us(6, 2, 16, 7, 2)),
     ),
-    (
-        EmbeddingRequest(input_ids=IDS, dtype="bfloat16"),
-        *((24, 288), ROUND.embedding_us(3, 48, 2)),
-    ),
+    (ask.embedding(IDS, torch.bfloat16), (24, 288), ROUND.embedding_us(3, 48, 2)),
 ]
 
 
@@ -108,7 +85,6 @@ LAST_ROW = {"lm_head": True, "outputs": torch.tensor([1])}
 
 @pytest.fixture
 def light(saved_model: Any, tmp_path: Path) -> Path:
-    """A model without its linear weights."""
     full = saved_model().directory
     shutil.copy(full / "config.json", tmp_path)
     tensors = load_file(full / "model.safetensors")
@@ -165,10 +141,7 @@ def test_whole_layers_take_the_time_of_their_attention_besides(light: Path) -> N
     weights = _null(light, ROUND)
     handler, free_us = RequestHandler(weights, LIMIT), 0.0
     # 6 heads of 16, 2 of keys and values; with a window, no more keys than it lets be seen.
-    for request, rows, context in (
-        (_segment(5), 5, 5),
-        (_segment(1, 5, sinks=1, recent=2), 1, 4),
-    ):
+    for request, rows, context in ((_segment(5), 5, 5), (_segment(1, 5, sinks=1, recent=2), 1, 4)):
         _, work = handler.apply(request)
         assert work is not None
         free_us += request_us(ROUND, RequestChecker(weights.model, LIMIT).check(request), 2)

@@ -2,65 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import linear
 
 from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
-from protocol.messages import (
-    InitReply,
-    InitRequest,
-    ModuleName,
-    Request,
-    TensorReply,
-)
-from protocol.model.quantized import quantize_rows
+from protocol.messages import InitReply, InitRequest, ModuleName, Request, TensorReply
 from protocol.seed import expand
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 
-CPU = torch.device("cpu")
-# By dtype how close a result is.
-FLOATS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-SINGLE: tuple[ModuleName, ...] = (*ask.QKV, "o_proj", *ask.GATE_UP, "down_proj")
-MODULES: list[tuple[ModuleName, ...]] = [*((name,) for name in SINGLE), ask.QKV, ask.GATE_UP]
 LIMIT = 2**26
 VOCAB, HIDDEN = SIZES["vocab_size"], SIZES["hidden_size"]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
+def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
+    return saved_model(attention_bias=True)
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> transformers.PreTrainedModel:
-    return make_model(directory, attention_bias=True)
-
-
-@pytest.fixture(scope="module")
-def weights(directory: Path, model: transformers.PreTrainedModel) -> ServiceWeights:
-    return load_weights(directory, device=CPU, dtype=torch.float32)
+def weights(model: SavedModel) -> ServiceWeights:
+    return load_weights(model.directory, device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def operators(weights: ServiceWeights) -> RequestHandler:
     return RequestHandler(weights, LIMIT)
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def _refused(operators: RequestHandler, request: Request) -> ProtocolError:
@@ -69,61 +45,22 @@ def _refused(operators: RequestHandler, request: Request) -> ProtocolError:
     return info.value
 
 
-def _assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype
-    tolerance = FLOATS[dtype]
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
-
-
-# ----------------------------------------------------------------------------- what is computed
-
-
-def _modules(
-    model: transformers.PreTrainedModel, layer: int, names: Sequence[str]
-) -> list[torch.nn.Linear]:
-    block = model.model.layers[layer]
-    return [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in names]
-
-
-@each_row("names", MODULES)
+@each_row("names", [("k_proj",), ("o_proj",), ("down_proj",), ask.QKV, ask.GATE_UP])
 def test_linear_equals_torch(
-    operators: RequestHandler, model: transformers.PreTrainedModel, names: tuple[ModuleName, ...]
+    operators: RequestHandler, model: SavedModel, names: tuple[ModuleName, ...]
 ) -> None:
-    modules = _modules(model, 1, names)
-    for dtype in FLOATS:
+    """Fused modules stand side by side."""
+    block = model.reference.model.layers[1]
+    modules = [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in names]
+    for dtype, close in ((torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
         for bias in (True, False):
             hidden = torch.randn(2, 3, modules[0].in_features).to(dtype)
             request = ask.linear(hidden, *names).model_copy(update={"bias": bias})
             rows = hidden.float()
             parts = [linear(rows, m.weight, m.bias if bias else None) for m in modules]
-            # Fused modules stand side by side.
-            _assert_close(ask.answer(operators, request), torch.cat(parts, dim=-1), dtype)
-
-
-def _assert_exact(product: torch.Tensor, elements: torch.Tensor, weight: torch.Tensor) -> None:
-    exact = elements.long() @ weight.long().t()
-    assert product.dtype == torch.int32
-    assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
-
-
-@each_row("names", MODULES)
-def test_ring_linear_is_the_product_modulo_the_ring(
-    operators: RequestHandler, model: transformers.PreTrainedModel, names: tuple[ModuleName, ...]
-) -> None:
-    weight = torch.cat([quantize_rows(module.weight)[0] for module in _modules(model, 2, names)])
-    for shape in ((), (1,), (5,), (2, 3), (2, 1, 3)):
-        elements = ask.uniform(*shape, weight.shape[1])
-        _assert_exact(ask.answer(operators, ask.ring(elements, *names, layer=2)), elements, weight)
-
-
-@each_row("tied", [False, True])
-def test_ring_lm_head_is_the_product_modulo_the_ring(tmp_path: Path, tied: bool) -> None:
-    weight = make_model(tmp_path, tie_word_embeddings=tied).lm_head.weight.detach()
-    held = load_weights(tmp_path, device=CPU, dtype=torch.float32, arithmetic=("int8",))
-    for shape in ((), (1,), (2, 3)):
-        elements = ask.uniform(*shape, HIDDEN)
-        product = ask.answer(RequestHandler(held, LIMIT), ask.ring_head(elements))
-        _assert_exact(product, elements, quantize_rows(weight)[0])
+            found = ask.answer(operators, request)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.float(), torch.cat(parts, -1), rtol=close, atol=close)
 
 
 def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: RequestHandler) -> None:
@@ -136,46 +73,6 @@ def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: Reques
         assert torch.equal(
             to_torch(reply.output), ask.answer(operators, ask.ring(drawn, *ask.GATE_UP))
         )
-
-
-@each_row("dtype", FLOATS)
-def test_embedding_and_lm_head_equal_torch(
-    operators: RequestHandler, model: transformers.PreTrainedModel, dtype: torch.dtype
-) -> None:
-    for shape in ((4,), (1, 4), (2, 3)):
-        ids = torch.randint(0, VOCAB, shape)
-        ids.view(-1)[0], ids.view(-1)[-1] = 0, VOCAB - 1
-        output = ask.answer(operators, ask.embedding(ids, dtype))
-        assert torch.equal(output, model.model.embed_tokens(ids).to(dtype))
-    hidden = torch.randn(2, 3, HIDDEN).to(dtype)
-    _assert_close(ask.answer(operators, ask.head(hidden)), model.lm_head(hidden.float()), dtype)
-
-
-@each_row(
-    ("a", "b"),
-    [
-        ((2, 3), (3, 4)),
-        ((5, 2, 3), (5, 3, 4)),
-        ((1, 6, 2, 3), (1, 6, 3, 4)),
-        ((5, 2, 3), (3, 4)),
-        ((2, 3), (5, 3, 4)),
-        ((2, 1, 2, 3), (1, 6, 3, 4)),
-        ((7, 2, 3), (2, 1, 3, 4)),
-        ((1, 1), (1, 1)),
-    ],
-)
-def test_matmul_broadcasts_like_torch(
-    operators: RequestHandler, a: tuple[int, ...], b: tuple[int, ...]
-) -> None:
-    for dtype in FLOATS:
-        left, right = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
-        expected = torch.matmul(left.float(), right.float())
-        output = ask.answer(operators, ask.matmul(left, right))
-        assert output.shape == expected.shape
-        _assert_close(output, expected.to(dtype), dtype)
-
-
-# --------------------------------------------------------------------------------- what is said
 
 
 def test_init_states_what_the_service_is_for_a_nonce(
@@ -210,8 +107,6 @@ def test_init_states_what_the_service_is_for_a_nonce(
     now += 6.0
     assert stated(handler, b"n") == b"stated n"
 
-
-# ------------------------------------------------------------------------------ what is refused
 
 ROWS, INTS = torch.zeros(2, HIDDEN), torch.zeros(2, HIDDEN, dtype=torch.int32)
 WRONG_SEEDS = {"int32 [7]": 28, "int32 [9]": 36, "int64 [4]": 32, "float32 [8]": 32}
@@ -280,9 +175,7 @@ def test_request_that_does_not_fit_is_refused(
 
 
 def test_ids_that_change_are_neither_checked_nor_used(
-    operators: RequestHandler,
-    model: transformers.PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
+    operators: RequestHandler, model: SavedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client can change them in shared memory: one beyond the table would read any memory."""
     ids = torch.tensor([3, 5])
@@ -294,7 +187,7 @@ def test_ids_that_change_are_neither_checked_nor_used(
 
     monkeypatch.setattr(operators._checker, "check_ids", changed_before)
     output = ask.answer(operators, ask.embedding(ids))
-    assert torch.equal(output, model.model.embed_tokens(torch.tensor([3, 5])))
+    assert torch.equal(output, model.reference.model.embed_tokens(torch.tensor([3, 5])))
 
 
 @each_row(
@@ -317,11 +210,8 @@ def test_ids_that_change_are_neither_checked_nor_used(
 def test_what_would_be_over_the_limit_is_refused_before_it_is_allocated(
     weights: ServiceWeights, case: Request, size: int
 ) -> None:
-    def never(seed: bytes, count: int) -> bytearray:
-        raise AssertionError("expanded")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.messages.expand", never)
+        patch.setattr("protocol.messages.expand", Mock(side_effect=AssertionError("expanded")))
         error = _refused(RequestHandler(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     most = min(size - 1, MAX_TENSOR_BYTES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,14 @@ from safetensors.torch import load_file, save_file
 from gpu_side.devices import NullDevice
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
-from gpu_side.provision import Provision, write_provision
+from gpu_side.provision import PROVISION_FILE, Provision, read_provision, write_provision
 from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.errors import ErrorCode, ProtocolError, SettingsError
-from protocol.messages import (
-    InitReply,
-    InitRequest,
-    Request,
-)
-from protocol.model.columns import Columns, part_of
+from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
+from protocol.messages import InitReply, InitRequest, Request
+from protocol.model.columns import Columns
 from tests.kit import ask
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.wire import part, segment
 
@@ -32,10 +30,9 @@ CPU = torch.device("cpu")
 MIB, UNAVAILABLE = 2**20, ErrorCode.UNAVAILABLE
 HIDDEN, VOCAB, LAST = SIZES["hidden_size"], SIZES["vocab_size"], SIZES["num_hidden_layers"] - 1
 
-# Sizes that three parts do not divide, and those of a model with biases, or one embedding for both.
+# One embedding for both, biases, or sizes that three parts do not divide.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "biased": {"kind": "llama", "mlp_bias": True, "attention_bias": True},
     "uneven": {"kind": "llama", "vocab_size": 331, "intermediate_size": 97},
@@ -43,12 +40,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, settings in MODELS.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        make_model(found[name], **{"kind": name, **settings})
-    return found
+def models(saved_model: Callable[..., SavedModel]) -> dict[str, Path]:
+    found = {name: saved_model(**{"kind": name, **given}) for name, given in MODELS.items()}
+    return {name: saved.directory for name, saved in found.items()}
 
 
 def _load(directory: Path, columns: Columns = (0, 1), **settings: Any) -> ServiceWeights:
@@ -64,8 +58,6 @@ def _null(directory: Path, **settings: Any) -> NullWeights:
     held, _ = read_served_model(directory, weights=False, **settings)
     return NullWeights(held, NullDevice(), torch.float32)
 
-
-# ----------------------------------------------------------------------------- what can be answered
 
 ROW, ELEMENTS = torch.ones(1, HIDDEN), torch.ones(1, HIDDEN, dtype=torch.int32)
 
@@ -106,63 +98,54 @@ def _provisioned(directory: Path, target: Path, holds: Any) -> Path:
 
 
 @each_row(
-    ("settings", "answered"),
+    ("name", "settings", "answered"),
     [
-        ({}, ["embedding", "head", "ring head", *LINEARS, *RINGS, *WHOLE]),
-        ({"arithmetic": ("float",)}, [*LINEARS, "embedding", "head", *WHOLE]),
+        ("llama", {}, ["embedding", "head", "ring head", *LINEARS, *RINGS, *WHOLE]),
+        ("llama", {"arithmetic": ("float",)}, [*LINEARS, "embedding", "head", *WHOLE]),
         # These two are float whatever the linears are.
-        ({"arithmetic": ("int8",)}, [*RINGS, "embedding", "head", "ring head"]),
-        ({"layers": (0, 0)}, ["linear 0", "ring 0", "embedding"]),
-        ({"layers": (0, 1)}, [*LINEARS[:2], *RINGS[:2], "embedding", "whole 1"]),
-        ({"layers": (1, 1)}, ["linear 1", "ring 1", "whole 1"]),
-        ({"layers": (1, 2)}, [*LINEARS[1:], *RINGS[1:], "head", "ring head", "whole 1"]),
-        ({"layers": (2, 2)}, ["linear 2", "ring 2", "head", "ring head"]),
-        ({"columns": (1, 2)}, [*LINEARS, *RINGS, "embedding", "head", "ring head"]),
-        ({"holds": "linears"}, LINEARS),
-        ({"holds": "layers"}, [*LINEARS, "whole 1", "whole model"]),
-        ({"holds": "model"}, [*LINEARS, *WHOLE]),
+        ("llama", {"arithmetic": ("int8",)}, [*RINGS, "embedding", "head", "ring head"]),
+        ("llama", {"layers": (0, 1)}, [*LINEARS[:2], *RINGS[:2], "embedding", "whole 1"]),
+        ("qwen3", {"layers": (1, 2)}, [*LINEARS[1:], *RINGS[1:], "head", "ring head", "whole 1"]),
+        ("llama", {"columns": (1, 2)}, [*LINEARS, *RINGS, "embedding", "head", "ring head"]),
+        ("llama", {"holds": "linears"}, LINEARS),
+        ("llama", {"holds": "layers"}, [*LINEARS, "whole 1", "whole model"]),
+        ("qwen3", {"holds": "model"}, [*LINEARS, *WHOLE]),
     ],
 )
 def test_what_is_not_held_is_unavailable(
-    models: dict[str, Path], tmp_path: Path, settings: dict[str, Any], answered: list[str]
+    models: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    settings: dict[str, Any],
+    answered: list[str],
 ) -> None:
-    """And what is held gives the numbers of a service that holds the model."""
-    for name in ("llama", "qwen3"):  # with an LM head of its own, and without
-        directory, given, done = models[name], dict(settings), []
-        whole = _whole_model(directory)
-        if (holds := given.pop("holds", None)) is not None:
-            directory = _provisioned(directory, tmp_path / f"{holds}-{name}", holds)
-        weights = _load(directory, **given, progress=lambda *both: done.append(both))  # noqa: B023
-        first, last = given.get("layers", (0, LAST))
-        count = last - first + 1
-        assert done == [(number, count) for number in range(1, count + 1)]
-        for layers in (weights.linears, weights.integers):
-            assert layers is None or list(layers) == list(range(first, last + 1))
-        for held in (weights, _null(directory, **given)):
-            handler = RequestHandler(held, MIB)
-            found = {}
-            for asked, request in ASKED.items():
-                try:
-                    found[asked] = ask.answer(handler, request)
-                except ProtocolError as error:
-                    found[asked] = error.code
-            refused = {asked for asked, output in found.items() if output is UNAVAILABLE}
-            assert refused == ASKED.keys() - {"matmul", *answered}
-            if held is weights and "columns" not in given:
-                for asked in answered:
-                    assert torch.equal(found[asked], ask.answer(whole, ASKED[asked])), asked
-            init, _ = handler.apply(InitRequest())
-            assert isinstance(init, InitReply)
-            assert (init.layers, init.columns) == ((first, last), given.get("columns", (0, 1)))
-            assert init.provision_id == (holds and "5a" * 32)
-            # It is the same model, whatever part of it is held here.
-            model, _ = read_served_model(directory)
-            digests = model.model_digest, model.linear_digest
-            assert (init.model_digest, init.linear_digest) == digests
-            assert init.norm_weights.keys() == model.norms.keys()
-
-
-# ------------------------------------------------------------------------------------------ columns
+    directory, given = models[name], dict(settings)
+    whole = _whole_model(directory)
+    if (holds := given.pop("holds", None)) is not None:
+        directory = _provisioned(directory, tmp_path / holds, holds)
+    for held in (_load(directory, **given), _null(directory, **given)):
+        handler = RequestHandler(held, MIB)
+        found = {}
+        for asked, request in ASKED.items():
+            try:
+                found[asked] = ask.answer(handler, request)
+            except ProtocolError as error:
+                found[asked] = error.code
+        refused = {asked for asked, output in found.items() if output is UNAVAILABLE}
+        assert refused == ASKED.keys() - {"matmul", *answered}
+        if isinstance(held, ServiceWeights) and "columns" not in given:
+            for asked in answered:
+                assert torch.equal(found[asked], ask.answer(whole, ASKED[asked])), asked
+        init, _ = handler.apply(InitRequest())
+        assert isinstance(init, InitReply)
+        assert init.layers == given.get("layers", (0, LAST))
+        assert init.columns == given.get("columns", (0, 1))
+        assert init.provision_id == (holds and "5a" * 32)
+        # It is the same model, whatever part of it is held here.
+        model, _ = read_served_model(directory)
+        assert init.model_digest == model.model_digest
+        assert init.linear_digest == model.linear_digest
+        assert init.norm_weights.keys() == model.norms.keys()
 
 
 @each_row("name", [*MODELS, "provisioned"])
@@ -187,7 +170,7 @@ def test_parts_answer_their_columns_of_each_module(
         (ask.head(hidden), ("head",)),
         (ask.ring_head(elements), ("head",)),
     ]
-    for parts in (1, 2, 3):
+    for parts in (2, 3):
         held = [_load(directory, (number, parts)) for number in range(parts)]
         handlers = [RequestHandler(one, MIB) for one in held]
         null = RequestHandler(_null(directory, columns=(0, parts)), MIB)
@@ -217,23 +200,6 @@ def test_parts_answer_their_columns_of_each_module(
         assert max(sizes) <= whole.weight_bytes * (1 / parts + 0.05)
 
 
-def test_rows_of_the_embedding_add_up(models: dict[str, Path]) -> None:
-    parts = 3
-    ids = torch.tensor([[0, VOCAB - 1, VOCAB // 3], [VOCAB // 3 - 1, 7, 200]])
-    request = ask.embedding(ids)
-    expected = ask.answer(_whole_model(models["llama"]), request)
-    found = []
-    for part_ in range(parts):
-        handler = RequestHandler(_load(models["llama"], (part_, parts)), MIB)
-        found.append(ask.answer(handler, request))
-        inside = part_of(VOCAB, part_, parts)
-        elsewhere = [not inside.start <= one < inside.stop for one in ids.flatten()]
-        assert not found[-1].view(-1, HIDDEN)[elsewhere].any()
-        with pytest.raises(ProtocolError, match="outside the vocabulary"):
-            handler.apply(ask.embedding(torch.tensor([VOCAB])))
-    assert torch.equal(sum(found[1:], found[0]), expected)
-
-
 @each_row(
     ("settings", "text"),
     [
@@ -254,3 +220,75 @@ def test_parts_that_there_are_not(
     with pytest.raises(SettingsError) as refused:
         read_served_model(models["llama"], **settings)
     assert text in str(refused.value)
+
+
+GOOD = {"version": 1, "mask": "feature-rotation", "provision_id": "5a" * 32}
+
+
+def test_a_damaged_provisioned_directory_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = _provisioned(models["llama"], tmp_path / "server", "linears")
+    with pytest.raises(ModelError, match="mask test-mask: got arithmetic int8, expected float"):
+        _load(directory, arithmetic=("int8",))
+    tensors, path = load_file(directory / "model.safetensors"), directory / "model.safetensors"
+    up = "model.layers.1.mlp.up_proj"
+    for changed in (
+        {name: t for name, t in tensors.items() if name != f"{up}.weight"},
+        tensors | {f"{up}.bias": torch.ones(96)},
+    ):
+        save_file(changed, path)
+        with pytest.raises(ModelError, match="up_proj"):
+            _load(directory)
+    save_file(tensors, path)
+    (directory / PROVISION_FILE).unlink()
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight: got no such tensor"):
+        _load(directory)
+
+
+ORDER = "model.layers.1.self_attn.rope_order"
+
+
+@each_row(
+    ("change", "message"),
+    [
+        ({ORDER: torch.zeros(2, 8)}, "rope_order: got other numbers"),
+        ({ORDER: torch.arange(8.0).repeat(3, 1)}, "rope_order: got shape .3, 8."),
+        ({"model.layers.0.input_layernorm.weight": None}, "input_layernorm.weight: got no such"),
+        ({"model.norm.weight": torch.ones(3)}, "model.norm.weight: got shape"),
+        ({"lm_head.weight": None}, "lm_head.weight: got no such"),
+        ({"model.layers.0.self_attn.other": torch.ones(3)}, "does not explain"),
+    ],
+)
+def test_a_damaged_directory_of_whole_layers_is_refused(
+    models: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    target = tmp_path / str(len(list(tmp_path.iterdir())))
+    path = _provisioned(models["llama"], target, "model") / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({name: one for name, one in tensors.items() if one is not None}, path)
+    with pytest.raises(ModelError, match=message):
+        _load(target)
+
+
+@each_row(
+    ("change", "field"),
+    [
+        *((text, "") for text in ("", "{", "[]", "null")),
+        *(({"version": value}, "version") for value in (..., 2, True, "1", 1.0)),
+        *(({"mask": value}, "mask") for value in (..., "", "a b", None)),
+        *(({"provision_id": value}, "provision_id") for value in (..., "0F" * 32, "0f" * 31, 5)),
+        *(({"holds": value}, "holds") for value in ("everything", None)),
+        ({"key": "canary"}, "key"),
+    ],
+)
+def test_a_damaged_marker_is_refused(tmp_path: Path, change: Any, field: str) -> None:
+    path = tmp_path / PROVISION_FILE
+    if isinstance(change, str):
+        path.write_text(change)
+    else:
+        fields = {name: value for name, value in (GOOD | change).items() if value is not ...}
+        path.write_text(json.dumps(fields))
+    with pytest.raises(ModelError) as info:
+        read_provision(tmp_path)
+    assert info.value.where == (f"{path}: {field}" if field else str(path))

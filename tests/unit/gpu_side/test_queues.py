@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from gpu_side.queues import FairQueue, QueueLimits
 from gpu_side.transport.listener import Incoming
 from tests.kit.rows import each_row
@@ -103,49 +100,3 @@ def test_what_does_not_fit(
     for name, _ in sizes.values():
         assert queue.put(_message(name, 0, min(100, limits.bytes))) == ()
         assert _taken(queue) == [(name, 0)]
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcd"), st.integers(3, 60)) | st.none(), min_size=1, max_size=120
-    )
-)
-def test_whatever_comes_limits_hold_and_nothing_is_lost(
-    steps: list[tuple[str, int] | None],
-) -> None:
-    limits = QueueLimits(requests=4, bytes=90, total_requests=8, total_bytes=200)
-    queue = FairQueue(limits)
-    waiting: dict[int, Incoming] = {}
-
-    def of(client: Incoming) -> list[int]:
-        return [n for n, one in waiting.items() if one.route == client.route]
-
-    for number, step in enumerate(steps):
-        if step is None:
-            if queue:
-                taken = queue.take()
-                assert taken.received_ns == min(of(taken))
-                del waiting[taken.received_ns]
-            continue
-        name, size = step
-        waiting[number] = comes = _message(name, number, size)
-        had_some = len(of(comes)) > 1
-        share = limits.total_bytes // len({one.route for one in waiting.values()})
-        lost = [refused.incoming.received_ns for refused in queue.put(comes)]
-        # One that is refused costs no other client anything.
-        assert number not in lost or lost == [number]
-        if not had_some and size <= share:
-            assert lost != [number]
-        # Only clients with more than a fair share lose their last.
-        for one in lost:
-            is_last = min(of(waiting[one])) == one != number
-            assert not is_last or sum(map(len, waiting[one].frames)) > share
-        for one in lost:
-            del waiting[one]
-        sizes = {n: sum(map(len, one.frames)) for n, one in waiting.items()}
-        assert queue.requests == len(waiting) <= limits.total_requests
-        assert queue.bytes == sum(sizes.values()) <= limits.total_bytes
-        for own in map(of, waiting.values()):
-            assert len(own) <= limits.requests
-            assert sum(sizes[n] for n in own) <= limits.bytes
-    assert sorted(taken.received_ns for taken in queue.drain()) == sorted(waiting)

@@ -9,13 +9,14 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,16 +38,10 @@ from protocol.errors import (
     ServiceError,
     SettingsError,
 )
-from protocol.messages import (
-    EmbeddingRequest,
-    InitReply,
-    InitRequest,
-    Request,
-    TensorReply,
-)
+from protocol.messages import EmbeddingRequest, InitReply, InitRequest, Request, TensorReply
 from protocol.tensors import Buffer, to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, make_model
+from tests.kit.model import SIZES, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.service import Service, running_service, until
 
@@ -56,7 +51,6 @@ LIMIT = 2**20
 
 
 def _requests(rows: int) -> list[Request]:
-    """Return a request of each kind that ranks compute."""
     ids, down = torch.randint(0, VOCAB, (rows,)), ask.uniform(rows, BETWEEN)
     hidden = torch.randn(rows, HIDDEN)
     return [
@@ -67,18 +61,9 @@ def _requests(rows: int) -> list[Request]:
     ]
 
 
-def _assert_same(found: torch.Tensor, expected: torch.Tensor, request: Request) -> None:
-    """Compare what ranks answer with one process: bit for bit where nothing is rounded."""
-    exact = found.dtype == torch.int32 or isinstance(request, EmbeddingRequest)
-    assert found.shape == expected.shape, request.method
-    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory, "llama", vocab_size=VOCAB, attention_bias=True)
-    return directory
+def model(saved_model: Callable[..., SavedModel]) -> Path:
+    return saved_model(vocab_size=VOCAB, attention_bias=True).directory
 
 
 @pytest.fixture
@@ -151,7 +136,8 @@ def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None
     with _joined(ranks) as together:
         for rows in (1, 3):
             for request in _requests(rows):
-                _assert_same(ask.answer(together, request), ask.answer(alone, request), request)
+                expected = ask.answer(alone, request)
+                torch.testing.assert_close(ask.answer(together, request), expected)
         init, _ = together.apply(InitRequest())
         assert isinstance(init, InitReply)
         assert (init.columns, init.ranks) == ((0, 1), 2)
@@ -178,10 +164,7 @@ def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
 def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: object) -> None:
-        raise RuntimeError("a rank that does not come")
-
-    monkeypatch.setattr(head, "Group", gone)
+    monkeypatch.setattr(head, "Group", Mock(side_effect=RuntimeError("a rank that does not come")))
     ranks._stop.requested = True
     assert not ranks.join()
     assert ranks.failure is None
@@ -190,19 +173,10 @@ def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
         ranks.join()
 
 
-class Asked:
-    """A GPU's work that ends when it is told to."""
-
-    ends = False
-
-    def ends_ns(self) -> int:
-        return 0 if self.ends else 2**63
-
-
 def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Asked()
+    work = SimpleNamespace(ends_ns=lambda: 2**63)
     with _joined(ranks) as together:
         kernels: Any = together._kernels
         reply = kernels._own.reply
@@ -219,19 +193,11 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     assert ranks.failure is not None
     with pytest.raises(RuntimeError, match="a rank: got no reply"):
         working.ends_ns()
-    work.ends = True
+    work.ends_ns = lambda: 0
     assert working.ends_ns() == 0
 
 
-# --------------------------------------------------------------------------------- who is which
-
-
-THEIRS = {
-    "MASTER_ADDR": "127.0.0.1",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "8",
-}
+THEIRS = {"MASTER_ADDR": "127.0.0.1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 
 
 @each_row(
@@ -260,18 +226,7 @@ def test_which_rank_a_process_is(changes: dict[str, str], place: Place | None) -
             place_of(8)
 
 
-# -------------------------------------------------------------------------------- real processes
-
 TWO = ("--tensor-parallel", "2")
-
-
-@contextmanager
-def _client(endpoint: str) -> Iterator[Channel]:
-    channel = open_channel(endpoint, timeout_s=30.0)
-    try:
-        yield channel
-    finally:
-        channel.close()
 
 
 def _asked(channel: Channel, request: Request) -> torch.Tensor:
@@ -281,7 +236,6 @@ def _asked(channel: Channel, request: Request) -> torch.Tensor:
 
 
 def _rank_of(service: Service) -> int:
-    """Return the process that a service has started."""
     children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children")
     (pid,) = children.read_text(encoding="ascii").split()
     return int(pid)
@@ -294,14 +248,14 @@ def test_two_processes_answer_as_one(model: Path, tmp_path: Path) -> None:
     with (
         running_service(model, f"unix://{tmp_path}/one", *layers) as one,
         running_service(model, f"unix://{tmp_path}/two", *layers, *TWO) as two,
-        _client(one.endpoint) as alone,
-        _client(two.endpoint) as together,
+        open_channel(one.endpoint, timeout_s=30.0) as alone,
+        open_channel(two.endpoint, timeout_s=30.0) as together,
     ):
         # 97 rows are more than one message between ranks holds.
         for rows in (1, 97, 1):
             for request in _requests(rows):
                 if getattr(request, "layer_idx", 1) and not isinstance(request, EmbeddingRequest):
-                    _assert_same(_asked(together, request), _asked(alone, request), request)
+                    torch.testing.assert_close(_asked(together, request), _asked(alone, request))
         with pytest.raises(ServiceError) as refused:
             _asked(together, ask.ring(ask.uniform(1, HIDDEN), *ask.QKV, layer=0))
         assert refused.value.code is ErrorCode.UNAVAILABLE
@@ -320,7 +274,7 @@ def test_ranks_end_together(model: Path, tmp_path: Path, how: str) -> None:
     impatient = "import gpu_side.ranks.head as head; head.COMPUTE_S = 1.0"
     with (
         running_service(model, f"unix://{tmp_path}/s", *TWO, before=impatient) as service,
-        _client(service.endpoint) as client,
+        open_channel(service.endpoint, timeout_s=30.0) as client,
     ):
         rank = _rank_of(service)
         if how == "rank killed":

@@ -117,14 +117,11 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(ring: Any, tmp_path: Pat
     assert [line[-1] for line in in_place] == [ended] * 7
 
 
-# ------------------------------------------------------------------------------- as a program
-
 POINTERS = {"x": "*i32", "w": "*i8", "y": "*i32", "flag": "*i32", "told": "*i64", "table": "*i64"}
 ORDER = re.compile(r"st\.global\S*|bar\.sync|atom\.global\.sys\.acq_rel\.add")
 
 
 def _show(kernel: Any, constants: dict[str, int], capability: int, what: object, **options: int):  # type: ignore[no-untyped-def]
-    """Compile a kernel, and print a line."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -9,8 +9,10 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,39 +47,8 @@ def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> t
     return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
 
 
-@each_row(
-    ("asked", "exact", "expected"),
-    [
-        ("float", True, ("float",)),
-        ("int8", True, ("int8",)),
-        ("both", True, ("float", "int8")),
-        ("float", False, ("float",)),
-        ("both", False, ("float",)),
-        ("int8", False, None),
-    ],
-)
-def test_what_is_held_where_int8_products_are_exact_and_where_not(
-    model: Path,
-    caplog: pytest.LogCaptureFixture,
-    asked: Literal["float", "int8", "both"],
-    exact: bool,
-    expected: tuple[str, ...] | None,
-) -> None:
-    caplog.clear()
-    settings, config = ServiceSettings(model, "", arithmetic=asked), read_config(model)
-    with pytest.MonkeyPatch.context() as patch:
-        if not exact:
-            patch.setattr(torch, "_int_mm", _inexact)
-        if expected is None:
-            with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
-                _arithmetic(settings, config, torch.device("cpu"))
-            return
-        assert _arithmetic(settings, config, torch.device("cpu")) == expected
-    assert caplog.messages == ["no_int8"] * (asked == "both" and not exact)
-
-
 def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(torch, "_int_mm", _inexact)
@@ -86,19 +57,21 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], before[1] - 1), before[1]))
         # The second time the address is free again.
         for _ in range(2):
-            with pytest.raises(KernelError):
+            with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
                 serve(settings)
         # A service may have as many connections as the system lets it.
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    # One that is not told so holds floats, and says why.
+    settings = ServiceSettings(model, "", arithmetic="both")
+    caplog.clear()
+    assert _arithmetic(settings, read_config(model), torch.device("cpu")) == ("float",)
+    assert caplog.messages == ["no_int8"]
 
 
 def test_what_is_known_of_its_listener_and_logged_while_it_serves(
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     told = []
 
@@ -155,18 +128,8 @@ def test_limits_of_the_queue(
     assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
 
 
-# ----------------------------------------------------------------------- SIGHUP, and signals to end
-
-
-@pytest.fixture
-def listener(tmp_path: Path) -> Any:
-    made = ZmqListener(f"ipc://{tmp_path}/s", keys=ServiceKeys(SECRET, frozenset({FRIEND})))
-    yield made
-    made.close()
-
-
 def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
-    listener: ZmqListener, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It may be on a disk of the network that hangs."""
     reading, going_on = threading.Event(), threading.Event()
@@ -178,7 +141,12 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
 
     monkeypatch.setattr(allow_list_reload, "read_allow_list", hangs)
     monkeypatch.setattr(allow_list_reload, "_ENDING_S", 0.0)
-    with _stop_signals() as stop, rereads_list(listener.allow, Path("allow")):
+    keys = ServiceKeys(SECRET, frozenset({FRIEND}))
+    with (
+        closing(ZmqListener(f"ipc://{tmp_path}/s", keys=keys)) as listener,
+        _stop_signals() as stop,
+        rereads_list(listener.allow, Path("allow")),
+    ):
         os.kill(os.getpid(), signal.SIGHUP)
         assert reading.wait(30)
         # It is not our loop's business.
@@ -198,26 +166,13 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
 
 
 def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
-    listener: ZmqListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lists = iter([MemoryError(), frozenset({OTHER})])
-    allowed, told = [], threading.Event()
-
-    def fails_once(_: Path) -> frozenset[bytes]:
-        found = next(lists)
-        if isinstance(found, MemoryError):
-            raise found
-        return found
-
-    def allow(found: frozenset[bytes]) -> None:
-        allowed.append(found)
-        told.set()
-
-    monkeypatch.setattr(allow_list_reload, "read_allow_list", fails_once)
-    with _stop_signals(), rereads_list(allow, Path("allow")):
+    lists, allowed = [MemoryError(), frozenset({OTHER})], SimpleQueue[frozenset[bytes]]()
+    monkeypatch.setattr(allow_list_reload, "read_allow_list", Mock(side_effect=lists))
+    with _stop_signals(), rereads_list(allowed.put, Path("allow")):
         os.kill(os.getpid(), signal.SIGHUP)
         until(lambda: "allow_list_unchanged" in caplog.messages)
-        assert allowed == []
+        assert allowed.empty()
         os.kill(os.getpid(), signal.SIGHUP)
-        assert told.wait(30)
-    assert allowed == [frozenset({OTHER})]
+        assert allowed.get(timeout=30) == {OTHER}

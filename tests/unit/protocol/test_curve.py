@@ -39,10 +39,6 @@ def _file(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def _public() -> str:
-    return zmq.curve_keypair()[0].decode()
-
-
 @each_row("umask", [0, 0o077])
 def test_a_new_pair_is_read_as_it_was_written_and_only_its_public_half_is(
     tmp_path: Path, umask: int
@@ -100,14 +96,7 @@ def test_a_file_of_another_user_is_refused(pair: Pair, monkeypatch: pytest.Monke
                 read(path)
 
 
-def test_swapped_keys_and_what_is_no_file_are_named(pair: Pair, tmp_path: Path) -> None:
-    secret_path, public_path, _ = pair
-    with pytest.raises(KeyFileError, match=r"mine.pub: got a public key, expected a secret key"):
-        read_secret_key(public_path)
-    with pytest.raises(KeyFileError, match=r"mine.key: got a secret key, expected a public key"):
-        read_public_key(secret_path)
-    with pytest.raises(KeyFileError, match=r"mine.key: line 1: got a secret key, expected public"):
-        read_allow_list(secret_path)
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, got in (("none", "No such file or dir"), ("pipe", "no regular file")):
         for read in (read_secret_key, read_public_key, read_allow_list, public_key_of):
@@ -145,22 +134,15 @@ def test_a_malformed_key_file_is_refused(
 
 
 def test_an_allow_list_is_keys_and_comments_or_it_is_refused(pair: Pair, tmp_path: Path) -> None:
-    path, (first, second, third) = tmp_path / "allow", (_public() for _ in range(3))
-    text = f"# who\n\n{first}\n  {second}   # the other VM\n#{third}\n{pair[1].read_text()}"
-    assert read_allow_list(_file(path, text, 0o644)) == {
-        key.encode() for key in (first, second, pair[2])
-    }
+    path, (first, second) = tmp_path / "allow", (zmq.curve_keypair()[0] for _ in range(2))
+    text = f"# who\n\n  {first.decode()}   # a VM\n#{second.decode()}\n{pair[1].read_text()}"
+    assert read_allow_list(_file(path, text, 0o644)) == {first, pair[2].encode()}
     for line, said in (
         (GOOD + " the other VM", "line 2: got more after the key, expected nothing, or # a comm"),
         (GOOD + "," + GOOD, "line 2: got 81 characters"),
-        (TOO_LARGE.replace("#", "$") + GOOD[5:], "line 2: got five characters beyond 32 bits"),
-        (SECRET_HEADER, "line 2: got a secret key"),
     ):
         with pytest.raises(KeyFileError, match=said):
-            read_allow_list(_file(path, f"{first}\n{line}\n{second}\n"))
-    for text in ("", f"# nobody\n#{first}\n"):
-        with pytest.raises(KeyFileError, match=r"allow: got no key, expected a client's public"):
-            read_allow_list(_file(path, text))
+            read_allow_list(_file(path, f"{first.decode()}\n{line}\n"))
 
 
 HERE = [

@@ -64,34 +64,6 @@ def test_a_wildcard_is_for_binding_only(endpoint: str) -> None:
     _refusal(endpoint)
 
 
-@each_row(
-    ("endpoint", "scheme", "address", "path", "memory"),
-    [
-        ("tcp://host:1", "tcp", None, None, ""),
-        ("tcp://[::1]:5555", "tcp", None, None, ""),
-        ("tcp://[fe80::1%eth0]:5555", "tcp", None, None, ""),
-        ("https://gpu.example", "https", None, None, ""),
-        ("https://[::1]:1/of/a-model/v2.1/", "https", None, None, ""),
-        ("ipc:///run/s", "ipc", None, "/run/s", ""),
-        ("unix:///run/s", "unix", "/run/s", "/run/s", ""),
-        ("vsock://0:4294967294", "vsock", (0, 4294967294), None, ""),
-        ("shm:///run/s", "shm", "/run/s", "/run/s", ""),
-        ("ivshmem:///m,2:5000", "ivshmem", (2, 5000), None, "/m"),
-        ("ivshmem:///dev/shm/a,b,/run/s", "ivshmem", "/run/s", "/run/s", "/dev/shm/a,b"),
-    ],
-)
-def test_a_good_endpoint_is_read(
-    endpoint: str, scheme: str, address: object, path: str | None, memory: str
-) -> None:
-    for for_bind in (False, True):
-        parsed = parse_endpoint(endpoint, for_bind=for_bind)
-        assert (parsed.text, parsed.scheme, parsed.address) == (endpoint, scheme, address)
-        assert (parsed.socket_path, parsed.memory) == (path, memory)
-        assert parsed.is_zmq == (scheme in ("tcp", "ipc"))
-        assert parsed.is_http == (scheme in ("http", "https"))
-        assert parsed.is_stream == (address is not None)
-
-
 @each_row(("scheme", "limit"), [("ipc", zmq.IPC_PATH_MAX_LEN), ("unix", UNIX_PATH_MAX_BYTES)])
 def test_a_path_is_as_long_as_can_be_bound(scheme: str, limit: int, tmp_path: Path) -> None:
     longest = f"{tmp_path}/".ljust(limit, "x")

@@ -84,7 +84,7 @@ def test_as_few_digits_as_hold_the_values(low: int, high: int, count: int) -> No
         assert torch.equal(_summed(to_digits(values, count)), values.long())
 
 
-ROWS = (0, 1, 2, 3, 7, 16, 17, 64, 255)
+ROWS = (0, 1, 3, 17, 64)
 SHAPES = [(2, 1), (37, 19), (48, 96), (513, 130)]
 
 
@@ -157,12 +157,3 @@ def test_a_processor_that_is_not_exact_is_found(
     monkeypatch.setattr(torch, "_int_mm", product)
     with pytest.raises(KernelError, match=r"int8 products on cpu: got wrong numbers for \["):
         check_kernels(CPU)
-
-
-def test_products_of_a_device_are_checked() -> None:
-    def wrong(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ring_product(elements, weight) + (len(elements) == 33)
-
-    check_kernels(CPU)
-    with pytest.raises(KernelError, match=r"got wrong numbers for \[33, "):
-        check_kernels(CPU, wrong)

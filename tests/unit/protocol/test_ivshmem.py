@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gpu_side.encoding import open_request
-from gpu_side.transport.listener import Incoming
+from gpu_side.transport.device_memory import DeviceMemory
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import ivshmem
-from protocol.errors import EndpointError, ProtocolError
+from protocol.encoding import encode_request
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.ivshmem import IvshmemChannel
-from protocol.messages import LMHeadRequest, TensorReply
-from protocol.shared_memory import LARGEST, MAX_AREA_BYTES, SLOTS, SMALLEST, Areas, areas_for
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.shared_memory import (
+    ATTACH,
+    LARGEST,
+    MAX_AREA_BYTES,
+    SLOTS,
+    SMALLEST,
+    Areas,
+    areas_for,
+)
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
-from tests.kit.shm import PAGE
-from tests.kit.wire import tensor_reply
+from tests.kit.shm import PAGE, message
+from tests.kit.wire import is_dropped, raw_socket, take, tensor_reply
 
 SIZE = 2**20
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(8)))
@@ -40,40 +50,16 @@ def endpoint(memory: Path, tmp_path: Path) -> str:
     return f"ivshmem://{memory},{tmp_path}/s"
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[StreamListener]:
-    """A service that would be there, were the memory right."""
-    made = StreamListener(f"unix://{tmp_path}/s")
-    yield made
-    made.close()
-
-
-def _take(listener: StreamListener) -> Incoming:
-    assert listener.wait(timeout_ms=10_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    return incoming
-
-
 def _call(channel: IvshmemChannel, listener: StreamListener, value: float = 1.0) -> bool:
     """Have a request answered; say whether it came in a slot."""
     request_id = channel.submit(REQUEST)
-    incoming = _take(listener)
+    incoming = take(listener)
     assert open_request(incoming.frames, 2**20).request_id == request_id
     assert listener.send(incoming.route, tensor_reply(request_id, torch.full((1,), value)))
     response = channel.wait(request_id).response
     assert isinstance(response, TensorReply)
     assert to_torch(response.output).item() == value
     return incoming.slot is not None
-
-
-def _kept(memory: Path) -> tuple[int, int]:
-    """Return how often this process has the memory mapped, and open."""
-    files = []
-    for file in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # another thread has closed it by now
-            files.append(os.readlink(f"/proc/self/fd/{file}"))
-    return Path("/proc/self/maps").read_text().count(str(memory)), files.count(str(memory))
 
 
 @each_row("size", [SMALLEST, SMALLEST + PAGE, SIZE - 1, SIZE + 17 * PAGE, LARGEST, 2**33])
@@ -94,7 +80,7 @@ def test_slots_are_used_once_the_service_has_them(
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
         ids = [channel.submit(REQUEST) for _ in range(2)]
         for request_id in ids:
-            incoming = _take(listener)
+            incoming = take(listener)
             assert incoming.slot is None
             listener.send(incoming.route, tensor_reply(request_id, torch.ones(1)))
         for request_id in ids:
@@ -118,9 +104,7 @@ def test_slots_are_used_once_the_service_has_them(
         (..., "got Is a directory"),
     ],
 )
-def test_another_file_is_refused_and_left_alone(
-    plain: StreamListener, tmp_path: Path, content: object, said: str
-) -> None:
+def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: object, said: str) -> None:
     memory = tmp_path / "other"
     memory.unlink(missing_ok=True)
     if isinstance(content, bytes):
@@ -128,12 +112,12 @@ def test_another_file_is_refused_and_left_alone(
     elif content is ...:
         memory.mkdir()
     with (
+        closing(StreamListener(f"unix://{tmp_path}/s")),
         IvshmemChannel(f"ivshmem://{memory},{tmp_path}/s", timeout_s=3600) as channel,
         pytest.raises(EndpointError, match=f"^{memory}: {said}"),
     ):
         channel.submit(REQUEST)
     assert content in (None, ...) or memory.read_bytes() == content
-    assert _kept(memory) == (0, 0)
 
 
 def test_a_second_client_does_not_touch_the_memory_of_the_first(
@@ -169,8 +153,152 @@ def test_a_head_that_changes_while_connected_changes_nothing(
             assert channel._lane is not None
             assert channel._lane._incoming == areas_for(2**30, 2**30, SIZE).reply_bytes
         request_id = channel.submit(REQUEST)
-        file.seek(192 + 64 * (SLOTS + _take(listener).route[1][0]))
+        file.seek(192 + 64 * (SLOTS + take(listener).route[1][0]))
         file.write(struct.pack("<IxxxxQ", 77, SIZE))
         file.flush()
         with pytest.raises(ProtocolError, match=f"got a message of {SIZE} bytes"):
             channel.wait(request_id)
+
+
+SESSION = b"0123"
+INIT = message(list(encode_request(InitRequest(), 7, 1000)))
+
+
+def _lay_out(memory: Path, areas: Areas, magic: bytes = b"TSQPshm1") -> None:
+    with memory.open("r+b") as file:
+        file.write(struct.pack("<8sI4sQQ", magic, areas.slots, SESSION, *areas[1:]))
+
+
+def _attach(endpoint: str, said: bytes = ATTACH + SESSION) -> socket.socket:
+    raw = raw_socket(endpoint.rpartition(",")[2])
+    raw.sendall(said)
+    return raw
+
+
+def _until_taken(listener: StreamListener, memory: Path) -> None:
+    for _ in range(1000):
+        assert not listener.wait(timeout_ms=10)
+        if memory.read_bytes()[40:44] == SESSION:
+            return
+    raise AssertionError("no client was let in")
+
+
+@each_row(
+    ("name", "said"),
+    [
+        ("none", "got No such file or directory, expected the file of a device's memory"),
+        ("folder", "got Is a directory"),
+        ("pipe", "got no regular file, expected one"),
+        ("empty", f"got 0 bytes, expected {SMALLEST} or more"),
+        ("small", f"got {SMALLEST - 1} bytes, expected {SMALLEST} or more"),
+        ("open", "got a file that all users may write, expected mode 0660"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    sizes = {"empty": 0, "small": SMALLEST - 1, "open": SMALLEST}
+    path = tmp_path / name
+    if name in sizes:
+        path.write_bytes(bytes(sizes[name]))
+        path.chmod(0o602 if name == "open" else 0o600)
+    elif name == "folder":
+        path.mkdir()
+    elif name == "pipe":
+        os.mkfifo(path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EndpointError, match=f"^{path}: {said}"):
+        StreamListener(f"ivshmem://{path},{tmp_path}/s")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_room_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that is full says so when the service starts, and not in its midst."""
+    path = tmp_path / "memory"
+    path.touch()
+    os.truncate(path, SIZE)
+    DeviceMemory(str(path))
+    assert path.stat().st_blocks * 512 >= SIZE
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "no room")))
+        with pytest.raises(EndpointError, match="got No space left on device"):
+            DeviceMemory(str(path))
+
+
+WITHIN = Areas(1, PAGE, 254 * PAGE)
+HEAD = "got another head"
+
+
+@each_row(
+    ("areas", "said", "refused"),
+    [
+        (Areas(1, PAGE, PAGE), ATTACH + SESSION, None),
+        (Areas(SLOTS, PAGE, 2 * PAGE), ATTACH + SESSION, None),
+        (WITHIN, ATTACH + SESSION, None),
+        (Areas(1, PAGE, 255 * PAGE), ATTACH + SESSION, HEAD),
+        (Areas(0, PAGE, PAGE), ATTACH + SESSION, HEAD),
+        # Sizes that add up modulo a word.
+        (Areas(2, 2**64 - PAGE, 2 * PAGE), ATTACH + SESSION, HEAD),
+        # The segment of another client, as where it maps another file than the service does.
+        (WITHIN, ATTACH + b"4567", HEAD),
+        *(
+            (WITHIN, said, rf"got {len(said)} other bytes first, expected 0xffffffff, and 4")
+            for said in (ATTACH, ATTACH + b"012", b"\1\0\0\0" + SESSION, b"\xff\xff")
+        ),
+    ],
+)
+def test_only_a_segment_of_this_client_within_the_memory_is_taken(
+    memory: Path, areas: Areas, said: bytes, refused: str | None
+) -> None:
+    memory.write_bytes(bytes(SIZE))
+    assert WITHIN.total == SIZE
+    for magic in (b"TSQPshm2", b"TSQPshm1"):
+        _lay_out(memory, areas, magic)
+        expected = HEAD if magic != b"TSQPshm1" and refused is None else refused
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.send(said)
+            if expected is None:
+                lane = DeviceMemory(str(memory)).attach(ours, in_use=False)
+                assert (lane.slots, lane._incoming, lane._room) == areas
+                assert memory.read_bytes()[40:44] == SESSION
+                continue
+            with pytest.raises(ProtocolError, match=f"shared memory: {expected}") as info:
+                DeviceMemory(str(memory)).attach(ours, in_use=False)
+        assert info.value.code is ErrorCode.MALFORMED_MESSAGE
+        assert memory.read_bytes()[40:44] == bytes(4)
+
+
+def test_a_second_client_is_refused_as_long_as_the_first_is_there(
+    listener: StreamListener, endpoint: str, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not heed the lock, as in another machine."""
+    _lay_out(memory, Areas(1, PAGE, PAGE))
+    with _attach(endpoint) as first:
+        _until_taken(listener, memory)
+        with _attach(endpoint) as second:
+            assert is_dropped(listener, second)
+        (record,) = caplog.records
+        assert "got a second client, expected one" in vars(record)["fields"]["detail"]
+        first.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            first.recv(1)
+
+
+def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(
+    listener: StreamListener, endpoint: str, memory: Path
+) -> None:
+    _lay_out(memory, Areas(1, PAGE, PAGE))
+    with _attach(endpoint) as gone:
+        gone.sendall(INIT * 70)
+        assert listener.wait(timeout_ms=10_000)  # more than it reads before they were taken
+    had = set(listener._sharing)
+    with IvshmemChannel(endpoint, timeout_s=20) as channel:
+        channel.submit(InitRequest())
+        # Without taking a request, until another shares.
+        for _ in range(1000):
+            listener.wait(timeout_ms=10)
+            if set(listener._sharing) != had or listener.clients_refused:
+                break
+        assert len(listener._sharing) == 1
+    assert listener.clients_refused == 0

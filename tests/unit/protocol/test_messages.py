@@ -5,21 +5,19 @@ That all of them are read as they were sent is in `tests/property/test_encoding_
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, get_args
 
 import msgpack
 import pytest
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from gpu_side.encoding import Form, encode_reply, open_request, read_request
-from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
-from protocol.encoding import (
-    MAX_REPLY_FRAMES,
-    MAX_REPLY_HEADER_BYTES,
-    decode_reply,
-    encode_request,
-)
-from protocol.errors import ErrorCode, ProtocolError
+from gpu_side import encoding
+from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
+from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, unpack
+from protocol.encoding import MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES, decode_reply, encode_request
+from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
     MAX_STATEMENT_BYTES,
     MAX_TIMING_US,
@@ -29,6 +27,7 @@ from protocol.messages import (
     InitReply,
     LinearRequest,
     MatmulRequest,
+    ModuleName,
     NormWeight,
     Request,
     RingLinearRequest,
@@ -37,7 +36,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.seed import expand
-from protocol.tensors import Buffer, WireTensor
+from protocol.tensors import MAX_DIMENSION, Buffer, WireTensor, from_torch, to_torch
 from tests.kit.rows import each_row
 from tests.kit.wire import Rows, changed, not_refused
 
@@ -112,9 +111,7 @@ SEGMENT_REFUSED: Rows = [
     ("request/recent", (-1, 2**31, True), INVALID),
     ("request/parts", (..., []), INVALID, [F4]),
 ]
-INIT_REFUSED: Rows = [
-    ("request/nonce", (bytes(33), "n" * 32, None, 1), INVALID),
-]
+INIT_REFUSED: Rows = [("request/nonce", (bytes(33), "n" * 32, None, 1), INVALID)]
 
 
 def test_framed_requests_that_deviate_are_refused() -> None:
@@ -294,10 +291,7 @@ ANSWER_REFUSED: Rows = [
     ("version", (1,), INVALID, [bytes(8)]),
 ]
 FAILURE = {"version": 1, "request_id": 7, "method": "Linear", "status": "error"}
-FAILURE_REFUSED: Rows = [
-    ("version", (1,), MALFORMED),
-    ("error", ("traceback: canary", 1), INVALID),
-]
+FAILURE_REFUSED: Rows = [("version", (1,), MALFORMED), ("error", ("traceback: canary", 1), INVALID)]
 INIT_REPLY_REFUSED: Rows = [
     ("model_digest", ("A" * 64, "a" * 63)),
     ("norm_weights/other_norm", (1, None, {}, {"eps": 1.0})),
@@ -404,14 +398,84 @@ def test_what_is_no_map_within_the_limits_is_refused(data: bytes, text: str) -> 
     assert "canary" not in str(info.value)
 
 
-def test_the_limits_are_those_that_were_given() -> None:
-    widest = {"ü": list(range(MAX_ARRAY_LENGTH)), "a": "x" * MAX_STRING_BYTES, "b": b"\0\xff"}
-    for message in (widest, _nested(MAX_DEPTH)):
-        assert _unpack(pack(message)) == message
-    data = pack({"a": [b"x" * 100], "b": {}})
-    assert _unpack(data, len(data), 3) == {"a": [b"x" * 100], "b": {}}
-    with pytest.raises(ProtocolError, match="more than 2 maps and arrays"):
-        _unpack(data, len(data), 2)
-    with pytest.raises(ProtocolError, match=f"got {len(data)} bytes, expected at") as info:
-        _unpack(data, len(data) - 1)
-    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+def test_requests_of_one_header_have_one_kernel_and_few_headers_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def linear(layer: int = 3, names: tuple[ModuleName, ...] = ("q_proj",)) -> LinearRequest:
+        hidden = WireTensor("float32", (4,), F4)
+        return LinearRequest(layer_idx=layer, module_names=names, hidden_states=hidden)
+
+    most = encoding.MAX_KNOWN_HEADERS // 16
+    monkeypatch.setattr(encoding, "MAX_KNOWN_HEADERS", most)
+    reader = RequestReader(2**20, lambda request: lambda *_: request)
+    first = reader.open(encode_request(linear(), 1, 1000))
+    assert (first.known, reader.known) == (None, {})  # its body has not been checked yet
+    _, kernel = reader.read(first)
+    opened = reader.open(encode_request(linear(), 2**63 - 1, 3_600_000))
+    assert opened.known is not None
+    assert (opened.request_id, opened.timeout_ms) == (2**63 - 1, 3_600_000)
+    assert reader.read(opened) == (linear(), kernel)
+    _, other = reader.read(reader.open(encode_request(linear(4), 1, 1000)))
+    assert other is not kernel
+    reader.read(reader.open([msgpack.packb(_inline("Linear"))]))
+    assert len(reader.known) == 2
+    triples = itertools.product(get_args(ModuleName), repeat=3)
+    for names, layer in itertools.islice(itertools.product(triples, range(4)), 3 * most):
+        reader.read(reader.open(encode_request(linear(layer, names), 1, 1000)))
+        assert len(reader.known) <= most
+
+
+SINGLE, F1, F6 = "float32", bytes(4), bytes(24)  # one float32, and six
+WRONG_SHAPES = [
+    *([-1, 3], [0], [], [1] * 5, [1.0], [True], ["1"], [[1]], "1", 1, None, {1: 1}),
+    *([MAX_DIMENSION + 1], [2**63]),
+]
+UNKNOWN_DTYPES = [
+    *("float64", "int8", "uint32", "complex64", "", "torch.", "torch.torch.float32", "Float32"),
+    *(" float32", b"float32", None, 4, ["float32"], {}),
+]
+
+
+@each_row(
+    ("dtype", "shape", "data", "code", "text"),
+    [
+        *((name, [1], F1, INVALID, "x.dtype: got") for name in UNKNOWN_DTYPES),
+        *((SINGLE, shape, F6, INVALID, "x.shape") for shape in WRONG_SHAPES),
+        (SINGLE, [2, 3], bytes(23), INVALID, "got 23 bytes, expected 24 for"),
+        (SINGLE, [2, 3], bytes(25), INVALID, "got 25 bytes, expected 24 for"),
+        ("float16", [2, 3], F6, INVALID, "expected 12 for float16 [2, 3]"),
+        (SINGLE, [1], b"", INVALID, "got 0 bytes"),
+        (SINGLE, [MAX_DIMENSION] * 4, b"", LIMIT, "at most 2147483648"),
+        ("int64", [2**28 + 1], b"", LIMIT, "at most 2147483648"),
+        (SINGLE, [1], "abcd", INVALID, "x: got str, expected raw bytes"),
+        (SINGLE, [1], None, INVALID, "x: got NoneType"),
+        (SINGLE, [1], [1.0], INVALID, "x: got list"),
+    ],
+)
+def test_a_wrong_claim_about_bytes_is_refused(
+    dtype: object, shape: object, data: object, code: ErrorCode, text: str
+) -> None:
+    with pytest.raises(ProtocolError) as info:
+        WireTensor.checked(dtype, shape, data, "x")
+    assert info.value.code is code
+    assert text in str(info.value)
+
+
+def test_bytes_are_little_endian_and_in_c_order() -> None:
+    tensor = torch.tensor([[1, 2], [3, 4]], dtype=torch.int64)
+    for sent, order in ((tensor, (1, 2, 3, 4)), (tensor.T, (1, 3, 2, 4))):
+        assert bytes(from_torch(sent).data) == b"".join(n.to_bytes(8, "little") for n in order)
+    assert "7777" not in repr(WireTensor("float32", (1,), b"7777"))
+    for wrap in (bytes, memoryview):  # what cannot change is not aliased
+        data = bytes(8)
+        copied = to_torch(WireTensor.checked("float32", [2], wrap(data), "x"))
+        copied += 1.0
+        assert data == bytes(8)
+
+
+def test_a_message_is_one_short_printable_line() -> None:
+    error = ProtocolError("reply", got="[3]", expected="[4]", code=ErrorCode.INVALID_FIELD)
+    assert str(error) == "reply: got [3], expected [4]"
+    said = str(TsqpError("a\nb\x1b[2J", got="x" * 10_000, expected="\u202e"))
+    assert said.isprintable()
+    assert len(said) < 1100

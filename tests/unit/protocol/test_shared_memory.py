@@ -5,17 +5,26 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from gpu_side.encoding import open_request
+from gpu_side.transport.stream_listener import StreamListener
 from protocol import shared_memory
+from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.shared_memory import SLOTS, Areas, Lane, adopt, create, frames_in
-from protocol.tensors import Buffer
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, adopt, create, frames_in
+from protocol.shm import ShmChannel
+from protocol.tensors import Buffer, from_torch, to_torch
 from tests.kit.rows import each_row
-from tests.kit.shm import PAGE, memfd, message, write_line
+from tests.kit.shm import PAGE, RawClient, RawService, attach, memfd, message, write_line
+from tests.kit.wire import REFUSED, is_dropped, take, tensor_reply
 
 AREAS = Areas(2, PAGE, 2 * PAGE)
 SHRINK, GROW, SEAL = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL
@@ -182,3 +191,248 @@ def test_what_lies_in_the_slot_is_put_where_it_belongs(ends: tuple[Lane, Lane]) 
         assert client.look() == 0
         assert _read(client, 0) == [b"header", b"right"]
         reply[128 : 128 + 5] = b"wrong"
+
+
+ROUNDS = 500
+TINY_S = 0.05
+REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(8)))
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"shm://{tmp_path}/s"
+
+
+@pytest.fixture
+def service(endpoint: str) -> Iterator[RawService]:
+    with RawService(endpoint) as made:
+        yield made
+
+
+@pytest.fixture
+def channel(endpoint: str) -> Iterator[ShmChannel]:
+    with ShmChannel(endpoint, timeout_s=20, max_message_bytes=2**16) as made:
+        yield made
+
+
+def _submit(channel: ShmChannel, service: RawService) -> tuple[int, int]:
+    request_id = channel.submit(REQUEST)
+    service.accept()
+    slot, seen = service.request()
+    assert seen == request_id
+    return request_id, slot
+
+
+def _good(request_id: int, value: float = 1.0) -> list[bytes]:
+    return [bytes(frame) for frame in tensor_reply(request_id, torch.full((8,), value))]
+
+
+def test_no_wake_up_is_lost(endpoint: str) -> None:
+    """Both ends fall asleep all the time; one that nobody wakes up ends in a deadline."""
+    listener = StreamListener(endpoint)
+
+    def serve() -> None:
+        for _ in range(ROUNDS):
+            incoming = take(listener)
+            opened = open_request(incoming.frames, 2**20)
+            listener.send(incoming.route, tensor_reply(opened.request_id, torch.ones(1)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ShmChannel(endpoint, timeout_s=20) as channel:
+        for _ in range(ROUNDS):
+            channel.call(REQUEST)
+    thread.join()
+    listener.close()
+
+
+def test_a_service_that_raises_numbers_without_end_holds_no_caller(
+    service: RawService, channel: ShmChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id, slot = _submit(channel, service)
+    looks: list[int] = []
+
+    def look(_: Lane, spin_us: int = 0) -> int:
+        looks.append(spin_us)
+        assert len(looks) < 100, "it looks without end"
+        return (slot + 1) % SLOTS
+
+    monkeypatch.setattr(Lane, "look", look)
+    assert not channel.arrived(request_id)
+    assert 0 < len(looks) <= 2 * SLOTS
+
+
+@each_row(
+    ("size", "said"),
+    [
+        *((size, f"a message of {size} bytes") for size in (2**16 + 2 * 4096, 2**63, 2**64 - 1)),
+        # A number that comes early: there are zeros.
+        *((size, "got 0 frames") for size in (1, 4, 12, 500)),
+    ],
+)
+def test_a_line_without_its_message_is_refused(size: int, said: str, tmp_path: Path) -> None:
+    endpoint = f"shm://{tmp_path}/{size}"
+    with RawService(endpoint) as service, ShmChannel(endpoint, max_message_bytes=2**16) as channel:
+        request_id, slot = _submit(channel, service)
+        service.write_line(slot, 1, size)
+        with pytest.raises(ProtocolError, match=said) as info:
+            channel.wait(request_id)
+        limit = "a message of" in said
+        assert info.value.code is (
+            ErrorCode.LIMIT_EXCEEDED if limit else ErrorCode.MALFORMED_MESSAGE
+        )
+        with pytest.raises(KeyError):
+            channel.wait(request_id)
+
+
+def test_a_reply_is_read_once_and_answers_its_own_request_alone(
+    service: RawService, channel: ShmChannel
+) -> None:
+    request_id, slot = _submit(channel, service)
+    service.lane.put(slot, _good(request_id, 5.0))
+    assert channel.arrived(request_id)
+    start = service.lane._out[slot]
+    service.lane._memory[start : start + 2**16] = b"\xff" * 2**16
+    response = channel.wait(request_id).response
+    assert isinstance(response, TensorReply)
+    assert to_torch(response.output)[0].item() == 5.0
+    again = channel.submit(REQUEST)
+    assert service.request()[0] == slot
+    service.lane.put(slot, _good(request_id, 9.0))  # of before
+    assert not channel.arrived(again)
+    service.lane.put(slot, _good(again, 2.0))
+    # The slot was taken for free again: what comes there now is not looked at.
+    assert not channel.arrived(again, time.monotonic() + TINY_S)
+
+
+INIT = [bytes(frame) for frame in encode_request(InitRequest(), 7, 1000)]
+TWO = [bytes(range(100)), b"tensor"]
+
+
+@pytest.fixture
+def client(listener: StreamListener, endpoint: str) -> Iterator[RawClient]:
+    with RawClient(endpoint) as made:
+        yield made
+
+
+def _others_go_on(listener: StreamListener, endpoint: str) -> None:
+    with RawClient(endpoint) as other:
+        other.put(0, INIT)
+        assert open_request(take(listener).frames, 1000).request_id == 7
+
+
+def _file(kind: str) -> int:
+    if kind == "no memfd":
+        return os.open("/dev/null", os.O_RDWR)
+    areas = Areas(1, PAGE, PAGE)
+    if kind == "unsealed":
+        return memfd(areas, seals=0)
+    return memfd(areas, head=bytes(32) if kind == "no head" else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "said"),
+    [
+        ("good", 0, ATTACH),
+        ("good", 2, ATTACH),
+        ("good", 1, b"\xff"),
+        ("good", 1, message(INIT)),
+        ("unsealed", 1, ATTACH),
+        ("no head", 1, ATTACH),
+        ("no memfd", 1, ATTACH),
+    ],
+)
+def test_what_hands_over_no_segment_is_refused(
+    listener: StreamListener, endpoint: str, kind: str, count: int, said: bytes
+) -> None:
+    file = _file(kind)
+    before = len(os.listdir("/proc/self/fd"))
+    with attach(endpoint, [file] * count, said) as raw:
+        assert is_dropped(listener, raw)
+    # Files that were handed over are closed.
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(file)
+    _others_go_on(listener, endpoint)
+
+
+def test_a_header_that_changes_after_it_was_taken_changes_nothing(
+    listener: StreamListener, client: RawClient
+) -> None:
+    client.put(0, TWO)
+    incoming = take(listener)
+    start = client.lane._out[0]
+    client.lane._memory[start : start + 300] = b"\xff" * 300
+    assert bytes(incoming.frames[0]) == TWO[0]
+    assert len(incoming.frames[1]) == len(TWO[1])  # its bytes are the client's own business
+
+
+def test_a_reply_that_does_not_fit_gives_the_slot_back_and_goes_over_the_socket(
+    listener: StreamListener, client: RawClient
+) -> None:
+    client.put(2, INIT)
+    incoming = take(listener)
+    large = [bytes(10 * PAGE)]
+    assert listener.send(incoming.route, large)
+    assert client.lane.look() == 2
+    assert len(client.lane.view(2)) == 0
+    assert client.socket.recv(2**20) == message(large)
+    client.put(2, INIT)
+    assert take(listener).route == incoming.route
+
+
+def test_a_client_that_has_gone_gets_no_reply_and_its_requests_are_dropped(
+    listener: StreamListener, endpoint: str
+) -> None:
+    """Its successor has the same slots, and its own name."""
+    with RawClient(endpoint) as gone:
+        gone.put(0, TWO)
+        gone.put(1, INIT)
+        incoming = take(listener)
+    assert not listener.wait(timeout_ms=100)
+    assert listener.receive() is None
+    assert not listener._sharing
+    with RawClient(endpoint) as successor:
+        successor.put(0, INIT)
+        assert take(listener).route != incoming.route
+        assert not listener.send(incoming.route, REFUSED)
+        assert successor.lane.look() == -1
+    assert bytes(incoming.frames[1]) == TWO[1]  # as long as it is viewed
+
+
+def test_a_request_before_the_last_reply_drops_the_client(
+    listener: StreamListener, client: RawClient, endpoint: str
+) -> None:
+    client.put(3, INIT)
+    take(listener)
+    client.put(3, INIT)
+    assert is_dropped(listener, client.socket)
+    # It would wake the service up now, and so finds its connection closed.
+    assert client.lane.put(0, INIT)
+    _others_go_on(listener, endpoint)
+
+
+def test_a_slot_with_no_message_drops_the_client(
+    listener: StreamListener, client: RawClient, endpoint: str
+) -> None:
+    client.write_line(0, 1, 100)
+    client.wake_up()
+    assert is_dropped(listener, client.socket)
+    _others_go_on(listener, endpoint)
+
+
+def test_a_client_that_writes_over_flags_and_numbers_hurts_itself_alone(
+    listener: StreamListener, client: RawClient, endpoint: str
+) -> None:
+    for value in (b"\1", b"\0", b"\xff"):
+        client.lane._memory[64:192] = value * 128
+        listener.wait(timeout_ms=10)
+        with ShmChannel(endpoint) as other:
+            request_id = other.submit(InitRequest())
+            assert open_request(take(listener).frames, 1000).request_id == request_id
+    for number in range(1, 20):
+        for slot in range(client.lane.slots):
+            client.write_line(slot, number, 100)
+        client.wake_up()
+        listener.wait(timeout_ms=1)
+    assert listener.clients_refused == 1
+    _others_go_on(listener, endpoint)

@@ -24,7 +24,7 @@ from protocol.tensors import Buffer, from_torch
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import QUEUED_MESSAGES
 from tests.kit.rows import each_row
-from tests.kit.wire import connected, tensor_reply
+from tests.kit.wire import connected, take, tensor_reply
 
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
 LOST = "a lost connection while LMHead was waiting"
@@ -32,8 +32,6 @@ TOO_MANY = [b""] * (MAX_REPLY_FRAMES + 1)
 
 
 class Peer:
-    """A service that answers what the test tells it to."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -70,22 +68,9 @@ def channel(peer: Peer) -> Iterator[ZmqChannel]:
 
 
 def _asked(peer: Peer, channel: ZmqChannel, count: int = 1) -> list[int]:
-    """Have so many requests come to the peer."""
     ids = [channel.submit(REQUEST) for _ in range(count)]
     assert [peer.receive() for _ in ids] == ids
     return ids
-
-
-def _one_round_trip(peer: Peer, channel: ZmqChannel) -> None:
-    (request_id,) = _asked(peer, channel)
-    peer.reply(request_id)
-    channel.wait(request_id)
-
-
-def _wait_for_an_event(channel: ZmqChannel) -> None:
-    # The channel has read the connection's beginning; what comes next is its end.
-    channel._note_events()
-    assert channel._lost or channel._events.poll(10_000)
 
 
 # A service that speaks ZMTP 3.0 and sends frame after frame of one message.
@@ -140,7 +125,6 @@ def test_a_reply_of_too_many_frames_ends_the_connection(peer: Peer, spin_us: flo
         assert before.closed
         with pytest.raises(EndpointError, match=LOST):
             channel.wait(other)
-        _one_round_trip(peer, channel)
 
 
 @pytest.mark.parametrize("seconds", [3600, 5])
@@ -170,7 +154,9 @@ def test_what_is_queued_for_the_only_connection_goes_over_no_other(
     _asked(peer, channel)
     context, endpoint = peer.socket.context, peer.endpoint
     peer.socket.close()
-    _wait_for_an_event(channel)
+    # The channel has read the connection's beginning; what comes next is its end.
+    channel._note_events()
+    assert channel._lost or channel._events.poll(10_000)
     with suppress(zmq.Again):
         # As if the loss had not been noticed yet.
         channel._socket.send(b"queued", zmq.DONTWAIT)
@@ -203,9 +189,7 @@ def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) ->
     with closing(listener), connected(zmq.DEALER, listener.endpoint) as client:
         client.setsockopt(zmq.RCVHWM, 1)
         client.send(b"x")
-        assert listener.wait(timeout_ms=10_000)
-        incoming = listener.receive()
-        assert incoming is not None
+        incoming = take(listener)
         sent = 0
         while listener.send(incoming.route, [small, reply]):
             sent += 1

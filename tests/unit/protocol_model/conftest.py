@@ -16,7 +16,6 @@ from tests.kit.model import SavedModel
 
 @pytest.fixture
 def directory(saved_model: Callable[..., SavedModel], tmp_path: Path) -> Path:
-    """A model of its own, in one file."""
     return shutil.copytree(saved_model("llama").directory, tmp_path / "model")
 
 

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError
+from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES
+from protocol.model import manifest, quantized
 from protocol.model.checkpoint import (
     EMBEDDING,
+    FINAL_NORM,
     INDEX_FILE,
     SINGLE_FILE,
     Checkpoint,
     light_tensors,
     linear_tensors,
+    lm_head_name,
     module_name,
 )
 from protocol.model.config import read_config
+from protocol.model.identity import model_digest
+from protocol.model.quantized import QuantizedLinear, load_head_scale, load_quantized, quantize_rows
 from protocol.model.weights import load_linear, load_tensor
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
@@ -118,7 +126,11 @@ def test_an_lm_head_beside_a_tied_embedding_is_allowed(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models, kind: str) -> None:
+def test_fused_modules_stand_side_by_side_with_their_biases(
+    saved_model: Models, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As floats and as int8, which are read a block of rows at a time."""
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 4000)
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     tensors = load_file(directory / SINGLE_FILE)
@@ -135,6 +147,15 @@ def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models,
             assert torch.equal(linear.bias, torch.cat([tensors[f"{name}.bias"] for name in names]))
         for module, rows in linear.rows.items():
             assert rows.stop - rows.start == config.module_shape(module)[0]
+        integers, scale = quantize_rows(whole)
+        held = load_quantized(checkpoint, config, 1, operator)
+        assert torch.equal(held.weight, integers)
+        assert torch.equal(held.scale, scale)
+    head = load_quantized(checkpoint, config, 1, "lm_head")
+    integers, scale = quantize_rows(tensors[lm_head_name(config)])
+    assert torch.equal(head.weight, integers)
+    assert torch.equal(head.scale, scale)
+    assert torch.equal(load_head_scale(checkpoint, config), scale)
     # A module without a bias has one of zeros beside one that has one.
     one = config.model_copy(update={"biased_modules": config.biased_modules & {"v_proj"}})
     mixed = load_linear(checkpoint, one, 1, "qkv_proj", dtype=torch.float32, device=CPU).bias
@@ -190,7 +211,6 @@ def test_weights_that_are_not_finite_are_named(directory: Path, value: float) ->
 
 
 def _mapped(directory: Path, **changes: Any) -> None:
-    """Write other files of tensors to the index."""
     index = json.loads((directory / INDEX_FILE).read_text())
     index["weight_map"] |= changes
     (directory / INDEX_FILE).write_text(json.dumps(index))
@@ -199,17 +219,8 @@ def _mapped(directory: Path, **changes: Any) -> None:
 @each_row(
     "file",
     [
-        *(
-            "../outside.safetensors",
-            "/etc/passwd",
-            "sub/a.safetensors",
-            "..",
-            ".",
-            "",
-            "a\0",
-            "a\n",
-        ),
-        *("\ud800", "x" * 256, 7, None),
+        *("../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "", "a\0"),
+        *("a\n", "\ud800", "x" * 256, 7, None),
     ],
 )
 def test_an_index_that_points_outside_its_directory_is_refused(sharded: Path, file: object) -> None:
@@ -242,3 +253,125 @@ def test_an_index_and_its_files_must_agree(sharded: Path) -> None:
     tensors = load_file(sharded / "b.safetensors")
     save_file({**tensors, name: torch.ones(1)}, sharded / "b.safetensors")
     assert _refusal(sharded, "b.safetensors", name).got == "a tensor that a.safetensors holds too"
+
+
+LARGEST = torch.finfo(torch.float32).max
+THIRD = float(np.float32(1) / np.float32(127))
+
+
+@each_row(
+    ("row", "integers", "scale"),
+    [
+        # Halves go to even, and -128 never occurs.
+        ([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0], [127, 0, 2, 2, 0, -2, -127], 1.0),
+        ([-127.0, 1.0], [-127, 1], 1.0),
+        # Rows without a usable scale are zero.
+        ([0.0, 0.0], [0, 0], 1.0),
+        ([1e-40, -1e-40], [0, 0], 1.0),
+        ([1.0, 0.0], [127, 0], THIRD),
+        ([LARGEST, -LARGEST], [127, -127], float(np.float32(LARGEST) / np.float32(127))),
+    ],
+)
+def test_a_row_has_a_scale_of_its_own(row: list[float], integers: list[int], scale: float) -> None:
+    both = torch.tensor([row, [1.0] * len(row)])
+    found, scales = quantize_rows(both)
+    assert found.tolist() == [integers, [127] * len(row)]
+    assert scales.tolist() == [scale, THIRD]
+    for bad in (math.nan, math.inf, -math.inf):
+        both[1, 1] = bad
+        with pytest.raises(ModelError, match="q: got NaN or infinity, expected finite weights"):
+            quantize_rows(both, "q")
+
+
+@each_row(
+    ("weight", "squared"),
+    [
+        (torch.zeros(3, 4), 0),
+        (torch.tensor([[3, 4], [-5, 12], [1, 1]]), 169),
+        (torch.full((2, 131071), -127), 131071 * 127**2),
+    ],
+)
+def test_the_largest_row_norm_is_exact(
+    weight: torch.Tensor, squared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = empty_weight(*weight.shape, torch.device("cpu")).copy_(weight)
+    linear = QuantizedLinear(held, torch.ones(len(weight)), {})
+    for block in (1, 2**21):
+        monkeypatch.setattr(quantized, "_BLOCK_ELEMENTS", block)
+        assert linear.max_row_norm() == math.sqrt(squared)
+
+
+LAYERS = ["sliding_attention"] * 3
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": LAYERS}
+
+
+@pytest.fixture
+def copy(saved_model: Models, tmp_path: Path) -> Path:
+    return shutil.copytree(saved_model("qwen2").directory, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def original(saved_model: Models) -> str:
+    return _digest(saved_model("qwen2").directory)
+
+
+def _digest(directory: Path) -> str:
+    return model_digest(read_config(directory), Checkpoint(directory))
+
+
+def test_the_digest_of_shards_is_that_of_one_file(saved_model: Models, sharded: Path) -> None:
+    assert _digest(sharded) == _digest(saved_model("llama").directory)
+
+
+@each_row(
+    "change",
+    [
+        *(lambda tensors, row=row: tensors[EMBEDDING][row, 7].add_(1e-3) for row in (0, 5, 315)),
+        lambda tensors: tensors[FINAL_NORM][17].add_(1e-3),
+        lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.bfloat16)}),
+    ],
+)
+def test_other_weights_have_another_digest(
+    copy: Path, original: str, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    tensors = load_file(copy / SINGLE_FILE)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, copy / SINGLE_FILE)
+    assert _digest(copy) != original
+    save_file(before, copy / SINGLE_FILE)
+    assert _digest(copy) == original
+
+
+@each_row(
+    ("changes", "same"),
+    [
+        ({"rms_norm_eps": 1e-3}, False),
+        ({"max_position_embeddings": 512}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, False),
+        (WINDOWS, False),
+        ({"tie_word_embeddings": True}, False),
+        ({"architectures": ["MistralForCausalLM"]}, False),
+        # What does not change the forward pass.
+        ({"eos_token_id": [7, 8], "dtype": "bfloat16", "use_cache": False}, True),
+        ({"rope_parameters": None, "rope_theta": 10000.0}, True),
+    ],
+)
+def test_a_configuration_has_another_digest_where_it_computes_otherwise(
+    copy: Path, original: str, changes: dict[str, Any], same: bool
+) -> None:
+    whole = (copy / "config.json").read_text()
+    other = read_config(copy).model_copy(update={"biased_modules": frozenset(["q_proj"])})
+    assert model_digest(other, Checkpoint(copy)) != original
+    (copy / "config.json").write_text(json.dumps({**json.loads(whole), **changes}))
+    assert (_digest(copy) == original) == same
+    (copy / "config.json").write_text(whole)
+
+
+def test_the_same_bytes_of_another_dtype_have_another_digest(copy: Path) -> None:
+    tensors, digests = load_file(copy / SINGLE_FILE), set()
+    for dtype in (torch.float16, torch.bfloat16):
+        zeros = torch.zeros(tensors[EMBEDDING].shape, dtype=dtype)
+        save_file({**tensors, EMBEDDING: zeros}, copy / SINGLE_FILE)
+        digests.add(_digest(copy))
+    assert len(digests) == 2

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ModelError
-from protocol.model.config import (
-    ARCHITECTURES,
-    MAX_JSON_BYTES,
-    ModelConfig,
-    read_config,
-)
+from protocol.model.config import ARCHITECTURES, MAX_JSON_BYTES, ModelConfig, read_config
 from tests.kit.rows import each_row
 
 BASE: dict[str, Any] = {
@@ -70,7 +65,7 @@ def test_a_directory_without_a_good_config_is_named(tmp_path: Path) -> None:
 
 ABSURD: dict[str, Sequence[Any]] = {
     "architectures": [
-        *(["GPT2LMHeadModel"], ["LlamaModel"], [], None, ..., [["LlamaForCausalLM"]], {"a": 1}),
+        *(["GPT2LMHeadModel"], ["LlamaModel"], [], None, ..., [["LlamaForCausalLM"]], {"a": 1})
     ],
     # What we cannot compute.
     "quantization_config": [{"quant_method": "gptq", "bits": 4}],

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,7 +78,6 @@ def seals(tmp_path_factory: pytest.TempPathFactory) -> Seals:
 
 @pytest.fixture
 def changed(seals: Seals, tmp_path: Path) -> Path:
-    """A copy of the first seal, to change."""
     return shutil.copytree(seals.first, tmp_path / "sealed")
 
 
@@ -244,24 +242,6 @@ def test_no_changed_bit_of_the_index_is_taken(changed: Path) -> None:
             SealedModel(changed, KEY)
 
 
-def test_no_changed_bit_of_a_file_is_taken(changed: Path) -> None:
-    path = changed / "three"
-    whole = path.read_bytes()
-    first, end = HEADER_BYTES + CHUNK_BYTES, len(whole)
-    for place in (
-        *(0, 7, 8, HEADER_BYTES - 1),  # magic and salt
-        *(HEADER_BYTES, first - 1, first, HEADER_BYTES + STORED, HEADER_BYTES + 2 * STORED),
-        *(end - 1, end - TAG_BYTES, end - TAG_BYTES - 1),
-    ):
-        flipped = bytearray(whole)
-        flipped[place] ^= 0x80
-        path.write_bytes(flipped)
-        chunk = (place - HEADER_BYTES) // STORED
-        said = ANOTHER if place < HEADER_BYTES else f"chunk {chunk}: got other"
-        with pytest.raises(SealError, match=f"/three: {re.escape(said)}"):
-            read_all(changed)
-
-
 def test_the_format_is_what_the_module_says(seals: Seals) -> None:
     """Read by a second reader, of what stands in the docstring."""
     line, _, body = (seals.first / SEAL_FILE).read_bytes().partition(b"\n")
@@ -285,19 +265,10 @@ def test_the_format_is_what_the_module_says(seals: Seals) -> None:
         assert plain == (seals.plain / name).read_bytes()
 
 
-def test_another_key_opens_the_same_seal(changed: Path, seals: Seals) -> None:
-    before = {path.name: path.read_bytes() for path in changed.iterdir()}
+def test_nothing_random_is_used_twice(changed: Path, seals: Seals) -> None:
+    """Nonces of the wrapped key, content keys, salts; and another key opens the same seal."""
     assert rewrap(changed, KEY, OTHER_KEY) == seals.digests["first"]
-    with pytest.raises(SealError, match="got a seal for key"):
-        SealedModel(changed, KEY)
-    with unsealed(changed, OTHER_KEY, seals.digests["first"]):
-        assert read_bytes(changed / "byte", 1) == (seals.plain / "byte").read_bytes()
-    after = {path.name: path.read_bytes() for path in changed.iterdir()}
-    assert [name for name in before if before[name] != after[name]] == [SEAL_FILE]
-    with pytest.raises(SealError, match="got a seal for key"):
-        rewrap(changed, KEY, OTHER_KEY)
-    assert (changed / SEAL_FILE).read_bytes() == after[SEAL_FILE]
-    # Nothing random is used twice: nonces of the wrapped key, content keys, salts.
+    SealedModel(changed, OTHER_KEY, seals.digests["first"])
     nonces = [(where / SEAL_FILE).read_bytes().split()[3] for where in (*seals[1:4], changed)]
     assert len(set(nonces)) == 4
     keys = [unwrap(read_index(path / SEAL_FILE), KEY, "")[0] for path in seals[1:3]]

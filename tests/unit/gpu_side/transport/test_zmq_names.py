@@ -14,13 +14,13 @@ import pytest
 import zmq
 
 from gpu_side.access import ServiceKeys
-from gpu_side.transport.listener import Incoming
 from gpu_side.transport.zap import ZapHandler
 from gpu_side.transport.zmq_doorway import Doorway
 from gpu_side.transport.zmq_handshake import Handshake
 from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.transport.zmq_names import as_property, bind_within_process
 from protocol.errors import EndpointError, ProtocolError
+from tests.kit.wire import take
 from tests.unit.protocol.test_zmq_channel import GREETING
 
 SERVICE, SECRET = zmq.curve_keypair()
@@ -41,7 +41,6 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZmqList
 
 @pytest.fixture
 def connect(listener: ZmqListener) -> Iterator[Connect]:
-    """Connect a client that may call itself something."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with ExitStack() as stack:
 
@@ -60,13 +59,6 @@ def connect(listener: ZmqListener) -> Iterator[Connect]:
     context.term()
 
 
-def _taken(listener: ZmqListener) -> Incoming:
-    assert listener.wait(timeout_ms=30_000)
-    incoming = listener.receive()
-    assert incoming is not None
-    return incoming
-
-
 def test_no_client_chooses_its_name_and_each_gets_its_own_reply(
     listener: ZmqListener, connect: Connect
 ) -> None:
@@ -76,7 +68,7 @@ def test_no_client_chooses_its_name_and_each_gets_its_own_reply(
     clients = [connect(name, kinds[n % 8 // 4]) for n, name in enumerate(names)]
     for n, client in enumerate(clients):
         client.send(b"%d" % n)
-    requests = [_taken(listener) for _ in clients]
+    requests = [take(listener) for _ in clients]
     assert len({one.client if not one.key else one.route[0] for one in requests}) == len(clients)
     secrets = {one.route[0][:-8] for one in requests}
     assert len(secrets) == 1
@@ -86,25 +78,6 @@ def test_no_client_chooses_its_name_and_each_gets_its_own_reply(
     for n, client in enumerate(clients):
         assert client.poll(30_000)
         assert client.recv_multipart() == [b"%d" % n, b"to you"]
-
-
-def test_a_reply_for_a_client_that_has_gone_reaches_no_other(
-    listener: ZmqListener, connect: Connect
-) -> None:
-    client = connect(b"me")
-    client.send(b"1")
-    first = _taken(listener)
-    client.close()
-    second = connect(b"me")
-    second.send(b"2")
-    now = _taken(listener)
-    until = time.monotonic() + 30
-    while listener.send(first.route, [b"for the first"]):  # until its end is noticed
-        assert time.monotonic() < until
-        assert not listener.wait(timeout_ms=1)
-    assert listener.send(now.route, [b"for the second"])
-    assert second.poll(30_000)
-    assert second.recv() == b"for the second"
 
 
 @pytest.mark.parametrize("listener", ["tcp with keys"], indirect=True)
@@ -127,10 +100,7 @@ def test_a_message_under_a_name_that_is_not_ours_is_not_taken(
     assert vars(caplog.records[0])["fields"] == {"reason": "routing_id_not_ours"}
     client = connect()
     client.send(b"y")
-    assert bytes(_taken(listener).frames[0]) == b"y"
-
-
-# ----------------------------------------------------------------------- what a client says first
+    assert bytes(take(listener).frames[0]) == b"y"
 
 
 def _property(name: bytes, value: bytes, size: int | None = None) -> bytes:
@@ -200,10 +170,7 @@ def test_what_is_no_handshake_is_cut_off_and_counted(
     assert vars(caplog.records[0])["fields"]["reason"] == "no_zmtp_3"
     client_after = connect()
     client_after.send(b"x")
-    _taken(listener)
-
-
-# ------------------------------------------------------------------------------------ the doorway
+    take(listener)
 
 
 @pytest.mark.parametrize("listener", ["ipc"], indirect=True)
