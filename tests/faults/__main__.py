@@ -75,7 +75,6 @@ def run_here(row: Row, file: Path) -> None:
 
 
 def main() -> int:
-    """Run the command line."""
     rows = {row.name: row for row in ROWS}
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -52,7 +52,6 @@ class Profile:
         self._bytecode: dict[CodeType, bytes] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Take an event of the interpreter."""
         if event == "call" and self._begins(frame):
             if self._entry is None and frame.f_code.co_name == CLIENT_ENTRY:
                 self._entry, self._begun, self._sent = frame, self._calls, len(self.sends)

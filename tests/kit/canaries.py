@@ -87,7 +87,6 @@ class Canaries:
                 self.patterns.append(("activation", text.encode()))
 
     def add_secret(self, secret: bytes) -> None:
-        """Look for a key."""
         self._add_bytes("key", secret)
 
     def _add_bytes(self, kind: str, content: bytes) -> None:
@@ -135,7 +134,6 @@ class Places:
         self._shared = set(_SHARED.iterdir())
 
     def contents(self) -> Iterator[tuple[str, bytes]]:
-        """Return what is new: place, content."""
         for path in sorted((self._folder / "logs").iterdir()):
             with path.open("rb") as file:
                 # A little from before: a line may have been written in two halves.

@@ -176,13 +176,11 @@ class World:
     link: Link | None = None
 
     def add(self, *names: str, **settings: Any) -> list[FakeService]:
-        """Let there be services."""
         for name in names:
             self.services[name] = FakeService(name, **settings)
         return [self.services[name] for name in names]
 
     def open(self, endpoint: str) -> Any:
-        """Connect."""
         connection = FakeConnection(self.services[endpoint])
         self.opened.append(connection)
         is_open = [one for one in self.opened if one.endpoint == endpoint and not one.closed]
@@ -192,7 +190,6 @@ class World:
     def verify(
         self, endpoint: str, reply: Any, layers: tuple[int, int], columns: tuple[int, int]
     ) -> Any:
-        """Check an Init reply."""
         service = self.services[endpoint]
         service.checked.append((layers, columns))
         if service.held is not None:
@@ -207,16 +204,15 @@ class World:
         connect_s: float = 1.0,
         config: Any = None,
     ) -> Services:
-        """Return connected services."""
         options = ConnectOptions(self.open, self.verify, self.link, timeout_s)
         made = Services(groups, layers, options, config)
         self.made.append(made)
         made.connect(connect_s)
         return made
 
-    def replicas(self, *names: str, timeout_s: float = 5.0) -> Any:
+    def replicas(self, *names: str) -> Any:
         """Return the channel over services that stand in for each other."""
-        return self.connect(ReplicaGroup(1, 0, 0, names), timeout_s=timeout_s).at(0)[0]
+        return self.connect(ReplicaGroup(1, 0, 0, names)).at(0)[0]
 
 
 def stopped_clock(patch: pytest.MonkeyPatch) -> Any:
@@ -236,17 +232,14 @@ def stopped_clock(patch: pytest.MonkeyPatch) -> Any:
 
 
 def lost(endpoint: str) -> EndpointError:
-    """Return what a lost connection is."""
     return EndpointError(endpoint, got="a lost connection", expected="a service")
 
 
 def service_error(code: ErrorCode) -> ServiceError:
-    """Return what an error reply is."""
     return ServiceError("LMHead at somewhere", code=code)
 
 
 def wrong() -> VerificationError:
-    """Return what a wrong result is."""
     return VerificationError("down_proj", got="a wrong product", expected="x W")
 
 

@@ -93,7 +93,6 @@ class Occasion:
 
     @property
     def output(self) -> torch.Tensor:
-        """A copy of the right result."""
         assert isinstance(self.response, TensorReply)
         return to_torch(self.response.output).clone()
 
@@ -102,15 +101,12 @@ class Occasion:
         return [self.encoded(TensorReply(output=from_torch(output.contiguous())))]
 
     def pick(self, *values: Any) -> Any:
-        """Choose one by chance."""
         return self.chance.choice(values)
 
     def cut(self, frame: bytes) -> bytes:
-        """Return the beginning of a frame."""
         return frame[: self.chance.randrange(len(frame))]
 
     def flipped(self, frame: bytes) -> bytes:
-        """Return a frame with another bit."""
         place, changed = self.chance.randrange(8 * len(frame)), bytearray(frame)
         changed[place // 8] ^= 1 << place % 8
         return bytes(changed)

@@ -93,7 +93,6 @@ class Trial:
 
     @property
     def crossed(self) -> bytes:
-        """Every byte that a service got."""
         return b"".join(_bytes(tensor) for tensor in self.sent)
 
 

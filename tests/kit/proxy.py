@@ -97,7 +97,6 @@ class Proxy(Closing):
         self._do(abandon())
 
     def close(self) -> None:
-        """Close every connection and stop."""
         self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)

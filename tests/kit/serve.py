@@ -376,8 +376,6 @@ def chat(engine: FakeEngine | None = None, **body: Any) -> Reply:
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine."""
-
     @wraps(test)
     def run(*fixtures: Any, **more: Any) -> None:
         asyncio.run(test(*fixtures, **more))
