@@ -1,12 +1,7 @@
 """Secrets that are known, the search for them everywhere, and faults that could bring them there.
 
-    prompts      their words, their token ids (as int64 and as text)
-    answers      their text and their token ids, where they are long
-    activations  what the model's layers read, as floats, as integers, as text
-    keys         of pads, of the bank, and the vectors that results are verified with
-
-They are looked for in the logs of the runner and of the services, in what metrics say, in errors
-(their text, repr and traceback), in every file of some folders, and in shared memory.
+Prompts and answers, as text and as token ids; what the model's layers read; keys of pads, of the
+bank, and the vectors that results are verified with. `Places` says where they are looked for.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Every way in which the malicious service lies.
 
-A lie gets the right reply and returns what is sent instead. `WIRE_LIES` break the form of a reply,
-or send it at the wrong time or to the wrong request; `RESULT_LIES` send a good reply whose numbers
-are wrong; `INIT_LIES` say something wrong of the model. `silent` ones send nothing that can be a
-reply to the request, so that only its deadline ends it. Each says in which errors it may end: a lie
-that is met by any other was not understood.
+A lie gets the right reply and returns what is sent instead: `WIRE_LIES` something else than a good
+reply, or at another time, `RESULT_LIES` one whose numbers are wrong, `INIT_LIES` something wrong of
+the model. Each says in which errors it may end: one that is met by any other was not understood.
 """
 
 from __future__ import annotations
@@ -117,7 +115,8 @@ class Lie:
     """`tell`: returns the messages that are sent instead of the right reply.
 
     `errors`: in which it may end where results are verified, if it is no deadline; () for none.
-    `harmless`: by chance it may be a good reply with right numbers.
+    `harmless`: by chance it may be a good reply with right numbers. `silent`: it sends nothing that
+    can be a reply to the request, so that only its deadline ends it.
     """
 
     name: str

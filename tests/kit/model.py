@@ -332,27 +332,22 @@ class SavedModel:
         dtype: str = "float32",
         *,
         channels: list[LoopbackChannel] | None = None,
-        observer: Observers | None = None,
-        step_tokens: int = DEFAULT_STEP_TOKENS,
-        randomness: Randomness | None = None,
-        micro_batches: int = 1,
         **settings: Any,
     ) -> Tee:
         """Assemble any policy, with the files and the services that it needs.
 
-        `settings`: fields of `MaskSettings`, beside calibration and key.
+        `settings`: of `assemble`, and fields of `MaskSettings` beside calibration and key.
         """
         chosen = load_policy(policy) if isinstance(policy, str) else policy
+        names = settings.keys() & {"observer", "step_tokens", "randomness", "micro_batches"}
+        given = {name: settings.pop(name) for name in names}
         return assemble(
             self.directory,
             chosen,
             dtype,
             channels=self.services(chosen, dtype) if channels is None else channels,
-            observer=observer,
             masks=self.masks(chosen, **settings),
-            step_tokens=step_tokens,
-            randomness=randomness,
-            micro_batches=micro_batches,
+            **given,
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
