@@ -27,7 +27,6 @@ from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
-from tsqp.lab.link import Link
 
 
 @dataclass
@@ -173,7 +172,6 @@ class World:
     opened: list[FakeConnection] = field(default_factory=list)
     most_open: int = 0
     made: list[Services] = field(default_factory=list)
-    link: Link | None = None
 
     def add(self, *names: str, **settings: Any) -> list[FakeService]:
         for name in names:
@@ -204,7 +202,7 @@ class World:
         connect_s: float = 1.0,
         config: Any = None,
     ) -> Services:
-        options = ConnectOptions(self.open, self.verify, self.link, timeout_s)
+        options = ConnectOptions(self.open, self.verify, timeout_s=timeout_s)
         made = Services(groups, layers, options, config)
         self.made.append(made)
         made.connect(connect_s)
