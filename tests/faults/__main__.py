@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from tests.faults.row import Found, Row, end_on_sigterm, run_side_by_side
 from tests.faults.scorecard import (
@@ -30,7 +29,6 @@ from tests.faults.scorecard import (
     read_results,
     record,
     render,
-    shown,
     write_results,
 )
 from tsqp.cli.logs import OWN_LOGGERS
@@ -75,7 +73,6 @@ def run_here(row: Row, file: Path) -> None:
 
 
 def main() -> int:
-    """Run the command line."""
     rows = {row.name: row for row in ROWS}
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -91,12 +88,9 @@ def main() -> int:
     if not given.page:
         chosen = [row for row in ROWS if not given.only or row.name in given.only]
         results = run_rows(chosen, console)
-        table = Table("row", "measured", "failed", "min", title="scorecard", show_lines=True)
         for row, found, seconds in results:
-            measured = "; ".join(f"{what}: {shown(n)}" for what, n in found.measured.items())
             failed = "; ".join(found.failed(timed=True))
-            table.add_row(row.name, measured, failed, f"{seconds / 60:.1f}")
-        console.print(table)
+            console.print(f"{row.name}, {seconds / 60:.1f} min: {failed or 'passed'}")
     PAGE.write_text(render(ROWS, read_results()), encoding="utf-8")
     console.print(f"wrote {PAGE.relative_to(ROOT)}")
     return 1 if any(found.failed(timed=True) for _, found, _ in results) else 0

@@ -64,7 +64,6 @@ class Row:
     run: Callable[[int, bool], Found] = field(default=_no_run, repr=False)
 
     def __call__(self, run: Callable[[int, bool], Found]) -> Row:
-        """Return the row of a function."""
         return replace(self, run=run)
 
 

@@ -68,7 +68,6 @@ time run alone, the others two at once.
 
 
 def read_results(path: Path = RESULTS) -> Results:
-    """Read what is recorded."""
     found: Results = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -76,16 +75,13 @@ def read_results(path: Path = RESULTS) -> Results:
 def record(results: Results, row: Row, found: Found, seconds: float) -> Results:
     """Return the results with those of a row's long run, in the order of names."""
     new = {
-        "name": row.title,
-        "test": row.test,
-        "passes": row.passes,
         "count": row.long,
         "measured": dict(found.measured),
         "seconds": seconds,
         "passed": not found.failed(timed=True),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
+        "machine": _machine(describe_machine()),
     }
     return dict(sorted({**results, row.name: new}.items()))
 
@@ -120,7 +116,6 @@ def shown(value: Measured) -> str:
 
 
 def render(rows: Sequence[Row], results: Results) -> str:
-    """Return docs/reliability.md."""
     lines: list[list[str]] = []
     machines: dict[str, None] = {}
     for row in rows:
@@ -130,7 +125,7 @@ def render(rows: Sequence[Row], results: Results) -> str:
             found = "; ".join(f"{what}: {shown(value)}" for what, value in of["measured"].items())
             verdict = "pass" if of["passed"] else "FAIL"
             when = f"{of['date'][:10]}, {of['commit']}, {of['seconds'] / 60:.1f} min"
-            machines[_machine(of["machine"])] = None
+            machines[of["machine"]] = None
         about = f"{row.title} (`{row.name}`, {row.minutes:g} min)"
         lines.append([about, f"{row.test} ({row.long:,})", row.passes, found, verdict, when])
     table = markdown(["class", "test", "pass", "measured", "verdict", "when"], lines, texts=6)

@@ -77,7 +77,6 @@ class Client:
         return True
 
     def close(self) -> None:
-        """Disconnect."""
         self._socket.close()
         self._context.term()
 

@@ -7,7 +7,6 @@ ever get the other share, whatever fails.
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -257,39 +256,6 @@ def tokens(run: RunnerSettings | Runner) -> list[int]:
     generation = run.generate(PROMPT, max_new_tokens=NEW_TOKENS, with_text=False)
     list(generation)
     return generation.result().token_ids
-
-
-@each_row(
-    ("transport", "policy", "micro_batches", "point", "how"),
-    [
-        ("tcp", "attention-in-tee", 1, (0, False), signal.SIGKILL),  # before anything was asked
-        ("ipc", "attention-in-tee", 2, (5, True), signal.SIGKILL),  # several in flight
-        ("shm", "attention-in-tee", 1, (30, False), signal.SIGKILL),
-        ("unix", "quantized-clear", 1, (37, True), signal.SIGKILL),  # in the middle of a token
-        ("tcp", "attention-in-tee", 1, (20, True), signal.SIGTERM),
-    ],
-)
-def test_a_service_that_ends_changes_nothing_where_another_is(
-    world: World,
-    transport: str,
-    policy: str,
-    micro_batches: int,
-    point: tuple[int, bool],
-    how: signal.Signals,
-) -> None:
-    first, second = (world.service(transport) for _ in range(2))
-    run = world.run(policy, first.endpoint, second.endpoint, micro_batches=micro_batches)
-    undisturbed = tokens(run)
-    assert not world.sent.to(second.endpoint)
-
-    def end() -> None:
-        first.process.send_signal(how)
-        if how == signal.SIGKILL:
-            first.kill()
-
-    world.sent.strike({point: end})
-    assert tokens(run) == undisturbed
-    assert world.sent.to(second.endpoint)
 
 
 @each_row("policy", ["attention-in-tee", "quantized-clear"])

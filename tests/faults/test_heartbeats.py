@@ -84,7 +84,6 @@ class Stops:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def generate(self, runner: Runner, ids: tuple[int, ...], when: str) -> Said:
-        """Generate, and judge it."""
         said = generate(runner, ids, _TOKENS)
         right = said.is_right(ids, _TOKENS)
         with self.lock:

@@ -88,7 +88,6 @@ class Tally:
     slowest_s: float = 0.0
 
     def blame(self, what: str, lie: Lie, outcome: Outcome) -> None:
-        """Count something that must not be."""
         self.bad[what] += 1
         note(f"{lie}: {what}: {outcome}, expected one of {lie.endings}")
 
@@ -113,7 +112,6 @@ class Tally:
         return [*never, *(f"{name} (made up)" for name in made_up)]
 
     def found(self) -> Found:
-        """Judge it."""
         counts, told = self.counts, self.told.total()
         errors = ", ".join(f"{name} {n:,}" for name, n in self.errors.most_common())
         spared = f"{counts['spared_right']:,} of {counts['spared']:,}"
@@ -198,7 +196,6 @@ class Party:
 
 
 def _go_on(victim: Victim, lie: Lie, tally: Tally) -> None:
-    """See that a session goes on."""
     # What is late may reach the session after that one, whose id it has not: one error more.
     for _ in range(3):
         after = victim.step()
@@ -367,14 +364,12 @@ class Arithmetic(NamedTuple):
     tolerance: Tolerance | None
 
     def product(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Compute as the service does."""
         if isinstance(self.weight, QuantizedLinear):
             return exact_product(x_TI, self.weight.weight)
         product: torch.Tensor = linear(x_TI, self.weight)
         return product
 
     def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
-        """Check as the trusted side does."""
         if isinstance(self.check, ExactCheck):
             return self.check.holds(x_TI, y_TO)
         assert self.tolerance is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgpack
 import pytest
@@ -106,18 +105,8 @@ def endpoint(service: Service) -> Iterator[str]:
     assert is_healthy(service.endpoint)
 
 
-# What a field of a Linear body must not be; `...` leaves it out.
-LINEAR: dict[str, tuple[Any, ...]] = {
-    "layer_idx": (..., 3, -1, 2**63, "0", 0.5),
-    "module_name": ("lm_head", "down_proj", b"q_proj"),
-    "hidden_states": ("0" * HIDDEN_BYTES, [0.0] * HIDDEN, DATA[:-1], b""),
-    "shape": (
-        *(..., [2, 24], [-1, HIDDEN], [0, HIDDEN], [1, 1, 1, 1, HIDDEN], [1.0, HIDDEN]),
-        *(HIDDEN, [2**63, HIDDEN]),
-    ),
-    "dtype": (..., "torch.int64", "torch.float64", "torch.float16"),
-    "extra": (1,),
-}
+# One or a few of each code: every value that a message or an operator refuses is a row of
+# tests/unit/protocol/test_messages.py and tests/unit/gpu_side/test_operators.py.
 INLINE: dict[str, list[bytes]] = {
     "": [
         inline("Linear", linear_body(shape=[HIDDEN])),
@@ -125,24 +114,16 @@ INLINE: dict[str, list[bytes]] = {
         inline("Matmul", matmul_body([2, 3], [3, 2])),
     ],
     MALFORMED: [
-        *(b"", b"garbage", bytes(1000), b"\xff" * 1000, GOOD[:-1], GOOD[:20], GOOD + b"\0"),
-        *(b"\x91" * 100_000, b"\x81\xa1a" * 100_000, b"\xdf\xff\xff\xff\xff"),
+        *(b"", b"garbage", b"\xff" * 1000, GOOD[:-1], GOOD + b"\0", b"\x91" * 100_000),
         b"\xdd\x00\x2f\xff\xff" + b"\x90" * 0x2FFFFF,
-        *(b"\x81\xc4\x01a\xc0", b"\x82\xc4\x06method\xc0\xa7request\x80", b"\x81\xa1a\xd4\x00x"),
-        *(msgpack.packb([]), msgpack.packb({}), msgpack.packb({"method": "Init"})),
-        *(inline("Init", {}, trace=True), inline("Init", None)),
-        *(inline(1, {}), inline(b"Init", {})),
+        *(msgpack.packb([]), inline("Init", None), inline(1, {})),
     ],
     UNKNOWN: [inline("Shutdown", {}), inline("__init__", {})],
     INVALID: [
-        *(inline("Init", {"x": 1}), inline("Linear", {})),
-        *(inline("Linear", linear_body(**{f: v})) for f, values in LINEAR.items() for v in values),
-        *(inline("Embedding", embedding_body([token])) for token in (320, -1, 2**63 - 1)),
-        inline("Embedding", embedding_body([1], input_ids=[1])),
+        *(inline("Linear", {}), inline("Linear", linear_body(layer_idx=3))),
+        *(inline("Linear", linear_body(shape=shape)) for shape in ([2, 24], [0, HIDDEN])),
+        inline("Embedding", embedding_body([320])),
         inline("Matmul", matmul_body([2, 3], [2, 3])),
-        inline("Matmul", matmul_body([3], [3])),
-        inline("Matmul", matmul_body([2, 1, 1], [3, 1, 1])),
-        inline("LMHead", matmul_body([2, 3], [3, 2])),
     ],
     LIMIT: [
         inline("Linear", linear_body(shape=[BIG] * 4)),
@@ -163,42 +144,28 @@ def test_inline_message(endpoint: str, code: str) -> None:
     assert not wrong
 
 
-def hidden(dtype: str, shape: list[int], frame: int) -> list[bytes]:
-    return [framed_linear(hidden_states={"dtype": dtype, "shape": shape, "frame": frame}), DATA]
+def hidden(shape: list[int]) -> list[bytes]:
+    tensor = {"dtype": "float32", "shape": shape, "frame": 1}
+    return [framed_linear(hidden_states=tensor), DATA]
 
 
 # By the code, and by the id and the method that the answer has.
 FRAMED: dict[tuple[str, int, str], list[list[bytes]]] = {
     ("", 7, "Linear"): [[header(), DATA]],
-    (MALFORMED, 0, ""): [
-        *([GOOD, GOOD], [GOOD] * 20, [b"garbage", DATA], [header()[:-3], DATA]),
-        *([header(), DATA, DATA, DATA, DATA], [header()] + [b""] * 100),
-    ],
+    (MALFORMED, 0, ""): [[GOOD] * 20, [header()[:-3], DATA], [header()] + [b""] * 100],
     (LIMIT, 0, ""): [[b"\0" * 70_000, DATA]],
-    (VERSION, 7, ""): [
-        *([header(version=2), DATA], [header(version="1"), DATA]),
-        [header(method="Init", request={}, version=2)],
-    ],
+    (VERSION, 7, ""): [[header(version=2), DATA], [header(method="Init", request={}, version=2)]],
     (MALFORMED, 7, ""): [[header(version=...), DATA]],
-    (INVALID, 0, ""): [[header(request_id=wrong), DATA] for wrong in (-1, 2**63, ...)],
-    (INVALID, 7, ""): [[header(timeout_ms=0), DATA], [header(priority=9), DATA]],
+    (INVALID, 0, ""): [[header(request_id=-1), DATA]],
+    (INVALID, 7, ""): [[header(timeout_ms=0), DATA]],
     (MALFORMED, 7, "Linear"): [[header(), DATA, DATA], [header(request={}), DATA]],
     (UNKNOWN, 7, "Shutdown"): [[header(method="Shutdown"), DATA]],
     (INVALID, 7, "Init"): [[header(method="Init"), DATA]],
     (INVALID, 7, "Linear"): [
-        *([header(), DATA[:-1]], [header(), b""], [header()]),
-        *([framed_linear(layer_idx=wrong), DATA] for wrong in (3, -1, ...)),
-        [framed_linear(extra=None), DATA],
-        *(
-            [framed_linear(module_names=wrong), DATA]
-            for wrong in (["lm_head"], ["q_proj", "k_proj"], ["q_proj"] * 4)
-        ),
-        [framed_linear(hidden_states=DATA)],
-        *(hidden("float32", [1, HIDDEN], frame) for frame in (0, 2, -1)),
-        *(hidden("float32", [rows, HIDDEN], 1) for rows in (-1, 2)),
-        *(hidden("int64", [HIDDEN // 2], 1), hidden("str", [1, HIDDEN], 1)),
+        *([header(), DATA[:-1]], [header()], [framed_linear(layer_idx=3), DATA]),
+        hidden([2, HIDDEN]),
     ],
-    (LIMIT, 7, "Linear"): [hidden("float32", [BIG] * 4, 1)],
+    (LIMIT, 7, "Linear"): [hidden([BIG] * 4)],
 }
 
 

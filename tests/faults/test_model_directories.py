@@ -53,7 +53,6 @@ def tee(directory: Path) -> None:
 
 
 def service(directory: Path) -> None:
-    """Read as gpu-service does."""
     load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
 import sys
 from pathlib import Path
 
@@ -76,19 +75,3 @@ def test_a_row_ends_with_what_it_started(
         return
     assert select.select([descriptor], [], [], _PATIENCE_S)[0]
     os.close(descriptor)
-
-
-def test_rows_end_when_the_scorecard_is_ended(tmp_path: Path) -> None:
-    program = (
-        "import signal, sys; from tests.faults.row import end_on_sigterm, run_side_by_side;"
-        " end_on_sigterm(); run_side_by_side([sys.argv[1:]], [600.0])"
-    )
-    path = tmp_path / "left"
-    os.mkfifo(path)
-    command = sys.executable, "-c", _ROW, str(path), "hangs"
-    with subprocess.Popen([sys.executable, "-c", program, *command]) as process:
-        left = os.pidfd_open(int(path.read_text()))
-        process.terminate()
-        assert process.wait(_PATIENCE_S) == 128 + 15
-    assert select.select([left], [], [], _PATIENCE_S)[0]
-    os.close(left)

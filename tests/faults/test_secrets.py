@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -26,7 +25,7 @@ from protocol.model.config import read_config
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.faults.row import Found, Row
 from tests.kit.canaries import FAULTS, KINDS, PLACES, Canaries, Faults
-from tests.kit.canary_runner import POLICIES, TEMPLATES, Session
+from tests.kit.canary_runner import POLICIES, TEMPLATES
 from tests.kit.model import make_model, token_ids
 from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, Forked, Workers
@@ -211,21 +210,6 @@ def test_the_search_finds(content: bytes, kind: str) -> None:
         canaries.add_answer(said, list(range(12)))
     for before in range(5):
         assert set(canaries.found_in(b"-" * before + content)) == ({kind} if kind else set())
-
-
-@pytest.mark.parametrize("requests", [1, 9, 40])
-def test_in_time_every_fault_is_at_every_request(requests: int) -> None:
-    session = object.__new__(Session)
-    session.policy, session.armed = "tsqp", Counter()
-    session.told = {"requests": Counter()}
-    assert session.next_fault() == ("", 0)
-    session.told["requests"]["tsqp"] = requests
-    made = {session.next_fault() for _ in range(8 * len(FAULTS) * requests)}
-    everywhere = {(fault, at) for fault in FAULTS for at in range(1, requests + 1)}
-    # It takes its whole deadline, so there are fewer of it.
-    assert {fault for fault, _ in everywhere - made} <= {"no reply"}
-    assert "no reply" in {fault for fault, _ in made}
-    assert made <= everywhere
 
 
 def test_every_request_is_to_be_hit() -> None:

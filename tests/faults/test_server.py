@@ -208,21 +208,9 @@ def clients(
 ) -> Clients:
     """Start a server. That of the short form computes the same bits, without the work for pads."""
     log, policy = folder / f"{gpu[0].pid}.log", "shielded" if full else "quantized-clear"
-    served = workers.serve(
-        *(
-            "demo",
-            "--port",
-            "0",
-            "--threads",
-            "1",
-            "--policy",
-            policy,
-            "--no-prefix-reuse",
-            *options,
-        ),
-        *(f"--gpu={one.endpoint}" for one in gpu),
-        log=log,
-    )
+    usual = ("--port", "0", "--threads", "1", "--policy", policy, "--no-prefix-reuse")
+    endpoints = [f"--gpu={one.endpoint}" for one in gpu]
+    served = workers.serve("demo", *usual, *options, *endpoints, log=log)
     address = served.address.removeprefix("http://")
     return Clients(address, log, served.process.pid, headers or {})
 

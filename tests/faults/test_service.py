@@ -471,25 +471,17 @@ def test_a_service_that_is_no_use_is_left_and_costs_no_descriptors(
         made.limit_replies(MOST_REPLY_BYTES)
         return made
 
-    def replicas(*rogues: Rogue) -> Replicas:
-        endpoints = []
-        for rogue in rogues:
-            path = f"{scheme}://{tmp_path}/{len(list(tmp_path.iterdir()))}"
-            bind = "tcp://127.0.0.1:*" if scheme == "tcp" else path
-            made: Any = rogue
-            endpoints.append(stack.enter_context(MaliciousService(made, bind)).endpoint)
-        group = ReplicaGroup(1, 0, 0, tuple(endpoints))
+    with ExitStack() as stack:
+        rogue: Any = Rogue(init, answer)
+        bind = "tcp://127.0.0.1:*" if scheme == "tcp" else f"{scheme}://{tmp_path}/{scheme}{answer}"
+        service = stack.enter_context(MaliciousService(rogue, bind))
+        group = ReplicaGroup(1, 0, 0, (service.endpoint,))
         options = ConnectOptions(connect, lambda _, reply, *__: reply, timeout_s=WAIT_S)
         services = Services([group], 1, options)
         stack.callback(services.close)
         services.connect(10.0)
-        (found,) = services.at(0)
-        assert isinstance(found, Replicas)
-        return found
-
-    with ExitStack() as stack:
-        rogue = Rogue(init, answer)
-        alone = replicas(rogue)
+        (alone,) = services.at(0)
+        assert isinstance(alone, Replicas)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(error):
             alone.call(request)
@@ -497,9 +489,3 @@ def test_a_service_that_is_no_use_is_left_and_costs_no_descriptors(
         # Beside the first connection a second, at both of its ends; of ZeroMQ each has several.
         assert max(rogue.descriptors) <= before + 20
         assert (alone.members[0].quarantined is None) == (asked > 1)
-        # Where another one stands in, the step goes on.
-        again, good = Rogue(init, answer), Rogue(init, 4)
-        both = replicas(again, good)
-        for _ in range(2):
-            both.call(request)
-        assert (again.asked, good.asked) == (1, 2)

@@ -189,7 +189,6 @@ class Job:
 
     @property
     def texts(self) -> list[str]:
-        """Of each choice."""
         return [text for text, *_ in self.right.choices]
 
 

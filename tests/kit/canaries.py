@@ -1,12 +1,7 @@
 """Secrets that are known, the search for them everywhere, and faults that could bring them there.
 
-    prompts      their words, their token ids (as int64 and as text)
-    answers      their text and their token ids, where they are long
-    activations  what the model's layers read, as floats, as integers, as text
-    keys         of pads, of the bank, and the vectors that results are verified with
-
-They are looked for in the logs of the runner and of the services, in what metrics say, in errors
-(their text, repr and traceback), in every file of some folders, and in shared memory.
+Prompts and answers, as text and as token ids; what the model's layers read; keys of pads, of the
+bank, and the vectors that results are verified with. `Places` says where they are looked for.
 """
 
 from __future__ import annotations
@@ -87,7 +82,6 @@ class Canaries:
                 self.patterns.append(("activation", text.encode()))
 
     def add_secret(self, secret: bytes) -> None:
-        """Look for a key."""
         self._add_bytes("key", secret)
 
     def _add_bytes(self, kind: str, content: bytes) -> None:
@@ -135,7 +129,6 @@ class Places:
         self._shared = set(_SHARED.iterdir())
 
     def contents(self) -> Iterator[tuple[str, bytes]]:
-        """Return what is new: place, content."""
         for path in sorted((self._folder / "logs").iterdir()):
             with path.open("rb") as file:
                 # A little from before: a line may have been written in two halves.

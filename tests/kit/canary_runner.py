@@ -66,7 +66,6 @@ class Session:
         self._runner: Runner | None = None
 
     def generate_a_block(self, count: int, number: int) -> None:
-        """Generate so often, and look around."""
         self.policy = POLICIES[number % len(POLICIES)]
         for _ in range(count):
             self._generate()

@@ -262,7 +262,6 @@ class Served(Session):
         return status
 
     def _bad_protocol(self, word: str) -> None:
-        """Send what is no HTTP."""
         host, port = self.address.split(":")
         for line in (word, f"GET /{word} HTTP/7.{word}", f"GET / HTTP/1.1\r\n{word}"):
             with socket.create_connection((host, int(port)), timeout=_WAIT_S) as connection:

@@ -42,13 +42,11 @@ def _text_ids() -> Tokens:
 
 
 def prompt(length: int, chance: random.Random) -> Tokens:
-    """Return a stretch of the text."""
     start = chance.randrange(len(_text_ids()) - length)
     return _text_ids()[start : start + length]
 
 
 def prompts(count: int, length: int, seed: int = 1) -> list[Tokens]:
-    """Return stretches of text, each another."""
     chance = random.Random(seed)
     found: dict[Tokens, None] = {}
     while len(found) < count:
@@ -92,7 +90,6 @@ class Said:
 
     @property
     def longest_s(self) -> float:
-        """The longest that it stood still."""
         return max(self.gaps_s, default=0.0)
 
     def is_right(self, ids: Tokens, new_tokens: int) -> bool:
@@ -148,7 +145,6 @@ class Sent(threading.local):
         self._count, self._due = 0, due
 
     def carry(self, endpoint: str, request: Request, send: Callable[[], int]) -> int:
-        """Send a request."""
         counts = not isinstance(request, InitRequest)
         if counts and (before := self._due.get((self._count, False))):
             before()

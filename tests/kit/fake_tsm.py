@@ -146,7 +146,6 @@ class FakeKernel:
         return path
 
     def rmdir(self, path: str) -> None:
-        """Remove an entry."""
         self.fail("rmdir")
         if self.entries.pop(path, None) is None:
             _fail(errno.ENOENT)
@@ -173,7 +172,6 @@ class FakeKernel:
         return cast(IO[Any], buffered)
 
     def show(self, entry: _Entry, name: str) -> bytes:
-        """Return what a file holds."""
         self.fail(f"read {name}")
         if name in self.intrusions:
             self.intrusions.remove(name)
@@ -195,7 +193,6 @@ class FakeKernel:
         entry.generation += 1
 
     def ioctl(self, device: IO[Any], code: int, argument: bytearray) -> int:
-        """Make a report with certificates."""
         call = _Call.from_buffer(argument)
         request = _Request.from_address(call.req_data)
         if device.closed or code != _GET_EXT_REPORT:

@@ -72,7 +72,6 @@ class SmallGuest:
             assert status != "failed"
 
     def report(self, *, asked: bool = True) -> dict[str, Any]:
-        """Return how the guest stands."""
         if asked:
             self.say("report")
         for line in self._said:
@@ -84,15 +83,12 @@ class SmallGuest:
         raise EOFError("console")
 
     def say(self, line: str) -> None:
-        """Write a line to its console."""
         self._console.sendall(f"{line}\n".encode())
 
     def read_to_the_end(self) -> None:
-        """Wait until it is off."""
         self.seen += self._said.read()
 
     def close(self) -> None:
-        """Close both lines."""
         self._control.close()
         self._said.close()
 

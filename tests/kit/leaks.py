@@ -111,7 +111,6 @@ def policy_with(name: str = "planted", **operators: Any) -> Policy:
 
 
 def message(request: Request) -> Message:
-    """Return a request as it crosses."""
     return tuple(map(bytes, encode_request(request, 1, 60_000)))
 
 
@@ -127,12 +126,10 @@ def linear(where: Where, rows_RI: torch.Tensor) -> Message:
 
 
 def embedding(ids: Sequence[int]) -> Message:
-    """Return a request for embeddings."""
     return message(EmbeddingRequest(input_ids=from_torch(torch.tensor(ids)), dtype="float32"))
 
 
 def lm_head(rows_RD: torch.Tensor) -> Message:
-    """Return a request for logits."""
     return message(LMHeadRequest(hidden_states=from_torch(rows_RD.contiguous())))
 
 

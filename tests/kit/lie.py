@@ -39,7 +39,7 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.tensors import from_torch, to_torch, torch_dtype
+from protocol.tensors import from_torch, to_torch
 from tee_side.words import Operator
 from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
 from tests.kit.model import SIZES, LoopbackChannel, Tee, expanded, token_ids
@@ -50,9 +50,8 @@ _WAIT_MS = 50
 _REMEMBERED = 32
 
 
-def operators_of(directory: Path, dtype: str = "float32") -> RequestHandler:
-    """Load a model as gpu-service does."""
-    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+def operators_of(directory: Path) -> RequestHandler:
+    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
     return RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
 
 
@@ -85,7 +84,6 @@ class MaliciousService(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
         self._stop.set()
         self._thread.join(10)
 
@@ -226,12 +224,6 @@ class Lying(LoopbackChannel):
         self.distrusted.append((exchange, error))
         if not self._others:
             raise error
-
-
-def one_more(y: torch.Tensor) -> torch.Tensor:
-    """Lie about the last element, by 1."""
-    y[(-1,) * y.dim()] += 1
-    return y
 
 
 def site_of(request: Request) -> tuple[int, str] | None:

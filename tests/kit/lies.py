@@ -1,10 +1,8 @@
 """Every way in which the malicious service lies.
 
-A lie gets the right reply and returns what is sent instead. `WIRE_LIES` break the form of a reply,
-or send it at the wrong time or to the wrong request; `RESULT_LIES` send a good reply whose numbers
-are wrong; `INIT_LIES` say something wrong of the model. `silent` ones send nothing that can be a
-reply to the request, so that only its deadline ends it. Each says in which errors it may end: a lie
-that is met by any other was not understood.
+A lie gets the right reply and returns what is sent instead: `WIRE_LIES` something else than a good
+reply, or at another time, `RESULT_LIES` one whose numbers are wrong, `INIT_LIES` something wrong of
+the model. Each says in which errors it may end: one that is met by any other was not understood.
 """
 
 from __future__ import annotations
@@ -93,7 +91,6 @@ class Occasion:
 
     @property
     def output(self) -> torch.Tensor:
-        """A copy of the right result."""
         assert isinstance(self.response, TensorReply)
         return to_torch(self.response.output).clone()
 
@@ -102,15 +99,12 @@ class Occasion:
         return [self.encoded(TensorReply(output=from_torch(output.contiguous())))]
 
     def pick(self, *values: Any) -> Any:
-        """Choose one by chance."""
         return self.chance.choice(values)
 
     def cut(self, frame: bytes) -> bytes:
-        """Return the beginning of a frame."""
         return frame[: self.chance.randrange(len(frame))]
 
     def flipped(self, frame: bytes) -> bytes:
-        """Return a frame with another bit."""
         place, changed = self.chance.randrange(8 * len(frame)), bytearray(frame)
         changed[place // 8] ^= 1 << place % 8
         return bytes(changed)
@@ -121,7 +115,8 @@ class Lie:
     """`tell`: returns the messages that are sent instead of the right reply.
 
     `errors`: in which it may end where results are verified, if it is no deadline; () for none.
-    `harmless`: by chance it may be a good reply with right numbers.
+    `harmless`: by chance it may be a good reply with right numbers. `silent`: it sends nothing that
+    can be a reply to the request, so that only its deadline ends it.
     """
 
     name: str

@@ -138,7 +138,6 @@ class _Known(Checkpoint):
     _digests: ClassVar[dict[object, str]] = {}
 
     def remember(self, what: object, compute: Callable[[], str]) -> str:
-        """See `Checkpoint.remember`."""
         key = _files(self.directory), what
         if key not in self._digests:
             self._digests[key] = compute()
@@ -177,16 +176,13 @@ class LoopbackChannel(RecordingChannel):
         return request_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
-        """See `PendingChannel.arrived`."""
         return request_id in self._replies
 
     def use_one_connection(self) -> None:
-        """See `PendingChannel.use_one_connection`; there is no connection to lose."""
         assert not self.requests
         self.one_connection = True
 
     def limit_replies(self, max_reply_bytes: int) -> None:
-        """See `PendingChannel.limit_replies`."""
         assert not self.requests
         self.max_reply_bytes = max_reply_bytes
 
@@ -196,7 +192,6 @@ class LoopbackChannel(RecordingChannel):
         return len(self._replies)
 
     def limit_messages(self, max_message_bytes: int) -> None:
-        """See `PendingChannel.limit_messages`."""
         self.max_message_bytes = max_message_bytes
 
 
@@ -226,11 +221,9 @@ class Tee:
         return self.channels[0] if self.channels else None
 
     def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
-        """Return an engine of its own."""
         return Engine(self.model, self.lanes, EngineSettings(step_tokens=step_tokens))
 
     def cache(self, capacity: int) -> KVCache:
-        """Return an empty KV cache."""
         return KVCache(self.model.config, capacity, self.model.dtype)
 
     def logits(
@@ -339,27 +332,22 @@ class SavedModel:
         dtype: str = "float32",
         *,
         channels: list[LoopbackChannel] | None = None,
-        observer: Observers | None = None,
-        step_tokens: int = DEFAULT_STEP_TOKENS,
-        randomness: Randomness | None = None,
-        micro_batches: int = 1,
         **settings: Any,
     ) -> Tee:
         """Assemble any policy, with the files and the services that it needs.
 
-        `settings`: fields of `MaskSettings`, beside calibration and key.
+        `settings`: of `assemble`, and fields of `MaskSettings` beside calibration and key.
         """
         chosen = load_policy(policy) if isinstance(policy, str) else policy
+        names = settings.keys() & {"observer", "step_tokens", "randomness", "micro_batches"}
+        given = {name: settings.pop(name) for name in names}
         return assemble(
             self.directory,
             chosen,
             dtype,
             channels=self.services(chosen, dtype) if channels is None else channels,
-            observer=observer,
             masks=self.masks(chosen, **settings),
-            step_tokens=step_tokens,
-            randomness=randomness,
-            micro_batches=micro_batches,
+            **given,
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -424,7 +412,6 @@ def with_results(policy: Policy | str, verify: Verify) -> Policy:
 
 
 def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
-    """Return random token ids."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return ids

@@ -48,7 +48,6 @@ class NvidiaGpu:
             yield
 
     def sign(self, signed: bytes) -> bytes:
-        """Return a report of these messages."""
         r, s = decode_dss_signature(self.key.sign(signed, ec.ECDSA(SHA384())))
         return signed + r.to_bytes(48) + s.to_bytes(48)
 

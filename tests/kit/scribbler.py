@@ -17,7 +17,7 @@ _SCRIPT = """
 import mmap, os, random, select, socket, struct, sys
 orders = socket.socket(fileno=int(sys.argv[1]))
 request_side = sys.argv[2] == "requests"
-chance = random.Random(int(sys.argv[3]))
+chance = random.Random(1)
 noise = chance.randbytes(1 << 16)
 memory = None
 while True:
@@ -58,9 +58,9 @@ class Scribbler(Closing):
     `over`: "requests", what the client wrote, or "replies".
     """
 
-    def __init__(self, over: str, seed: int = 1) -> None:
+    def __init__(self, over: str) -> None:
         self._orders, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _SCRIPT, str(theirs.fileno()), over, str(seed)]
+        command = [sys.executable, "-c", _SCRIPT, str(theirs.fileno()), over]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
 
@@ -71,7 +71,6 @@ class Scribbler(Closing):
             raise RuntimeError(f"scribbler: got exit status {self._process.wait()}, expected it up")
 
     def close(self) -> None:
-        """End."""
         self._orders.close()
         self._process.wait()
         os.sched_yield()

@@ -362,7 +362,6 @@ class Workers(Closing):
         return self.start(*arguments)
 
     def close(self) -> None:
-        """End those that are left."""
         self._started.close()
 
 
@@ -404,7 +403,6 @@ class FreshPython(Closing):
         self._server: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
-        """See `Closing.close`."""
         if self._server is not None:
             self._server.communicate(timeout=30)
 

@@ -51,7 +51,6 @@ ALIAS_CHECKED = 1 << 5
 
 
 def element(tag: int, *contents: bytes) -> bytes:
-    """Write an element that holds these."""
     content = b"".join(contents)
     size = len(content)
     if size < 0x80:
@@ -61,7 +60,6 @@ def element(tag: int, *contents: bytes) -> bytes:
 
 
 def sequence(*elements: bytes) -> bytes:
-    """Write a SEQUENCE."""
     return element(0x30, *elements)
 
 
@@ -71,7 +69,6 @@ def integer(number: int) -> bytes:
 
 
 def oid(name: str) -> bytes:
-    """Write an object identifier."""
     first, second, *others = map(int, name.split("."))
     content = bytearray()
     for number in (40 * first + second, *others):
@@ -184,12 +181,10 @@ class Body:
     extensions: bytes
 
     def encoded(self) -> bytes:
-        """Write it."""
         begin = (self.version, self.serial, self.algorithm, self.issuer, self.validity)
         return sequence(*begin, self.subject, self.key, self.extensions)
 
     def signed(self, key: RSAPrivateKey) -> bytes:
-        """Write the certificate."""
         return signed(self.encoded(), key, self.algorithm)
 
 
@@ -268,7 +263,6 @@ class Chain:
 
     @property
     def certificates(self) -> tuple[bytes, bytes, bytes]:
-        """Leaf, intermediate, root."""
         return self.leaf, self.ask, self.ark
 
     @contextmanager

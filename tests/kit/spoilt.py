@@ -60,31 +60,25 @@ class Draft:
         return self.directory / name
 
     def pick(self, *values: Any) -> Any:
-        """Choose one by chance."""
         return self.chance.choice(values)
 
     def raw(self, name: str, content: bytes) -> Parts:
-        """Write a file."""
         (self / name).write_bytes(content)
         return (name,)
 
     def json(self, name: str) -> Any:
-        """Read a file."""
         return json.loads((self / name).read_text(encoding="utf-8"))
 
     def put(self, name: str, **fields: object) -> Parts:
-        """Change fields of a file."""
         self.raw(name, json.dumps({**self.json(name), **fields}).encode())
         return name, *fields
 
     @property
     def weights(self) -> bytes:
-        """The bytes of the weights."""
         return (self / SINGLE_FILE).read_bytes()
 
     @property
     def header(self) -> dict[str, Any]:
-        """The header of the weights."""
         found: dict[str, Any] = json.loads(self.weights[8 : self._data_at])
         return found
 
@@ -107,7 +101,6 @@ class Draft:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors."""
         found: dict[str, torch.Tensor] = load_file(self / SINGLE_FILE)
         return found
 
@@ -130,7 +123,6 @@ class Draft:
         return found
 
     def index(self, weight_map: object) -> Parts:
-        """Write the index."""
         self.raw(INDEX_FILE, json.dumps({"metadata": {}, "weight_map": weight_map}).encode())
         return INDEX_FILE, "weight_map"
 

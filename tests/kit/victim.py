@@ -60,7 +60,6 @@ class Victim:
         self._begin()
 
     def close(self) -> None:
-        """Disconnect."""
         self._disconnect()
         self.assembly.close()
 
@@ -70,7 +69,6 @@ class Victim:
         self._channels = ()
 
     def reconnect(self) -> None:
-        """Open other channels."""
         self._disconnect()
         self._channels = self._connect()
         self._engine.lanes = self._lanes()
