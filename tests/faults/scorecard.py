@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,13 +61,12 @@ lies.
 
 `make soak` makes the long run of every row and writes this page: about {minutes:.0f} minutes on two
 otherwise idle cores. `make soak ONLY=ROW` repeats one row; its name and time are in the first
-column. `make test` makes the short run of every row, in which no time is judged. Rows that measure
-time run alone, the others two at once.
+column. `make test` makes the short run of every row, in which no time is judged.
 """
 
 
-def read_results(path: Path = RESULTS) -> Results:
-    found: Results = json.loads(path.read_text(encoding="utf-8"))
+def read_results() -> Results:
+    found: Results = json.loads(RESULTS.read_text(encoding="utf-8"))
     return found
 
 
@@ -86,11 +84,11 @@ def record(results: Results, row: Row, found: Found, seconds: float) -> Results:
     return dict(sorted({**results, row.name: new}.items()))
 
 
-def write_results(results: Results, path: Path = RESULTS) -> None:
+def write_results(results: Results) -> None:
     """Write results.json, whole or not at all."""
-    part = path.with_suffix(".part")
+    part = RESULTS.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    part.replace(RESULTS)
 
 
 def commit() -> str:
@@ -115,10 +113,10 @@ def shown(value: Measured) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def render(rows: Sequence[Row], results: Results) -> str:
+def render(results: Results) -> str:
     lines: list[list[str]] = []
     machines: dict[str, None] = {}
-    for row in rows:
+    for row in ROWS:
         found, verdict, when = "", "not run", ""
         if row.name in results:
             of = results[row.name]
@@ -129,7 +127,7 @@ def render(rows: Sequence[Row], results: Results) -> str:
         about = f"{row.title} (`{row.name}`, {row.minutes:g} min)"
         lines.append([about, f"{row.test} ({row.long:,})", row.passes, found, verdict, when])
     table = markdown(["class", "test", "pass", "measured", "verdict", "when"], lines, texts=6)
-    head = _HEAD.format(minutes=sum(row.minutes / (1 if row.alone else 2) for row in rows))
+    head = _HEAD.format(minutes=sum(row.minutes for row in ROWS))
     parts = [head, "## Scorecard", table]
     if machines:
         parts += ["Measured on:", "\n".join(f"- {machine}" for machine in machines)]

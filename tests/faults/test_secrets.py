@@ -9,25 +9,21 @@ place and looked for again: what is not found then could not have been found bef
 from __future__ import annotations
 
 import json
-import random
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.faults.row import Found, Row
-from tests.kit.canaries import FAULTS, KINDS, PLACES, Canaries, Faults
+from tests.kit.canaries import FAULTS, KINDS, PLACES
 from tests.kit.canary_runner import POLICIES, TEMPLATES
 from tests.kit.model import make_model, token_ids
-from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, Forked, Workers
 from tests.kit.service import run as run_program
 from tsqp.calibrate import calibrate_on, save_calibration
@@ -101,22 +97,6 @@ def find_leaks(folder: Path, count: int, block: int, seed: int, served: str) -> 
     return found | {"logs": logs, "audit log": audit.read_text() if served else ""}
 
 
-def hit_requests(found: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return, by policy, how many requests of a generation a fault hit, and how many it has."""
-    hit = {(policy, at) for policy, _, at, _ in found["faults"]}
-    return {
-        policy: (sum((policy, at) in hit for at in range(1, requests + 1)), requests)
-        for policy, requests in found["requests"].items()
-    }
-
-
-def are_hit(positions: Mapping[str, tuple[int, int]], *, full: bool) -> bool:
-    """Say whether every request of every policy was hit; in the short run, more than the first."""
-    return positions.keys() == set(POLICIES) and all(
-        hit == requests if full else hit > 1 for hit, requests in positions.values()
-    )
-
-
 @Row(
     "secrets",
     "secrets",
@@ -139,8 +119,11 @@ def secrets(count: int, full: bool) -> Found:
     hits = Counter(ran["hits"]) + Counter(served_["hits"])
     faults = [sum(times for *_, times in one["faults"]) for one in both]
     kinds = [{kind for _, kind, _, _ in one["faults"]} for one in both]
-    positions, blocks = hit_requests(ran), served_["blocks"]
-    pairs = [sum(numbers) for numbers in zip(*positions.values(), strict=True)]
+    hit, requests = {(policy, at) for policy, _, at, _ in ran["faults"]}, ran["requests"]
+    pairs, blocks = (
+        {(of, at) for of in requests for at in range(1, requests[of] + 1)},
+        served_["blocks"],
+    )
     planted = [found for one in both for found in one["planted"].values()]
     ways = [
         times for name in ("refused", "answered", "crashed") for times in served_[name].values()
@@ -151,7 +134,7 @@ def secrets(count: int, full: bool) -> Found:
             "prompts": ended[0],
             "prompts to a server": ended[1],
             "faults": sum(faults),
-            "positions of requests hit": f"{pairs[0]} of {pairs[1]}",
+            "positions of requests hit": f"{len(hit & pairs)} of {len(pairs)}",
             "typed errors": ended[0] - ran["ended"].get("right", 0),
             "refused before": sum(ran["refused"].values()),
             "refused by the server": sum(served_["refused"].values()),
@@ -168,7 +151,8 @@ def secrets(count: int, full: bool) -> Found:
             )
             and all(planted),
             "every fault, every request": kinds[0] == set(FAULTS)
-            and are_hit(positions, full=full)
+            and requests.keys() == set(POLICIES)
+            and (pairs <= hit if full else len(hit & pairs) > len(POLICIES))
             and kinds[1] >= (set(FAULTS) if full else {"lost connection"})
             and faults[0] > count // 2
             and faults[1] > (count // 16 if full else 1),
@@ -181,49 +165,3 @@ def secrets(count: int, full: bool) -> Found:
             and "completion_tokens" in served_["audit log"],
         },
     )
-
-
-# --------------------------------------------------------------------- what the search is worth
-
-
-@each_row(
-    ("content", "kind"),
-    [
-        (b"the answer: qvxzkjwphm!", "prompt"),
-        (b"q v\nxzk jwp\thm", "prompt"),
-        (b"x=" + b"qvxzkjwphm".hex().encode(), "prompt"),
-        (b"tensor([ 9, 14, 15, 16,\n 17, 18, 19, 20])", "token ids"),
-        (b"\0\0" + b"".join(n.to_bytes(8, "little") for n in range(11, 22)), "token ids"),
-        (b"[0.5000, 1.2500,  -3.0000, 4.0000]", "activation"),
-        (b"key " + b"\x00\x01\x02\x03" * 8, "key"),
-        (b"it said \xc3\xa9]kR mq;w3", "answer"),
-        (b"nothing of it 1, 2, 3, 0.5, 1.25, kR mq;w and qvxzkjwph", ""),
-    ],
-)
-def test_the_search_finds(content: bytes, kind: str) -> None:
-    canaries = Canaries()
-    canaries.add_prompt(["qvxzkjwphm"], list(range(11, 23)))
-    canaries.add_activation(torch.tensor([0.5, 1.25, -3.0, 4.0, 7.0]))
-    canaries.add_secret(b"\x00\x01\x02\x03" * 8)
-    canaries.add_answer("\u00e9]kR mq;w3", [31, 32])
-    for said in ("kR mq;w", "a a a a a a"):  # may stand anywhere by chance
-        canaries.add_answer(said, list(range(12)))
-    for before in range(5):
-        assert set(canaries.found_in(b"-" * before + content)) == ({kind} if kind else set())
-
-
-def test_every_request_is_to_be_hit() -> None:
-    faults = Faults(random.Random(1))
-    for policy in POLICIES:
-        for at in (1, 2):
-            faults.arm(policy, "cut request", at, "")
-            for number in (1, 2, 3):
-                sent = faults.sending(None, [b"head", b"body"])
-                assert sent == [b"head", b"bod" if number == at else b"body"]
-    made = [[*which, times] for which, times in faults.made.items()]
-    positions = hit_requests({"faults": made, "requests": dict.fromkeys(POLICIES, 3)})
-    assert set(positions.values()) == {(2, 3)}
-    assert are_hit(positions, full=False)
-    assert not are_hit(positions, full=True)
-    del positions["two-server"]
-    assert not are_hit(positions, full=False)

@@ -50,54 +50,37 @@ Body = Mapping[str, Any]
 _JSON = {"content-type": "application/json"}
 
 
-def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, str, Body | bytes, Body]]:
-    """Yield requests that are refused and hold a word: name, method, path, body, headers."""
-    turn = {"role": "user", "content": word}
+def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, Body | bytes, Body]]:
+    """Yield requests that are refused and hold a word: method, path, body, headers."""
+    turn, right = {"role": "user", "content": word}, {"prompt": word}
     schema = {"type": "json_schema", "json_schema": {"name": word, "schema": {"type": word}}}
-    fields: dict[str, dict[str, Any]] = {
-        "completions": {
-            # The name of a field is repeated, so that a client finds its mistake; no value is.
-            **dict.fromkeys(("no_such_field", "model", "temperature", "guided_json"), word),
-            "prompt": {word: word},
-            "stop": [word * 20],
-            "logit_bias": {word: 1},
-            "stream_options": {"include_usage": word},
-            "guided_grammar": f"start: {word}",
-            "guided_regex": f"({word}",
-            "guided_choice": [{word: word}],
-            "cache_salt": word * 30,
-        },
-        "chat/completions": {
-            "response_format": schema,
-            "tools": [{word: word}],
-            "tool_choice": word,
-            "messages": [turn | {"role": word}],
-        },
-        "embeddings": {"dimensions": word, "encoding_format": word},
+    path, chat = "/v1/completions", "/v1/chat/completions"
+    changes: dict[str, Any] = {
+        # The name of a field is repeated, so that a client finds its mistake; no value is.
+        **dict.fromkeys(("no_such_field", "model", "temperature", "guided_json"), word),
+        "prompt": {word: word},
+        "stop": [word * 20],
+        "logit_bias": {word: 1},
+        "guided_grammar": f"start: {word}",
+        "guided_regex": f"({word}",
+        "cache_salt": word * 30,
     }
-    usual = {"completions": {"prompt": word}, "embeddings": {"input": word}}
-    for path, changes in fields.items():
-        right = usual.get(path, {"messages": [turn]})
-        for name, value in changes.items():
-            stream = {"stream": True} if name == "stream_options" else {}
-            yield name, "POST", f"/v1/{path}", right | stream | {name: value}, own
-    content = {"messages": [turn | {"content": [{word: word}]}]}
-    path = "/v1/completions"
-    yield "a prompt too long", "POST", path, {"prompt": f"{word} " * 40}, own
-    yield "part", "POST", "/v1/chat/completions", content, own
-    yield "tokenize", "POST", "/tokenize", {"prompt": word, "content": word}, own
-    yield "detokenize", "POST", "/detokenize", {"tokens": [word]}, own
-    yield "no JSON", "POST", path, f'{{"prompt": "{word}'.encode(), own
-    yield "no object", "POST", path, f'"{word}"'.encode(), own
-    yield "no text", "POST", path, f"{word}\udc80".encode("utf-8", "replace"), own
-    yield "content type", "POST", path, word.encode(), {**own, "content-type": f"text/{word}"}
-    yield "API key", "POST", path, usual["completions"], {"authorization": f"Bearer {word}"}
-    named = {"x-request-id": word}
-    yield "no API key", "POST", f"{path}?{word}={word}", usual["completions"], named
-    yield "path", "GET", f"/{word}?{word}={word}", b"", {**own, "cookie": f"{word}={word}"}
-    yield "model's path", "GET", f"/v1/models/{word}", b"", own
-    yield "method", "DELETE", path, word.encode(), {**own, word: word}
-    yield "length", "POST", path, word.encode(), {**own, "content-length": "9" * 12}
+    for name, value in changes.items():
+        yield "POST", path, right | {name: value}, own
+    for fields in ({"response_format": schema}, {"tools": [{word: word}]}, {"tool_choice": word}):
+        yield "POST", chat, {"messages": [turn]} | fields, own
+    for content in ({"role": word}, {"content": [{word: word}]}):
+        yield "POST", chat, {"messages": [turn | content]}, own
+    yield "POST", "/v1/embeddings", {"input": word, "dimensions": word}, own
+    yield "POST", path, {"prompt": f"{word} " * 40}, own
+    yield "POST", "/detokenize", {"tokens": [word]}, own
+    yield "POST", path, f'{{"prompt": "{word}'.encode(), own
+    yield "POST", path, word.encode(), {**own, "content-type": f"text/{word}"}
+    yield "POST", path, right, {"authorization": f"Bearer {word}"}
+    yield "POST", f"{path}?{word}={word}", right, {"x-request-id": word}
+    yield "GET", f"/v1/models/{word}?{word}={word}", b"", {**own, "cookie": f"{word}={word}"}
+    yield "DELETE", path, word.encode(), {**own, word: word}
+    yield "POST", path, word.encode(), {**own, "content-length": "9" * 12}
 
 
 def right_requests(text: str, ids: Sequence[int]) -> list[tuple[str, Body]]:
@@ -182,8 +165,9 @@ class Served(Session):
         self.address = ready.findall(self.log.read_text(encoding="utf-8"))[-1]
         self._until_healthy()
         word = self.prompt()[0].split(" ")[0]
-        for name, method, path, body, headers in wrong_requests(word, self.own):
-            self.told["refused"][name] += 400 <= self._ask(method, path, body, headers) < 500
+        for number, (method, path, body, headers) in enumerate(wrong_requests(word, self.own)):
+            refused = 400 <= self._ask(method, path, body, headers) < 500
+            self.told["refused"][str(number)] += refused
         self._bad_protocol(word)
         text, ids = self.prompt()
         for number, (path, fields) in enumerate(right_requests(text, ids)):
