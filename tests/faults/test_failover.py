@@ -108,7 +108,11 @@ def only_worker_killed(count: int, full: bool) -> Found:
     happened. The others wait for less: they may end with an error, within a second of their
     deadline, and the next generation is right again.
     """
-    texts = [ids for ids in prompts(8, 6) if len(expected(ids, _ROW_TOKENS)) == _ROW_TOKENS]
+    texts = [
+        ids
+        for ids in prompts(8 if full else 2, 6)
+        if len(expected(ids, _ROW_TOKENS)) == _ROW_TOKENS
+    ]
     impatient_s = _IMPATIENT_S if full else _IMPATIENT_SHORT_S
     counts: Counter[str] = Counter()
     overdue_s: list[float] = [0.0]

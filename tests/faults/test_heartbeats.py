@@ -133,17 +133,17 @@ class Stops:
 @Row(
     "peer_stopped",
     "SIGSTOP, half-open connection, black hole of 1/5/30 s",
-    "each as often (the short form: no hole of 5 or 30 s), a fifth over unix://, the others over"
+    "each as often (the short form: no hole), a fifth over unix://, the others over"
     " tcp://, at random points of a generation, second worker present; holes heal",
     "every one hits; noticed <= 2 s; outputs identical",
-    short=6,
+    short=4,
     long=320,
     minutes=14,
 )
 def peer_stopped(count: int, full: bool) -> Found:
     """Stop so many peers, in several sessions side by side."""
     over_unix = count // (5 if full else 2)
-    faults, lanes = (FAULTS, _SIDE_BY_SIDE) if full else (FAULTS[:3], 1)
+    faults, lanes = (FAULTS, _SIDE_BY_SIDE) if full else (FAULTS[:2], 1)
     found = Stops()
     with Workers() as workers, watched() as sent, ThreadPoolExecutor(2 * lanes) as pool:
         ended = []

@@ -45,6 +45,7 @@ from tests.kit.service import Workers
 # ------------------------------------------------------------------------------ row: slow peer
 
 FAULTS = {"10 kB/s": Fault(bytes_per_s=10_000), "one-byte slices": Fault(slice_bytes=1)}
+SHORT_FAULTS = {"40 kB/s": Fault(bytes_per_s=40_000), "one-byte slices": Fault(slice_bytes=1)}
 # The first is computed in the TEE; the other takes five seconds at 10 kB/s.
 _NEW_TOKENS = 2
 _LONG_S, _SHORT_S = 30.0, 0.05
@@ -159,13 +160,13 @@ def slow_peer(count: int, full: bool) -> Found:
     What the proxy takes of the processor is no matter of the service: the others are compared with
     themselves while the slow client is as slow elsewhere.
     """
-    slow = Slow()
+    slow, faults = Slow(), list((FAULTS if full else SHORT_FAULTS).values())
     with Workers() as workers:
         shared, other = start(workers), start(workers)
         texts = {ids: expected(ids, 16) for ids in prompts(2, 6, seed=5)}
         with crowds(shared.endpoint, [texts], apart=full) as running:
             for place in range(count):
-                fault = list(FAULTS.values())[place % 2]
+                fault = faults[place % 2]
                 deadline_s = (_LONG_S, _SHORT_S)[(place + place // 2) % 2]
                 # What drifts meanwhile is the same for both.
                 for turn, here in enumerate((True, False, False, True) if full else (True,)):
@@ -199,7 +200,7 @@ def slow_peer(count: int, full: bool) -> Found:
         measured,
         {
             "right tokens with a long deadline, errors with a short one": not slow.wrong
-            and all(slow.right[f, _LONG_S] and slow.errors[f, _SHORT_S] for f in FAULTS.values()),
+            and all(slow.right[f, _LONG_S] and slow.errors[f, _SHORT_S] for f in faults),
             "none of the others wrong": others.counts["generations"] > 0 and not failed,
         },
         {"deadlines kept": slow.overdue_s <= _GRACE_S, "others as fast": fast},
@@ -228,10 +229,7 @@ _REQUESTS = re.compile(r'^tsqp_requests_total\{code="(\w+)",method="(\w+)"\} (\S
 def load(count: int, full: bool) -> Found:
     """Generate for ten minutes in many sessions, and judge whether that was enough and right."""
     processes, sessions = (_PROCESSES, _SESSIONS_EACH) if full else (1, 3)
-    texts = {
-        ids: expected(ids, _LOAD_TOKENS, "quantized-clear")
-        for ids in prompts(processes * sessions, 6)
-    }
+    texts = {ids: expected(ids, _LOAD_TOKENS) for ids in prompts(processes * sessions, 6)}
     parts = [dict(list(texts.items())[first::processes]) for first in range(processes)]
     rss: list[tuple[float, int]] = []
     with Workers() as workers, tempfile.TemporaryDirectory(prefix="tsqp-soak-") as folder:

@@ -35,7 +35,7 @@ from tests.kit.wire import (
     "executions of every decoder, in both directions",
     "valid message or ProtocolError only (files: InputError; evidence: EvidenceError; handshake"
     " also: ReplyError, ServiceError, ModelMismatchError); <= 50 ms; <= 64 MiB",
-    short=1_000,
+    short=300,
     long=10_000_000,
     minutes=11,
 )

@@ -102,7 +102,7 @@ def find_leaks(folder: Path, count: int, block: int, seed: int, served: str) -> 
     "secrets",
     "random canary prompts, also to a server in every field and path, a fault at every RPC",
     "0 hits in logs, metrics, errors, disk and shared memory",
-    short=48,
+    short=24,
     long=10_000,
     minutes=12,
 )

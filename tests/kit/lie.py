@@ -47,7 +47,7 @@ from tests.kit.service import Closing
 
 _WAIT_MS = 50
 # Replies that it remembers, of each kind.
-_REMEMBERED = 32
+_REMEMBERED = 200
 
 
 def operators_of(directory: Path) -> RequestHandler:
@@ -86,10 +86,6 @@ class MaliciousService(Closing):
     def close(self) -> None:
         self._stop.set()
         self._thread.join(10)
-
-    def overhear(self) -> None:
-        """Take the session that was answered last for the other one of lies that tell of one."""
-        self.memory.bystander = self.memory.earlier[-1][0]
 
     def tell(self, lie: Lie, after: int = 0) -> None:
         """Lie once, when so many further requests have been answered rightly."""

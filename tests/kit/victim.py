@@ -96,7 +96,7 @@ class Victim:
         for running in self._engine.running:
             self._engine.remove(running)
         for ids in self._prompts:
-            self._engine.add(ids, max_new_tokens=8, eos_token_ids=frozenset())
+            self._engine.add(ids, max_new_tokens=5, eos_token_ids=frozenset())
         self._step = 0
         for expected in self._expected[:1]:
             logits = [one.logits_V for one in self._engine.step()]
