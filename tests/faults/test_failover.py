@@ -7,15 +7,10 @@ ever get the other share, whatever fails.
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,8 +18,9 @@ import pytest
 from protocol.messages import Request
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.faults.row import Found, Row, note, percentile
-from tests.kit.demo import Sent, asked, expected, generate, prompts, settings, start, watched
+from tests.faults.disturbed import PATIENT_S, Disturbed, Fault, Peer
+from tests.faults.row import Found, Row, percentile
+from tests.kit.demo import Sent, watched
 from tests.kit.model import SavedModel, expanded
 from tests.kit.service import CALM, CALM_S, Service, Workers
 
@@ -33,8 +29,12 @@ NEW_TOKENS = 6
 
 # ---------------------------------------------------------------------------- rows: kill -9
 
-_ROW_TOKENS = 12
 _RECOVERED_S = 2.0
+_IMPATIENT_S, _IMPATIENT_SHORT_S = 3.0, 0.5
+_AWAY_S = 5.0
+_GRACE_S = 1.0
+_SIDE_BY_SIDE = 4
+KILL = Fault("kill -9", Peer.kill, Peer.restart)
 
 
 @Row(
@@ -48,47 +48,22 @@ _RECOVERED_S = 2.0
 )
 def worker_killed(count: int, full: bool) -> Found:
     """Kill the service in use so often, each time in another generation of one session."""
-    chance, texts = random.Random(10), prompts(8 if full else 1, 6)
-    hits = wrong = 0
-    recoveries: list[float] = []
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="tsqp-soak-"))
-        workers, sent = stack.enter_context(Workers()), stack.enter_context(watched())
+    found = Disturbed()
+    with Workers() as workers, watched() as sent:
         # One of each: after every hit it is the other one that is asked, and then killed.
-        both = (start(workers), start(workers, bind=f"shm://{folder}/service"))
-        services = {one.endpoint: one for one in both}
-        runner = stack.enter_context(Runner(settings(list(services))))
-        usual = generate(runner, texts[0], _ROW_TOKENS)
-        step_s, requests = percentile(usual.gaps_s, 50), len(sent.to())
-        for _ in range(count):
-            ids, victim = chance.choice(texts), services[asked(runner)]
-            point = chance.randrange(requests * 3 // 4), chance.random() < 0.5
-            sent.strike({point: victim.kill})
-            said = generate(runner, ids, _ROW_TOKENS)
-            hits += asked(runner) != victim.endpoint
-            recoveries.append(said.longest_s - step_s)
-            if not said.is_right(ids, _ROW_TOKENS):
-                wrong += 1
-                note(f"got {said}, expected {expected(ids, _ROW_TOKENS)}")
-            services[victim.endpoint] = workers.restart(victim)
-    p95_s = percentile(recoveries, 95)
+        found.session(workers, sent, ("tcp", "shm"), [KILL] * count, 10)
+    counts, times_s = found.counts, found.times_s
+    p95_s = percentile(times_s, 95)
     return Found(
         {
-            "hits": f"{hits} of {count}",
-            "identical": f"{count - wrong} of {count}",
+            "hits": f"{len(times_s)} of {count}",
+            "identical": f"{counts['generations'] - counts['wrong']} of {counts['generations']}",
             "p95 recovery, s": p95_s,
-            "longest recovery, s": max(recoveries),
-            "a token otherwise, s": step_s,
+            "longest recovery, s": max(times_s, default=0.0),
         },
-        {"every one hits": hits == count, "outputs identical": not wrong},
+        {"every one hits": len(times_s) == count, "outputs identical": not counts["wrong"]},
         {"p95 recovery": p95_s <= _RECOVERED_S},
     )
-
-
-_PATIENT_S, _IMPATIENT_S, _IMPATIENT_SHORT_S = 60.0, 3.0, 0.5
-_AWAY_S = 5.0
-_GRACE_S = 1.0
-_SIDE_BY_SIDE = 4
 
 
 @Row(
@@ -108,95 +83,39 @@ def only_worker_killed(count: int, full: bool) -> Found:
     happened. The others wait for less: they may end with an error, within a second of their
     deadline, and the next generation is right again.
     """
-    texts = [
-        ids
-        for ids in prompts(8 if full else 2, 6)
-        if len(expected(ids, _ROW_TOKENS)) == _ROW_TOKENS
-    ]
-    impatient_s = _IMPATIENT_S if full else _IMPATIENT_SHORT_S
-    counts: Counter[str] = Counter()
-    overdue_s: list[float] = [0.0]
-    lock = threading.Lock()
+    found, lanes = Disturbed(), min(_SIDE_BY_SIDE, count)
 
-    def disturb(worker: Service, timeout_s: float, chance: random.Random, sent: Sent) -> Service:
-        """Have a session go on without its service for a while; return the one that came back."""
-        ids, killed, over = chance.choice(texts), threading.Event(), threading.Event()
+    def lane(number: int) -> None:
+        patient, chance = number % 2 == 0, random.Random(number)
+        times = count // lanes + (number < count % lanes)
+        # In the short form, at once, or once the session has given up.
+        soon = 0.0 if patient else None
+        faults = [
+            replace(KILL, lasts_s=chance.uniform(0, _AWAY_S) if full else soon)
+            for _ in range(times)
+        ]
+        timeout_s = PATIENT_S if patient else _IMPATIENT_S if full else _IMPATIENT_SHORT_S
+        scheme = "shm" if number in (1, 2) else "tcp"
+        found.session(workers, sent, (scheme,), faults, number, timeout_s=timeout_s)
 
-        def kill() -> None:
-            worker.kill()
-            killed.set()
-
-        def come_back() -> Service:
-            killed.wait()
-            if full or timeout_s == _PATIENT_S:
-                time.sleep(chance.uniform(0, _AWAY_S) if full else 0.0)
-            else:
-                over.wait()  # the session has given up
-            return workers.restart(worker)
-
-        point = chance.randrange(requests * 3 // 4), chance.random() < 0.5
-        with (
-            Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner,
-            ThreadPoolExecutor(1) as other,
-        ):
-            back = other.submit(come_back)
-            sent.strike({point: kill})
-            try:
-                said = generate(runner, ids, _ROW_TOKENS)
-                hit = killed.is_set()
-            finally:
-                if not killed.is_set():
-                    kill()
-                over.set()
-            came_back = back.result()
-            after = generate(runner, ids, _ROW_TOKENS)
-        right = said.is_right(ids, _ROW_TOKENS)
-        # Only a session that does not wait for long enough may end with an error.
-        allowed = said.error is not None and timeout_s == impatient_s
-        with lock:
-            counts.update(hits=hit, resumed=hit and right, errors=hit and said.error is not None)
-            counts.update(
-                wrong=not right and not allowed, stuck=not after.is_right(ids, _ROW_TOKENS)
-            )
-            if said.error is not None:
-                overdue_s.append(said.longest_s - timeout_s)
-        if not (right or allowed) or not after.is_right(ids, _ROW_TOKENS):
-            note(f"got {said}, and after it {after}, expected {expected(ids, _ROW_TOKENS)}")
-        return came_back
-
-    def lane(number: int, times: int) -> None:
-        chance = random.Random(number)
-        bind = f"shm://{folder}/{number}" if number % 2 else "tcp://127.0.0.1:*"
-        worker = start(workers, bind=bind)
-        for place in range(times):
-            patient = (number + place) % 2 == 0
-            worker = disturb(worker, _PATIENT_S if patient else impatient_s, chance, sent)
-
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="tsqp-soak-"))
-        workers, sent = stack.enter_context(Workers()), stack.enter_context(watched())
-        with Runner(settings([start(workers).endpoint])) as runner:
-            generate(runner, texts[0], _ROW_TOKENS)
-            requests = len(sent.to())
-        lanes = min(_SIDE_BY_SIDE, count)
-        pool = stack.enter_context(ThreadPoolExecutor(lanes))
-        shares = [count // lanes + (number < count % lanes) for number in range(lanes)]
-        list(pool.map(lane, range(lanes), shares))
+    with Workers() as workers, watched() as sent, ThreadPoolExecutor(lanes) as pool:
+        list(pool.map(lane, range(lanes)))
+    counts, hits = found.counts, len(found.times_s)
+    resumed = hits - counts["errors"]
     return Found(
         {
-            "hits": f"{counts['hits']} of {count}",
-            "resumed": counts["resumed"],
+            "hits": f"{hits} of {count}",
+            "resumed": resumed,
             "ended with a typed error": counts["errors"],
             "wrong, or not resumed in time": counts["wrong"],
-            "next generation not right": counts["stuck"],
-            "longest beyond a deadline, s": max(overdue_s),
+            "longest beyond a deadline, s": found.overdue_s,
         },
         {
-            "every one hits": counts["hits"] == counts["resumed"] + counts["errors"] == count,
-            "some resumed, some ended": min(counts["resumed"], counts["errors"]) > 0,
-            "none wrong, none stuck": not counts["wrong"] and not counts["stuck"],
+            "every one hits": hits == count,
+            "some resumed, some ended": min(resumed, counts["errors"]) > 0,
+            "none wrong, none stuck": not counts["wrong"],
         },
-        {"errors within a second of the deadline": max(overdue_s) <= _GRACE_S},
+        {"errors within a second of the deadline": found.overdue_s <= _GRACE_S},
     )
 
 

@@ -258,7 +258,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
             return Party(victim, services[:liars], calls, deadline, spare)
 
         usual = [
-            party("shielded", lambda: [dial(endpoints[0])], sequences=2, micro_batches=2),
+            party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2),
             party("two-server", shares, liars=2),
             party("shielded", with_spare),
         ]

@@ -1,53 +1,66 @@
-"""A server whose every secret is known; a thread of its process is the client."""
+"""A server whose every secret is known, and which fails; a thread of its process is the client."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import logging
+import math
 import os
 import random
 import re
 import signal
 import socket
+import string
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import click
 import torch
 
 from protocol.errors import TsqpError
+from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from tee_side.engine import background
 from tee_side.engine.engine import Engine
-from tee_side.engine.tokenizer import TEMPLATE_FILE
+from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
+from tee_side.protect.padded import Padded, PaddedSite
+from tee_side.protect.pads.store import PadStore
+from tee_side.protect.verification import ExactCheck
+from tee_side.remote import linear
+from tee_side.remote.call import CallPlan
 from tee_side.remote.services.member import Member
 from tee_side.serve import answers, exchange, generating
 from tee_side.serve.audit_log import AuditReader, encode_key, open_log, read_key
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
-from tests.kit.canaries import FAULTS
-from tests.kit.canary_runner import (
-    LONG_FAULT_AT,
-    LONG_TOKENS,
-    NEW_TOKENS,
-    Session,
-    note_secrets,
-)
+from tests.kit.canaries import FAULTS, PLACES, Canaries, Faults, Places
 from tests.kit.service import until
 from tsqp.cli import running
 from tsqp.cli.logs import configure
 from tsqp.cli.serve import serve
+from tsqp.lab.research.float_check import FloatCheck
 
-POLICIES = ("shielded", "tsqp", "two-server")
+# What a block of prompts runs under.
+POLICIES = ("shielded", "two-server", "tsqp", "shielded with a bank")
 # Where the server's own code fails, in the order in which it is made to.
 CRASHES = ("before the engine", "in an answer", "on the event loop", "in the engine's thread")
-_TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+NEW_TOKENS, LONG_TOKENS = 2, 16
+# Of the long answer: behind its first few tokens, whatever the policy.
+LONG_FAULT_AT = 40
+# What a system says ends in an error of which the library's own words hold the prompt.
+_TEMPLATE = """\
+{% for m in messages %}{% if m.role == "system" %}{{ raise_exception(m.content) }}{% endif %}
+{{ m.content }} {% endfor %}"""
 _WAIT_S = 60.0
 Body = Mapping[str, Any]
 _JSON = {"content-type": "application/json"}
+log = logging.getLogger("tee_side")
 
 
 def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, Body | bytes, Body]]:
@@ -69,7 +82,7 @@ def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, Body | byte
         yield "POST", path, right | {name: value}, own
     for fields in ({"response_format": schema}, {"tools": [{word: word}]}, {"tool_choice": word}):
         yield "POST", chat, {"messages": [turn]} | fields, own
-    for content in ({"role": word}, {"content": [{word: word}]}):
+    for content in ({"role": word}, {"role": "system"}, {"content": [{word: word}]}):
         yield "POST", chat, {"messages": [turn | content]}, own
     yield "POST", "/v1/embeddings", {"input": word, "dimensions": word}, own
     yield "POST", path, {"prompt": f"{word} " * 40}, own
@@ -100,11 +113,22 @@ def right_requests(text: str, ids: Sequence[int]) -> list[tuple[str, Body]]:
     ]
 
 
-class Served(Session):
+class Served:
     """Asks a server of this process, and keeps what is secret of it."""
 
     def __init__(self, folder: Path, seed: int, gpu: Sequence[str], metrics: Sequence[str]) -> None:
-        super().__init__(folder, seed, gpu, metrics)
+        self.folder, self.gpu = folder, gpu
+        self.choose = random.Random(seed)
+        self.faults = Faults(self.choose)
+        self.places = Places(folder, metrics)
+        self.tokenizer = Tokenizer(folder / "model")
+        self.canaries = self._previous = Canaries()
+        # What is told at the end. `requests`: how many a generation takes, by policy.
+        names = ("hits", "ended", "requests", "kinds", "refused", "answered", "crashed")
+        self.told: dict[str, Counter[str]] = {name: Counter() for name in names}
+        self.armed: Counter[str] = Counter()
+        self.patterns = 0
+        self.policy = ""
         self.key = f"{PREFIX}{random.Random(seed).randbytes(24).hex()}"
         self.own = {**_JSON, "authorization": f"Bearer {self.key}"}
         self.address, self.crash = "", ""
@@ -123,11 +147,77 @@ class Served(Session):
             path.chmod(0o600)
         (folder / "model" / TEMPLATE_FILE).write_text(_TEMPLATE, encoding="utf-8")
 
+    def search(self) -> None:
+        """Look everywhere for what was secret since the last time, and count it as a hit.
+
+        And in logs for what was secret before: a line may be written long after what it is about.
+        """
+        for place, content in self.places.contents():
+            kinds = self.canaries.found_in(content)
+            if place in PLACES[:2]:
+                kinds += self._previous.found_in(content)
+            self.told["hits"].update(f"{kind} in {place}" for kind in kinds)
+        self.patterns += len(self.canaries.patterns)
+        self.told["kinds"].update(kind for kind, _ in self.canaries.patterns)
+
     def forget(self) -> None:
-        """Begin a new block, of which the keys are secret again."""
-        super().forget()
+        """Begin a new block of secrets, with those that all have in common."""
+        self._previous, self.canaries = self.canaries, Canaries()
+        for row in Checkpoint(self.folder / "model").rows(EMBEDDING, 32, 128):
+            self.canaries.add_activation(row)
         self.canaries.add_secret(self.key.encode())
         self.canaries.add_secret(self._audit_key.read_bytes().strip())
+
+    def found(self) -> dict[str, Any]:
+        """Plant secrets, and return what was found by then, and of these."""
+        told = {name: dict(counts) for name, counts in self.told.items()}
+        faults = [[*which, times] for which, times in self.faults.made.items()]
+        patterns, planted = self.patterns, self._plant()
+        return {**told, "faults": faults, "patterns": patterns, "planted": planted}
+
+    def _plant(self) -> dict[str, bool]:
+        """Put a secret into each place, and say where it was found."""
+        self.forget()
+        ids = self.tokenizer.encode("an answer that no one else knows")
+        row, key = torch.arange(1.5, 9.5), b"\x01\x9f\x33" * 10
+        self.canaries.add_prompt(["qvxzkjwphm"], ids)
+        self.canaries.add_secret(key)
+        self.canaries.add_activation(row)
+        puts = self.places.plants(ids, row, key)
+        puts["runner log"] = lambda: log.warning("x", extra={"fields": {"y": "qvxz kjw phm"}})
+        self.search()
+        found: dict[str, bool] = {}
+        try:
+            for place in PLACES:
+                self.told["hits"].clear()
+                puts[place]()
+                self.search()
+                found[place] = any(hit.endswith(f" in {place}") for hit in self.told["hits"])
+        finally:
+            puts[""]()
+        return found
+
+    def prompt(self) -> tuple[str, list[int]]:
+        """Return another prompt, which is looked for from now on, and its token ids."""
+        words = ["".join(self.choose.choices(string.ascii_lowercase, k=10)) for _ in range(3)]
+        text = " ".join(words)
+        ids = self.tokenizer.encode(text)
+        self.canaries.add_prompt(words, ids)
+        return text, ids
+
+    def next_fault(self) -> tuple[str, int]:
+        """Return what is to go wrong at which request: in time every fault at every one."""
+        requests = self.told["requests"][self.policy]
+        if not requests:
+            return "", 0  # The first shows how many there are.
+        number = self.armed[self.policy]
+        self.armed[self.policy] += 1
+        # Both go on by one, and the request by one more when they would begin again together.
+        fault = FAULTS[number % len(FAULTS)]
+        again = number // math.lcm(len(FAULTS), requests)
+        if fault == "no reply" and number // len(FAULTS) % 8 > 0:
+            fault = "wrong number"  # each takes its whole deadline
+        return fault, 1 + (number + again) % requests
 
     def serve_a_block(self, count: int, number: int) -> None:
         """Serve in this thread, and ask in another, which ends the server."""
@@ -143,14 +233,18 @@ class Served(Session):
             finally:
                 os.kill(os.getpid(), signal.SIGINT)
 
+        policy, _, bank = self.policy.partition(" with a ")
         asking = threading.Thread(target=ask)
         asking.start()
         arguments = [
-            *(str(self.folder / "model"), "--port", "0", "--policy", self.policy, "--prefix-reuse"),
+            *(str(self.folder / "model"), "--port", "0", "--policy", policy, "--prefix-reuse"),
             *("--api-keys", str(self._keys), "--request-timeout-s", "0.5", "--speculative=ngram"),
             *("--audit-log", str(self._audit), "--audit-key", str(self._audit_key)),
             *("--shares-in-the-clear", *(f"--gpu={endpoint}" for endpoint in self.gpu)),
         ]
+        if bank:
+            arguments += ["--bank", str(self.folder / "bank" / "bank"), "--bank-key-beside-bank"]
+            arguments += ["--when-out", "wait"]
         with suppress(KeyboardInterrupt, click.Abort):
             serve.main(arguments, standalone_mode=False)
         asking.join()
@@ -215,7 +309,9 @@ class Served(Session):
         if new_tokens > NEW_TOKENS:
             self.canaries.add_answer(self.tokenizer.decode(self.sampled), self.sampled)
         elif status == 200:
-            self.count_requests(made)
+            # After a fault there are more.
+            known = self.told["requests"][self.policy]
+            self.told["requests"][self.policy] = min(known or made, made)
         self.told["ended"]["right" if status == 200 else str(status)] += 1
 
     def _post(self, path: str, fields: Body) -> int:
@@ -266,6 +362,48 @@ class Served(Session):
         until(healthy)
 
 
+def note_secrets(session: Served) -> None:
+    """Keep what a layer reads, and every key, at the moment at which they are made."""
+    call, made = linear.carry_out, PadStore.__init__
+
+    def _call(plan: CallPlan, x_TI: torch.Tensor) -> Any:
+        def noted(x_TI: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+            if plan.operator == "qkv_proj":
+                session.canaries.add_activation(x_TI[-1])
+                if not encoded.is_floating_point():
+                    session.canaries.add_activation(encoded[-1])
+            return encoded
+
+        def hide(x_TI: torch.Tensor) -> Padded | None:
+            masked = plan.padded.hide(x_TI) if plan.padded else None
+            if masked is not None:
+                noted(x_TI, masked.encoded)
+            return masked
+
+        padded = plan.padded and cast("PaddedSite", SimpleNamespace(hide=hide))
+        encode = lambda x_TI: noted(x_TI, plan.encode(x_TI))  # noqa: E731
+        return call(replace(plan, encode=encode, padded=padded), x_TI)
+
+    def make(store: Any, layout: Any, capacity: int, key: bytes, **settings: Any) -> None:
+        session.canaries.add_secret(key)
+        made(store, layout, capacity, key, **settings)
+
+    def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            check = draw(*arguments)
+            products = check.low_kI if isinstance(check, ExactCheck) else check._products
+            secret = products.flatten()[:4].contiguous()
+            session.canaries.add_secret(secret.view(torch.uint8).numpy().tobytes())
+            return check
+
+        return noted
+
+    linear.carry_out = _call
+    PadStore.__init__ = make  # type: ignore[method-assign]
+    for check in (ExactCheck, FloatCheck):
+        check.draw = staticmethod(noting(check.draw))  # type: ignore[attr-defined]
+
+
 def stand_in(session: Served) -> None:
     """Stand in the server's code, where it is to fail, and see every token."""
     deliver, sample, quarantine = exchange.Exchange._deliver, Engine._sample, Member.quarantine
@@ -308,25 +446,20 @@ def stand_in(session: Served) -> None:
         setattr(owner, name, replaced)
 
 
-def be_process(
-    folder: str, count: str, block: str, seed: str, served: str, gpu: str, metrics: str
-) -> None:
-    """Be one of the two processes: generate, or serve, and write what was found."""
+def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics: str) -> None:
+    """Be the process: serve, and write what was found."""
     os.chdir(f"{folder}/work")
     tempfile.tempdir = None
     torch.set_num_threads(1)
     configure("debug")
-    kind = Served if served else Session
-    session = kind(Path(folder), int(seed), gpu.split(","), metrics.split(","))
+    session = Served(Path(folder), int(seed), gpu.split(","), metrics.split(","))
     session.forget()
     session.faults.install()
     note_secrets(session)
-    if isinstance(session, Served):
-        stand_in(session)
-    run = session.serve_a_block if isinstance(session, Served) else session.generate_a_block
+    stand_in(session)
     firsts = range(0, int(count), int(block))
     for number, first in enumerate(firsts):
-        run(min(int(block), int(count) - first), number)
+        session.serve_a_block(min(int(block), int(count) - first), number)
         session.forget()
     session.search()
     found = {**session.found(), "blocks": len(firsts)}

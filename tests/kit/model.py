@@ -360,24 +360,12 @@ class SavedModel:
         """Return the reference's greedy token ids; computed once for all tests."""
         asked = (*prompt_ids, new_tokens)
         if asked not in self._greedy:
-            self._greedy[asked] = self._generate(prompt_ids, new_tokens)
+            self._greedy[asked], _ = greedy(self.reference, prompt_ids, new_tokens)
         return list(self._greedy[asked])
 
     @cached_property
     def _greedy(self) -> dict[tuple[int, ...], list[int]]:
         return {}
-
-    def _generate(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
-        prompt = torch.tensor([prompt_ids])
-        ids = self.reference.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            pad_token_id=0,
-        )
-        new: list[int] = ids[0, len(prompt_ids) :].tolist()
-        return new
 
 
 # How an operator leaves in the clear, and is believed.
@@ -427,6 +415,7 @@ def greedy(
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
     )
