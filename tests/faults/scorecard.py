@@ -107,7 +107,6 @@ def commit() -> str:
 
 
 def shown(value: Measured) -> str:
-    """Write a number so that it can be read."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else value

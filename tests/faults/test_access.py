@@ -40,8 +40,6 @@ from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair
 
-# ------------------------------------------------------------------------------------- the row
-
 STATES = ("up", "dead", "silent")
 CLIENTS = ("no key", "NULL", "PLAIN", "random", "revoked", "another service", "right")
 # As long as a client waits that is not served; one that is waits for milliseconds.
@@ -83,7 +81,6 @@ class Client:
 
 @contextmanager
 def doorkeeper(service: MaliciousService, state: str) -> Iterator[None]:
-    """Put a service's ZAP handler into a state."""
     handler, closing = service.listener._zap_handler, threading.Event()
     assert handler is not None
 
@@ -159,7 +156,6 @@ def served(operators: RequestHandler, state: str, stack: ExitStack) -> tuple[dic
     long=20 * len(STATES) * len(CLIENTS),
 )
 def access(count: int, full: bool) -> Found:
-    """Go through the matrix as often as makes so many cells."""
     cells = wrongly = rightly = before = rounds = 0
     operators = operators_of(DEMO)
     # A ZAP handler that dies says so with a traceback.
@@ -190,9 +186,6 @@ def access(count: int, full: bool) -> Found:
         },
         {"none wrongly served": not wrongly, "the right one is": rightly == rounds == before},
     )
-
-
-# ------------------------------------------------------------------------------- the programs
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from tests.kit.service import CALM, CALM_S, Service, Workers
 PROMPT = [1, 5, 9, 13, 2, 7, 11, 3, 8]
 NEW_TOKENS = 6
 
-# ---------------------------------------------------------------------------- rows: kill -9
-
 _RECOVERED_S = 2.0
 _IMPATIENT_S, _IMPATIENT_SHORT_S = 3.0, 0.5
 _AWAY_S = 5.0
@@ -117,9 +115,6 @@ def only_worker_killed(count: int, full: bool) -> Found:
         },
         {"errors within a second of the deadline": found.overdue_s <= _GRACE_S},
     )
-
-
-# ------------------------------------------------------------------------------- small models
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from tests.kit.model import make_model
 from tests.kit.service import ENVIRONMENT, Forked, Service, Workers, running_service
 from tsqp.key_files import new_key_pair
 
-# ------------------------------------------------------------------------- row: peers that stop
-
 _LIMIT_S = 2.0
 _SIDE_BY_SIDE = 8
 
@@ -68,7 +66,6 @@ FAULTS = (
     minutes=14,
 )
 def peer_stopped(count: int, full: bool) -> Found:
-    """Stop so many peers, in several sessions side by side."""
     over_unix = count // (5 if full else 2)
     faults, lanes = (FAULTS, _SIDE_BY_SIDE) if full else (FAULTS[:2], 1)
     found = Disturbed()
@@ -95,8 +92,6 @@ def peer_stopped(count: int, full: bool) -> Found:
         {"noticed in time": not slow},
     )
 
-
-# ------------------------------------------------------------------------ clients and services
 
 HOUR_S = 3600.0
 # Of the clients that are to notice something.

@@ -42,8 +42,6 @@ from tests.kit.demo import (
 from tests.kit.proxy import Fault, Proxy
 from tests.kit.service import Workers
 
-# ------------------------------------------------------------------------------ row: slow peer
-
 FAULTS = {"10 kB/s": Fault(bytes_per_s=10_000), "one-byte slices": Fault(slice_bytes=1)}
 SHORT_FAULTS = {"40 kB/s": Fault(bytes_per_s=40_000), "one-byte slices": Fault(slice_bytes=1)}
 # The first is computed in the TEE; the other takes five seconds at 10 kB/s.
@@ -85,7 +83,6 @@ class Slow:
                     ended.set()
 
             def session() -> None:
-                """Every request has more time than it needs."""
                 (ids,) = prompts(1, 6, seed=3)
                 run = settings([proxy.endpoint], request_timeout_s=deadline_s)
                 with Runner(run) as runner:
@@ -96,7 +93,6 @@ class Slow:
                         count(said.error, said.longest_s, right=right)
 
             def products() -> None:
-                """Ask for what cannot come in time, and see when that is said."""
                 request, right = _product()
                 with ZmqChannel(proxy.endpoint, timeout_s=deadline_s) as channel:
                     while not stop.is_set():
@@ -206,8 +202,6 @@ def slow_peer(count: int, full: bool) -> Found:
         {"deadlines kept": slow.overdue_s <= _GRACE_S, "others as fast": fast},
     )
 
-
-# ----------------------------------------------------------------------------------- row: load
 
 _SECONDS = 600.0
 _PROCESSES, _SESSIONS_EACH = 4, 16

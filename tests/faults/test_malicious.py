@@ -315,7 +315,6 @@ def lie_so_often(count: int, *, over_shm: bool) -> Found:
     minutes=10,
 )
 def malicious_service(count: int, full: bool) -> Found:
-    """Tell so many lies over CURVE."""
     return lie_so_often(count, over_shm=False)
 
 
@@ -329,11 +328,8 @@ def malicious_service(count: int, full: bool) -> Found:
     minutes=2,
 )
 def malicious_shm(count: int, full: bool) -> Found:
-    """Tell so many lies over shared memory."""
     return lie_so_often(count, over_shm=True)
 
-
-# -------------------------------------------------------------------------- row: wrong results
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Honest checks for each wrong result: 1,000,000 in all.
@@ -400,7 +396,6 @@ def _inputs(policy: str) -> dict[Site, torch.Tensor]:
 
 
 def load_products() -> Products:
-    """Prepare every linear operator of the demo model in every arithmetic."""
     config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     integers, floats = _inputs("quantized-clear"), _inputs("attention-in-tee")
     found: Products = {}
@@ -424,7 +419,6 @@ def load_products() -> Products:
     minutes=3,
 )
 def wrong_results(count: int, full: bool) -> Found:
-    """Check so many wrong results, and a hundred times as many right ones."""
     chance, told, missed = random.Random(20), Counter[str](), Counter[str]()
     checks, alarms = Counter[str](), Counter[str]()
     torch.manual_seed(20)

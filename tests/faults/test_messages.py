@@ -78,8 +78,6 @@ def fuzzing(count: int, full: bool) -> Found:
     )
 
 
-# ------------------------------------------------------------------------------- a real service
-
 DATA = bytes(HIDDEN_BYTES)
 GOOD = inline("Linear", linear_body())
 BIG = 2**31 - 1

@@ -36,8 +36,6 @@ from tests.faults.row import Found, Row, note
 from tests.kit.demo import DEMO
 from tests.kit.spoilt import BASE, CASES, CONFIG, GENERATION, GOOD, TOKENIZER, Draft
 
-# --------------------------------------------------------------------------------- the readers
-
 
 def tee(directory: Path) -> None:
     """Read as a runner that keeps everything."""

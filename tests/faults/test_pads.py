@@ -25,8 +25,6 @@ from tests.kit import pads as tiny
 from tests.kit.pads import CALLS, Crash, Disk, create, fill, place, put_all, reopen, use
 from tests.kit.rows import each_row
 
-# -------------------------------------------------------- row: a million draws of many processes
-
 _SITES = tuple(site.number for site in tiny.LAYOUT.sites)
 OUT = "steps without pads"
 # As `crash_and_draw` names them.
@@ -141,8 +139,6 @@ def pads(count: int, full: bool) -> Found:
         },
     )
 
-
-# --------------------------------------------------------------------- what a power loss leaves
 
 CAPACITY = 24
 

@@ -31,9 +31,6 @@ from tsqp.calibrate import calibrate_on, save_calibration
 # A token of the server's model that stands in no prompt.
 _LAST_BYTE = 255
 
-# ------------------------------------------------------------------------------------- the row
-
-
 _BEFORE = """
 import os, sys
 from tests.kit.canary_server import be_process

@@ -78,8 +78,6 @@ def long_fields(new_tokens: int, chance: random.Random, prompt_tokens: int = 6) 
     return {"prompt": prompt(prompt_tokens, chance), "max_tokens": new_tokens, **sampling}
 
 
-# ------------------------------------------------------------------ a server, and clients of it
-
 _SAMPLE = re.compile(r'^(?:vllm|tsqp):(\w+?)(?:_total)?\{model_name="[^"]*"\} (\S+)$', re.MULTILINE)
 _ENDED = re.compile(
     r'^vllm:request_success_total\{finished_reason="(\w+)",.*\} (\S+)$', re.MULTILINE
@@ -87,7 +85,6 @@ _ENDED = re.compile(
 
 
 def is_idle(metrics: Mapping[str, float]) -> bool:
-    """Say whether nothing runs, waits or has memory."""
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return not any(metrics[name] for name in gauges)
 
@@ -165,7 +162,6 @@ class Clients:
 
     @property
     def over(self) -> int:
-        """How many answers came to an end."""
         return self.counts["right"] + self.counts["wrong"]
 
     async def metrics(self) -> dict[str, float]:
@@ -182,13 +178,11 @@ class Clients:
         return found
 
     async def until_health(self, status: int) -> None:
-        """Wait until the server says so of itself. Raises TimeoutError."""
         async with asyncio.timeout(HANGS_S):
             while (await ask(self.address, "/health")).status != status:
                 await asyncio.sleep(_LOOK_S)
 
     def logged(self, event: str) -> int:
-        """Return how often the server has logged an event."""
         return self.log.read_text(encoding="utf-8").count(f" {event} ")
 
 
@@ -215,8 +209,6 @@ def clients(
         address = served.address.removeprefix("http://")
         yield Clients(address, log, served.process.pid, workers, services, headers or {})
 
-
-# -------------------------------------------------------------------------------- row: serving
 
 _SECONDS = 600.0
 _MAX_SLOPE = 0.01
@@ -316,8 +308,6 @@ def serving(count: int, full: bool) -> Found:
     )
 
 
-# ------------------------------------------------------------------------------ row: cancelled
-
 _FREE_S = 1.0
 _OTHERS = 2
 # How a client leaves: at once, behind some events, or once its request runs; streamed or not; and
@@ -399,7 +389,6 @@ async def _leave_so_often(
     minutes=2,
 )
 def cancelled(count: int, full: bool) -> Found:
-    """Leave so often, one after the other."""
     with clients(full, "--max-sequences", str(_OTHERS + 1), "--step-tokens", "16") as stay:
         leavers = replace(stay, counts=Counter())
         agrees, free_s = asyncio.run(_leave_so_often(stay, leavers, count, full))
@@ -421,8 +410,6 @@ def cancelled(count: int, full: bool) -> Found:
         {"free within a second": max(free_s) <= _FREE_S},
     )
 
-
-# ------------------------------------------------------------------------------- row: overload
 
 _SEQUENCES, _WAITING, _TIMES = 8, 8, 4
 _LIMITED, _AT_A_TIME = 6, 2
@@ -464,8 +451,6 @@ async def _ask_at_once(
     minutes=3,
 )
 def overload(count: int, full: bool) -> Found:
-    """Ask at capacity first, and then with four times as many clients."""
-
     async def run() -> None:
         chance = random.Random(3)
         jobs = [long_fields(48 if full else 8, chance) for _ in range(24 if full else 8)]
@@ -508,8 +493,6 @@ def overload(count: int, full: bool) -> Found:
         {"as fast": ratio <= _MAX_RATIO},
     )
 
-
-# ------------------------------------------------------------------------- row: serving_faults
 
 _STREAMS = 6
 _PATIENT_S, _IMPATIENT_S, _IMPATIENT_SHORT_S = 60.0, 1.0, 0.3
@@ -620,8 +603,6 @@ def serving_faults(count: int, full: bool) -> Found:
         },
     )
 
-
-# ---------------------------------------------------------------------- what answers are judged by
 
 _BODY = """\
 data: {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": "length",

@@ -92,8 +92,6 @@ def outcome(channel: Channel, request_id: int) -> ErrorCode | None:
     return None
 
 
-# ------------------------------------------------------------------------ what is written down
-
 LINE = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}(Z|[+-]\d\d:\d\d)? (debug|info|warning|error) [a-z_]+"
     r'( [a-z_]+=([^\s"=]+|"([^"\\]|\\.)*"))*$'
@@ -156,9 +154,6 @@ def test_logs_and_metrics_are_structured_and_hold_no_contents(model: Path, tmp_p
     assert [e for e in events if e != "metrics"][:4] == ["bound", "loading", "loaded", "ready"]
     assert "sighup_ignored" in events
     assert events[-1] == "stopped"
-
-
-# ------------------------------------------------------------------------- too much, and the end
 
 
 def slow_device(folder: Path, seconds: float) -> tuple[str, str]:
@@ -274,8 +269,6 @@ def test_programs_of_a_vm_that_was_resumed_end_and_say_why(tmp_path: Path) -> No
     finally:
         os.close(log)
 
-
-# -------------------------------------------------------------------------------- shared memory
 
 # Fills every slot of its segment, says so, and waits to be killed.
 CLIENT = """

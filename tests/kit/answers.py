@@ -80,7 +80,6 @@ async def ask(
 async def _read(
     reader: asyncio.StreamReader, reply: Reply, most: int, on_events: Callable[[], object]
 ) -> None:
-    """Read to the end, or so many events."""
     began, raw = time.monotonic(), b""
     with suppress(asyncio.IncompleteReadError):
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -121,7 +120,6 @@ class Answer:
 
     @staticmethod
     def of(reply: Reply) -> Answer:
-        """Read an answer in one piece, or events in their order."""
         found = Answer([], whole=reply.status == 200)
         if not found.whole:
             return found

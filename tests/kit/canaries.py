@@ -53,13 +53,11 @@ class Canaries:
     patterns: list[tuple[str, bytes]] = field(default_factory=list)
 
     def add_prompt(self, words: Sequence[str], ids: Sequence[int]) -> None:
-        """Look for a prompt: each of its words, and its ids."""
         for word in words:
             self._add_bytes("prompt", word.encode())
         self.add_ids(ids)
 
     def add_ids(self, ids: Sequence[int]) -> None:
-        """Look for token ids: the first, the middle and the last few of them."""
         last = len(ids) - _WINDOW
         for start in {0, last // 2, last} if last >= 0 else set():
             window = list(ids[start : start + _WINDOW])
@@ -88,7 +86,6 @@ class Canaries:
         self.patterns += [(kind, content), (kind, content.hex().encode())]
 
     def found_in(self, content: bytes) -> list[str]:
-        """Return the kinds of everything that stands there."""
         found = self._places_in(content) | self._places_in(content.translate(None, b" \n\t\r"))
         return [self.patterns[place][0] for place in sorted(found)]
 
@@ -245,7 +242,6 @@ class Faults:
         self._fault, self._left, self._on_reply = "", -1, None
 
     def sending(self, channel: Any, frames: list[Any]) -> list[Any]:
-        """Return what is sent instead of a request."""
         self.count += 1
         if self._left > 0:
             self._left -= 1

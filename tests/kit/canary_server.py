@@ -169,14 +169,12 @@ class Served:
         self.canaries.add_secret(self._audit_key.read_bytes().strip())
 
     def found(self) -> dict[str, Any]:
-        """Plant secrets, and return what was found by then, and of these."""
         told = {name: dict(counts) for name, counts in self.told.items()}
         faults = [[*which, times] for which, times in self.faults.made.items()]
         patterns, planted = self.patterns, self._plant()
         return {**told, "faults": faults, "patterns": patterns, "planted": planted}
 
     def _plant(self) -> dict[str, bool]:
-        """Put a secret into each place, and say where it was found."""
         self.forget()
         ids = self.tokenizer.encode("an answer that no one else knows")
         row, key = torch.arange(1.5, 9.5), b"\x01\x9f\x33" * 10
@@ -447,7 +445,6 @@ def stand_in(session: Served) -> None:
 
 
 def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics: str) -> None:
-    """Be the process: serve, and write what was found."""
     os.chdir(f"{folder}/work")
     tempfile.tempdir = None
     torch.set_num_threads(1)

@@ -51,7 +51,6 @@ finally:
 
 
 def code_lines(source: str) -> int:
-    """Count the lines that have code on them."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:

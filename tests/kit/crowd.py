@@ -39,7 +39,6 @@ class Crowd:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return how much memory a process has in use."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 

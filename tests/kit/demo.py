@@ -64,7 +64,6 @@ def settings(gpu: Sequence[str], **more: Any) -> RunnerSettings:
 def start(
     workers: Workers, *arguments: str, bind: str = "tcp://127.0.0.1:*", log: Path | None = None
 ) -> Service:
-    """Start a gpu-service of the demo model, on loopback."""
     return workers.start("demo", "--bind", bind, "--threads", "1", *arguments, log=log)
 
 
@@ -93,7 +92,6 @@ class Said:
         return max(self.gaps_s, default=0.0)
 
     def is_right(self, ids: Tokens, new_tokens: int) -> bool:
-        """Say whether these are the right tokens, all of them."""
         return self.error is None and self.tokens == expected(ids, new_tokens)
 
 

@@ -27,12 +27,10 @@ PRODUCTS: tuple[Product, ...] = ("milan", "genoa", "turin")
 
 
 def read_vector(name: str) -> bytes:
-    """Return a file of tests/vectors, whose README.md says what it is."""
     return (VECTORS / name).read_bytes()
 
 
 def authority(product: Product, which: str) -> bytes:
-    """Return AMD's ARK, ASK or ASVK of a product."""
     return read_vector(f"snp/{product}-{which}.der")
 
 

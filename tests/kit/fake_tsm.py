@@ -72,7 +72,6 @@ def snp_report(data: bytes, vmpl: int = 0, key: int = 0) -> bytes:
 
 
 def certificate_table(certificates: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return the table of certificates that a host gives."""
     begin = 24 * (len(certificates) + 1)
     head, body = b"", b""
     for name, one in certificates:
@@ -128,11 +127,9 @@ class FakeKernel:
             _fail(self.faults[call].pop(0))
 
     def access(self, path: str, mode: int) -> bool:
-        """Say whether directories can be made there."""
         return (path, mode) == (REPORTS, os.W_OK) and self.configfs and self.writable
 
     def mkdtemp(self, prefix: str, dir: str) -> str:  # noqa: A002
-        """Make an entry of configfs, as `tempfile.mkdtemp` does."""
         self.fail("mkdir")
         if dir != REPORTS or not self.configfs:
             _fail(errno.ENOENT)
@@ -151,7 +148,6 @@ class FakeKernel:
             _fail(errno.ENOENT)
 
     def open(self, path: str, mode: str, buffering: int = -1) -> IO[Any]:
-        """Open a file of an entry, or the device."""
         folder, name = os.path.split(path)
         self.fail(f"open {name}")
         if path == SEV_GUEST and self.sev_guest:

@@ -58,7 +58,6 @@ class SmallGuest:
         self.order("qmp_capabilities")
 
     def order(self, command: str, **arguments: str) -> Any:
-        """Have QEMU do something, and return what comes of it."""
         json.dump({"execute": command, "arguments": arguments}, self._control)
         self._control.flush()
         for line in self._control:

@@ -240,7 +240,6 @@ def is_of(operator: Operator, request: Request) -> bool:
 
 
 def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
-    """Return the tokens behind a short prompt."""
     return tee.greedy(PROMPT, new_tokens)
 
 

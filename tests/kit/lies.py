@@ -93,7 +93,6 @@ class Occasion:
         return to_torch(self.response.output).clone()
 
     def with_output(self, output: torch.Tensor) -> list[Frames]:
-        """Return a good reply with another tensor."""
         return [self.encoded(TensorReply(output=from_torch(output.contiguous())))]
 
     def pick(self, *values: Any) -> Any:
@@ -128,11 +127,7 @@ class Lie:
 
     @property
     def endings(self) -> tuple[type[TsqpError], ...]:
-        """Every error in which it may end."""
         return (*self.errors, DeadlineExceededError) if self.silent else self.errors
-
-
-# -------------------------------------------------------------------------------- the form
 
 
 def _header(change: Callable[[Fields, Fields, Occasion], object]) -> Callable[[Occasion], Any]:
@@ -167,7 +162,6 @@ def _cross_session(o: Occasion) -> list[Frames]:
 
 
 def _adopted(o: Occasion) -> list[Frames]:
-    """Send another session's reply under this request's id."""
     header, *rest = _of_others(o, "cross-session, this id", o.with_output(-o.output)[0])
     return [[msgpack.packb(msgpack.unpackb(header) | {"request_id": o.request_id}), *rest]]
 
@@ -348,8 +342,6 @@ WIRE_LIES = (
 )
 
 
-# ------------------------------------------------------------------------------- the numbers
-
 # Returns a wrong result from the right one; the chance, and the occasion where there is one.
 Wrong: TypeAlias = Callable[[torch.Tensor, random.Random], torch.Tensor]
 
@@ -382,7 +374,6 @@ def low_rank(right: torch.Tensor, chance: random.Random) -> torch.Tensor:
 
 
 def scaled(right: torch.Tensor, chance: random.Random) -> torch.Tensor:
-    """Multiply by 1 + 1e-3."""
     if right.is_floating_point():
         return (right.double() * 1.001).to(right.dtype)
     return _in_ring((right.double() * 1.001).round().to(torch.int64))
@@ -413,7 +404,6 @@ def _result(wrong: Callable[[Occasion], torch.Tensor]) -> Callable[[Occasion], l
 
 
 def _other_layer(o: Occasion) -> torch.Tensor:
-    """Compute what was asked for, with the weights of another layer."""
     request = o.request
     if not isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
         return o.output
@@ -425,7 +415,6 @@ def _other_layer(o: Occasion) -> torch.Tensor:
 
 
 def _stale(o: Occasion) -> torch.Tensor:
-    """Answer with an earlier result of the same shape."""
     right = o.output
     same = [r for r in o.memory.results if (r.shape, r.dtype) == (right.shape, right.dtype)]
     o.memory.had["stale reply"] += bool(same)
@@ -449,8 +438,6 @@ NEEDY = (
     *RESULT_LIES[-2:],
 )
 
-
-# --------------------------------------------------------------------------------- the model
 
 # Returns fields of an Init reply that are another model's, or nonsense.
 Change: TypeAlias = Callable[[InitReply, Occasion], dict[str, object]]

@@ -96,8 +96,6 @@ def make_model(
     return model
 
 
-# --------------------------------------------------------- both sides in one process, all encoded
-
 # Policies that need nothing but a model and a service, and compute in floats without masks.
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 
@@ -217,7 +215,6 @@ class Tee:
 
     @property
     def channel(self) -> LoopbackChannel | None:
-        """The first service's channel, if there is one."""
         return self.channels[0] if self.channels else None
 
     def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
@@ -229,7 +226,6 @@ class Tee:
     def logits(
         self, token_ids: list[int], chunk: int | None = None, phase: Phase = "prefill"
     ) -> torch.Tensor:
-        """Return the logits [T, V] of every position, `chunk` tokens a step (None: all)."""
         cache = self.cache(len(token_ids))
         size = chunk or len(token_ids)
         steps = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
@@ -238,7 +234,6 @@ class Tee:
     def step_logits(
         self, cache: KVCache, token_ids: list[int], phase: Phase = "prefill"
     ) -> torch.Tensor:
-        """Run one step of one sequence and return the logits of all its rows."""
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
@@ -311,7 +306,6 @@ class SavedModel:
         return folder / "server", folder / "key"
 
     def masks(self, policy: Policy, **settings: Any) -> MaskSettings:
-        """Return what a policy's masks need: calibration, key."""
         masks = MaskSettings(**settings)
         if policy.arithmetic == "int8":
             masks = replace(masks, calibration=self.calibration)
@@ -351,7 +345,6 @@ class SavedModel:
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Return the reference's logits [T, V] of every position."""
         with torch.inference_mode():
             logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
         return logits

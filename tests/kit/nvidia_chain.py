@@ -42,7 +42,6 @@ class NvidiaGpu:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Pin its root beside NVIDIA's."""
         roots = nvidia.PINNED_ROOTS | {hashlib.sha256(self.certificates[-1]).hexdigest()}
         with patch.object(nvidia, "PINNED_ROOTS", roots):
             yield
@@ -120,7 +119,6 @@ def make_gpu(
 
 
 def make_blackwell() -> NvidiaGpu:
-    """Return a GPU that says its firmware as Blackwell does."""
     return make_gpu("GB100", dice=_TCB_INFO)
 
 

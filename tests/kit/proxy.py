@@ -59,12 +59,9 @@ class Proxy(Closing):
         self.endpoint = self._do(self._listen())
 
     def _do(self, what: Coroutine[None, None, T]) -> T:
-        """Do something in the proxy's thread, and wait until it is done."""
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(10)
 
     def set(self, fault: Fault = CLEAN) -> None:
-        """Switch to a fault; no argument: none."""
-
         async def switch() -> None:
             self._fault = fault
             (self._flows.clear if fault.holds else self._flows.set)()

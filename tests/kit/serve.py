@@ -231,7 +231,6 @@ def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Grammar:
 
 
 def authorise(request: HttpRequest) -> str:
-    """Let in alice alone, by her key."""
     if request.headers.get("authorization") != "Bearer right":
         raise ApiError(401, "a key is needed", headers={"www-authenticate": "Bearer"})
     return "alice"
@@ -343,7 +342,6 @@ def connection(
 
 
 async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
-    """Send a request and wait for all of its answer."""
     found = connection(*parts, **more)
     await app(found.scope, found.receive, found.send)
     return found.reply
@@ -381,7 +379,6 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @asynccontextmanager
 async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Connection]:
-    """Send a request and go on while it is answered."""
     found = connection(*parts, **more)
     task = asyncio.create_task(app(found.scope, found.receive, found.send))
     try:

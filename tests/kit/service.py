@@ -110,7 +110,6 @@ class Forked:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return `returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -121,7 +120,6 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
         # The server may have reaped it, and not said so yet.
         with suppress(ProcessLookupError):
             if self.returncode is None:
@@ -213,7 +211,6 @@ class Service:
         until(lambda: _states(self.pid) == {"T"})
 
     def thaw(self) -> None:
-        """Send SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self, sent: int = SIGTERM) -> int:
@@ -275,7 +272,6 @@ class Server:
 
     @property
     def base_url(self) -> str:
-        """What a client of OpenAI's API is given."""
         return f"{self.address}/v1"
 
     def get(self, path: str, *, key: str = "", tls: ssl.SSLContext | None = None) -> str:
@@ -336,7 +332,6 @@ class Workers(Closing):
         return Service(process, endpoint, arguments=arguments)
 
     def serve(self, *arguments: str, log: Path | None = None) -> Server:
-        """Start `tee-runner serve ARGUMENTS`; see `start`."""
         return Server(*self._ready("tee-runner", ("serve", *arguments), rb" ready: (\S+)/v1", log))
 
     def _ready(
@@ -465,7 +460,6 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
 def run(
     program: str, *arguments: str, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of the installed programs to its end."""
     with TemporaryFile("w+b") as output, TemporaryFile("w+b") as errors:
         files = {"stdout": output.fileno(), "stderr": errors.fileno()}
         process = Forked(program, arguments, {**ENVIRONMENT, **environment}, **files)

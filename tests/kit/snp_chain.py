@@ -47,9 +47,6 @@ POLICY = 0x3001F
 ALIAS_CHECKED = 1 << 5
 
 
-# ---------------------------------------------------------------------------------------- DER
-
-
 def element(tag: int, *contents: bytes) -> bytes:
     content = b"".join(contents)
     size = len(content)
@@ -64,7 +61,6 @@ def sequence(*elements: bytes) -> bytes:
 
 
 def integer(number: int) -> bytes:
-    """Write a number that is not negative, zero too."""
     return element(2, number.to_bytes(number.bit_length() // 8 + 1))
 
 
@@ -102,7 +98,6 @@ def time(text: bytes) -> bytes:
 
 
 def name(common_name: str) -> bytes:
-    """Write a name as AMD's certificates have it."""
     pairs = (
         *(("2.5.4.11", 0x0C, "Engineering"), ("2.5.4.6", 0x13, "US")),
         *(("2.5.4.7", 0x0C, "Santa Clara"), ("2.5.4.8", 0x0C, "CA")),
@@ -114,18 +109,15 @@ def name(common_name: str) -> bytes:
 
 
 def extension(number: str, content: bytes, *, critical: bool = False) -> bytes:
-    """Write an extension; `number`: what its identifier is."""
     flag = element(1, b"\xff") if critical else b""
     return sequence(oid(number), flag, element(4, content))
 
 
 def extensions(*encoded: bytes) -> bytes:
-    """Write the last field of a certificate."""
     return element(0xA3, sequence(*encoded))
 
 
 def pss(*more: bytes, salt: int = 48) -> bytes:
-    """Write the AlgorithmIdentifier of RSASSA-PSS with SHA-384."""
     sha384 = sequence(oid("2.16.840.1.101.3.4.2.2"), element(5))
     mgf1 = sequence(oid("1.2.840.113549.1.1.8"), sha384)
     fields = (element(0xA0, sha384), element(0xA1, mgf1), element(0xA2, integer(salt)))
@@ -134,9 +126,6 @@ def pss(*more: bytes, salt: int = 48) -> bytes:
 
 VERSION_3 = element(0xA0, integer(2))
 PSS_SHORT, PSS_LONG = pss(), pss(element(0xA3, integer(1)))
-
-
-# --------------------------------------------------------------------------------------- keys
 
 
 def _rsa_key(p_below: int, q_below: int) -> RSAPrivateKey:
@@ -154,11 +143,7 @@ LEAF_KEY = ec.derive_private_key(0x1EAF, ec.SECP384R1())
 
 
 def public(key: RSAPrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
-    """Write the public key of a key."""
     return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
-# ------------------------------------------------------------------------------- certificates
 
 
 def signed(body: bytes, key: RSAPrivateKey, algorithm: bytes = PSS_SHORT) -> bytes:
@@ -189,7 +174,6 @@ class Body:
 
 
 def ark_body(product: Product) -> Body:
-    """Return the root's certificate before it is signed."""
     return _authority(f"ARK-{product.capitalize()}", f"ARK-{product.capitalize()}", ARK_KEY, 1)
 
 
@@ -267,7 +251,6 @@ class Chain:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Pin its root in the place of AMD's."""
         roots = {hashlib.sha256(self.ark).hexdigest(): self.product}
         with patch.dict(PINNED_ROOTS, roots, clear=True):
             yield
@@ -275,7 +258,6 @@ class Chain:
 
 @cache
 def make_chain(product: Product = "milan", kind: SigningKey = "vcek") -> Chain:
-    """Return a chain in which everything is right."""
     return Chain(
         product,
         leaf=leaf_body(product, kind).signed(ASK_KEY),
@@ -301,11 +283,7 @@ def crl_body(
     )
 
 
-# ------------------------------------------------------------------------------------ reports
-
-
 def tcb_word(tcb: Tcb, product: Product) -> bytes:
-    """Write the 8 bytes of a TCB_VERSION."""
     if product == "turin":
         return bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
     return bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))

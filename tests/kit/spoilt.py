@@ -42,8 +42,6 @@ BASE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-# ------------------------------------------------------------------------ a directory to spoil
-
 Parts = tuple[str, ...]
 
 
@@ -105,7 +103,6 @@ class Draft:
         return found
 
     def shard(self) -> dict[str, str]:
-        """Divide the weights in two files and an index; return its map."""
         tensors, found = self.tensors, dict[str, str]()
         (self / SINGLE_FILE).unlink()
         for number, file in enumerate(SHARDS):
@@ -178,7 +175,6 @@ def bad_entry(d: Draft) -> Parts:
 
 
 def nested(d: Draft) -> Parts:
-    """A hundred thousand times, alone or behind a field."""
     opening, depth = d.pick(b"[", b'{"a":', b'{"version":', b'{"weight_map":'), 100_000
     closing, depth = b"]" if opening == b"[" else b"}", d.pick(1_100, 5_000, depth, 2 * depth)
     return d.raw(d.a_file(*JSON), opening * depth + d.pick(b"", b"0" + closing * depth))
@@ -199,7 +195,6 @@ def panicking_tokenizer(d: Draft) -> Parts:
 
 
 def damaged_json(d: Draft) -> Parts:
-    """Cut off, empty, not UTF-8, no object."""
     name = d.a_file(*JSON)
     cut = (d / name).read_bytes()[: d.chance.randrange((d / name).stat().st_size - 1)]
     spoilt = (b"", b"\xff\xfe", b"null", b"[]", b'"text"', b"\x80\x04N.", b"\0" * 100)
@@ -218,7 +213,6 @@ def repeated_key(d: Draft) -> Parts:
 
 
 def index_outside(d: Draft) -> Parts:
-    """An index that names what is not a file of its directory."""
     weight_map, beside = d.shard(), d.directory.parent / "outside.safetensors"
     name = d.pick(*sorted(weight_map))
     shutil.copy(d / SHARDS[0], beside)
@@ -229,7 +223,6 @@ def index_outside(d: Draft) -> Parts:
 
 
 def link_outside(d: Draft) -> Parts:
-    """To a good file or to nothing, or in a circle."""
     name = d.a_file(*ALL)
     outside = d.directory.parent / f"outside-{name}"
     (d / name).rename(outside)
@@ -322,9 +315,6 @@ CASES: dict[str, Callable[[Draft], Parts]] = {
 }
 
 
-# --------------------------------------------------------------------- what must not be refused
-
-
 def cached(d: Draft) -> None:
     """The folders of Hugging Face's cache: a snapshot is links to blobs beside it."""
     snapshot, blobs = d / "snapshots" / "abc", d / "blobs"
@@ -345,7 +335,6 @@ def half_precision(d: Draft) -> None:
 
 
 def with_other_files(d: Draft) -> None:
-    """Files and tensors that mean nothing."""
     d.raw("pytorch_model.bin", pickle.dumps({}))
     d.raw("README.md", b"text")
     unused = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}

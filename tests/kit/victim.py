@@ -26,7 +26,6 @@ class Outcome(NamedTuple):
 
     @property
     def accepted(self) -> bool:
-        """Whether a wrong result was taken."""
         return self.error is None and not self.right
 
 
@@ -92,7 +91,6 @@ class Victim:
         return Outcome(None, right, seconds)
 
     def _begin(self) -> None:
-        """Run the prompts, which no lie is told about."""
         for running in self._engine.running:
             self._engine.remove(running)
         for ids in self._prompts:
