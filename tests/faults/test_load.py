@@ -18,21 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from protocol.errors import TsqpError
-from protocol.integer import exact_product
-from protocol.messages import FUSED_MODULES, RingLinearRequest, TensorReply
-from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import read_config
-from protocol.model.quantized import load_quantized
-from protocol.tensors import from_torch, to_torch
-from protocol.zmq_channel import ZmqChannel
 from tee_side.runner import Runner
 from tests.faults.row import Found, Measured, Row, note, percentile
 from tests.kit.crowd import crowds, relative_slope, resident_bytes
 from tests.kit.demo import (
-    DEMO,
     expected,
     generate,
     prompts,
@@ -72,41 +61,27 @@ class Slow:
     def client(self, endpoint: str, fault: Fault, deadline_s: float) -> Iterator[threading.Event]:
         """Have a client ask through a proxy with a fault; yield what is set once some has ended."""
         stop, ended = threading.Event(), threading.Event()
+        (ids,) = prompts(1, 6, seed=3)
+
+        def session() -> None:
+            run = settings([proxy.endpoint], request_timeout_s=deadline_s)
+            with Runner(run) as runner:
+                proxy.set(fault)
+                while not stop.is_set():
+                    before = runner.traffic.round_trips
+                    said = generate(runner, ids, _NEW_TOKENS)
+                    right = said.is_right(ids, _NEW_TOKENS)
+                    self.wrong += not right and said.error is None
+                    # Each request has so long; the last may have ended by an error.
+                    most_s = deadline_s * (runner.traffic.round_trips - before + 1)
+                    self.overdue_s = max(self.overdue_s, said.longest_s - most_s)
+                    if not stop.is_set():
+                        self.right[fault, deadline_s] += right
+                        self.errors[fault, deadline_s] += said.error is not None
+                        ended.set()
+
         with Proxy(endpoint) as proxy, ThreadPoolExecutor(1) as pool:
-
-            def count(error: str | None, waited_s: float, *, right: bool) -> None:
-                self.wrong += not right and error is None
-                self.overdue_s = max(self.overdue_s, waited_s - deadline_s)
-                if not stop.is_set():
-                    self.right[fault, deadline_s] += right
-                    self.errors[fault, deadline_s] += error is not None
-                    ended.set()
-
-            def session() -> None:
-                (ids,) = prompts(1, 6, seed=3)
-                run = settings([proxy.endpoint], request_timeout_s=deadline_s)
-                with Runner(run) as runner:
-                    while not stop.is_set():
-                        said = generate(runner, ids, _NEW_TOKENS)
-                        # A token takes longer than any of its requests.
-                        right = said.is_right(ids, _NEW_TOKENS)
-                        count(said.error, said.longest_s, right=right)
-
-            def products() -> None:
-                request, right = _product()
-                with ZmqChannel(proxy.endpoint, timeout_s=deadline_s) as channel:
-                    while not stop.is_set():
-                        began, error, same = time.monotonic(), None, False
-                        try:
-                            reply = channel.call(request).response
-                            assert isinstance(reply, TensorReply)
-                            same = torch.equal(to_torch(reply.output), right)
-                        except TsqpError as found:
-                            error = type(found).__name__
-                        count(error, time.monotonic() - began, right=same)
-
-            proxy.set(fault)
-            over = pool.submit(session if deadline_s == _LONG_S else products)
+            over = pool.submit(session)
             over.add_done_callback(lambda _: ended.set())
             try:
                 yield ended
@@ -127,16 +102,6 @@ class Slow:
             each[place] = sum(e - b for b, e in windows) / max(1, len(took))
             p95[place] = percentile(took, 95)
         return each[True] / each[False], p95[True] / p95[False]
-
-
-def _product() -> tuple[RingLinearRequest, torch.Tensor]:
-    """Return a request of a service of the demo model, and the right answer."""
-    elements = torch.arange(192, dtype=torch.int32).view(1, 192)
-    loaded = load_quantized(Checkpoint(DEMO), read_config(DEMO), 0, "gate_up_proj")
-    request = RingLinearRequest(
-        layer_idx=0, module_names=FUSED_MODULES["gate_up_proj"], elements=from_torch(elements)
-    )
-    return request, exact_product(elements, loaded.weight)
 
 
 @Row(
