@@ -50,6 +50,7 @@ class HttpProxy:
         return b"\n".join(parts)
 
     def send(self, method: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
+        """Send a request of its own to the server, and return what it answers."""
         with closing(HTTPConnection(*self.server, timeout=_WAIT_S)) as upstream:
             upstream.request(method, path, body, headers)
             return upstream.getresponse().read()

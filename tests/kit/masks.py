@@ -104,6 +104,7 @@ class Trial:
 
 
 def supported(mask: type[Mask]) -> list[Operator]:
+    """Return the operators that a mask works on."""
     return [operator for operator in get_args(Operator) if mask.supports(operator)]
 
 
@@ -304,10 +305,13 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
+# ------------------------------- whole layers, from the models' definition, without code of ours
+
 Tensors = Mapping[str, torch.Tensor]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Divide rows by their root mean square."""
     return weight * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
 
 
@@ -358,6 +362,7 @@ def run_layers(config: ModelConfig, weights: Tensors, h_TD: torch.Tensor) -> tor
 
 
 def run_head(config: ModelConfig, weights: Tensors, h_ND: torch.Tensor) -> torch.Tensor:
+    """Return logits [N, V]."""
     return rms_norm(h_ND, weights["model.norm.weight"], config) @ weights["lm_head.weight"].t()
 
 

@@ -45,6 +45,7 @@ class RawClient:
         self.wake_up()
 
     def put_bytes(self, slot: int, message: bytes, claimed: int | None = None) -> None:
+        """Put any bytes there as a message of any size."""
         start = self.lane._out[slot]
         self.lane._memory[start : start + len(message)] = message
         self.lane._put += 1
@@ -80,6 +81,7 @@ def memfd(
 
 
 def message(frames: Sequence[Buffer]) -> bytes:
+    """Return a message as it lies in a slot."""
     return b"".join(to_pieces(frames)[0])
 
 

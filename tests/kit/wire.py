@@ -37,6 +37,7 @@ HIDDEN_BYTES = HIDDEN * 4
 
 @contextmanager
 def connected(kind: int, endpoint: str, linger_ms: int = 0) -> Iterator[zmq.Socket[bytes]]:
+    """Yield a client socket with a context of its own."""
     context = zmq.Context()
     client = context.socket(kind)
     client.setsockopt(zmq.LINGER, linger_ms)
@@ -50,12 +51,14 @@ def connected(kind: int, endpoint: str, linger_ms: int = 0) -> Iterator[zmq.Sock
 
 
 def exchange(kind: int, endpoint: str, frames: list[bytes]) -> list[bytes]:
+    """Send one message and return the reply's frames."""
     with connected(kind, endpoint) as client:
         client.send_multipart(frames)
         return client.recv_multipart()
 
 
 def inline(method: object, request: object, **more: object) -> bytes:
+    """Return a message of the published schema."""
     return bytes(msgpack.packb({"method": method, "request": request, **more}))
 
 
@@ -75,6 +78,7 @@ def embedding_body(ids: list[int], **changes: Any) -> dict[str, Any]:
 
 
 def matmul_body(a: list[int], b: list[int]) -> dict[str, Any]:
+    """Return an inline Matmul body of zeros."""
     zeros = {"a_buffer": bytes(4 * math.prod(a)), "b_buffer": bytes(4 * math.prod(b))}
     return {**zeros, "a_shape": a, "b_shape": b, "dtype": "torch.float32"}
 
@@ -136,6 +140,7 @@ REFUSED = encode_reply(Form.FRAMED, 1, "Init", ErrorCode.INTERNAL)
 
 
 def raw_socket(endpoint: str) -> socket.socket:
+    """Connect to a Unix socket; no read takes longer than ten seconds."""
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(10)
     try:
@@ -158,10 +163,12 @@ def accepted(listening: socket.socket) -> Iterator[socket.socket]:
 
 
 def request_bytes(request_id: int = 1) -> bytes:
+    """Return an Init request as it is written to a stream."""
     return b"".join(to_pieces(encode_request(InitRequest(), request_id, 1000))[0])
 
 
 def tensor_reply(request_id: int, value: torch.Tensor) -> list[bytes | bytearray | memoryview]:
+    """Return the frames of a reply to LMHead."""
     reply = TensorReply(output=from_torch(value))
     return encode_reply(Form.FRAMED, request_id, "LMHead", reply)
 
@@ -189,6 +196,7 @@ def request_of(listener: StreamListener, raw: socket.socket) -> tuple[bytes, ...
 
 
 def wait_and_take(listener: StreamListener) -> Incoming | None:
+    """Return a message if one comes within a moment."""
     listener.wait(timeout_ms=10)
     return listener.receive()
 
@@ -214,6 +222,7 @@ def is_dropped(listener: StreamListener, raw: socket.socket) -> bool:
 def part(
     session: int, start: int, rows: int, *, length: int | None = None, parent: int = 0
 ) -> list[int]:
+    """Return the numbers of one part; sessions are small numbers here."""
     length = start + rows if length is None else length
     return [7 * bool(session), session, start, rows, length, 7 * bool(parent), parent]
 
