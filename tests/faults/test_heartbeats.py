@@ -7,9 +7,11 @@ what a stream has in their place.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +25,8 @@ from tests.faults.disturbed import Disturbed, Fault, Peer
 from tests.faults.row import Found, Row
 from tests.kit import proxy
 from tests.kit.demo import watched
-from tests.kit.model import make_model
-from tests.kit.service import ENVIRONMENT, Forked, Service, Workers, running_service
+from tests.kit.model import SavedModel
+from tests.kit.service import ENVIRONMENT, Forked, Workers, running_service
 from tsqp.key_files import new_key_pair
 
 _LIMIT_S = 2.0
@@ -96,7 +98,6 @@ def peer_stopped(count: int, full: bool) -> Found:
 HOUR_S = 3600.0
 # Of the clients that are to notice something.
 SOON_S = 0.1
-LINKS = ("tcp", "tcp with keys", "unix", "shm")
 
 
 @pytest.fixture(autouse=True)
@@ -107,52 +108,34 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.liveness._ANSWER_WITHIN_S", SOON_S)
 
 
-@pytest.fixture(scope="module")
-def services(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, tuple[Service, ClientKeys | None]]]:
-    """A service over each link, and the keys of its clients."""
-    folder = tmp_path_factory.mktemp("services")
-    make_model(folder / "model")
-    for name in ("service", "client"):
-        new_key_pair(folder / name)
-    keys = ClientKeys(
-        read_secret_key(folder / "client.key"), read_public_key(folder / "service.pub")
-    )
-    with ExitStack() as stack:
-        found: dict[str, tuple[Service, ClientKeys | None]] = {}
-        for link in LINKS:
-            options, bind = ["--threads", "1"], f"{link}://{folder}/{link}"
-            if link == "tcp with keys":
-                options += ["--identity", str(folder / "service.key")]
-                options += ["--allow", str(folder / "client.pub")]
-            if link.startswith("tcp"):
-                bind = "tcp://127.0.0.1:*"
-            made = stack.enter_context(running_service(folder / "model", bind, *options))
-            found[link] = made, keys if "keys" in link else None
-        yield found
-
-
 def is_served(channel: PendingChannel) -> bool:
     return isinstance(channel.call(InitRequest()).response, InitReply)
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", ["tcp with keys", "shm"])
 def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
-    services: dict[str, tuple[Service, ClientKeys | None]], link: str
+    saved_model: Callable[[], SavedModel], tmp_path: Path, link: str
 ) -> None:
-    service, keys = services[link]
-    other, _ = services["shm" if link == "unix" else "unix"]
+    bind, options, keys = f"shm://{tmp_path}/s", ["--threads", "1"], None
+    if link != "shm":
+        for name in ("service", "client"):
+            new_key_pair(tmp_path / name)
+        public = read_public_key(tmp_path / "service.pub")
+        keys, bind = (
+            ClientKeys(read_secret_key(tmp_path / "client.key"), public),
+            "tcp://127.0.0.1:*",
+        )
+        options += ["--identity", str(tmp_path / "service.key")]
+        options += ["--allow", str(tmp_path / "client.pub")]
     with ExitStack() as stack:
+        made = running_service(saved_model().directory, bind, *options)
+        service = stack.enter_context(made)
 
-        def client(endpoint: str, heartbeat_s: float = SOON_S) -> PendingChannel:
-            return stack.enter_context(
-                open_channel(endpoint, timeout_s=HOUR_S, keys=keys, heartbeat_timeout_s=heartbeat_s)
-            )
+        def client(heartbeat_s: float = SOON_S) -> PendingChannel:
+            how: dict[str, Any] = {"timeout_s": HOUR_S, "heartbeat_timeout_s": heartbeat_s}
+            return stack.enter_context(open_channel(service.endpoint, keys=keys, **how))
 
-        channel, elsewhere = client(service.endpoint), None
-        if keys is None:
-            elsewhere = client(other.endpoint, HOUR_S)
+        channel = client()
         assert is_served(channel)
         service.freeze()
         try:
@@ -165,11 +148,10 @@ def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
             with pytest.raises(EndpointError):
                 channel.call(InitRequest())
             with pytest.raises((AbsentError, EndpointError)):
-                client(service.endpoint).call(InitRequest())
-            assert elsewhere is None or is_served(elsewhere)
+                client().call(InitRequest())
         finally:
             service.thaw()
-        assert is_served(client(service.endpoint, HOUR_S))
+        assert is_served(client(HOUR_S))
         assert is_served(channel)
 
 

@@ -46,7 +46,7 @@ from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.words import Site
 from tests.faults.row import Found, Row, note
 from tests.kit.demo import DEMO, prompt
-from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.lie import MaliciousService, Outcome, Victim, operators_of
 from tests.kit.lies import (
     CROSS_SESSION,
     INIT_LIES,
@@ -60,7 +60,6 @@ from tests.kit.lies import (
     surely_wrong,
 )
 from tests.kit.model import LoopbackChannel, assemble
-from tests.kit.victim import Outcome, Victim
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 # Every lie but those of Init.

@@ -21,8 +21,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.faults.row import Found, Row
-from tests.kit.canaries import FAULTS, KINDS, PLACES
-from tests.kit.canary_server import POLICIES
+from tests.kit.canary_server import FAULTS, KINDS, PLACES, POLICIES
 from tests.kit.model import make_model, token_ids
 from tests.kit.service import ENVIRONMENT, Forked, Workers
 from tests.kit.service import run as run_program

@@ -219,23 +219,6 @@ def test_a_greedy_client_is_told_so_and_what_was_taken_is_finished_after_sigterm
     assert not [line for line in service.log if " drain_ended " in line]
 
 
-def test_a_second_signal_ends_a_drain(model: Path, tmp_path: Path) -> None:
-    options = (*slow_device(tmp_path, 600), "--drain-timeout-s", "3600")
-    with (
-        running_service(model, f"unix://{tmp_path}/s", *options) as service,
-        closing(channel(service)) as client,
-        closing(channel(service)) as other,
-    ):
-        ids = fill(client)
-        service.process.send_signal(signal.SIGTERM)
-        until(lambda: health(other).status == "draining")
-        service.process.send_signal(signal.SIGTERM)
-        assert {outcome(client, request_id) for request_id in ids} == {ErrorCode.SHUTTING_DOWN}
-        assert service.process.wait(WAIT_S) == 0
-        service.stop()
-    assert f"refused_requests={len(ids)}" in " ".join(service.log)
-
-
 # As if there were a device; a named pipe is not to be sought in.
 _RESUMABLE = """
 import os
