@@ -138,8 +138,8 @@ class Clients:
         how: dict[str, Any] = {"headers": headers, "leave": leave, "on_events": on_events}
         try:
             reply = await ask(self.address, job.path, fields, **how)
-        except (TimeoutError, OSError) as error:
-            note(f"got {type(error).__name__}, expected an answer, an error or a refusal")
+        except TimeoutError:
+            note("got nothing, expected an answer, an error or a refusal")
             self.counts["hung"] += 1
             return Reply()
         if reply.left:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from httpx2 import AsyncClient, TransportError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # No answer of these rows takes as long, unless it never comes.
@@ -53,58 +54,35 @@ async def ask(
     leave: Leave | None = None,
     on_events: Callable[[], object] = lambda: None,
 ) -> Reply:
-    """Post a body, or get a path without one. Raises TimeoutError for what hangs, and OSError.
+    """Post a body, or get a path without one. Raises TimeoutError for what hangs.
 
     `on_events`: called when some of them have come.
     """
-    reply, leave = Reply(), leave or Leave()
-    body = b"" if fields is None else json.dumps(fields).encode()
-    head = [f"{'GET' if fields is None else 'POST'} {path} HTTP/1.1", f"host: {address}"]
-    head += ["connection: close", "content-type: application/json", f"content-length: {len(body)}"]
-    head += [f"{name}: {value}" for name, value in (headers or {}).items()]
-    reader, writer = await asyncio.open_connection(*address.split(":"), limit=2**20)
+    reply, leave, began = Reply(), leave or Leave(), time.monotonic()
+    method = "GET" if fields is None else "POST"
+    how: dict[str, Any] = {"timeout": None, "trust_env": False, "verify": False}
     try:
-        async with asyncio.timeout(HANGS_S if leave.after_s is None else leave.after_s):
-            writer.write("\r\n".join([*head, "", ""]).encode() + body)
-            await writer.drain()
-            await _read(reader, reply, leave.events, on_events)
+        async with (
+            asyncio.timeout(HANGS_S if leave.after_s is None else leave.after_s),
+            AsyncClient(base_url=f"http://{address}", **how) as client,
+            client.stream(method, path, json=fields, headers=headers) as got,
+        ):
+            reply.status, reply.headers = got.status_code, dict(got.headers)
+            async for piece in got.aiter_bytes():
+                reply.body += piece
+                if events := piece.count(b"data: {"):
+                    reply.times += [time.monotonic() - began] * events
+                    on_events()
+                if len(reply.times) >= leave.events:
+                    reply.left = True
+                    break
+    except TransportError:  # broken off: what there is counts
+        pass
     except TimeoutError:
         if leave.after_s is None:
             raise
         reply.left = True
-    finally:
-        writer.transport.abort()
     return reply
-
-
-async def _read(
-    reader: asyncio.StreamReader, reply: Reply, most: int, on_events: Callable[[], object]
-) -> None:
-    began, raw = time.monotonic(), b""
-    with suppress(asyncio.IncompleteReadError):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        reply.status = int(head[0].split()[1])
-        reply.headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        while block := await reader.read(2**16):
-            raw += block
-            if events := block.count(b"data: {"):
-                reply.times += [time.monotonic() - began] * events
-                on_events()
-            if len(reply.times) >= most:
-                reply.left = True
-                return
-    reply.body = raw
-    if reply.headers.get("transfer-encoding") == "chunked":
-        reply.body = b"".join(_chunks(raw))
-
-
-def _chunks(raw: bytes) -> Iterator[bytes]:
-    """Yield what is in each chunk of a body; of one that was broken off, what there is."""
-    at = 0
-    while (end := raw.find(b"\r\n", at)) > at:
-        size = int(raw[at:end], 16)
-        yield raw[end + 2 : end + 2 + size]
-        at = end + 2 + size + 2
 
 
 @dataclass
