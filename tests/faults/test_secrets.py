@@ -129,7 +129,7 @@ def secrets(count: int, full: bool) -> Found:
             and (pairs <= made if full else len(made & pairs) >= len(POLICIES)),
             f"every answer, refusal and crash: {ways}": set(ways) == {blocks},
             "some right": found["ended"].get("right", 0) > 0,
-            "logs are written": all("refused" in text for text in found["logs"])
+            "logs are written": (all if full else any)("refused" in text for text in found["logs"])
             and found["runner log"].count(" engine_died ") == blocks
             and "completion_tokens" in found["audit log"],
         },

@@ -109,9 +109,6 @@ class Forked:
         """Its exit status, minus the signal that ended it, or None while it runs."""
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        return self.returncode
-
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
@@ -196,7 +193,7 @@ class Service:
     @property
     def is_running(self) -> bool:
         """Whether the process is still there, stopped ones too."""
-        return self.process.poll() is None
+        return self.process.returncode is None
 
     def kill(self) -> None:
         """End it as kill -9 does, and wait until it is gone."""
@@ -215,7 +212,7 @@ class Service:
 
     def stop(self, sent: int = SIGTERM) -> int:
         """Send a signal, collect the rest of the log, and return the exit status."""
-        if self.process.poll() is None:
+        if self.process.returncode is None:
             self.process.send_signal(sent)
         if not self.process.stderr.closed:
             self.log += self.process.communicate(timeout=30)[1].splitlines()
@@ -343,7 +340,7 @@ class Workers(Closing):
             self._started.callback(process.kill)
             until_s, ended = time.monotonic() + WAIT_S, False
             while time.monotonic() < until_s and not ended:
-                ended = process.poll() is not None
+                ended = process.returncode is not None
                 said = os.pread(file.fileno(), 2**20, begins)
                 if found := re.search(ready + rb".*\n", said):
                     return process, found[1].decode()
