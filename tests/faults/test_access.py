@@ -274,22 +274,8 @@ _BOTH = ("--identity", "service.key", "--allow", "friend.pub")
         ((*_SERVICE, *_BOTH[:2]), "keys: got --identity, expected --identity and --allow, or"),
         ((*_SERVICE, *_BOTH[2:]), "keys: got --allow, expected --identity and --allow"),
         ((*_SERVICE, *_BOTH, "--allow-anyone"), "got --identity and --allow and --allow-anyone"),
-        ((*_SERVICE, *_BOTH[:2], "--allow", "friend.key"), "line 1: got a secret key"),
-        (("--bind", "unix:///tmp/s", *_BOTH), "keys for unix:///tmp/s: got a plain stream"),
         ((*_RUNNER, "--identity", "friend.key"), "keys: got --identity alone, expected"),
         ((*_RUNNER, "--service-key", "service.pub"), "--service-key alone, expected --identity"),
-        (
-            (*_RUNNER, "--identity", "friend.key", "--service-key", "service.key"),
-            "got a secret key",
-        ),
-        (
-            (*_RUNNER, "--identity", "friend.key", *(2 * ("--service-key", "service.pub"))),
-            "--service-key: got 2 for 1 endpoints, expected one for all of them, or one for each",
-        ),
-        (
-            ("--gpu", "unix:///s", "--identity", "friend.key", "--service-key", "service.pub"),
-            "keys for unix:///s: got a plain stream",
-        ),
     ],
 )
 def test_a_program_does_not_start_with_wrong_keys(

@@ -7,20 +7,18 @@ ever get the other share, whatever fails.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from protocol.messages import Request
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.faults.disturbed import PATIENT_S, Disturbed, Fault, Peer
 from tests.faults.row import Found, Row, percentile
-from tests.kit.demo import Sent, watched
+from tests.kit.demo import watched
 from tests.kit.model import SavedModel, expanded
 from tests.kit.service import CALM, CALM_S, Service, Workers
 
@@ -117,69 +115,57 @@ def only_worker_killed(count: int, full: bool) -> Found:
     )
 
 
-@dataclass(frozen=True)
-class World:
-    """Services of a small model, and what its runners send."""
-
-    model: SavedModel
-    workers: Workers
-    sent: Sent
-    folder: Path
-
-    def service(self, transport: str = "tcp") -> Service:
-        bind = "tcp://127.0.0.1:*" if transport == "tcp" else f"{transport}://{self.folder}/s"
-        directory = str(self.model.directory)
-        return self.workers.start(directory, "--bind", bind, "--dtype", "float32", *CALM)
-
-    def run(self, policy: str, *gpu: str, **more: Any) -> RunnerSettings:
-        chosen = load_policy(policy)
-        given: dict[str, Any] = {
-            "dtype": "float32",
-            "request_timeout_s": 30.0,
-            "heartbeat_timeout_s": CALM_S,
-            "shares_in_the_clear": True,
-            **more,
-        }
-        masks = self.model.masks(chosen)
-        return RunnerSettings(self.model.directory, chosen, gpu, masks=masks, **given)
+def service_of(model: SavedModel, workers: Workers, bind: str = "tcp://127.0.0.1:*") -> Service:
+    return workers.start(str(model.directory), "--bind", bind, "--dtype", "float32", *CALM)
 
 
-@pytest.fixture
-def world(saved_model: Callable[..., SavedModel], tmp_path: Path) -> Iterator[World]:
-    with Workers() as workers, watched() as sent:
-        yield World(saved_model("llama"), workers, sent, tmp_path)
+def runner_of(model: SavedModel, policy: str, *gpu: str, **more: int) -> Runner:
+    chosen = load_policy(policy)
+    given: dict[str, Any] = {"dtype": "float32", "shares_in_the_clear": True, **more}
+    given |= {"request_timeout_s": 30.0, "heartbeat_timeout_s": CALM_S}
+    masks = model.masks(chosen)
+    return Runner(RunnerSettings(model.directory, chosen, gpu, masks=masks, **given))
 
 
-def tokens(run: RunnerSettings) -> list[int]:
-    with Runner(run) as runner:
+def tokens(runner: Runner, at: int = -1, happens: Callable[[], object] = lambda: None) -> list[int]:
+    """Generate; something `happens` behind a token."""
+    with runner:
         generation = runner.generate(PROMPT, max_new_tokens=NEW_TOKENS, with_text=False)
-        list(generation)
+        for number, _ in enumerate(generation):
+            if number == at:
+                happens()
         return generation.result().token_ids
 
 
-def test_sessions_of_a_killed_service_are_made_again(world: World) -> None:
+def test_sessions_of_a_killed_service_are_made_again(
+    saved_model: Callable[..., SavedModel], tmp_path: Path
+) -> None:
     """A service that starts again has never heard of the session."""
-    first = world.service("unix")
-    with Runner(world.run("clear-segment", first.endpoint, micro_batches=2)) as runner:
-        generation = runner.generate(PROMPT, max_new_tokens=NEW_TOKENS, with_text=False)
-        for number, _ in enumerate(generation):
-            if number == NEW_TOKENS // 2:
-                first.kill()
-                world.workers.restart(first)
-        assert generation.result().token_ids == world.model.greedy(PROMPT, NEW_TOKENS)
+    model = saved_model("llama")
+    with Workers() as workers:
+        first = Peer(workers, service_of(model, workers, f"unix://{tmp_path}/s"))
+
+        def happens() -> None:
+            first.kill()
+            first.restart()
+
+        runner = runner_of(model, "clear-segment", first.service.endpoint, micro_batches=2)
+        assert tokens(runner, NEW_TOKENS // 2, happens) == model.greedy(PROMPT, NEW_TOKENS)
 
 
 def elements(requests: list[Request]) -> set[bytes]:
     return {bytes(expanded(request).elements.data) for request in requests}
 
 
-def test_no_service_ever_gets_the_other_share(world: World) -> None:
-    four, sent = [world.service() for _ in range(4)], world.sent
-    run = world.run("two-server", *(f"{s.endpoint},share={1 + n % 2}" for n, s in enumerate(four)))
-    undisturbed = tokens(run)
-    # One of each share, at different moments.
-    sent.strike({(11, True): four[0].kill, (24, True): four[1].kill})
-    assert tokens(run) == undisturbed
+def test_no_service_ever_gets_the_other_share(saved_model: Callable[..., SavedModel]) -> None:
+    model = saved_model("llama")
+    with Workers() as workers, watched() as sent:
+        four = [service_of(model, workers) for _ in range(4)]
+        gpu = [f"{one.endpoint},share={1 + n % 2}" for n, one in enumerate(four)]
+        undisturbed = tokens(runner_of(model, "two-server", *gpu))
+        # One of each share, at different moments.
+        sent.strike({(11, True): four[0].kill, (24, True): four[1].kill})
+        assert tokens(runner_of(model, "two-server", *gpu)) == undisturbed
     got = [elements(sent.to(worker.endpoint)) for worker in four]
     first, second = got[0] | got[2], got[1] | got[3]
     assert all(got)

@@ -20,11 +20,13 @@ from pathlib import Path
 
 from tee_side.runner import Runner
 from tests.faults.row import Found, Measured, Row, note, percentile
-from tests.kit.crowd import crowds, relative_slope, resident_bytes
 from tests.kit.demo import (
+    crowds,
     expected,
     generate,
     prompts,
+    relative_slope,
+    resident_bytes,
     settings,
     start,
 )

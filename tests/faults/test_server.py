@@ -36,8 +36,7 @@ from tests.kit.answers import (
     is_broken_off,
     judge,
 )
-from tests.kit.crowd import relative_slope, resident_bytes
-from tests.kit.demo import DEMO, expected, prompt, start
+from tests.kit.demo import DEMO, expected, prompt, relative_slope, resident_bytes, start
 from tests.kit.rows import each_row
 from tests.kit.service import Service, Workers
 
