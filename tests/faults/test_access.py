@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import PropertyMock, patch
 
@@ -162,33 +161,15 @@ def access(count: int, full: bool) -> Found:
     )
 
 
-@dataclass(frozen=True)
-class Files:
-    """Key files: of the service, and of clients that are on its list, once were, or never."""
-
-    directory: Path
-
-    def allow(self, *names: str) -> Path:
-        path = self.directory / "allow"
-        path.write_text("".join((self.directory / f"{name}.pub").read_text() for name in names))
-        path.chmod(0o600)
-        return path
-
-    def connect(self, service: Service, name: str) -> ZmqChannel:
-        pub = public_key(str(self.directory / "service.pub"))
-        keys = ClientKeys(read_secret_key(self.directory / f"{name}.key"), pub)
-        return ZmqChannel(service.endpoint, timeout_s=60, keys=keys, heartbeat_timeout_s=CALM_S)
-
-
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Key files: of the service, and of two clients; and a model."""
     directory = tmp_path_factory.mktemp("keys")
-    for name in ("service", "friend", "other", "stranger"):
+    for name in ("service", "friend", "other"):
         new_key_pair(directory / name)
-    for name in ("service.pub", "friend.pub"):
-        (directory / name).chmod(0o644)
+        (directory / f"{name}.pub").chmod(0o644)
     make_model(directory / "model")
-    return Files(directory)
+    return directory
 
 
 def said(service: Service, text: str) -> str:
@@ -208,13 +189,23 @@ OLD = (
 )
 
 
-def test_a_list_of_keys_from_its_first_client_to_its_last(files: Files) -> None:
-    keys = ("--identity", str(files.directory / "service.key"))
-    keys += ("--allow", str(path := files.allow("friend", "other")), "--threads", "1")
+def test_a_list_of_keys_from_its_first_client_to_its_last(files: Path) -> None:
+    path, public = files / "allow", public_key(str(files / "service.pub"))
+
+    def allow(*names: str) -> None:
+        path.write_text("".join((files / f"{name}.pub").read_text() for name in names))
+        path.chmod(0o600)
+
+    def connect(name: str) -> ZmqChannel:
+        keys = ClientKeys(read_secret_key(files / f"{name}.key"), public)
+        return ZmqChannel(service.endpoint, timeout_s=60, keys=keys, heartbeat_timeout_s=CALM_S)
+
+    allow("friend", "other")
+    keys = ("--identity", str(files / "service.key"), "--allow", str(path), "--threads", "1")
     with (
-        running_service(files.directory / "model", "tcp://127.0.0.1:*", *keys) as service,
-        files.connect(service, "friend") as friend,
-        files.connect(service, "other") as other,
+        running_service(files / "model", "tcp://127.0.0.1:*", *keys) as service,
+        connect("friend") as friend,
+        connect("other") as other,
     ):
         host, port = service.endpoint.removeprefix("tcp://").split(":")
         for greeting in OLD:
@@ -228,14 +219,14 @@ def test_a_list_of_keys_from_its_first_client_to_its_last(files: Files) -> None:
         for damage in (
             lambda: path.write_text("nonsense\n"),
             lambda: path.chmod(0o622),
-            files.allow,  # an editor that saves nothing, or a disk without room
+            allow,  # an editor that saves nothing, or a disk without room
             path.unlink,
         ):
             damage()
             service.process.send_signal(signal.SIGHUP)
             said(service, " error allow_list_unchanged ")
         other.call(InitRequest())
-        files.allow("friend")
+        allow("friend")
         for _ in range(20):
             service.process.send_signal(signal.SIGHUP)
         assert "keys=1" in said(service, " allow_list ")
@@ -249,7 +240,7 @@ def test_a_list_of_keys_from_its_first_client_to_its_last(files: Files) -> None:
         for _ in range(2):  # when the second is answered, the loop has seen the list
             friend.call(InitRequest())
         # And the way back.
-        files.allow("friend", "other")
+        allow("friend", "other")
         service.process.send_signal(signal.SIGHUP)
         said(service, " allow_list keys=2")
         other.call(InitRequest())
@@ -259,7 +250,7 @@ def test_a_list_of_keys_from_its_first_client_to_its_last(files: Files) -> None:
     assert " connections_cut " in log
     assert "Traceback" not in log
     for name in ("service", "friend", "other"):
-        assert (files.directory / f"{name}.key").read_text().split("\n")[1] not in log
+        assert (files / f"{name}.key").read_text().split("\n")[1] not in log
 
 
 _SERVICE = ("--bind", "tcp://*:*")
@@ -279,10 +270,10 @@ _BOTH = ("--identity", "service.key", "--allow", "friend.pub")
     ],
 )
 def test_a_program_does_not_start_with_wrong_keys(
-    files: Files, options: tuple[str, ...], message: str
+    files: Path, options: tuple[str, ...], message: str
 ) -> None:
-    model, suffixes = str(files.directory / "model"), (".key", ".pub")
-    given = [str(files.directory / one) if one.endswith(suffixes) else one for one in options]
+    model, suffixes = str(files / "model"), (".key", ".pub")
+    given = [str(files / one) if one.endswith(suffixes) else one for one in options]
     is_service = "--bind" in options
     prompt = ("--policy", "attention-in-tee", "--prompt-token-ids", "5", "--connect-timeout-s", "1")
     command = [model] if is_service else ["generate", model, *prompt]

@@ -10,7 +10,6 @@ import re
 import signal
 import struct
 import urllib.request
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from protocol.shared_memory import SLOTS
 from protocol.tensors import from_torch, to_torch
 from tests.kit.kernel_log import PLUGGED, RESUMED
 from tests.kit.model import make_model
-from tests.kit.rows import each_row
 from tests.kit.service import (
     CALM_S,
     ENVIRONMENT,
@@ -68,9 +66,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def channel(service: Service | str) -> PendingChannel:
-    endpoint = service if isinstance(service, str) else service.endpoint
-    return open_channel(endpoint, timeout_s=60, heartbeat_timeout_s=CALM_S)
+def channel(service: Service) -> PendingChannel:
+    return open_channel(service.endpoint, timeout_s=60, heartbeat_timeout_s=CALM_S)
 
 
 def linear(value: float = 1.0, rows: int = 1) -> LinearRequest:
@@ -156,14 +153,15 @@ def test_logs_and_metrics_are_structured_and_hold_no_contents(model: Path, tmp_p
     assert events[-1] == "stopped"
 
 
-def slow_device(folder: Path, seconds: float) -> tuple[str, str]:
-    """Choose an accelerator that takes so long for each product: two copies and a kernel."""
-    path = folder / "slow.toml"
-    path.write_text(
-        f'name = "slow"\ntflops = 1e6\nint8_tops = 1e6\ngb_per_s = 1e6\npcie_gb_per_s = 1e6\n'
-        f"launch_us = {seconds / 3 * 1e6}\n"
-    )
-    return "--device", f"model:{path}"
+# An accelerator on which each product, two copies and a kernel, takes a tenth of a second.
+SLOW = """
+name = "slow"
+tflops = 1e6
+int8_tops = 1e6
+gb_per_s = 1e6
+pcie_gb_per_s = 1e6
+launch_us = 33333.0
+"""
 
 
 def health(channel: Channel) -> HealthReply:
@@ -172,26 +170,14 @@ def health(channel: Channel) -> HealthReply:
     return reply
 
 
-def fill(client: Channel) -> list[int]:
-    """Submit requests until two of them wait at once, however slow we are."""
-    ids = [client.submit(linear())]
-
-    def waiting() -> bool:
-        ids.append(client.submit(linear()))
-        return health(client).queued_requests >= 2
-
-    until(waiting)
-    return ids
-
-
-@each_row("scheme", ["tcp", "shm"])
 def test_a_greedy_client_is_told_so_and_what_was_taken_is_finished_after_sigterm(
-    model: Path, tmp_path: Path, scheme: str
+    model: Path, tmp_path: Path
 ) -> None:
-    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"{scheme}://{tmp_path}/s"
-    limits = ("--max-queued-requests", "4", "--max-message-mib", "1", "--threads", "1")
+    (tmp_path / "slow.toml").write_text(SLOW)
+    options = ("--device", f"model:{tmp_path}/slow.toml", "--threads", "1")
+    options += ("--max-queued-requests", "4", "--max-message-mib", "1")
     with (
-        running_service(model, endpoint, *slow_device(tmp_path, 0.1), *limits) as service,
+        running_service(model, "tcp://127.0.0.1:*", *options) as service,
         closing(channel(service)) as greedy,
         closing(channel(service)) as modest,
     ):
@@ -202,11 +188,16 @@ def test_a_greedy_client_is_told_so_and_what_was_taken_is_finished_after_sigterm
             ids = [greedy.submit(linear(rows=rows)) for _ in range(count)]
             assert health(modest).status == "ready"
             assert outcome(modest, modest.submit(linear())) is None
-            # Those in slots of shared memory and in the stream beside them come in no order.
             outcomes = [outcome(greedy, request_id) for request_id in ids]
-            assert outcomes[0] is None or scheme == "shm"
+            assert outcomes[0] is None
             assert set(outcomes) == {None, ErrorCode.QUEUE_FULL}
-        ids = fill(greedy)
+        ids = [greedy.submit(linear())]
+
+        def waiting() -> bool:
+            ids.append(greedy.submit(linear()))
+            return health(greedy).queued_requests >= 2
+
+        until(waiting)
         service.process.send_signal(signal.SIGTERM)
         until(lambda: health(modest).status == "draining")
         assert outcome(modest, modest.submit(linear())) is ErrorCode.SHUTTING_DOWN
@@ -270,20 +261,16 @@ time.sleep(3600)
 """
 
 
-@pytest.fixture(scope="module")
-def sharing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("shm")
-    with running_service(model, f"shm://{folder}/s", "--threads", "1") as made:
-        yield made
-
-
-def test_a_client_that_is_killed_leaves_nothing_behind(sharing: Service) -> None:
+def test_a_client_that_is_killed_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     def held() -> tuple[int, int]:
         process = Path(f"/proc/{sharing.pid}")
         opened = len(list((process / "fd").iterdir()))
         return opened, (process / "maps").read_text().count("memfd:tsqp")
 
-    with closing(channel(sharing)) as other:
+    with (
+        running_service(model, f"shm://{tmp_path}/s", "--threads", "1") as sharing,
+        closing(channel(sharing)) as other,
+    ):
         right = output(other, other.submit(linear()))
         before = held()
         for _ in range(3):
