@@ -1,7 +1,7 @@
 """Rows: a client whose connection is very slow beside others, and many sessions at once.
 
 Sessions side by side are a crowd: runners with a thread each, in a process of their own in the long
-run. What each generates is compared with what the model says to it, and to the others.
+run. What each generates is compared with what the model says to it.
 """
 
 from __future__ import annotations
