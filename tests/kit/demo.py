@@ -129,7 +129,7 @@ class Sent(threading.local):
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Request]] = []
-        self._due: Mapping[tuple[int, bool], Callable[[], object]] = {}
+        self._due: dict[tuple[int, bool], Callable[[], object]] = {}
         self._count = 0
 
     def to(self, *endpoints: str) -> list[Request]:
@@ -146,17 +146,18 @@ class Sent(threading.local):
         No Init is counted, and nothing before this call, which is forgotten.
         """
         self.log.clear()
-        self._count, self._due = 0, due
+        self._count, self._due = 0, dict(due)
 
     def carry(self, endpoint: str, request: Request, send: Callable[[], int]) -> int:
         counts = not isinstance(request, InitRequest)
-        if counts and (before := self._due.get((self._count, False))):
+        # Once: a request that could not be sent is sent again under the same number.
+        if counts and (before := self._due.pop((self._count, False), None)):
             before()
         request_id = send()
         self.log.append((endpoint, request))
         if counts:
             self._count += 1
-            if behind := self._due.get((self._count - 1, True)):
+            if behind := self._due.pop((self._count - 1, True), None):
                 behind()
         return request_id
 
