@@ -80,7 +80,7 @@ sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and 
 fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 10 minutes
 	$(BIN)/python -m tests.fuzz
 
-soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (86 minutes); ONLY=ROW: one of it
+soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (107 minutes); ONLY=ROW: one of it
 	$(BIN)/python -m tests.faults $(addprefix --only ,$(ONLY))
 
 wheel: $(RELEASE)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment

@@ -14,54 +14,44 @@ import dataclasses
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from tests.faults.row import Found, Row, end_on_sigterm, run_side_by_side
-from tests.faults.scorecard import (
-    PAGE,
-    ROOT,
-    ROWS,
-    read_results,
-    record,
-    render,
-    shown,
-    write_results,
-)
+from tests.faults.row import Found, Row, note
+from tests.faults.scorecard import PAGE, ROWS, read_results, record, render, write_results
 from tsqp.cli.logs import OWN_LOGGERS
 from tsqp.end_with_parent import end_with
 
 _PATIENCE = 3.0
+# Several torch processes share the cores.
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
-def run_rows(rows: Sequence[Row], console: Console) -> list[tuple[Row, Found, float]]:
-    """Make the long run of each, and record what was found."""
-    together = [row for row in rows if not row.alone]
-    turns = [[row] for row in rows if row.alone]
-    turns += [together[at : at + 2] for at in range(0, len(together), 2)]
-    results: list[tuple[Row, Found, float]] = []
-    with tempfile.TemporaryDirectory(prefix="tsqp-soak-") as name:
-        for turn in turns:
-            console.print(f"{', '.join(row.name for row in turn)} ...")
-            files = [Path(name) / row.name for row in turn]
-            commands = [
-                (sys.executable, "-m", "tests.faults", "--run", row.name, str(file))
-                for row, file in zip(turn, files, strict=True)
-            ]
-            limits_s = [60 * _PATIENCE * row.minutes for row in turn]
-            ends = run_side_by_side(commands, limits_s)
-            for row, file, (ended, seconds) in zip(turn, files, ends, strict=True):
-                found = Found({"ended": ended}, {f"ended {ended}": False})
-                if not ended:
-                    found = Found(**json.loads(file.read_text(encoding="utf-8")))
-                results.append((row, found, seconds))
-                write_results(record(read_results(), row, found, seconds))
-    return results
+def run_apart(row: Row) -> Found:
+    """Make the long run of a row in a process of its own, and record what was found."""
+    began = time.monotonic()
+    with tempfile.NamedTemporaryFile("r") as file:
+        command = [sys.executable, "-m", "tests.faults", "--run", row.name, file.name]
+        process = subprocess.Popen(command, env=_ENVIRONMENT, start_new_session=True)
+        try:
+            status = process.wait(60 * _PATIENCE * row.minutes)
+            ended = f"with {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            ended = f"by us, after {_PATIENCE * row.minutes:g} min"
+        finally:
+            with suppress(ProcessLookupError):  # none is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        found = Found({"ended": ended}, {f"ended {ended}": False})
+        if not ended:
+            found = Found(**json.load(file))
+    write_results(record(read_results(), row, found, time.monotonic() - began))
+    return found
 
 
 def run_here(row: Row, file: Path) -> None:
@@ -75,7 +65,6 @@ def run_here(row: Row, file: Path) -> None:
 
 
 def main() -> int:
-    """Run the command line."""
     rows = {row.name: row for row in ROWS}
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -86,20 +75,17 @@ def main() -> int:
     if given.run:
         run_here(rows[given.run[0]], Path(given.run[1]))
         return 0
-    end_on_sigterm()
-    console, results = Console(), []
-    if not given.page:
-        chosen = [row for row in ROWS if not given.only or row.name in given.only]
-        results = run_rows(chosen, console)
-        table = Table("row", "measured", "failed", "min", title="scorecard", show_lines=True)
-        for row, found, seconds in results:
-            measured = "; ".join(f"{what}: {shown(n)}" for what, n in found.measured.items())
-            failed = "; ".join(found.failed(timed=True))
-            table.add_row(row.name, measured, failed, f"{seconds / 60:.1f}")
-        console.print(table)
-    PAGE.write_text(render(ROWS, read_results()), encoding="utf-8")
-    console.print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 1 if any(found.failed(timed=True) for _, found, _ in results) else 0
+    # As after Ctrl-C: with what runs.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    all_passed = True
+    for row in () if given.page else ROWS:
+        if not given.only or row.name in given.only:
+            note(f"{row.name} ...")
+            failed = run_apart(row).failed(timed=True)
+            note(f"{row.name}: {'; '.join(failed) or 'passed'}")
+            all_passed &= not failed
+    PAGE.write_text(render(read_results()), encoding="utf-8")
+    return 0 if all_passed else 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,39 +61,34 @@ lies.
 
 `make soak` makes the long run of every row and writes this page: about {minutes:.0f} minutes on two
 otherwise idle cores. `make soak ONLY=ROW` repeats one row; its name and time are in the first
-column. `make test` makes the short run of every row, in which no time is judged. Rows that measure
-time run alone, the others two at once.
+column. `make test` makes the short run of every row, in which no time is judged.
 """
 
 
-def read_results(path: Path = RESULTS) -> Results:
-    """Read what is recorded."""
-    found: Results = json.loads(path.read_text(encoding="utf-8"))
+def read_results() -> Results:
+    found: Results = json.loads(RESULTS.read_text(encoding="utf-8"))
     return found
 
 
 def record(results: Results, row: Row, found: Found, seconds: float) -> Results:
     """Return the results with those of a row's long run, in the order of names."""
     new = {
-        "name": row.title,
-        "test": row.test,
-        "passes": row.passes,
         "count": row.long,
         "measured": dict(found.measured),
         "seconds": seconds,
         "passed": not found.failed(timed=True),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
+        "machine": _machine(describe_machine()),
     }
     return dict(sorted({**results, row.name: new}.items()))
 
 
-def write_results(results: Results, path: Path = RESULTS) -> None:
+def write_results(results: Results) -> None:
     """Write results.json, whole or not at all."""
-    part = path.with_suffix(".part")
+    part = RESULTS.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    part.replace(RESULTS)
 
 
 def commit() -> str:
@@ -113,28 +107,26 @@ def commit() -> str:
 
 
 def shown(value: Measured) -> str:
-    """Write a number so that it can be read."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def render(rows: Sequence[Row], results: Results) -> str:
-    """Return docs/reliability.md."""
+def render(results: Results) -> str:
     lines: list[list[str]] = []
     machines: dict[str, None] = {}
-    for row in rows:
+    for row in ROWS:
         found, verdict, when = "", "not run", ""
         if row.name in results:
             of = results[row.name]
             found = "; ".join(f"{what}: {shown(value)}" for what, value in of["measured"].items())
             verdict = "pass" if of["passed"] else "FAIL"
             when = f"{of['date'][:10]}, {of['commit']}, {of['seconds'] / 60:.1f} min"
-            machines[_machine(of["machine"])] = None
+            machines[of["machine"]] = None
         about = f"{row.title} (`{row.name}`, {row.minutes:g} min)"
         lines.append([about, f"{row.test} ({row.long:,})", row.passes, found, verdict, when])
     table = markdown(["class", "test", "pass", "measured", "verdict", "when"], lines, texts=6)
-    head = _HEAD.format(minutes=sum(row.minutes / (1 if row.alone else 2) for row in rows))
+    head = _HEAD.format(minutes=sum(row.minutes for row in ROWS))
     parts = [head, "## Scorecard", table]
     if machines:
         parts += ["Measured on:", "\n".join(f"- {machine}" for machine in machines)]

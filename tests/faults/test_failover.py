@@ -7,37 +7,30 @@ ever get the other share, whatever fails.
 from __future__ import annotations
 
 import random
-import signal
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
-
-from protocol.errors import ModelMismatchError
-from protocol.messages import InitRequest, Request
+from protocol.messages import Request
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.faults.row import Found, Row, note, percentile
-from tests.kit.demo import Sent, asked, expected, generate, prompts, settings, start, watched
+from tests.faults.disturbed import PATIENT_S, Disturbed, Fault, Peer
+from tests.faults.row import Found, Row, percentile
+from tests.kit.demo import watched
 from tests.kit.model import SavedModel, expanded
-from tests.kit.rows import each_row
 from tests.kit.service import CALM, CALM_S, Service, Workers
 
 PROMPT = [1, 5, 9, 13, 2, 7, 11, 3, 8]
 NEW_TOKENS = 6
 
-# ---------------------------------------------------------------------------- rows: kill -9
-
-_ROW_TOKENS = 12
 _RECOVERED_S = 2.0
+_IMPATIENT_S, _IMPATIENT_SHORT_S = 3.0, 0.5
+_AWAY_S = 5.0
+_GRACE_S = 1.0
+_SIDE_BY_SIDE = 4
+KILL = Fault("kill -9", Peer.kill, Peer.restart)
 
 
 @Row(
@@ -48,61 +41,25 @@ _RECOVERED_S = 2.0
     short=2,
     long=200,
     minutes=4,
-    alone=True,
 )
 def worker_killed(count: int, full: bool) -> Found:
     """Kill the service in use so often, each time in another generation of one session."""
-    chance, texts = random.Random(10), prompts(8 if full else 1, 6)
-    hits = wrong = 0
-    recoveries: list[float] = []
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="tsqp-soak-"))
-        workers, sent = stack.enter_context(Workers()), stack.enter_context(watched())
+    found = Disturbed()
+    with Workers() as workers, watched() as sent:
         # One of each: after every hit it is the other one that is asked, and then killed.
-        both = (start(workers), start(workers, bind=f"shm://{folder}/service"))
-        services = {one.endpoint: one for one in both}
-        runner = stack.enter_context(Runner(settings(list(services))))
-        usual = generate(runner, texts[0], _ROW_TOKENS)
-        step_s, requests = percentile(usual.gaps_s, 50), len(sent.to())
-        for _ in range(count):
-            ids, victim = chance.choice(texts), services[asked(runner)]
-            point = chance.randrange(requests * 3 // 4), chance.random() < 0.5
-            sent.strike({point: victim.kill})
-            said = generate(runner, ids, _ROW_TOKENS)
-            hits += asked(runner) != victim.endpoint
-            recoveries.append(said.longest_s - step_s)
-            if not said.is_right(ids, _ROW_TOKENS):
-                wrong += 1
-                note(f"got {said}, expected {expected(ids, _ROW_TOKENS)}")
-            services[victim.endpoint] = workers.restart(victim)
-    p95_s = percentile(recoveries, 95)
+        found.session(workers, sent, ("tcp", "shm"), [KILL] * count, 10)
+    counts, times_s = found.counts, found.times_s
+    p95_s = percentile(times_s, 95)
     return Found(
         {
-            "hits": f"{hits} of {count}",
-            "identical": f"{count - wrong} of {count}",
+            "hits": f"{len(times_s)} of {count}",
+            "identical": f"{counts['generations'] - counts['wrong']} of {counts['generations']}",
             "p95 recovery, s": p95_s,
-            "longest recovery, s": max(recoveries),
-            "a token otherwise, s": step_s,
+            "longest recovery, s": max(times_s, default=0.0),
         },
-        {"every one hits": hits == count, "outputs identical": not wrong},
+        {"every one hits": len(times_s) == count, "outputs identical": not counts["wrong"]},
         {"p95 recovery": p95_s <= _RECOVERED_S},
     )
-
-
-def kills(worker: Service, killed: threading.Event) -> Callable[[], None]:
-    """Return what kills a service and says so."""
-
-    def kill() -> None:
-        worker.kill()
-        killed.set()
-
-    return kill
-
-
-_PATIENT_S, _IMPATIENT_S, _IMPATIENT_SHORT_S = 60.0, 3.0, 1.0
-_AWAY_S = 5.0
-_GRACE_S = 1.0
-_SIDE_BY_SIDE = 4
 
 
 @Row(
@@ -114,7 +71,6 @@ _SIDE_BY_SIDE = 4
     short=2,
     long=100,
     minutes=3,
-    alone=True,
 )
 def only_worker_killed(count: int, full: bool) -> Found:
     """Kill the only service so often, in several sessions side by side, each with its own.
@@ -123,236 +79,93 @@ def only_worker_killed(count: int, full: bool) -> Found:
     happened. The others wait for less: they may end with an error, within a second of their
     deadline, and the next generation is right again.
     """
-    texts = [ids for ids in prompts(8, 6) if len(expected(ids, _ROW_TOKENS)) == _ROW_TOKENS]
-    impatient_s = _IMPATIENT_S if full else _IMPATIENT_SHORT_S
-    counts: Counter[str] = Counter()
-    overdue_s: list[float] = [0.0]
-    lock = threading.Lock()
+    found, lanes = Disturbed(), min(_SIDE_BY_SIDE, count)
 
-    def disturb(worker: Service, timeout_s: float, chance: random.Random, sent: Sent) -> Service:
-        """Have a session go on without its service for a while; return the one that came back."""
-        ids, killed, over = chance.choice(texts), threading.Event(), threading.Event()
-        kill = kills(worker, killed)
+    def lane(number: int) -> None:
+        patient, chance = number % 2 == 0, random.Random(number)
+        times = count // lanes + (number < count % lanes)
+        # In the short form, at once, or once the session has given up.
+        soon = 0.0 if patient else None
+        faults = [
+            replace(KILL, lasts_s=chance.uniform(0, _AWAY_S) if full else soon)
+            for _ in range(times)
+        ]
+        timeout_s = PATIENT_S if patient else _IMPATIENT_S if full else _IMPATIENT_SHORT_S
+        scheme = "shm" if number in (1, 2) else "tcp"
+        found.session(workers, sent, (scheme,), faults, number, timeout_s=timeout_s)
 
-        def come_back() -> Service:
-            killed.wait()
-            if full or timeout_s == _PATIENT_S:
-                time.sleep(chance.uniform(0, _AWAY_S) if full else 0.0)
-            else:
-                over.wait()  # the session has given up
-            return workers.restart(worker)
-
-        point = chance.randrange(requests * 3 // 4), chance.random() < 0.5
-        with (
-            Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner,
-            ThreadPoolExecutor(1) as other,
-        ):
-            back = other.submit(come_back)
-            sent.strike({point: kill})
-            try:
-                said = generate(runner, ids, _ROW_TOKENS)
-                hit = killed.is_set()
-            finally:
-                if not killed.is_set():
-                    kill()
-                over.set()
-            came_back = back.result()
-            after = generate(runner, ids, _ROW_TOKENS)
-        right = said.is_right(ids, _ROW_TOKENS)
-        # Only a session that does not wait for long enough may end with an error.
-        allowed = said.error is not None and timeout_s == impatient_s
-        with lock:
-            counts.update(hits=hit, resumed=hit and right, errors=hit and said.error is not None)
-            counts.update(
-                wrong=not right and not allowed, stuck=not after.is_right(ids, _ROW_TOKENS)
-            )
-            if said.error is not None:
-                overdue_s.append(said.longest_s - timeout_s)
-        if not (right or allowed) or not after.is_right(ids, _ROW_TOKENS):
-            note(f"got {said}, and after it {after}, expected {expected(ids, _ROW_TOKENS)}")
-        return came_back
-
-    def lane(number: int, times: int) -> None:
-        chance = random.Random(number)
-        bind = f"shm://{folder}/{number}" if number % 2 else "tcp://127.0.0.1:*"
-        worker = start(workers, bind=bind)
-        for place in range(times):
-            patient = (number + place) % 2 == 0
-            worker = disturb(worker, _PATIENT_S if patient else impatient_s, chance, sent)
-
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="tsqp-soak-"))
-        workers, sent = stack.enter_context(Workers()), stack.enter_context(watched())
-        with Runner(settings([start(workers).endpoint])) as runner:
-            generate(runner, texts[0], _ROW_TOKENS)
-            requests = len(sent.to())
-        lanes = min(_SIDE_BY_SIDE, count)
-        pool = stack.enter_context(ThreadPoolExecutor(lanes))
-        shares = [count // lanes + (number < count % lanes) for number in range(lanes)]
-        list(pool.map(lane, range(lanes), shares))
+    with Workers() as workers, watched() as sent, ThreadPoolExecutor(lanes) as pool:
+        list(pool.map(lane, range(lanes)))
+    counts, hits = found.counts, len(found.times_s)
+    resumed = hits - counts["errors"]
     return Found(
         {
-            "hits": f"{counts['hits']} of {count}",
-            "resumed": counts["resumed"],
+            "hits": f"{hits} of {count}",
+            "resumed": resumed,
             "ended with a typed error": counts["errors"],
             "wrong, or not resumed in time": counts["wrong"],
-            "next generation not right": counts["stuck"],
-            "longest beyond a deadline, s": max(overdue_s),
+            "longest beyond a deadline, s": found.overdue_s,
         },
         {
-            "every one hits": counts["hits"] == counts["resumed"] + counts["errors"] == count,
-            "some resumed, some ended": min(counts["resumed"], counts["errors"]) > 0,
-            "none wrong, none stuck": not counts["wrong"] and not counts["stuck"],
+            "every one hits": hits == count,
+            "some resumed, some ended": min(resumed, counts["errors"]) > 0,
+            "none wrong, none stuck": not counts["wrong"],
         },
-        {"errors within a second of the deadline": max(overdue_s) <= _GRACE_S},
+        {"errors within a second of the deadline": found.overdue_s <= _GRACE_S},
     )
 
 
-# ------------------------------------------------------------------- small models, every policy
+def service_of(model: SavedModel, workers: Workers, bind: str = "tcp://127.0.0.1:*") -> Service:
+    return workers.start(str(model.directory), "--bind", bind, "--dtype", "float32", *CALM)
 
 
-@dataclass(frozen=True)
-class World:
-    """Services of a small model, and what its runners send."""
-
-    model: SavedModel
-    other: SavedModel
-    workers: Workers
-    sent: Sent
-    folder: Path
-
-    def service(
-        self, transport: str = "tcp", *, at: str = "", model: SavedModel | None = None
-    ) -> Service:
-        """Start one over a transport, or at an endpoint."""
-        usual = f"{transport}://{self.folder}/{len(list(self.folder.iterdir()))}"
-        bind = at or ("tcp://127.0.0.1:*" if transport == "tcp" else usual)
-        directory = str((model or self.model).directory)
-        return self.workers.start(directory, "--bind", bind, "--dtype", "float32", *CALM)
-
-    def run(self, policy: str, *gpu: str, **more: Any) -> RunnerSettings:
-        chosen = load_policy(policy)
-        given: dict[str, Any] = {
-            "dtype": "float32",
-            "request_timeout_s": 30.0,
-            "heartbeat_timeout_s": CALM_S,
-            "shares_in_the_clear": True,
-            **more,
-        }
-        masks = self.model.masks(chosen)
-        return RunnerSettings(self.model.directory, chosen, gpu, masks=masks, **given)
+def runner_of(model: SavedModel, policy: str, *gpu: str, **more: int) -> Runner:
+    chosen = load_policy(policy)
+    given: dict[str, Any] = {"dtype": "float32", "shares_in_the_clear": True, **more}
+    given |= {"request_timeout_s": 30.0, "heartbeat_timeout_s": CALM_S}
+    masks = model.masks(chosen)
+    return Runner(RunnerSettings(model.directory, chosen, gpu, masks=masks, **given))
 
 
-@pytest.fixture
-def world(saved_model: Callable[..., SavedModel], tmp_path: Path) -> Iterator[World]:
-    other = saved_model("llama", max_position_embeddings=128)
-    with Workers() as workers, watched() as sent:
-        yield World(saved_model("llama"), other, workers, sent, tmp_path)
-
-
-def tokens(run: RunnerSettings | Runner) -> list[int]:
-    if isinstance(run, RunnerSettings):
-        with Runner(run) as runner:
-            return tokens(runner)
-    generation = run.generate(PROMPT, max_new_tokens=NEW_TOKENS, with_text=False)
-    list(generation)
-    return generation.result().token_ids
-
-
-@each_row(
-    ("transport", "policy", "micro_batches", "point", "how"),
-    [
-        ("tcp", "attention-in-tee", 1, (0, False), signal.SIGKILL),  # before anything was asked
-        ("ipc", "attention-in-tee", 2, (5, True), signal.SIGKILL),  # several in flight
-        ("shm", "attention-in-tee", 1, (30, False), signal.SIGKILL),
-        ("unix", "quantized-clear", 1, (37, True), signal.SIGKILL),  # in the middle of a token
-        ("tcp", "attention-in-tee", 1, (20, True), signal.SIGTERM),
-    ],
-)
-def test_a_service_that_ends_changes_nothing_where_another_is(
-    world: World,
-    transport: str,
-    policy: str,
-    micro_batches: int,
-    point: tuple[int, bool],
-    how: signal.Signals,
-) -> None:
-    first, second = (world.service(transport) for _ in range(2))
-    run = world.run(policy, first.endpoint, second.endpoint, micro_batches=micro_batches)
-    undisturbed = tokens(run)
-    assert not world.sent.to(second.endpoint)
-
-    def end() -> None:
-        first.process.send_signal(how)
-        if how == signal.SIGKILL:
-            first.kill()
-
-    world.sent.strike({point: end})
-    assert tokens(run) == undisturbed
-    assert world.sent.to(second.endpoint)
-
-
-@each_row("policy", ["attention-in-tee", "quantized-clear"])
-def test_a_worker_that_comes_back_is_asked_what_it_holds_before_anything_else(
-    world: World, policy: str
-) -> None:
-    only, sent = world.service(), world.sent
-    run = world.run(policy, only.endpoint)
-    undisturbed = tokens(run)
-    for comes_back in (world.model, world.other):
-        killed = threading.Event()
-
-        def back(killed: threading.Event, dead: Service, model: SavedModel) -> Service:
-            assert killed.wait(60)
-            return world.service(at=dead.endpoint, model=model)
-
-        with ThreadPoolExecutor(1) as pool:
-            sent.strike({(17, True): kills(only, killed)})
-            again = pool.submit(back, killed, only, comes_back)
-            if comes_back is world.model:
-                assert tokens(run) == undisturbed
-            else:
-                with pytest.raises(ModelMismatchError, match="model_digest"):
-                    tokens(run)
-            only = again.result()
-        # One request more may have been on its way to the dead one, and is sent again.
-        was_init = [isinstance(request, InitRequest) for _, request in sent.log]
-        assert was_init.index(True, 1) in (19, 20)
-        assert comes_back is world.model or (was_init[-1] and len(sent.to()) <= 19)
-
-
-@pytest.mark.parametrize(("stands_in", "micro_batches"), [(True, 2), (False, 1)])
-def test_sessions_of_a_killed_service_are_made_again(
-    world: World, stands_in: bool, micro_batches: int
-) -> None:
-    """A service that stands by has never heard of the session, nor has one that starts again."""
-    first = world.service("unix")
-    endpoints = [first.endpoint, *([world.service("unix").endpoint] if stands_in else [])]
-    with Runner(world.run("clear-segment", *endpoints, micro_batches=micro_batches)) as runner:
+def tokens(runner: Runner, at: int = -1, happens: Callable[[], object] = lambda: None) -> list[int]:
+    """Generate; something `happens` behind a token."""
+    with runner:
         generation = runner.generate(PROMPT, max_new_tokens=NEW_TOKENS, with_text=False)
         for number, _ in enumerate(generation):
-            if number == NEW_TOKENS // 2:
-                first.kill()
-                if not stands_in:
-                    world.service(at=first.endpoint)
-        right = world.model.greedy(PROMPT, NEW_TOKENS)
-        assert generation.result().token_ids == tokens(runner) == right
+            if number == at:
+                happens()
+        return generation.result().token_ids
 
 
-# --------------------------------------------------------------------------------------- shares
+def test_sessions_of_a_killed_service_are_made_again(
+    saved_model: Callable[..., SavedModel], tmp_path: Path
+) -> None:
+    """A service that starts again has never heard of the session."""
+    model = saved_model("llama")
+    with Workers() as workers:
+        first = Peer(workers, service_of(model, workers, f"unix://{tmp_path}/s"))
+
+        def happens() -> None:
+            first.kill()
+            first.restart()
+
+        runner = runner_of(model, "clear-segment", first.service.endpoint, micro_batches=2)
+        assert tokens(runner, NEW_TOKENS // 2, happens) == model.greedy(PROMPT, NEW_TOKENS)
 
 
 def elements(requests: list[Request]) -> set[bytes]:
     return {bytes(expanded(request).elements.data) for request in requests}
 
 
-def test_no_service_ever_gets_the_other_share(world: World) -> None:
-    four, sent = [world.service() for _ in range(4)], world.sent
-    run = world.run("two-server", *(f"{s.endpoint},share={1 + n % 2}" for n, s in enumerate(four)))
-    undisturbed = tokens(run)
-    # One of each share, at different moments.
-    sent.strike({(11, True): four[0].kill, (24, True): four[1].kill})
-    assert tokens(run) == undisturbed
+def test_no_service_ever_gets_the_other_share(saved_model: Callable[..., SavedModel]) -> None:
+    model = saved_model("llama")
+    with Workers() as workers, watched() as sent:
+        four = [service_of(model, workers) for _ in range(4)]
+        gpu = [f"{one.endpoint},share={1 + n % 2}" for n, one in enumerate(four)]
+        undisturbed = tokens(runner_of(model, "two-server", *gpu))
+        # One of each share, at different moments.
+        sent.strike({(11, True): four[0].kill, (24, True): four[1].kill})
+        assert tokens(runner_of(model, "two-server", *gpu)) == undisturbed
     got = [elements(sent.to(worker.endpoint)) for worker in four]
     first, second = got[0] | got[2], got[1] | got[3]
     assert all(got)

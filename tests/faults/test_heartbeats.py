@@ -6,17 +6,14 @@ what a stream has in their place.
 
 from __future__ import annotations
 
-import random
 import signal
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
-import zmq
 
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.connect import open_channel
@@ -24,219 +21,121 @@ from protocol.curve import ClientKeys, read_public_key, read_secret_key
 from protocol.errors import AbsentError, EndpointError
 from protocol.messages import InitReply, InitRequest
 from protocol.pending import PendingChannel
-from protocol.zmq_channel import ZmqChannel
-from tee_side.runner import Runner
-from tests.faults.row import Found, Row, note, percentile
-from tests.kit.demo import Said, Sent, asked, generate, prompts, settings, start, watched
-from tests.kit.model import make_model
-from tests.kit.proxy import HOLD, Proxy
-from tests.kit.rows import each_row
-from tests.kit.service import ENVIRONMENT, Forked, Service, Workers, running_service
+from tests.faults.disturbed import Disturbed, Fault, Peer
+from tests.faults.row import Found, Row
+from tests.kit import proxy
+from tests.kit.demo import watched
+from tests.kit.model import SavedModel
+from tests.kit.service import ENVIRONMENT, Forked, Workers, running_service
 from tsqp.key_files import new_key_pair
 
-# ------------------------------------------------------------------------- row: peers that stop
-
-_TOKENS = 8
 _LIMIT_S = 2.0
 _SIDE_BY_SIDE = 8
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that stops a peer: `begin` and `end` get its process and the proxy before it.
+def _set(fault: proxy.Fault) -> Callable[[Peer], None]:
+    def switch(peer: Peer) -> None:
+        assert peer.proxy is not None
+        peer.proxy.set(fault)
 
-    `lasts_s`: how long after its beginning it ends; None where it ends once it was noticed.
-    """
-
-    name: str
-    begin: Callable[[Service, Proxy], object]
-    end: Callable[[Service, Proxy], object]
-    lasts_s: float | None = None
+    return switch
 
 
-def _hole(lasts_s: float) -> Fault:
-    return Fault(
-        f"black hole of {lasts_s:g} s",
-        lambda _, proxy: proxy.set(HOLD),
-        lambda _, proxy: proxy.set(),
-        lasts_s,
-    )
+def _half_open(peer: Peer) -> None:
+    assert peer.proxy is not None
+    peer.proxy.half_open()
 
 
-# A hole of a second may heal before heartbeats notice it: then it is only waited for.
-_SHORT_HOLE = _hole(1.0)
 FAULTS = (
-    Fault("SIGSTOP", lambda service, _: service.freeze(), lambda service, _: service.thaw()),
-    Fault("half-open", lambda _, proxy: proxy.half_open(), lambda *_: None),
-    _SHORT_HOLE,
-    _hole(5.0),
-    _hole(30.0),
+    Fault("SIGSTOP", lambda peer: peer.service.freeze(), lambda peer: peer.service.thaw()),
+    Fault("half-open", _half_open, lambda _: None),
+    # A hole of a second may heal before heartbeats notice it: then it is only waited for.
+    *(
+        Fault(f"black hole of {s:g} s", _set(proxy.HOLD), _set(proxy.CLEAN), s, short=s < 2)
+        for s in (1.0, 5.0, 30.0)
+    ),
 )
-
-
-@dataclass
-class Stops:
-    """What came of all faults: how long each that hit went unnoticed, by its name."""
-
-    still_s: dict[str, list[float]] = field(default_factory=dict)
-    generations: int = 0
-    wrong: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def generate(self, runner: Runner, ids: tuple[int, ...], when: str) -> Said:
-        """Generate, and judge it."""
-        said = generate(runner, ids, _TOKENS)
-        right = said.is_right(ids, _TOKENS)
-        with self.lock:
-            self.generations += 1
-            self.wrong += not right
-        if not right:
-            note(f"{when}: got {said}, expected the right tokens")
-        return said
-
-    def session(
-        self, workers: Workers, faults: list[Fault], seed: int, sent: Sent, at: str
-    ) -> None:
-        """Go through some faults in one session with two services, over TCP or a Unix socket."""
-        chance, ids = random.Random(seed), prompts(1, 6, seed)[0]
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-soak-"))
-            services: dict[str, tuple[Service, Proxy]] = {}
-            for number in range(2):
-                bind = f"unix://{folder}/{number}" if at else "tcp://127.0.0.1:*"
-                service = start(workers, bind=bind)
-                proxy = stack.enter_context(Proxy(service.endpoint))
-                services[proxy.endpoint] = service, proxy
-            runner = stack.enter_context(Runner(settings(list(services))))
-            usual = self.generate(runner, ids, "before all")
-            step_s, requests = percentile(usual.gaps_s, 50), len(sent.to())
-            for fault in faults:
-                point = chance.randrange(requests * 3 // 4), chance.random() < 0.5
-                name, endpoint = fault.name + at, asked(runner)
-                peer = services[endpoint]
-                over = threading.Timer(fault.lasts_s or 0.0, fault.end, peer)
-
-                def begin(fault: Fault = fault, over: threading.Timer = over) -> None:
-                    fault.begin(*peer)  # noqa: B023 - it is called in this turn
-                    if fault.lasts_s is not None:
-                        over.start()
-
-                sent.strike({point: begin})
-                still_s = self.generate(runner, ids, f"at {name}").longest_s - step_s
-                moved = asked(runner) != endpoint
-                self.generate(runner, ids, f"beside {name}")
-                if fault.lasts_s is None:
-                    over.start()
-                over.join()
-                self.generate(runner, ids, f"after {name}")
-                if moved or (fault is _SHORT_HOLE and still_s > 0.5 * (fault.lasts_s or 0.0)):
-                    with self.lock:
-                        self.still_s.setdefault(name, []).append(still_s)
 
 
 @Row(
     "peer_stopped",
     "SIGSTOP, half-open connection, black hole of 1/5/30 s",
-    "each as often (the short form: no hole of 5 or 30 s), a fifth over unix://, the others over"
-    " tcp://, at random points of a generation, second worker present; holes heal",
+    "each as often (the short form: no hole), a fifth over unix://, the others over tcp://, at"
+    " random points of a generation, second worker present; holes heal",
     "every one hits; noticed <= 2 s; outputs identical",
-    short=6,
+    short=4,
     long=320,
     minutes=14,
-    alone=True,
 )
 def peer_stopped(count: int, full: bool) -> Found:
-    """Stop so many peers, in several sessions side by side."""
     over_unix = count // (5 if full else 2)
-    faults, lanes = (FAULTS, _SIDE_BY_SIDE) if full else (FAULTS[:3], 1)
-    found = Stops()
+    faults, lanes = (FAULTS, _SIDE_BY_SIDE) if full else (FAULTS[:2], 1)
+    found = Disturbed()
+
+    def session(lane: int, at: str) -> None:
+        points = over_unix if at else count - over_unix
+        share = [faults[place % len(faults)] for place in range(lane, points, lanes)]
+        schemes, seed = ("unix" if at else "tcp",) * 2, 2 * lane + bool(at)
+        found.session(workers, sent, schemes, share, seed, proxied=True, at=at)
+
     with Workers() as workers, watched() as sent, ThreadPoolExecutor(2 * lanes) as pool:
-        ended = []
-        for at, points in (("", count - over_unix), (" over unix", over_unix)):
-            for lane in range(lanes):
-                share = [faults[place % len(faults)] for place in range(lane, points, lanes)]
-                seed = 2 * lane + bool(at)
-                ended.append(pool.submit(found.session, workers, share, seed, sent, at))
-        for one in ended:
-            one.result()
-    times = [still_s for times in found.still_s.values() for still_s in times]
-    slow = sum(still_s > _LIMIT_S for still_s in times)
+        list(pool.map(session, [*range(lanes)] * 2, [""] * lanes + [" over unix"] * lanes))
+    times_s, counts = found.times_s, found.counts
+    slow = sum(still_s > _LIMIT_S for still_s in times_s)
     return Found(
         {
-            "hits": f"{len(times)} of {count}",
-            "noticed in time": f"{len(times) - slow} of {len(times)}",
-            "outputs identical": f"{found.generations - found.wrong} of {found.generations}",
+            "hits": f"{len(times_s)} of {count}",
+            "noticed in time": f"{len(times_s) - slow} of {len(times_s)}",
+            "outputs identical": f"{counts['generations'] - counts['wrong']} of"
+            f" {counts['generations']}",
             **{f"{name}, longest s": max(times) for name, times in sorted(found.still_s.items())},
         },
-        {"every one hits": len(times) == count, "outputs identical": not found.wrong},
+        {"every one hits": len(times_s) == count, "outputs identical": not counts["wrong"]},
         {"noticed in time": not slow},
     )
 
 
-# ------------------------------------------------------------------------ clients and services
-
 HOUR_S = 3600.0
 # Of the clients that are to notice something.
-SOON_S = 0.2
-# More than twice as long.
-BUSY_S = 0.5
-LINKS = ("tcp", "tcp with keys", "ipc", "unix", "shm")
+SOON_S = 0.1
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process give up early on handshakes, and on streams without signs of life."""
-    monkeypatch.setattr("protocol.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 300)
+    monkeypatch.setattr("protocol.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 200)
     monkeypatch.setattr("protocol.liveness.PROBE_AFTER_S", SOON_S / 4)
     monkeypatch.setattr("protocol.liveness._ANSWER_WITHIN_S", SOON_S)
-
-
-@pytest.fixture(scope="module")
-def services(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, tuple[Service, ClientKeys | None]]]:
-    """A service over each link, and the keys of its clients."""
-    folder = tmp_path_factory.mktemp("services")
-    make_model(folder / "model")
-    for name in ("service", "client"):
-        new_key_pair(folder / name)
-    keys = ClientKeys(
-        read_secret_key(folder / "client.key"), read_public_key(folder / "service.pub")
-    )
-    with ExitStack() as stack:
-        found: dict[str, tuple[Service, ClientKeys | None]] = {}
-        for link in LINKS:
-            options, bind = ["--threads", "1"], f"{link}://{folder}/{link}"
-            if link == "tcp with keys":
-                options += ["--identity", str(folder / "service.key")]
-                options += ["--allow", str(folder / "client.pub")]
-            if link.startswith("tcp"):
-                bind = "tcp://127.0.0.1:*"
-            made = stack.enter_context(running_service(folder / "model", bind, *options))
-            found[link] = made, keys if "keys" in link else None
-        yield found
 
 
 def is_served(channel: PendingChannel) -> bool:
     return isinstance(channel.call(InitRequest()).response, InitReply)
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", ["tcp with keys", "shm"])
 def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
-    services: dict[str, tuple[Service, ClientKeys | None]], link: str
+    saved_model: Callable[[], SavedModel], tmp_path: Path, link: str
 ) -> None:
-    service, keys = services[link]
-    other, _ = services["ipc" if link == "unix" else "unix"]
+    bind, options, keys = f"shm://{tmp_path}/s", ["--threads", "1"], None
+    if link != "shm":
+        for name in ("service", "client"):
+            new_key_pair(tmp_path / name)
+        public = read_public_key(tmp_path / "service.pub")
+        keys, bind = (
+            ClientKeys(read_secret_key(tmp_path / "client.key"), public),
+            "tcp://127.0.0.1:*",
+        )
+        options += ["--identity", str(tmp_path / "service.key")]
+        options += ["--allow", str(tmp_path / "client.pub")]
     with ExitStack() as stack:
+        made = running_service(saved_model().directory, bind, *options)
+        service = stack.enter_context(made)
 
-        def client(endpoint: str, heartbeat_s: float = SOON_S) -> PendingChannel:
-            return stack.enter_context(
-                open_channel(endpoint, timeout_s=HOUR_S, keys=keys, heartbeat_timeout_s=heartbeat_s)
-            )
+        def client(heartbeat_s: float = SOON_S) -> PendingChannel:
+            how: dict[str, Any] = {"timeout_s": HOUR_S, "heartbeat_timeout_s": heartbeat_s}
+            return stack.enter_context(open_channel(service.endpoint, keys=keys, **how))
 
-        channel, elsewhere = client(service.endpoint), None
-        if keys is None:
-            elsewhere = client(other.endpoint, HOUR_S)
+        channel = client()
         assert is_served(channel)
         service.freeze()
         try:
@@ -249,11 +148,10 @@ def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
             with pytest.raises(EndpointError):
                 channel.call(InitRequest())
             with pytest.raises((AbsentError, EndpointError)):
-                client(service.endpoint).call(InitRequest())
-            assert elsewhere is None or is_served(elsewhere)
+                client().call(InitRequest())
         finally:
             service.thaw()
-        assert is_served(client(service.endpoint, HOUR_S))
+        assert is_served(client(HOUR_S))
         assert is_served(channel)
 
 
@@ -280,18 +178,3 @@ def test_a_stopped_client_is_noticed_by_the_service() -> None:
     finally:
         client.kill()
         listener.close()
-
-
-@each_row(
-    ("timeout_s", "every_ms", "within_ms"),
-    [(1.0, 250, 1000), (0.2, 50, 200), (30, 7500, 30_000), (0.0001, 1, 2), (0, 0, -1)],
-)
-def test_the_setting_reaches_both_sockets(timeout_s: float, every_ms: int, within_ms: int) -> None:
-    listener = ZmqListener("tcp://127.0.0.1:*", heartbeat_timeout_s=timeout_s)
-    with ZmqChannel(listener.endpoint, heartbeat_timeout_s=timeout_s) as channel:
-        for end in (listener._socket, channel._socket):
-            assert end.getsockopt(zmq.HEARTBEAT_IVL) == every_ms
-            assert end.getsockopt(zmq.HEARTBEAT_TIMEOUT) == within_ms
-            assert end.getsockopt(zmq.HEARTBEAT_TTL) == 0
-            assert 0 < end.getsockopt(zmq.HANDSHAKE_IVL) <= 2000
-    listener.close()

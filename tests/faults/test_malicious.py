@@ -26,13 +26,13 @@ from gpu_side.access import ServiceKeys
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys
-from protocol.errors import DeadlineExceededError, ProtocolError, TsqpError
+from protocol.errors import ProtocolError, TsqpError
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES, InitRequest, LinearRequest, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
-from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear
 from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
@@ -46,7 +46,7 @@ from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.words import Site
 from tests.faults.row import Found, Row, note
 from tests.kit.demo import DEMO, prompt
-from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.lie import MaliciousService, Outcome, Victim, operators_of
 from tests.kit.lies import (
     CROSS_SESSION,
     INIT_LIES,
@@ -60,8 +60,6 @@ from tests.kit.lies import (
     surely_wrong,
 )
 from tests.kit.model import LoopbackChannel, assemble
-from tests.kit.rows import each_row
-from tests.kit.victim import Outcome, Victim
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 # Every lie but those of Init.
@@ -76,19 +74,17 @@ _GRACE_S = 1.0
 class Tally:
     """What came of the lies, by their names. What is in `bad` must not have been.
 
-    `had`: of those that tell of something that has to be there, how often it was. `counts`: steps
-    that were `right`, and those `spared`, where a second service was there to end them well.
+    `counts`: steps that were `right`, and those `spared`, where a second service was there to end
+    them well.
     """
 
     told: Counter[str] = field(default_factory=Counter)
-    had: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
 
     def blame(self, what: str, lie: Lie, outcome: Outcome) -> None:
-        """Count something that must not be."""
         self.bad[what] += 1
         note(f"{lie}: {what}: {outcome}, expected one of {lie.endings}")
 
@@ -106,25 +102,21 @@ class Tally:
         elif outcome.right and lie.errors and not lie.harmless:
             self.blame("no lie", lie, outcome)
 
-    def missing(self) -> list[str]:
-        """Return what was never told, or never had what it tells of."""
-        never = [lie.name for lie in (*INIT_LIES, *LIES) if not self.told[lie.name]]
-        made_up = [lie.name for lie in NEEDY if self.told[lie.name] and not self.had[lie.name]]
-        return [*never, *(f"{name} (made up)" for name in made_up)]
-
-    def found(self) -> Found:
-        """Judge it."""
+    def found(self, had: Counter[str]) -> Found:
+        """Judge. `had`: how often lies had what they tell of, where that has to be there."""
         counts, told = self.counts, self.told.total()
         errors = ", ".join(f"{name} {n:,}" for name, n in self.errors.most_common())
         spared = f"{counts['spared_right']:,} of {counts['spared']:,}"
-        if missing := self.missing():
+        missing = {lie.name for lie in (*INIT_LIES, *LIES)} - self.told.keys()
+        missing |= {lie.name for lie in NEEDY} - had.keys()
+        if missing:
             note(f"never told: {', '.join(missing)}")
         return Found(
             {
                 "accepted": f"{self.bad['accepted']:,} of {told:,}",
-                "kinds of lies": len(+self.told),
-                "replies that were swapped": self.had[REORDERED.name],
-                "replies of another session": sum(self.had[lie.name] for lie in CROSS_SESSION),
+                "kinds of lies": len(self.told),
+                "replies that were swapped": had[REORDERED.name],
+                "replies of another session": sum(had[lie.name] for lie in CROSS_SESSION),
                 "sessions that did not go on": self.bad["stuck"],
                 "right all the same": counts["right"],
                 "right where a second service was there": spared,
@@ -147,12 +139,10 @@ class Tally:
 class Party:
     """A victim and those of its services that may lie. `calls`: requests of a step to one of them.
 
-    `bystander`: another session of theirs, whose replies are what lies across sessions tell.
     `deadline`: of the channels that are opened next. `spare`: another service stands in.
     """
 
     victim: Victim
-    bystander: Victim
     liars: Sequence[MaliciousService]
     calls: int
     deadline: list[float]
@@ -164,13 +154,10 @@ class Party:
         # Swapped replies come at once, unless nothing is there to be swapped.
         waits = lie.silent and lie is not REORDERED
         deadline_s = _SHORT_DEADLINE_S if waits else _DEADLINE_S
-        if lie in CROSS_SESSION:
-            _go_on(self.bystander, lie, tally)
-            liar.overhear()
         if lie.silent:
             self.deadline[0] = deadline_s
             self.victim.reconnect()
-        told, had = liar.told, liar.memory.had[lie.name]
+        told = liar.told
         # Never the first: then there is a reply of this session to repeat. One that is held back
         # needs another request beside its own, which the LM head is not.
         last = self.calls - (2 if lie is REORDERED else 1)
@@ -182,9 +169,6 @@ class Party:
         was_told = liar.told > told
         if was_told:
             tally.note(lie, outcome, outcome.seconds - deadline_s, spare=self.spare)
-            # Of what came too late, it is not known what would have become.
-            in_time = waits or outcome.error != DeadlineExceededError.__name__
-            tally.had[lie.name] += in_time and liar.memory.had[lie.name] > had
         self.deadline[0] = _DEADLINE_S
         # Often the same channels as before, where they still work: nothing that comes late fits.
         # But a liar is not asked again where another stands in: there would be no lie.
@@ -198,7 +182,6 @@ class Party:
 
 
 def _go_on(victim: Victim, lie: Lie, tally: Tally) -> None:
-    """See that a session goes on."""
     # What is late may reach the session after that one, whose id it has not: one error more.
     for _ in range(3):
         after = victim.step()
@@ -211,11 +194,10 @@ def _go_on(victim: Victim, lie: Lie, tally: Tally) -> None:
 
 
 class Parties(NamedTuple):
-    """`usual`: for any lie; `overlapping`: for replies in disorder; what tells lies of Init."""
+    """`usual`: for any lie, the first for replies in disorder; what tells lies of Init."""
 
     usual: list[Party]
-    overlapping: Party
-    service: MaliciousService
+    services: Sequence[MaliciousService]
     dial: Callable[[str], PendingChannel]
     check: ServiceCheck
 
@@ -272,27 +254,25 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
             before = services[0].requests
             victim.step()
             calls, spare = services[0].requests - before, connect is with_spare
-            return Party(victim, bystander, services[:liars], calls, deadline, spare)
+            return Party(victim, services[:liars], calls, deadline, spare)
 
-        bystander = Victim("two-server", shares)
-        stack.callback(bystander.close)
         usual = [
-            party("shielded", lambda: [dial(endpoints[0])]),
+            party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2),
             party("two-server", shares, liars=2),
             party("shielded", with_spare),
         ]
-        many = party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2)
-        yield Parties(usual, many, services[0], dial, check)
+        yield Parties(usual, services, dial, check)
 
 
 def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
     """Lie in so many Init replies: none of them may pass the handshake."""
+    service, *_ = to.services
     for lie in itertools.islice(itertools.cycle(INIT_LIES), count):
-        to.service.tell_init(lie)
+        service.tell_init(lie)
         began, error = time.monotonic(), None
-        channel = to.dial(to.service.endpoint)
+        channel = to.dial(service.endpoint)
         try:
-            to.check.verify(to.service.endpoint, channel.call(InitRequest()).response)
+            to.check.verify(service.endpoint, channel.call(InitRequest()).response)
         except TsqpError as found:
             error = type(found).__name__
         finally:
@@ -301,7 +281,7 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
         if outcome.accepted:
             tally.blame("accepted", lie, outcome)
         tally.note(lie, outcome, outcome.seconds - _DEADLINE_S)
-    to.service.tell_init(None)
+    service.tell_init(None)
 
 
 def lie_so_often(count: int, *, over_shm: bool) -> Found:
@@ -314,10 +294,13 @@ def lie_so_often(count: int, *, over_shm: bool) -> Found:
                 break
             # The step may not ask the one that was to lie.
             for _ in range(10):
-                party = to.overlapping if lie is REORDERED else chance.choice(to.usual)
+                # Its service is the one that all sessions ask.
+                first = lie is REORDERED or lie in CROSS_SESSION
+                party = to.usual[0] if first else chance.choice(to.usual)
                 if party.hear(lie, chance, tally):
                     break
-    return tally.found()
+        had = sum((service.memory.had for service in to.services), Counter[str]())
+    return tally.found(had)
 
 
 @Row(
@@ -326,13 +309,11 @@ def lie_so_often(count: int, *, over_shm: bool) -> Found:
     "truncated, bit-flipped, replayed, reordered, cross-session, wrong shape or dtype, NaN/Inf,"
     " oversized; wrong results; lies of Init; with and without a second service",
     "0 accepted; the right result wherever a second service is there",
-    short=57,
+    short=50,
     long=10_000,
     minutes=10,
-    alone=True,
 )
 def malicious_service(count: int, full: bool) -> Found:
-    """Tell so many lies over CURVE."""
     return lie_so_often(count, over_shm=False)
 
 
@@ -341,53 +322,31 @@ def malicious_service(count: int, full: bool) -> Found:
     "malicious service over shared memory",
     "the same lies",
     "0 accepted; the right result wherever a second service is there",
-    short=57,
+    short=50,
     long=1000,
     minutes=2,
-    alone=True,
 )
 def malicious_shm(count: int, full: bool) -> Found:
-    """Tell so many lies over shared memory."""
     return lie_so_often(count, over_shm=True)
 
-
-# -------------------------------------------------------------------------- row: wrong results
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Honest checks for each wrong result: 1,000,000 in all.
 _HONEST_FOR_EACH = 100
 
 
+Holds = Callable[[torch.Tensor, torch.Tensor], bool]
+
+
 class Arithmetic(NamedTuple):
-    """A site's weight and check in one arithmetic, and inputs that the model feeds it."""
+    """A site in one arithmetic: inputs that the model feeds it, and what is right of them.
+
+    `draw`: returns a check with secrets of its own, as every run has one.
+    """
 
     inputs: torch.Tensor
-    weight: QuantizedLinear | torch.Tensor
-    check: ExactCheck | FloatCheck
-    tolerance: Tolerance | None
-
-    def product(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Compute as the service does."""
-        if isinstance(self.weight, QuantizedLinear):
-            return exact_product(x_TI, self.weight.weight)
-        product: torch.Tensor = linear(x_TI, self.weight)
-        return product
-
-    def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
-        """Check as the trusted side does."""
-        if isinstance(self.check, ExactCheck):
-            return self.check.holds(x_TI, y_TO)
-        assert self.tolerance is not None
-        return self.check.holds(x_TI, y_TO, [x_TI], self.tolerance)
-
-    def redrawn(self, randomness: Randomness) -> Arithmetic:
-        """Draw the check's secrets anew, as every run does."""
-        check: ExactCheck | FloatCheck
-        if isinstance(self.weight, QuantizedLinear):
-            check = ExactCheck.draw(self.weight.weight, randomness)
-        else:
-            check = FloatCheck.draw(self.weight, randomness)
-        return self._replace(check=check)
+    product: Callable[[torch.Tensor], torch.Tensor]
+    draw: Callable[[], Holds]
 
     def varied(self, rows: int, chance: random.Random) -> torch.Tensor:
         """Return inputs that differ from each other and from all before."""
@@ -398,6 +357,24 @@ class Arithmetic(NamedTuple):
             return (x_TI * factor * (1 + 0.1 * torch.randn(x_TI.shape))).to(x_TI.dtype)
         # Smaller in places, never larger: what passed the range check passes it still.
         return (x_TI * torch.rand(x_TI.shape)).round().to(torch.int32)
+
+
+def _in_integers(x_TI: torch.Tensor, weight: torch.Tensor) -> Arithmetic:
+    return Arithmetic(
+        x_TI,
+        lambda x_TI: exact_product(x_TI, weight),
+        lambda: ExactCheck.draw(weight, Randomness()).holds,
+    )
+
+
+def _in_floats(x_TI: torch.Tensor, weight: torch.Tensor) -> Arithmetic:
+    tolerance = Tolerance.of(weight.dtype, None)
+
+    def draw() -> Holds:
+        check = FloatCheck.draw(weight, Randomness())
+        return lambda x_TI, y_TO: check.holds(x_TI, y_TO, [x_TI], tolerance)
+
+    return Arithmetic(x_TI.to(weight.dtype), lambda x_TI: linear(x_TI, weight), draw)
 
 
 Products = dict[tuple[Site, str], Arithmetic]
@@ -418,19 +395,15 @@ def _inputs(policy: str) -> dict[Site, torch.Tensor]:
 
 
 def load_products() -> Products:
-    """Prepare every linear operator of the demo model in every arithmetic."""
-    config, checkpoint, randomness = read_config(DEMO), Checkpoint(DEMO), Randomness()
+    config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     integers, floats = _inputs("quantized-clear"), _inputs("attention-in-tee")
     found: Products = {}
     for site, x_TI in integers.items():
-        quantized = load_quantized(checkpoint, config, *site)
-        exact = ExactCheck.draw(quantized.weight, randomness)
-        found[site, "int8"] = Arithmetic(x_TI, quantized, exact, None)
+        quantized = load_quantized(checkpoint, config, *site).weight
+        found[site, "int8"] = _in_integers(x_TI, quantized)
         for dtype in DTYPES:
             loaded = load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
-            near = FloatCheck.draw(loaded.weight, randomness)
-            fed, tolerance = floats[site].to(dtype), Tolerance.of(dtype, None)
-            found[site, str(dtype)] = Arithmetic(fed, loaded.weight, near, tolerance)
+            found[site, str(dtype)] = _in_floats(floats[site], loaded.weight)
     return found
 
 
@@ -440,17 +413,17 @@ def load_products() -> Products:
     "one element, low-rank error, swapped layer, stale reply, sign, x(1 + 1e-3), zeros, in int8 or"
     " float32 by chance; honest checks in bfloat16 and float16, too",
     "0 missed; 0 false alarms in 1,000,000 honest checks",
-    short=28,
+    short=14,
     long=10_000,
     minutes=3,
 )
 def wrong_results(count: int, full: bool) -> Found:
-    """Check so many wrong results, and a hundred times as many right ones."""
     chance, told, missed = random.Random(20), Counter[str](), Counter[str]()
     checks, alarms = Counter[str](), Counter[str]()
     torch.manual_seed(20)
     with torch.inference_mode():
-        products, randomness = load_products(), Randomness()
+        products = load_products()
+        checks_of = {place: one.draw() for place, one in products.items()}
         # In half precision x(1 + 1e-3) is what rounding does.
         exact = [place for place in products if place[1] in ("int8", "torch.float32")]
         kinds = itertools.cycle((*WRONG, "swapped layer", "stale reply"))
@@ -467,17 +440,16 @@ def wrong_results(count: int, full: bool) -> Found:
             else:
                 wrong = WRONG[kind](right, chance)
             told[name] += 1
-            if one.holds(x_TI, surely_wrong(wrong, right, chance)):
+            if checks_of[(layer, operator), name](x_TI, surely_wrong(wrong, right, chance)):
                 missed[name] += 1
                 note(f"missed: {kind} at {operator} of layer {layer} in {name}")
         rows = max(1, min(125, count * _HONEST_FOR_EACH // len(products)))
         while checks.total() < count * _HONEST_FOR_EACH:
-            products = {place: one.redrawn(randomness) for place, one in products.items()}
             for (_, name), one in products.items():
-                x_TI = one.varied(rows, chance)
+                x_TI, holds = one.varied(rows, chance), one.draw()
                 y_TO = one.product(x_TI)
                 # One row, one check, as at decode.
-                held = [one.holds(x_TI[at : at + 1], y_TO[at : at + 1]) for at in range(rows)]
+                held = [holds(x_TI[at : at + 1], y_TO[at : at + 1]) for at in range(rows)]
                 checks[name] += rows
                 alarms[name] += held.count(False)
     return Found(
@@ -492,43 +464,3 @@ def wrong_results(count: int, full: bool) -> Found:
             "no false alarm": not alarms.total() and min(checks.values()) > 0,
         },
     )
-
-
-# --------------------------------------------------------------------- what the verdict is about
-
-
-def tally_of_all() -> Tally:
-    """Return one of all lies, each refused."""
-    found = Tally(counts=Counter(spared=1, spared_right=1))
-    for lie in (*LIES, *INIT_LIES):
-        error = lie.endings[0].__name__ if lie.endings else None
-        found.note(lie, Outcome(error, right=error is None), 0.0)
-    found.had.update(lie.name for lie in NEEDY)
-    return found
-
-
-@each_row(
-    ("fault", "fails"),
-    [
-        (lambda _: None, False),
-        (lambda t: t.blame("accepted", LIES[0], Outcome(None, False)), True),
-        (lambda t: t.note(LIES[0], Outcome("DeadlineExceededError", False), 0.0), True),
-        (lambda t: t.note(INIT_LIES[0], Outcome("VerificationError", False), 0.0), True),
-        (lambda t: t.note(LIES[0], Outcome(None, True), 0.0), True),  # it was none
-        (lambda t: t.note(LIES[0], Outcome(None, True), 0.0, spare=True), False),
-        (lambda t: t.note(LIES[0], Outcome("ProtocolError", False), 0.0, spare=True), True),
-        (lambda t: t.note(LIES[0], Outcome("ProtocolError", False), 2.0), True),
-        (lambda t: t.told.pop(LIES[-1].name), True),
-        (lambda t: t.told.pop(INIT_LIES[-1].name), True),
-        (lambda t: t.had.pop(REORDERED.name), True),
-        (lambda t: t.had.pop(CROSS_SESSION[1].name), True),
-        (lambda t: t.counts.clear(), True),
-    ],
-    ids=map(str, range(13)),
-)
-def test_what_went_wrong_or_was_not_tried_fails(
-    fault: Callable[[Tally], object], fails: bool
-) -> None:
-    found = tally_of_all()
-    fault(found)
-    assert bool(found.found().failed(timed=True)) is fails

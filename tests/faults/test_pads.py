@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
-import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,37 +18,17 @@ from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import WITNESSES
 from tee_side.protect.pads.source import PadLane, Pads
-from tests.faults.row import Found, Row, note
+from tests.faults.row import Found, Row
 from tests.kit import pads as tiny
-from tests.kit.pads import CALLS, Crash, Disk, create, fill, place, put_all, reopen, use
+from tests.kit.pads import Crash, Disk, create, fill, place, put_all, reopen, use
 from tests.kit.rows import each_row
 
-# -------------------------------------------------------- row: a million draws of many processes
-
 _SITES = tuple(site.number for site in tiny.LAYOUT.sites)
-OUT = "steps without pads"
 # As `crash_and_draw` names them.
 KILLS = tuple(f"killed: {end}" for end in ENDS if end != "abandoned")
 
 
-class _Happened:
-    """Failed steps, repeated operators, steps without pads: in memory that outlives a child."""
-
-    _NUMBERS = struct.Struct("=QQQ")
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, self._NUMBERS.size)
-
-    def add(self, failed: int = 0, repeated: int = 0, out: int = 0) -> None:
-        more = zip(self._NUMBERS.unpack_from(self._memory), (failed, repeated, out), strict=True)
-        self._NUMBERS.pack_into(self._memory, 0, *(a + b for a, b in more))
-
-    def totals(self) -> dict[str, int]:
-        names = "failed steps", "repeated operators", OUT
-        return dict(zip(names, self._NUMBERS.unpack_from(self._memory), strict=True))
-
-
-def _life(happened: _Happened, longest: int) -> Any:
+def _life(longest: int) -> Any:
     def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
         """Run one life to its end, in a process of its own: two micro-batches draw in turns."""
         last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
@@ -63,9 +41,8 @@ def _life(happened: _Happened, longest: int) -> Any:
                     put_all(batch)
                     batch.commit()
             try:
-                _step(choose.choice(lanes), ledger, happened, choose)
-            except PadsExhaustedError:
-                happened.add(out=1)
+                _step(choose.choice(lanes), ledger, choose)
+            except PadsExhaustedError:  # a step without pads
                 for lane in lanes:
                     lane.end_step()
         os._exit(0)
@@ -73,7 +50,7 @@ def _life(happened: _Happened, longest: int) -> Any:
     return live
 
 
-def _step(lane: PadLane, ledger: Ledger, happened: _Happened, choose: random.Random) -> None:
+def _step(lane: PadLane, ledger: Ledger, choose: random.Random) -> None:
     """Draw for each operator. A step may fail in the middle, and an operator be asked for again."""
     rows = choose.choice((1, 1, 1, 2, 3, 9))  # more than eight are not read ahead
     for position, number in enumerate(_SITES):
@@ -88,26 +65,11 @@ def _step(lane: PadLane, ledger: Ledger, happened: _Happened, choose: random.Ran
             if not torch.equal(factors.u, tiny.product(number, factors.r)):
                 os._exit(3)
             again = choose.random() < 0.05
-            happened.add(repeated=again)
         if choose.random() < 0.05:
-            happened.add(failed=1)
             break
     # What runs steps says when one has ended; a lane that draws again notices by itself.
     if choose.random() < 0.9:
         lane.end_step()
-
-
-def not_met(crashes: dict[str, int], happened: dict[str, int], *, full: bool) -> list[str]:
-    """Return what should have happened between draws and has not.
-
-    `crashes`: how often lives ended in each way. In the short run one ends before most kills from
-    outside come, and it depends on when one comes whether pads run out.
-    """
-    kills = {kind: crashes.get(kind, 0) for kind in KILLS}
-    wanted = {**kills, **happened}
-    if not full:
-        wanted = {"a kill": sum(kills.values()), **happened, OUT: 1}
-    return [what for what, times in wanted.items() if not times]
 
 
 @Row(
@@ -115,62 +77,46 @@ def not_met(crashes: dict[str, int], happened: dict[str, int], *, full: bool) ->
     "pads",
     "draws, crashes and retries between them",
     "0 reused",
-    short=2_000,
+    short=600,
     long=1_000_000,
     minutes=5,
 )
 def pads(count: int, full: bool) -> Found:
     """Draw so often. A request that is sent again draws nothing: it is the same bytes."""
     torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
-    happened = _Happened()
     with tempfile.TemporaryDirectory() as name:
         found = crash_and_draw(
             Path(name),
             count,
             seed=1,
-            run_life=_life(happened, max(200, count // 20)),
+            run_life=_life(max(200, count // 20)),
             purpose=tiny.PURPOSE,
             indices_per_draw=10,
         )
-    totals = happened.totals()
-    if missing := not_met(found["crashes"], totals, full=full):
-        note(f"got {found['crashes']} and {totals}, expected {', '.join(missing)}, too")
+    kills = [found["crashes"].get(kind, 0) for kind in KILLS]
     return Found(
         {
             "draws": found["draws"],
             "rows": found["tokens"],
             "crashes": found["crashes_total"],
-            **totals,
             "reused": found["reused_indices"],
         },
         {
             "none reused": found["reused_indices"] == 0,
             "enough": found["draws"] >= count,
-            "everything happened": not missing,
+            "every kill" if full else "some kill": all(kills) if full else sum(kills) > 0,
         },
     )
 
 
-@each_row("gone", [*KILLS, "failed steps", "repeated operators", OUT])
-def test_every_way_to_end_or_go_wrong_is_to_happen(gone: str) -> None:
-    crashes = {"abandoned": 3, **dict.fromkeys(KILLS, 1)} | {gone: 0}
-    happened = {"failed steps": 1, "repeated operators": 1, OUT: 1} | {gone: 0}
-    happened = {name: n for name, n in happened.items() if name not in KILLS}
-    assert not_met(crashes, happened, full=True) == [gone]
-    expected = [gone] if gone in ("failed steps", "repeated operators") else []
-    assert not_met(crashes, happened, full=False) == expected
-
-
-# --------------------------------------------------------------------- what a power loss leaves
-
 CAPACITY = 24
 
 
-def live(folder: Path, choose: random.Random, steps: int, handed_out: list[int]) -> None:
+def live(folder: Path, choose: random.Random, handed_out: list[int]) -> None:
     """Fill and draw, and keep every index that is handed out."""
     bank = reopen(folder, block=choose.choice((1, 4, 16)))
     try:
-        for _ in range(steps):
+        for _ in range(4):
             if bank.available < 3 or (bank.room and choose.random() < 0.2):
                 with bank.begin(choose.randint(1, bank.room)) as batch:
                     put_all(batch)
@@ -188,43 +134,20 @@ def live(folder: Path, choose: random.Random, steps: int, handed_out: list[int])
         bank.close()
 
 
-def crashed_life(disk: Disk, *given: Any) -> str:
-    """Live until a crash, and lose power; return at which call it was, or ""."""
-    last = ""
-    with pytest.MonkeyPatch.context() as patch:
-        disk.install(patch)
-        try:
-            live(*given)
-        except Crash:
-            last = disk.log[-1]
-    disk.lose_power()
-    return last
-
-
-@each_row("seed", range(2))
-def test_power_loss_at_any_moment_repeats_no_pad(
-    seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder, choose, handed_out = tmp_path_factory.mktemp("bank"), random.Random(seed), list[int]()
-    create(folder, CAPACITY).close()
-    crashed = {
-        crashed_life(Disk(folder, choose, choose.randint(1, 150)), folder, choose, 12, handed_out)
-        for _ in range(60)
-    }
-    assert crashed >= set(CALLS)
-    assert len(handed_out) > 200
-    assert handed_out == sorted(set(handed_out))
-
-
 def test_crash_at_every_single_system_call(tmp_path: Path) -> None:
     """One short run, crashed at its first, second, third ... call, each time with power lost."""
     create(tmp_path, CAPACITY).close()
-    handed_out: list[int] = []
-    crash_at, last = 0, "open"
-    while last:
-        crash_at += 1
+    handed_out, crash_at, crashed = list[int](), 0, True
+    while crashed:
+        crash_at, crashed = crash_at + 1, False
         disk = Disk(tmp_path, random.Random(crash_at), crash_at)
-        last = crashed_life(disk, tmp_path, random.Random(7), 4, handed_out)  # the same run
+        with pytest.MonkeyPatch.context() as patch:
+            disk.install(patch)
+            try:
+                live(tmp_path, random.Random(7), handed_out)  # the same run
+            except Crash:
+                crashed = True
+        disk.lose_power()
     assert crash_at > 30
     assert len(handed_out) > 40
     assert handed_out == sorted(set(handed_out))
@@ -256,7 +179,7 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, name, flaky)
-        for _ in range(300):
+        for _ in range(100):
             try:
                 if bank.room:
                     fill(bank, min(2, bank.room))
@@ -268,7 +191,7 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
                 handed_out.extend(indices)
             bounds.append(read_bank_status(place(folder)).next_index)
     bank.close()
-    assert len(messages) > 20
+    assert len(messages) > 10
     # It names the bank's place, or its witness's.
     assert all(message.startswith((str(folder), str(WITNESSES))) for message in messages)
     assert bounds == sorted(bounds)
@@ -277,4 +200,4 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
         use(bank, indices)
     handed_out.extend(indices)
     assert handed_out == sorted(set(handed_out))
-    assert len(handed_out) > 30
+    assert len(handed_out) > 8

@@ -1,43 +1,34 @@
-"""Row: random prompts with a fault at every request; nothing of them is anywhere but in the runner.
+"""Row: random prompts with a fault at every request; nothing of them is anywhere but in the server.
 
-Two processes of their own generate, with real services: a runner, and `tee-runner serve` with its
-libraries' logs at debug, a thread of which is the client. In every block of prompts one generation
-is longer, as a token or two cannot be looked for. Then one of each kind of secret is put into each
-place and looked for again: what is not found then could not have been found before.
+`tee-runner serve` is a process with real services and its libraries' logs at debug, a thread of
+which is the client. In every block of prompts one generation is longer, as a token or two cannot be
+looked for. Then one of each kind of secret is put into each place and looked for again: what is not
+found then could not have been found before.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
-import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.faults.row import Found, Row
-from tests.kit.canaries import FAULTS, KINDS, PLACES, Canaries, Faults
-from tests.kit.canary_runner import POLICIES, TEMPLATES, Session
+from tests.kit.canary_server import FAULTS, KINDS, PLACES, POLICIES
 from tests.kit.model import make_model, token_ids
-from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, Forked, Workers
 from tests.kit.service import run as run_program
 from tsqp.calibrate import calibrate_on, save_calibration
 
 # A token of the server's model that stands in no prompt.
 _LAST_BYTE = 255
-
-# ------------------------------------------------------------------------------------- the row
-
 
 _BEFORE = """
 import os, sys
@@ -47,16 +38,13 @@ os._exit(0)
 """
 
 
-def make_place(folder: Path, bank_tokens: int, eos_token_id: int | None) -> None:
-    """Make a model that reads bytes, its calibration, a bank of pads, and the empty folders.
-
-    `bank_tokens`: 0 for no bank. `eos_token_id`: which grammars need.
-    """
+def make_place(folder: Path, bank_tokens: int) -> None:
+    """Make a model that reads bytes, its calibration, a bank of pads, and the empty folders."""
     for name in ("model", "logs", "work", "home", "tmp", "bank"):
         (folder / name).mkdir()
     model, size = folder / "model", 300
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    make_model(model, seed=3, vocab_size=size, head_dim=8, **sizes, eos_token_id=eos_token_id)
+    make_model(model, seed=3, vocab_size=size, head_dim=8, **sizes, eos_token_id=_LAST_BYTE)
     chunks = [token_ids(100, seed, size) for seed in range(8)]
     calibration = calibrate_on(read_config(model), Checkpoint(model), chunks)
     save_calibration(calibration, model / CALIBRATION_FILE)
@@ -67,13 +55,12 @@ def make_place(folder: Path, bank_tokens: int, eos_token_id: int | None) -> None
     trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
     raw.train_from_iterator([], trainer)
     raw.save(str(model / "tokenizer.json"))
-    if bank_tokens:
-        options = ("--bank", str(folder / "bank" / "bank"), "--bank-key-beside-bank")
-        command = ("pads", "make", str(model), *options, "--tokens", str(bank_tokens))
-        assert run_program("tee-runner", *command).returncode == 0
+    options = ("--bank", str(folder / "bank" / "bank"), "--bank-key-beside-bank")
+    command = ("pads", "make", str(model), *options, "--tokens", str(bank_tokens))
+    assert run_program("tee-runner", *command).returncode == 0
 
 
-def find_leaks(folder: Path, count: int, block: int, seed: int, served: str) -> dict[str, Any]:
+def find_leaks(folder: Path, count: int, block: int) -> dict[str, Any]:
     """Generate from `count` prompts, `block` under one policy; return what that process found."""
     with Workers() as workers, (folder / "logs" / "runner.log").open("ab") as log:
         endpoints, urls = [], []
@@ -85,8 +72,7 @@ def find_leaks(folder: Path, count: int, block: int, seed: int, served: str) -> 
             endpoints.append(made.endpoint)
             urls.append(service_log.read_text().split("url=", 1)[1].split()[0].strip('"'))
         home = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-        arguments = [str(folder), str(count), str(block), str(seed), served]
-        arguments += [",".join(endpoints), ",".join(urls)]
+        arguments = [str(folder), str(count), str(block), "1", ",".join(endpoints), ",".join(urls)]
         outputs = {"stdout": log.fileno(), "stderr": log.fileno(), "before": _BEFORE}
         process = Forked("tee-runner", arguments, {**ENVIRONMENT, **home}, **outputs)
         try:
@@ -99,147 +85,52 @@ def find_leaks(folder: Path, count: int, block: int, seed: int, served: str) -> 
     found["runner log"] = (folder / "logs" / "runner.log").read_text(encoding="utf-8")
     logs = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("logs/*-*.log"))]
     audit = folder / "logs" / "audit.log"
-    return found | {"logs": logs, "audit log": audit.read_text() if served else ""}
-
-
-def hit_requests(found: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return, by policy, how many requests of a generation a fault hit, and how many it has."""
-    hit = {(policy, at) for policy, _, at, _ in found["faults"]}
-    return {
-        policy: (sum((policy, at) in hit for at in range(1, requests + 1)), requests)
-        for policy, requests in found["requests"].items()
-    }
-
-
-def are_hit(positions: Mapping[str, tuple[int, int]], *, full: bool) -> bool:
-    """Say whether every request of every policy was hit; in the short run, more than the first."""
-    return positions.keys() == set(POLICIES) and all(
-        hit == requests if full else hit > 1 for hit, requests in positions.values()
-    )
+    return found | {"logs": logs, "audit log": audit.read_text()}
 
 
 @Row(
     "secrets",
     "secrets",
-    "random canary prompts, also to a server in every field and path, a fault at every RPC",
+    "random canary prompts to a server, in every field and path, a fault at every RPC",
     "0 hits in logs, metrics, errors, disk and shared memory",
-    short=48,
+    short=2 * len(POLICIES),
     long=10_000,
-    minutes=12,
+    minutes=15,
 )
 def secrets(count: int, full: bool) -> Found:
-    """Generate from so many prompts, and ask a server with some more."""
-    both: list[dict[str, Any]] = []
-    block = 100 if full else count // len(POLICIES)
-    for served, share, each in (("", count, block), ("served", count // 8, 50)):
-        with tempfile.TemporaryDirectory() as name:
-            tokens = 0 if served else 4096 if full else 256
-            make_place(Path(name), tokens, _LAST_BYTE if served else None)
-            both.append(find_leaks(Path(name), share, each, len(both) + 1, served))
-    ran, served_ = both
-    hits = Counter(ran["hits"]) + Counter(served_["hits"])
-    faults = [sum(times for *_, times in one["faults"]) for one in both]
-    kinds = [{kind for _, kind, _, _ in one["faults"]} for one in both]
-    positions, blocks = hit_requests(ran), served_["blocks"]
-    pairs = [sum(numbers) for numbers in zip(*positions.values(), strict=True)]
-    planted = [found for one in both for found in one["planted"].values()]
-    ways = [
-        times for name in ("refused", "answered", "crashed") for times in served_[name].values()
-    ]
-    ended = [sum(one["ended"].values()) for one in both]
+    """Ask a server with so many prompts, which is another one under each policy in turn."""
+    with tempfile.TemporaryDirectory() as name:
+        make_place(Path(name), 4096 if full else 256)
+        found = find_leaks(Path(name), count, 200 if full else count // len(POLICIES))
+    hits, blocks, requests = Counter(found["hits"]), found["blocks"], found["requests"]
+    made = {(policy, at) for policy, _, at, _ in found["faults"]}
+    pairs = {(policy, at) for policy in requests for at in range(1, requests[policy] + 1)}
+    kinds, planted = {kind for _, kind, _, _ in found["faults"]}, found["planted"]
+    ways = [times for name in ("refused", "answered", "crashed") for times in found[name].values()]
     return Found(
         {
-            "prompts": ended[0],
-            "prompts to a server": ended[1],
-            "faults": sum(faults),
-            "positions of requests hit": f"{pairs[0]} of {pairs[1]}",
-            "typed errors": ended[0] - ran["ended"].get("right", 0),
-            "refused before": sum(ran["refused"].values()),
-            "refused by the server": sum(served_["refused"].values()),
-            "crashes of the server": sum(served_["crashed"].values()),
-            "searched for": sum(one["patterns"] for one in both),
+            "prompts": sum(found["ended"].values()),
+            "faults": sum(times for *_, times in found["faults"]),
+            "positions of requests hit": f"{len(made & pairs)} of {len(pairs)}",
+            "refused by the server": sum(found["refused"].values()),
+            "crashes of the server": sum(found["crashed"].values()),
+            "searched for": found["patterns"],
             "planted": len(planted),
-            "planted and found": sum(planted),
+            "planted and found": sum(planted.values()),
             "hits": hits.total(),
         },
         {
             f"no secret elsewhere: {dict(hits)}": not hits,
-            "everything searched for everywhere": all(
-                set(one["kinds"]) >= KINDS and list(one["planted"]) == list(PLACES) for one in both
-            )
-            and all(planted),
-            "every fault, every request": kinds[0] == set(FAULTS)
-            and are_hit(positions, full=full)
-            and kinds[1] >= (set(FAULTS) if full else {"lost connection"})
-            and faults[0] > count // 2
-            and faults[1] > (count // 16 if full else 1),
-            "every refusal": set(ran["refused"]) == {*TEMPLATES, "not Unicode"},
-            f"every answer, refusal and crash of the server: {ways}": set(ways) == {blocks},
-            "some right": all(one["ended"].get("right", 0) > 0 for one in both),
-            "logs are written": "failed" in ran["runner log"]
-            and all("refused" in text for text in ran["logs"])
-            and served_["runner log"].count(" engine_died ") == blocks
-            and "completion_tokens" in served_["audit log"],
+            "everything searched for everywhere": set(found["kinds"]) >= KINDS
+            and list(planted) == list(PLACES)
+            and all(planted.values()),
+            "every fault, every request": kinds >= (set(FAULTS) if full else {"lost connection"})
+            and requests.keys() == set(POLICIES)
+            and (pairs <= made if full else len(made & pairs) >= len(POLICIES)),
+            f"every answer, refusal and crash: {ways}": set(ways) == {blocks},
+            "some right": found["ended"].get("right", 0) > 0,
+            "logs are written": (all if full else any)("refused" in text for text in found["logs"])
+            and found["runner log"].count(" engine_died ") == blocks
+            and "completion_tokens" in found["audit log"],
         },
     )
-
-
-# --------------------------------------------------------------------- what the search is worth
-
-
-@each_row(
-    ("content", "kind"),
-    [
-        (b"the answer: qvxzkjwphm!", "prompt"),
-        (b"q v\nxzk jwp\thm", "prompt"),
-        (b"x=" + b"qvxzkjwphm".hex().encode(), "prompt"),
-        (b"tensor([ 9, 14, 15, 16,\n 17, 18, 19, 20])", "token ids"),
-        (b"\0\0" + b"".join(n.to_bytes(8, "little") for n in range(11, 22)), "token ids"),
-        (b"[0.5000, 1.2500,  -3.0000, 4.0000]", "activation"),
-        (b"key " + b"\x00\x01\x02\x03" * 8, "key"),
-        (b"it said \xc3\xa9]kR mq;w3", "answer"),
-        (b"nothing of it 1, 2, 3, 0.5, 1.25, kR mq;w and qvxzkjwph", ""),
-    ],
-)
-def test_the_search_finds(content: bytes, kind: str) -> None:
-    canaries = Canaries()
-    canaries.add_prompt(["qvxzkjwphm"], list(range(11, 23)))
-    canaries.add_activation(torch.tensor([0.5, 1.25, -3.0, 4.0, 7.0]))
-    canaries.add_secret(b"\x00\x01\x02\x03" * 8)
-    canaries.add_answer("\u00e9]kR mq;w3", [31, 32])
-    for said in ("kR mq;w", "a a a a a a"):  # may stand anywhere by chance
-        canaries.add_answer(said, list(range(12)))
-    for before in range(5):
-        assert set(canaries.found_in(b"-" * before + content)) == ({kind} if kind else set())
-
-
-@pytest.mark.parametrize("requests", [1, 9, 40])
-def test_in_time_every_fault_is_at_every_request(requests: int) -> None:
-    session = object.__new__(Session)
-    session.policy, session.armed = "tsqp", Counter()
-    session.told = {"requests": Counter()}
-    assert session.next_fault() == ("", 0)
-    session.told["requests"]["tsqp"] = requests
-    made = {session.next_fault() for _ in range(8 * len(FAULTS) * requests)}
-    everywhere = {(fault, at) for fault in FAULTS for at in range(1, requests + 1)}
-    # It takes its whole deadline, so there are fewer of it.
-    assert {fault for fault, _ in everywhere - made} <= {"no reply"}
-    assert "no reply" in {fault for fault, _ in made}
-    assert made <= everywhere
-
-
-def test_every_request_is_to_be_hit() -> None:
-    faults = Faults(random.Random(1))
-    for policy in POLICIES:
-        for at in (1, 2):
-            faults.arm(policy, "cut request", at, "")
-            for number in (1, 2, 3):
-                sent = faults.sending(None, [b"head", b"body"])
-                assert sent == [b"head", b"bod" if number == at else b"body"]
-    made = [[*which, times] for which, times in faults.made.items()]
-    positions = hit_requests({"faults": made, "requests": dict.fromkeys(POLICIES, 3)})
-    assert set(positions.values()) == {(2, 3)}
-    assert are_hit(positions, full=False)
-    assert not are_hit(positions, full=True)
-    del positions["two-server"]
-    assert not are_hit(positions, full=False)

@@ -1,4 +1,4 @@
-"""An HTTP client of the server, what it got for an answer, and what is wrong with that."""
+"""An HTTP client of the server, what it got for an answer, and whether that is right."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from httpx2 import AsyncClient, TransportError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # No answer of these rows takes as long, unless it never comes.
 HANGS_S = 90.0
-# As long a stretch of text is in no two answers by chance, or seldom.
-_STRETCH = 12
 Fields = Mapping[str, Any]
-
-# ------------------------------------------------------------------------------- an HTTP client
 
 
 @dataclass
@@ -57,101 +54,63 @@ async def ask(
     leave: Leave | None = None,
     on_events: Callable[[], object] = lambda: None,
 ) -> Reply:
-    """Post a body, or get a path without one. Raises TimeoutError for what hangs, and OSError.
+    """Post a body, or get a path without one. Raises TimeoutError for what hangs.
 
     `on_events`: called when some of them have come.
     """
-    reply, leave = Reply(), leave or Leave()
-    body = b"" if fields is None else json.dumps(fields).encode()
-    head = [f"{'GET' if fields is None else 'POST'} {path} HTTP/1.1", f"host: {address}"]
-    head += ["connection: close", "content-type: application/json", f"content-length: {len(body)}"]
-    head += [f"{name}: {value}" for name, value in (headers or {}).items()]
-    reader, writer = await asyncio.open_connection(*address.split(":"), limit=2**20)
+    reply, leave, began = Reply(), leave or Leave(), time.monotonic()
+    method = "GET" if fields is None else "POST"
+    how: dict[str, Any] = {"timeout": None, "trust_env": False, "verify": False}
     try:
-        async with asyncio.timeout(HANGS_S if leave.after_s is None else leave.after_s):
-            writer.write("\r\n".join([*head, "", ""]).encode() + body)
-            await writer.drain()
-            await _read(reader, reply, leave.events, on_events)
+        async with (
+            asyncio.timeout(HANGS_S if leave.after_s is None else leave.after_s),
+            AsyncClient(base_url=f"http://{address}", **how) as client,
+            client.stream(method, path, json=fields, headers=headers) as got,
+        ):
+            reply.status, reply.headers = got.status_code, dict(got.headers)
+            async for piece in got.aiter_bytes():
+                reply.body += piece
+                if events := piece.count(b"data: {"):
+                    reply.times += [time.monotonic() - began] * events
+                    on_events()
+                if len(reply.times) >= leave.events:
+                    reply.left = True
+                    break
+    except TransportError:  # broken off: what there is counts
+        pass
     except TimeoutError:
         if leave.after_s is None:
             raise
         reply.left = True
-    finally:
-        writer.transport.abort()
     return reply
-
-
-async def _read(
-    reader: asyncio.StreamReader, reply: Reply, most: int, on_events: Callable[[], object]
-) -> None:
-    """Read to the end, or so many events."""
-    began, raw = time.monotonic(), b""
-    with suppress(asyncio.IncompleteReadError):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        reply.status = int(head[0].split()[1])
-        reply.headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        while block := await reader.read(2**16):
-            raw += block
-            if events := block.count(b"data: {"):
-                reply.times += [time.monotonic() - began] * events
-                on_events()
-            if len(reply.times) >= most:
-                reply.left = True
-                return
-    reply.body = raw
-    if reply.headers.get("transfer-encoding") == "chunked":
-        reply.body = b"".join(_chunks(raw))
-
-
-def _chunks(raw: bytes) -> Iterator[bytes]:
-    """Yield what is in each chunk of a body; of one that was broken off, what there is."""
-    at = 0
-    while (end := raw.find(b"\r\n", at)) > at:
-        size = int(raw[at:end], 16)
-        yield raw[end + 2 : end + 2 + size]
-        at = end + 2 + size + 2
-
-
-# ------------------------------------------------------------------ what is asked, and its answer
 
 
 @dataclass
 class Answer:
     """An answer as it came: text, names of tokens, logprobs and end of each choice.
 
-    `chunks`: those of a stream that have a token, -1 of no stream. `twice`: whether something came
-    a second time, or at another place than its own.
+    `whole`: it came to its end, under one id.
     """
 
     choices: list[tuple[str, list[str], list[float], str | None]]
     usage: dict[str, int] = field(default_factory=dict)
-    chunks: int = -1
-    ends: bool = True
-    twice: bool = False
+    whole: bool = True
 
     @staticmethod
     def of(reply: Reply) -> Answer:
-        """Read an answer in one piece, or events in their order."""
-        if reply.status != 200:
-            return Answer([], ends=False)
-        if not reply.headers["content-type"].startswith("text/event-stream"):
-            found = Answer([])
-            found._take(json.loads(reply.body))
+        found = Answer([], whole=reply.status == 200)
+        if not found.whole:
             return found
-        events = reply.events
-        found = Answer([], chunks=0, ends=events[-1:] == ["[DONE]"])
-        parts = [json.loads(event) for event in events if event != "[DONE]"]
+        if not reply.headers["content-type"].startswith("text/event-stream"):
+            parts = [json.loads(reply.body)]
+        else:
+            parts = [json.loads(event) for event in reply.events if event != "[DONE]"]
+            found.whole = reply.events[-1:] == ["[DONE]"]
         for part in parts:
-            found.chunks += sum("role" not in c.get("delta", {}) for c in part.get("choices", []))
             found._take(part)
-        found.twice |= len({part["id"] for part in parts if "id" in part}) > 1
-        found.ends = found.ends and all(end is not None for *_, end in found.choices)
+        found.whole &= len({part.get("id") for part in parts}) == 1
+        found.whole &= all(end is not None for *_, end in found.choices)
         return found
-
-    @property
-    def tokens(self) -> int:
-        """Of all choices, as the answer says."""
-        return self.usage.get("completion_tokens", 0)
 
     def _take(self, part: dict[str, Any]) -> None:
         for choice in part.get("choices", ()):
@@ -159,23 +118,15 @@ class Answer:
             while len(self.choices) <= index:
                 self.choices.append(("", [], [], None))
             text, names, numbers, end = self.choices[index]
-            self.twice |= end is not None or ("role" in delta and "delta" in choice and text != "")
+            self.whole &= end is None
             logprobs = choice["logprobs"] or {}
-            for name, offset in zip(
-                logprobs.get("tokens", ()), logprobs.get("text_offset", ()), strict=True
-            ):
-                before = "".join(names)
-                # A part of a character has a name that is longer than its text.
-                plain = before.isascii() and "bytes:" not in before
-                self.twice |= plain and offset != len(before)
-                names.append(name)
+            names += logprobs.get("tokens", ())
             names += [one["token"] for one in logprobs.get("content", ())]
             numbers += logprobs.get("token_logprobs", ())
             numbers += [one["logprob"] for one in logprobs.get("content", ())]
             text += delta.get("content", delta.get("text")) or ""
             self.choices[index] = text, names, numbers, choice["finish_reason"]
         if usage := part.get("usage"):
-            self.twice |= bool(self.usage)
             self.usage = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
 
 
@@ -187,35 +138,16 @@ class Job:
     fields: Fields
     right: Answer
 
-    @property
-    def texts(self) -> list[str]:
-        """Of each choice."""
-        return [text for text, *_ in self.right.choices]
 
-
-def judge(job: Job, reply: Reply, others: Sequence[Job]) -> Counter[str]:
-    """Count an answer to its end as right, to the last byte, or wrong.
-
-    And what is wrong of it: `lost`: fewer tokens than there are, or no end; `duplicated`: more, or
-    a second id, end or opening; `crossed`: a stretch of another request's answer.
-    """
+def judge(job: Job, reply: Reply) -> Counter[str]:
+    """Count an answer to its end as right, to the last byte, or wrong."""
     got, right = Answer.of(reply), job.right
-    whole = got.ends and not got.twice and got.chunks in (-1, right.tokens)
-    if whole and got.usage in ({}, right.usage) and got.choices == right.choices:
-        return Counter(right=1, tokens=right.tokens, prompt_tokens=right.usage["prompt_tokens"])
-    stretches = {
-        text[at : at + _STRETCH]
-        for text, *_ in got.choices
-        for at in range(len(text) - _STRETCH + 1)
-    }
-    foreign = {stretch for stretch in stretches if not any(stretch in own for own in job.texts)}
-    theirs = [text for other in others if other is not job for text in other.texts]
-    return Counter(
-        wrong=1,
-        lost=not got.ends or 0 <= got.chunks < right.tokens,
-        duplicated=got.twice or got.chunks > right.tokens,
-        crossed=any(stretch in text for stretch in foreign for text in theirs),
-    )
+    if got.whole and got.usage in ({}, right.usage) and got.choices == right.choices:
+        used = right.usage
+        return Counter(
+            right=1, tokens=used["completion_tokens"], prompt_tokens=used["prompt_tokens"]
+        )
+    return Counter(wrong=1)
 
 
 def is_broken_off(job: Job, reply: Reply) -> bool:
@@ -223,8 +155,10 @@ def is_broken_off(job: Job, reply: Reply) -> bool:
     events = reply.events if reply.status == 200 else []
     if not events or events[-1] == "[DONE]" or "error" not in json.loads(events[-1]):
         return False
-    got = Answer.of(reply)
     begins = all(
-        right.startswith(text) for right, (text, *_) in zip(job.texts, got.choices, strict=False)
+        right.startswith(text)
+        for (right, *_), (text, *_) in zip(
+            job.right.choices, Answer.of(reply).choices, strict=False
+        )
     )
-    return begins and not got.twice and json.loads(events[-1])["error"]["code"] is not None
+    return begins and json.loads(events[-1])["error"]["code"] is not None

@@ -64,12 +64,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> MatmulRequest:
 
 
 def uniform(*shape: int) -> torch.Tensor:
-    """Return elements as a pad leaves them."""
     return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
 
 
 def one_of_each(rows: int, hidden_size: int) -> list[Request]:
-    """Return a request of each kind that multiplies by a weight."""
     hidden, elements = torch.randn(rows, hidden_size), uniform(rows, hidden_size)
     return [
         linear(hidden, *QKV),

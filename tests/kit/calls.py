@@ -1,6 +1,4 @@
-"""How many Python calls one linear RPC takes: `python -m tests.kit.calls` prints both numbers.
-
-With `--json FILE` it also writes them.
+"""How many Python calls one linear RPC takes: `python -m tests.kit.calls [--json FILE]`.
 
 The real commands run with the demo model under `shielded` over a unix socket, with pads made
 before, each process under `sys.setprofile`. A call is a Python function that begins; a coroutine
@@ -52,7 +50,6 @@ class Profile:
         self._bytecode: dict[CodeType, bytes] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Take an event of the interpreter."""
         if event == "call" and self._begins(frame):
             if self._entry is None and frame.f_code.co_name == CLIENT_ENTRY:
                 self._entry, self._begun, self._sent = frame, self._calls, len(self.sends)
@@ -96,14 +93,8 @@ def measure() -> dict[str, float]:
         answers = {program: Path(folder) / f"{program}.json" for program in PROGRAMS}
 
         def command(program: str, *arguments: str) -> list[str]:
-            return [
-                sys.executable,
-                "-m",
-                "tests.kit.calls",
-                str(answers[program]),
-                program,
-                *arguments,
-            ]
+            ours = (sys.executable, "-m", "tests.kit.calls", str(answers[program]))
+            return [*ours, program, *arguments]
 
         def run(*arguments: str) -> None:
             subprocess.run(

@@ -1,103 +1,354 @@
-"""A server whose every secret is known; a thread of its process is the client."""
+"""A server whose every secret is known, and which fails; a thread of its process is the client.
+
+Prompts and answers, as text and as token ids; what the model's layers read; keys of pads, of the
+bank, and the vectors that results are verified with. `Places` says where they are looked for.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import logging
+import math
 import os
 import random
 import re
 import signal
 import socket
+import string
 import tempfile
 import threading
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import click
+import msgpack
+import numpy as np
 import torch
 
+from protocol.encoding import decode_reply
 from protocol.errors import TsqpError
+from protocol.model.checkpoint import EMBEDDING, Checkpoint
+from protocol.pending import NOT_PUT
+from protocol.stream import StreamChannel
 from tee_side.engine import background
 from tee_side.engine.engine import Engine
-from tee_side.engine.tokenizer import TEMPLATE_FILE
+from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
+from tee_side.protect.padded import Padded, PaddedSite
+from tee_side.protect.pads.store import PadStore
+from tee_side.protect.verification import ExactCheck
+from tee_side.remote import linear
+from tee_side.remote.call import CallPlan
 from tee_side.remote.services.member import Member
 from tee_side.serve import answers, exchange, generating
 from tee_side.serve.audit_log import AuditReader, encode_key, open_log, read_key
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
-from tests.kit.canaries import FAULTS
-from tests.kit.canary_runner import (
-    LONG_FAULT_AT,
-    LONG_TOKENS,
-    NEW_TOKENS,
-    Session,
-    note_secrets,
-)
 from tests.kit.service import until
 from tsqp.cli import running
 from tsqp.cli.logs import configure
 from tsqp.cli.serve import serve
+from tsqp.lab.research.float_check import FloatCheck
 
-POLICIES = ("shielded", "tsqp", "two-server")
+PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
+KINDS = {"prompt", "answer", "token ids", "activation", "key"}
+FAULTS = (
+    "lost connection",
+    "lost connection",
+    "cut request",
+    "garbled request",
+    "request with a secret for a field's name",
+    "cut reply",
+    "garbled reply",
+    "wrong number",
+    "no reply",
+)
+_SHARED = Path("/dev/shm")
+# Of an answer: a short one stands in a log by chance.
+_ANSWER_CHARACTERS = 8
+_WINDOW = 6
+_HEAD_BYTES, _BITS = 4, 20
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+
+
+@dataclass
+class Canaries:
+    """What is looked for: patterns by kind. Text is compared without spaces."""
+
+    patterns: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def add_prompt(self, words: Sequence[str], ids: Sequence[int]) -> None:
+        for word in words:
+            self._add_bytes("prompt", word.encode())
+        self.add_ids(ids)
+
+    def add_ids(self, ids: Sequence[int]) -> None:
+        last = len(ids) - _WINDOW
+        for start in {0, last // 2, last} if last >= 0 else set():
+            window = list(ids[start : start + _WINDOW])
+            self.patterns.append(("token ids", torch.tensor(window).numpy().tobytes()))
+            self.patterns.append(("token ids", ",".join(map(str, window)).encode()))
+
+    def add_answer(self, said: str, token_ids: Sequence[int]) -> None:
+        """Look for an answer, if it is long and not the same again and again."""
+        if len(said) >= _ANSWER_CHARACTERS and len(set(said)) > _ANSWER_CHARACTERS // 2:
+            self._add_bytes("answer", said.encode())
+            self.add_ids(token_ids)
+
+    def add_activation(self, row: torch.Tensor) -> None:
+        """Look for the beginning of a row, in its own bytes and as people print it."""
+        first = row[:4].contiguous()
+        if bool(first.any()):
+            self.patterns.append(("activation", first.view(torch.uint8).numpy().tobytes()))
+            if first.is_floating_point():
+                text = ",".join(f"{value:.4f}" for value in first.tolist())
+                self.patterns.append(("activation", text.encode()))
+
+    def add_secret(self, secret: bytes) -> None:
+        self._add_bytes("key", secret)
+
+    def _add_bytes(self, kind: str, content: bytes) -> None:
+        self.patterns += [(kind, content), (kind, content.hex().encode())]
+
+    def found_in(self, content: bytes) -> list[str]:
+        found = self._places_in(content) | self._places_in(content.translate(None, b" \n\t\r"))
+        return [self.patterns[place][0] for place in sorted(found)]
+
+    def _places_in(self, content: bytes) -> set[int]:
+        """Return which patterns stand there: one pass over it for all that begin with a head."""
+        heads: dict[bytes, list[int]] = {}
+        for place, (_, pattern) in enumerate(self.patterns):
+            heads.setdefault(pattern[:_HEAD_BYTES], []).append(place)
+        short = [head for head in heads if len(head) < _HEAD_BYTES]
+        found = {place for head in short if head in content for place in heads.pop(head)}
+        may_begin = np.zeros(1 << _BITS, dtype=np.bool_)
+        may_begin[_hashed(b"".join(heads))] = True
+        for offset in range(min(_HEAD_BYTES, len(content))):
+            for at in np.flatnonzero(may_begin[_hashed(content, offset)]).tolist():
+                start = offset + at * _HEAD_BYTES
+                for place in heads.get(content[start : start + _HEAD_BYTES], ()):
+                    if content.startswith(self.patterns[place][1], start):
+                        found.add(place)
+        return found
+
+
+def _hashed(content: bytes, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return `_BITS` bits for every four bytes from there on."""
+    whole = (len(content) - offset) // _HEAD_BYTES
+    heads = np.frombuffer(content, np.uint32, whole, offset)
+    return (heads * np.uint32(2654435761)) >> np.uint32(32 - _BITS)
+
+
+class Places:
+    """Everywhere that the secrets may not be; each is looked at from where it was left."""
+
+    def __init__(self, folder: Path, metrics: Sequence[str]) -> None:
+        self.errors: list[str] = []
+        self.fetch: Callable[[str], bytes] = _fetch
+        self._folder, self._metrics = folder, metrics
+        self._read: dict[Path, int] = {}
+        self._shared = set(_SHARED.iterdir())
+
+    def contents(self) -> Iterator[tuple[str, bytes]]:
+        for path in sorted((self._folder / "logs").iterdir()):
+            with path.open("rb") as file:
+                # A little from before: a line may have been written in two halves.
+                file.seek(max(0, self._read.get(path, 0) - 4096))
+                content = file.read()
+                self._read[path] = file.tell()
+            yield "runner log" if path.name == "runner.log" else "service log", content
+        for url in self._metrics:
+            yield "metrics", self.fetch(url)
+        yield "errors", "\n".join(self.errors).encode("utf-8", "backslashreplace")
+        self.errors.clear()
+        for name in ("work", "home", "tmp", "bank"):
+            for path in sorted((self._folder / name).rglob("*")):
+                # Keys are in their own files, rightly; nothing else is.
+                if path.is_file() and path.name != "bank.key":
+                    yield "disk", path.read_bytes()
+        for path in set(_SHARED.iterdir()) - self._shared:
+            with suppress(OSError):
+                if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+                    yield "shared memory", path.read_bytes()
+
+    def plants(self, ids: Sequence[int], row: torch.Tensor, key: bytes) -> dict[str, Any]:
+        """Return what puts a secret into each place but the runner's log; "" cleans up."""
+        shared = _SHARED / f"tsqp-canary-{os.getpid()}"
+        content = torch.tensor(ids).numpy().tobytes()
+
+        def append() -> None:
+            with (self._folder / "logs" / "service-0.log").open("a", encoding="utf-8") as file:
+                file.write(f"ids={ids[:9]}\n")
+
+        return {
+            "service log": append,
+            "metrics": lambda: setattr(self, "fetch", lambda _: b'x="%s"' % str(row).encode()),
+            "errors": lambda: self.errors.append(key.hex()),
+            "disk": lambda: (self._folder / "tmp" / "x").write_bytes(content),
+            "shared memory": lambda: shared.write_bytes(row.numpy().tobytes()),
+            "": lambda: shared.unlink(missing_ok=True),
+        }
+
+
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+class Faults:
+    """Makes one request of a generation go wrong.
+
+    `made`: how often, by policy, fault and which request of its generation, from 1.
+    """
+
+    def __init__(self, choose: random.Random) -> None:
+        self._choose = choose
+        self._left = -1
+        self._fault = self._policy = self._secret = ""
+        self._at = self.count = 0
+        self._on_reply: tuple[Any, int] | None = None
+        self.made: Counter[tuple[str, str, int]] = Counter()
+
+    def arm(self, policy: str, fault: str, at: int, secret: str) -> None:
+        """Let the request with this number, counted from now on, go wrong; "" for none."""
+        self._policy, self._fault, self._secret = policy, fault, secret
+        self._left = self._at = at
+        self.count, self._on_reply = 0, None
+
+    def install(self) -> None:
+        """Stand between the runner and its transport."""
+        faults, send, receive = self, StreamChannel._send, StreamChannel._receive
+        put, take = StreamChannel._put, StreamChannel._take
+
+        def _put(channel: Any, *request: Any) -> int:
+            """Leave the request that a fault is meant for, and those before it, to `_send`."""
+            place = NOT_PUT if faults._fault else put(channel, *request)
+            faults.count += place != NOT_PUT
+            return place
+
+        def _take(channel: Any, *request: Any) -> None:
+            if faults._on_reply is None:
+                take(channel, *request)
+
+        def _send(channel: Any, method: str, frames: Any, size: int, timeout_s: float) -> int:
+            if method not in ("Init", "Health"):
+                frames = faults.sending(channel, frames)
+            sent = send(channel, method, frames, size, timeout_s)
+            if faults._left == 0 and faults._fault == "lost connection":
+                faults._done()
+                channel._socket.shutdown(socket.SHUT_RDWR)
+            return sent
+
+        def _receive(channel: Any, deadline: float) -> Any:
+            received = receive(channel, deadline)
+            if received is None or faults._on_reply is None:
+                return received
+            frames, when = received
+            # Of several that are on their way, the one to the request that was counted.
+            if faults._on_reply != (channel, decode_reply(frames).request_id):
+                return received
+            changed = faults._received(frames)
+            return changed and (changed, when)
+
+        for replaced in (_put, _take, _send, _receive):
+            setattr(StreamChannel, replaced.__name__, replaced)
+
+    def _done(self) -> None:
+        self.made[self._policy, self._fault, self._at] += 1
+        self._fault, self._left, self._on_reply = "", -1, None
+
+    def sending(self, channel: Any, frames: list[Any]) -> list[Any]:
+        self.count += 1
+        if self._left > 0:
+            self._left -= 1
+        if self._left != 0 or not self._fault or self._on_reply is not None:
+            return frames
+        header, *rest = [bytes(frame) for frame in frames]
+        if self._fault == "cut request":
+            rest = [frame[:-1] for frame in rest]
+        elif self._fault == "garbled request":
+            at = self._choose.randrange(len(header))
+            header = header[:at] + bytes([header[at] ^ 0x55]) + header[at + 1 :]
+        elif self._fault.startswith("request with"):
+            fields = msgpack.unpackb(header)
+            fields["request"][self._secret[:40]] = self._secret[:100]
+            header = msgpack.packb(fields)
+        else:
+            if self._fault != "lost connection":
+                self._on_reply = channel, channel._last_id
+            return frames
+        self._done()
+        return [header, *rest]
+
+    def _received(self, frames: list[Any]) -> list[memoryview] | None:
+        *rest, last = [bytearray(frame) for frame in frames]
+        fault = self._fault
+        self._done()
+        if fault == "no reply":
+            return None
+        if fault == "cut reply":
+            del last[-1:]
+        elif fault == "garbled reply":
+            rest[0][self._choose.randrange(len(rest[0]))] ^= 0x55
+        else:
+            last[self._choose.randrange(len(last))] ^= 0x11
+        return [memoryview(frame) for frame in (*rest, last)]
+
+
+# What a block of prompts runs under.
+POLICIES = ("shielded", "two-server", "tsqp", "shielded with a bank")
 # Where the server's own code fails, in the order in which it is made to.
 CRASHES = ("before the engine", "in an answer", "on the event loop", "in the engine's thread")
-_TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+NEW_TOKENS, LONG_TOKENS = 2, 16
+# Of the long answer: behind its first few tokens, whatever the policy.
+LONG_FAULT_AT = 40
+# What a system says ends in an error of which the library's own words hold the prompt.
+_TEMPLATE = """\
+{% for m in messages %}{% if m.role == "system" %}{{ raise_exception(m.content) }}{% endif %}
+{{ m.content }} {% endfor %}"""
 _WAIT_S = 60.0
 Body = Mapping[str, Any]
 _JSON = {"content-type": "application/json"}
+log = logging.getLogger("tee_side")
 
 
-def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, str, Body | bytes, Body]]:
-    """Yield requests that are refused and hold a word: name, method, path, body, headers."""
-    turn = {"role": "user", "content": word}
+def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, Body | bytes, Body]]:
+    """Yield requests that are refused and hold a word: method, path, body, headers."""
+    turn, right = {"role": "user", "content": word}, {"prompt": word}
     schema = {"type": "json_schema", "json_schema": {"name": word, "schema": {"type": word}}}
-    fields: dict[str, dict[str, Any]] = {
-        "completions": {
-            # The name of a field is repeated, so that a client finds its mistake; no value is.
-            **dict.fromkeys(("no_such_field", "model", "temperature", "guided_json"), word),
-            "prompt": {word: word},
-            "stop": [word * 20],
-            "logit_bias": {word: 1},
-            "stream_options": {"include_usage": word},
-            "guided_grammar": f"start: {word}",
-            "guided_regex": f"({word}",
-            "guided_choice": [{word: word}],
-            "cache_salt": word * 30,
-        },
-        "chat/completions": {
-            "response_format": schema,
-            "tools": [{word: word}],
-            "tool_choice": word,
-            "messages": [turn | {"role": word}],
-        },
-        "embeddings": {"dimensions": word, "encoding_format": word},
+    path, chat = "/v1/completions", "/v1/chat/completions"
+    changes: dict[str, Any] = {
+        # The name of a field is repeated, so that a client finds its mistake; no value is.
+        **dict.fromkeys(("no_such_field", "model", "temperature", "guided_json"), word),
+        "prompt": {word: word},
+        "stop": [word * 20],
+        "logit_bias": {word: 1},
+        "guided_grammar": f"start: {word}",
+        "guided_regex": f"({word}",
+        "cache_salt": word * 30,
     }
-    usual = {"completions": {"prompt": word}, "embeddings": {"input": word}}
-    for path, changes in fields.items():
-        right = usual.get(path, {"messages": [turn]})
-        for name, value in changes.items():
-            stream = {"stream": True} if name == "stream_options" else {}
-            yield name, "POST", f"/v1/{path}", right | stream | {name: value}, own
-    content = {"messages": [turn | {"content": [{word: word}]}]}
-    path = "/v1/completions"
-    yield "a prompt too long", "POST", path, {"prompt": f"{word} " * 40}, own
-    yield "part", "POST", "/v1/chat/completions", content, own
-    yield "tokenize", "POST", "/tokenize", {"prompt": word, "content": word}, own
-    yield "detokenize", "POST", "/detokenize", {"tokens": [word]}, own
-    yield "no JSON", "POST", path, f'{{"prompt": "{word}'.encode(), own
-    yield "no object", "POST", path, f'"{word}"'.encode(), own
-    yield "no text", "POST", path, f"{word}\udc80".encode("utf-8", "replace"), own
-    yield "content type", "POST", path, word.encode(), {**own, "content-type": f"text/{word}"}
-    yield "API key", "POST", path, usual["completions"], {"authorization": f"Bearer {word}"}
-    named = {"x-request-id": word}
-    yield "no API key", "POST", f"{path}?{word}={word}", usual["completions"], named
-    yield "path", "GET", f"/{word}?{word}={word}", b"", {**own, "cookie": f"{word}={word}"}
-    yield "model's path", "GET", f"/v1/models/{word}", b"", own
-    yield "method", "DELETE", path, word.encode(), {**own, word: word}
-    yield "length", "POST", path, word.encode(), {**own, "content-length": "9" * 12}
+    for name, value in changes.items():
+        yield "POST", path, right | {name: value}, own
+    for fields in ({"response_format": schema}, {"tools": [{word: word}]}, {"tool_choice": word}):
+        yield "POST", chat, {"messages": [turn]} | fields, own
+    for content in ({"role": word}, {"role": "system"}, {"content": [{word: word}]}):
+        yield "POST", chat, {"messages": [turn | content]}, own
+    yield "POST", "/v1/embeddings", {"input": word, "dimensions": word}, own
+    yield "POST", path, {"prompt": f"{word} " * 40}, own
+    yield "POST", "/detokenize", {"tokens": [word]}, own
+    yield "POST", path, f'{{"prompt": "{word}'.encode(), own
+    yield "POST", path, word.encode(), {**own, "content-type": f"text/{word}"}
+    yield "POST", path, right, {"authorization": f"Bearer {word}"}
+    yield "POST", f"{path}?{word}={word}", right, {"x-request-id": word}
+    yield "GET", f"/v1/models/{word}?{word}={word}", b"", {**own, "cookie": f"{word}={word}"}
+    yield "DELETE", path, word.encode(), {**own, word: word}
+    yield "POST", path, word.encode(), {**own, "content-length": "9" * 12}
 
 
 def right_requests(text: str, ids: Sequence[int]) -> list[tuple[str, Body]]:
@@ -117,11 +368,22 @@ def right_requests(text: str, ids: Sequence[int]) -> list[tuple[str, Body]]:
     ]
 
 
-class Served(Session):
+class Served:
     """Asks a server of this process, and keeps what is secret of it."""
 
     def __init__(self, folder: Path, seed: int, gpu: Sequence[str], metrics: Sequence[str]) -> None:
-        super().__init__(folder, seed, gpu, metrics)
+        self.folder, self.gpu = folder, gpu
+        self.choose = random.Random(seed)
+        self.faults = Faults(self.choose)
+        self.places = Places(folder, metrics)
+        self.tokenizer = Tokenizer(folder / "model")
+        self.canaries = self._previous = Canaries()
+        # What is told at the end. `requests`: how many a generation takes, by policy.
+        names = ("hits", "ended", "requests", "kinds", "refused", "answered", "crashed")
+        self.told: dict[str, Counter[str]] = {name: Counter() for name in names}
+        self.armed: Counter[str] = Counter()
+        self.patterns = 0
+        self.policy = ""
         self.key = f"{PREFIX}{random.Random(seed).randbytes(24).hex()}"
         self.own = {**_JSON, "authorization": f"Bearer {self.key}"}
         self.address, self.crash = "", ""
@@ -140,11 +402,75 @@ class Served(Session):
             path.chmod(0o600)
         (folder / "model" / TEMPLATE_FILE).write_text(_TEMPLATE, encoding="utf-8")
 
+    def search(self) -> None:
+        """Look everywhere for what was secret since the last time, and count it as a hit.
+
+        And in logs for what was secret before: a line may be written long after what it is about.
+        """
+        for place, content in self.places.contents():
+            kinds = self.canaries.found_in(content)
+            if place in PLACES[:2]:
+                kinds += self._previous.found_in(content)
+            self.told["hits"].update(f"{kind} in {place}" for kind in kinds)
+        self.patterns += len(self.canaries.patterns)
+        self.told["kinds"].update(kind for kind, _ in self.canaries.patterns)
+
     def forget(self) -> None:
-        """Begin a new block, of which the keys are secret again."""
-        super().forget()
+        """Begin a new block of secrets, with those that all have in common."""
+        self._previous, self.canaries = self.canaries, Canaries()
+        for row in Checkpoint(self.folder / "model").rows(EMBEDDING, 32, 128):
+            self.canaries.add_activation(row)
         self.canaries.add_secret(self.key.encode())
         self.canaries.add_secret(self._audit_key.read_bytes().strip())
+
+    def found(self) -> dict[str, Any]:
+        told = {name: dict(counts) for name, counts in self.told.items()}
+        faults = [[*which, times] for which, times in self.faults.made.items()]
+        patterns, planted = self.patterns, self._plant()
+        return {**told, "faults": faults, "patterns": patterns, "planted": planted}
+
+    def _plant(self) -> dict[str, bool]:
+        self.forget()
+        ids = self.tokenizer.encode("an answer that no one else knows")
+        row, key = torch.arange(1.5, 9.5), b"\x01\x9f\x33" * 10
+        self.canaries.add_prompt(["qvxzkjwphm"], ids)
+        self.canaries.add_secret(key)
+        self.canaries.add_activation(row)
+        puts = self.places.plants(ids, row, key)
+        puts["runner log"] = lambda: log.warning("x", extra={"fields": {"y": "qvxz kjw phm"}})
+        self.search()
+        found: dict[str, bool] = {}
+        try:
+            for place in PLACES:
+                self.told["hits"].clear()
+                puts[place]()
+                self.search()
+                found[place] = any(hit.endswith(f" in {place}") for hit in self.told["hits"])
+        finally:
+            puts[""]()
+        return found
+
+    def prompt(self) -> tuple[str, list[int]]:
+        """Return another prompt, which is looked for from now on, and its token ids."""
+        words = ["".join(self.choose.choices(string.ascii_lowercase, k=10)) for _ in range(3)]
+        text = " ".join(words)
+        ids = self.tokenizer.encode(text)
+        self.canaries.add_prompt(words, ids)
+        return text, ids
+
+    def next_fault(self) -> tuple[str, int]:
+        """Return what is to go wrong at which request: in time every fault at every one."""
+        requests = self.told["requests"][self.policy]
+        if not requests:
+            return "", 0  # The first shows how many there are.
+        number = self.armed[self.policy]
+        self.armed[self.policy] += 1
+        # Both go on by one, and the request by one more when they would begin again together.
+        fault = FAULTS[number % len(FAULTS)]
+        again = number // math.lcm(len(FAULTS), requests)
+        if fault == "no reply" and number // len(FAULTS) % 8 > 0:
+            fault = "wrong number"  # each takes its whole deadline
+        return fault, 1 + (number + again) % requests
 
     def serve_a_block(self, count: int, number: int) -> None:
         """Serve in this thread, and ask in another, which ends the server."""
@@ -160,14 +486,18 @@ class Served(Session):
             finally:
                 os.kill(os.getpid(), signal.SIGINT)
 
+        policy, _, bank = self.policy.partition(" with a ")
         asking = threading.Thread(target=ask)
         asking.start()
         arguments = [
-            *(str(self.folder / "model"), "--port", "0", "--policy", self.policy, "--prefix-reuse"),
+            *(str(self.folder / "model"), "--port", "0", "--policy", policy, "--prefix-reuse"),
             *("--api-keys", str(self._keys), "--request-timeout-s", "0.5", "--speculative=ngram"),
             *("--audit-log", str(self._audit), "--audit-key", str(self._audit_key)),
             *("--shares-in-the-clear", *(f"--gpu={endpoint}" for endpoint in self.gpu)),
         ]
+        if bank:
+            arguments += ["--bank", str(self.folder / "bank" / "bank"), "--bank-key-beside-bank"]
+            arguments += ["--when-out", "wait"]
         with suppress(KeyboardInterrupt, click.Abort):
             serve.main(arguments, standalone_mode=False)
         asking.join()
@@ -182,8 +512,9 @@ class Served(Session):
         self.address = ready.findall(self.log.read_text(encoding="utf-8"))[-1]
         self._until_healthy()
         word = self.prompt()[0].split(" ")[0]
-        for name, method, path, body, headers in wrong_requests(word, self.own):
-            self.told["refused"][name] += 400 <= self._ask(method, path, body, headers) < 500
+        for number, (method, path, body, headers) in enumerate(wrong_requests(word, self.own)):
+            refused = 400 <= self._ask(method, path, body, headers) < 500
+            self.told["refused"][str(number)] += refused
         self._bad_protocol(word)
         text, ids = self.prompt()
         for number, (path, fields) in enumerate(right_requests(text, ids)):
@@ -231,7 +562,9 @@ class Served(Session):
         if new_tokens > NEW_TOKENS:
             self.canaries.add_answer(self.tokenizer.decode(self.sampled), self.sampled)
         elif status == 200:
-            self.count_requests(made)
+            # After a fault there are more.
+            known = self.told["requests"][self.policy]
+            self.told["requests"][self.policy] = min(known or made, made)
         self.told["ended"]["right" if status == 200 else str(status)] += 1
 
     def _post(self, path: str, fields: Body) -> int:
@@ -262,7 +595,6 @@ class Served(Session):
         return status
 
     def _bad_protocol(self, word: str) -> None:
-        """Send what is no HTTP."""
         host, port = self.address.split(":")
         for line in (word, f"GET /{word} HTTP/7.{word}", f"GET / HTTP/1.1\r\n{word}"):
             with socket.create_connection((host, int(port)), timeout=_WAIT_S) as connection:
@@ -281,6 +613,48 @@ class Served(Session):
             return False
 
         until(healthy)
+
+
+def note_secrets(session: Served) -> None:
+    """Keep what a layer reads, and every key, at the moment at which they are made."""
+    call, made = linear.carry_out, PadStore.__init__
+
+    def _call(plan: CallPlan, x_TI: torch.Tensor) -> Any:
+        def noted(x_TI: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+            if plan.operator == "qkv_proj":
+                session.canaries.add_activation(x_TI[-1])
+                if not encoded.is_floating_point():
+                    session.canaries.add_activation(encoded[-1])
+            return encoded
+
+        def hide(x_TI: torch.Tensor) -> Padded | None:
+            masked = plan.padded.hide(x_TI) if plan.padded else None
+            if masked is not None:
+                noted(x_TI, masked.encoded)
+            return masked
+
+        padded = plan.padded and cast("PaddedSite", SimpleNamespace(hide=hide))
+        encode = lambda x_TI: noted(x_TI, plan.encode(x_TI))  # noqa: E731
+        return call(replace(plan, encode=encode, padded=padded), x_TI)
+
+    def make(store: Any, layout: Any, capacity: int, key: bytes, **settings: Any) -> None:
+        session.canaries.add_secret(key)
+        made(store, layout, capacity, key, **settings)
+
+    def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            check = draw(*arguments)
+            products = check.low_kI if isinstance(check, ExactCheck) else check._products
+            secret = products.flatten()[:4].contiguous()
+            session.canaries.add_secret(secret.view(torch.uint8).numpy().tobytes())
+            return check
+
+        return noted
+
+    linear.carry_out = _call
+    PadStore.__init__ = make  # type: ignore[method-assign]
+    for check in (ExactCheck, FloatCheck):
+        check.draw = staticmethod(noting(check.draw))  # type: ignore[attr-defined]
 
 
 def stand_in(session: Served) -> None:
@@ -325,25 +699,19 @@ def stand_in(session: Served) -> None:
         setattr(owner, name, replaced)
 
 
-def be_process(
-    folder: str, count: str, block: str, seed: str, served: str, gpu: str, metrics: str
-) -> None:
-    """Be one of the two processes: generate, or serve, and write what was found."""
+def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics: str) -> None:
     os.chdir(f"{folder}/work")
     tempfile.tempdir = None
     torch.set_num_threads(1)
     configure("debug")
-    kind = Served if served else Session
-    session = kind(Path(folder), int(seed), gpu.split(","), metrics.split(","))
+    session = Served(Path(folder), int(seed), gpu.split(","), metrics.split(","))
     session.forget()
     session.faults.install()
     note_secrets(session)
-    if isinstance(session, Served):
-        stand_in(session)
-    run = session.serve_a_block if isinstance(session, Served) else session.generate_a_block
+    stand_in(session)
     firsts = range(0, int(count), int(block))
     for number, first in enumerate(firsts):
-        run(min(int(block), int(count) - first), number)
+        session.serve_a_block(min(int(block), int(count) - first), number)
         session.forget()
     session.search()
     found = {**session.found(), "blocks": len(firsts)}

@@ -51,7 +51,6 @@ finally:
 
 
 def code_lines(source: str) -> int:
-    """Count the lines that have code on them."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -83,17 +82,14 @@ def imported_by_a_shielded_run() -> dict[str, Path]:
 
 
 def all_of(*packages: str) -> list[Path]:
-    """Return the Python files of packages."""
     return [file for package in packages for file in (ROOT / package).rglob("*.py")]
 
 
 def total(files: Iterable[Path]) -> int:
-    """Count the code lines of files."""
     return sum(code_lines(file.read_text(encoding="utf-8")) for file in files)
 
 
 def main() -> None:
-    """Print the table."""
     files = imported_by_a_shielded_run()
     for name, file in sorted(files.items()):
         print(f"{total([file]):6}  {name}")  # noqa: T201

@@ -1,18 +1,24 @@
 """Sessions of the demo model: what they ask, what the model says to it, what they send, and when.
 
+Sessions side by side are a crowd: runners with a thread each, here or in processes of their own.
+
 For tests and rows of real processes. What the model says is computed in this process, over a
 service in it that is well: integers leave no room for rounding.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,13 +48,11 @@ def _text_ids() -> Tokens:
 
 
 def prompt(length: int, chance: random.Random) -> Tokens:
-    """Return a stretch of the text."""
     start = chance.randrange(len(_text_ids()) - length)
     return _text_ids()[start : start + length]
 
 
 def prompts(count: int, length: int, seed: int = 1) -> list[Tokens]:
-    """Return stretches of text, each another."""
     chance = random.Random(seed)
     found: dict[Tokens, None] = {}
     while len(found) < count:
@@ -66,14 +70,13 @@ def settings(gpu: Sequence[str], **more: Any) -> RunnerSettings:
 def start(
     workers: Workers, *arguments: str, bind: str = "tcp://127.0.0.1:*", log: Path | None = None
 ) -> Service:
-    """Start a gpu-service of the demo model, on loopback."""
     return workers.start("demo", "--bind", bind, "--threads", "1", *arguments, log=log)
 
 
 @cache
-def expected(ids: Tokens, new_tokens: int, policy: str = POLICY) -> Tokens:
-    """Return what the model says to a prompt."""
-    tee = assemble(DEMO, policy)
+def expected(ids: Tokens, new_tokens: int) -> Tokens:
+    """Return what the model says to a prompt: the same as under pads, in less time."""
+    tee = assemble(DEMO, "quantized-clear")
     engine = tee.engine(step_tokens=64)
     sequence = engine.add(ids, max_new_tokens=new_tokens)
     while engine.running:
@@ -92,11 +95,9 @@ class Said:
 
     @property
     def longest_s(self) -> float:
-        """The longest that it stood still."""
         return max(self.gaps_s, default=0.0)
 
     def is_right(self, ids: Tokens, new_tokens: int) -> bool:
-        """Say whether these are the right tokens, all of them."""
         return self.error is None and self.tokens == expected(ids, new_tokens)
 
 
@@ -128,7 +129,7 @@ class Sent(threading.local):
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Request]] = []
-        self._due: Mapping[tuple[int, bool], Callable[[], object]] = {}
+        self._due: dict[tuple[int, bool], Callable[[], object]] = {}
         self._count = 0
 
     def to(self, *endpoints: str) -> list[Request]:
@@ -145,18 +146,18 @@ class Sent(threading.local):
         No Init is counted, and nothing before this call, which is forgotten.
         """
         self.log.clear()
-        self._count, self._due = 0, due
+        self._count, self._due = 0, dict(due)
 
     def carry(self, endpoint: str, request: Request, send: Callable[[], int]) -> int:
-        """Send a request."""
         counts = not isinstance(request, InitRequest)
-        if counts and (before := self._due.get((self._count, False))):
+        # Once: a request that could not be sent is sent again under the same number.
+        if counts and (before := self._due.pop((self._count, False), None)):
             before()
         request_id = send()
         self.log.append((endpoint, request))
         if counts:
             self._count += 1
-            if behind := self._due.get((self._count - 1, True)):
+            if behind := self._due.pop((self._count - 1, True), None):
                 behind()
         return request_id
 
@@ -182,3 +183,105 @@ def watched() -> Iterator[Sent]:
 
     with mock.patch.object(runner_module, "open_channel", watching):
         yield kept
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_READY_S = 300.0
+
+
+@dataclass
+class Crowd:
+    """What came of sessions side by side.
+
+    `counts`: generations that ended, `errors` those by an error; `wrong`: with other tokens than
+    the model's; `round_trips`. `steps`: when each token came (time.monotonic), and how long it
+    took. `rss`: when, and bytes.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    rss: list[tuple[float, int]] = field(default_factory=list)
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def relative_slope(samples: Sequence[tuple[float, int]]) -> float:
+    """Return by what part memory grows over the last four fifths of a time, by regression."""
+    kept = samples[len(samples) // 5 :]
+    if len(kept) < 3:
+        return 0.0
+    mean_t = sum(t for t, _ in kept) / len(kept)
+    mean = sum(size for _, size in kept) / len(kept)
+    spread = sum((t - mean_t) ** 2 for t, _ in kept)
+    slope = sum((t - mean_t) * (size - mean) for t, size in kept) / spread
+    return slope * (kept[-1][0] - kept[0][0]) / mean
+
+
+class _Times:
+    """Set in each process of crowds: where all wait until they are connected, and until when."""
+
+    ready: Any
+    stop: Any
+
+
+def _set_times(ready: Any, stop: Any) -> None:
+    _Times.ready, _Times.stop = ready, stop
+
+
+def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
+    """Generate until told to stop. `texts`: each session's prompt, and what the model says."""
+    found, lock = Crowd(), threading.Lock()
+
+    def one(runner: Runner, ids: Tokens) -> None:
+        right, before = texts[ids], runner.traffic.round_trips
+        while not _Times.stop.is_set():
+            said = generate(runner, ids, len(right))
+            ended = time.monotonic()
+            wrong = said.error is None and said.tokens != right
+            with lock:
+                found.counts.update(generations=1, errors=said.error is not None, wrong=wrong)
+                at = ended - sum(said.gaps_s)
+                for gap_s in said.gaps_s:
+                    at += gap_s
+                    found.steps.append((at, gap_s))
+        with lock:
+            found.counts["round_trips"] += runner.traffic.round_trips - before
+
+    with ExitStack() as stack:
+        runners = [stack.enter_context(Runner(settings([gpu]))) for _ in texts]
+        pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
+        _Times.ready.wait(_READY_S)
+        ended = [pool.submit(one, *pair) for pair in zip(runners, texts, strict=True)]
+        while not _Times.stop.wait(1.0):
+            found.rss.append((time.monotonic(), resident_bytes()))
+        for session in ended:
+            session.result()
+    return found
+
+
+@contextmanager
+def crowds(
+    gpu: str, parts: Sequence[Mapping[Tokens, Tokens]], *, apart: bool
+) -> Iterator[list[Future[Crowd]]]:
+    """Run a crowd of each part from when all are connected to the end of the block.
+
+    `apart`: each in a process of its own.
+    """
+    context = get_context("spawn")
+    times = context.Barrier(len(parts) + 1), context.Event()
+    pool: Executor
+    if apart:
+        pool = ProcessPoolExecutor(
+            len(parts), mp_context=context, initializer=_set_times, initargs=times
+        )
+    else:
+        pool = ThreadPoolExecutor(len(parts), initializer=_set_times, initargs=times)
+    with pool:
+        found = [pool.submit(run_crowd, gpu, part) for part in parts]
+        try:
+            times[0].wait(_READY_S)
+            yield found
+        finally:
+            times[1].set()

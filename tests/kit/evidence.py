@@ -27,12 +27,10 @@ PRODUCTS: tuple[Product, ...] = ("milan", "genoa", "turin")
 
 
 def read_vector(name: str) -> bytes:
-    """Return a file of tests/vectors, whose README.md says what it is."""
     return (VECTORS / name).read_bytes()
 
 
 def authority(product: Product, which: str) -> bytes:
-    """Return AMD's ARK, ASK or ASVK of a product."""
     return read_vector(f"snp/{product}-{which}.der")
 
 
@@ -50,21 +48,17 @@ class SnpVector(NamedTuple):
 
     @property
     def report(self) -> bytes:
-        """The 1184 bytes."""
         return read_vector(f"snp/{self.name}-report.bin")
 
     @property
     def leaf(self) -> bytes:
-        """VCEK or VLEK, in DER."""
         return read_vector(f"snp/{self.name}-leaf.der")
 
     @property
     def chain(self) -> tuple[bytes, bytes, bytes]:
-        """Leaf, intermediate and root."""
         return self.chain_of(self.leaf)
 
     def chain_of(self, leaf: bytes) -> tuple[bytes, bytes, bytes]:
-        """Return the chain with another leaf."""
         intermediate = authority(self.product, "asvk" if self.kind == "vlek" else "ask")
         return leaf, intermediate, authority(self.product, "ark")
 
@@ -119,7 +113,6 @@ class AttestedServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return f"https://127.0.0.1:{self.port}"
 
 

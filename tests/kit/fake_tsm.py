@@ -72,7 +72,6 @@ def snp_report(data: bytes, vmpl: int = 0, key: int = 0) -> bytes:
 
 
 def certificate_table(certificates: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return the table of certificates that a host gives."""
     begin = 24 * (len(certificates) + 1)
     head, body = b"", b""
     for name, one in certificates:
@@ -128,11 +127,9 @@ class FakeKernel:
             _fail(self.faults[call].pop(0))
 
     def access(self, path: str, mode: int) -> bool:
-        """Say whether directories can be made there."""
         return (path, mode) == (REPORTS, os.W_OK) and self.configfs and self.writable
 
     def mkdtemp(self, prefix: str, dir: str) -> str:  # noqa: A002
-        """Make an entry of configfs, as `tempfile.mkdtemp` does."""
         self.fail("mkdir")
         if dir != REPORTS or not self.configfs:
             _fail(errno.ENOENT)
@@ -146,13 +143,11 @@ class FakeKernel:
         return path
 
     def rmdir(self, path: str) -> None:
-        """Remove an entry."""
         self.fail("rmdir")
         if self.entries.pop(path, None) is None:
             _fail(errno.ENOENT)
 
     def open(self, path: str, mode: str, buffering: int = -1) -> IO[Any]:
-        """Open a file of an entry, or the device."""
         folder, name = os.path.split(path)
         self.fail(f"open {name}")
         if path == SEV_GUEST and self.sev_guest:
@@ -173,7 +168,6 @@ class FakeKernel:
         return cast(IO[Any], buffered)
 
     def show(self, entry: _Entry, name: str) -> bytes:
-        """Return what a file holds."""
         self.fail(f"read {name}")
         if name in self.intrusions:
             self.intrusions.remove(name)
@@ -195,7 +189,6 @@ class FakeKernel:
         entry.generation += 1
 
     def ioctl(self, device: IO[Any], code: int, argument: bytearray) -> int:
-        """Make a report with certificates."""
         call = _Call.from_buffer(argument)
         request = _Request.from_address(call.req_data)
         if device.closed or code != _GET_EXT_REPORT:

@@ -27,7 +27,6 @@ from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
-from tsqp.lab.link import Link
 
 
 @dataclass
@@ -173,16 +172,13 @@ class World:
     opened: list[FakeConnection] = field(default_factory=list)
     most_open: int = 0
     made: list[Services] = field(default_factory=list)
-    link: Link | None = None
 
     def add(self, *names: str, **settings: Any) -> list[FakeService]:
-        """Let there be services."""
         for name in names:
             self.services[name] = FakeService(name, **settings)
         return [self.services[name] for name in names]
 
     def open(self, endpoint: str) -> Any:
-        """Connect."""
         connection = FakeConnection(self.services[endpoint])
         self.opened.append(connection)
         is_open = [one for one in self.opened if one.endpoint == endpoint and not one.closed]
@@ -192,7 +188,6 @@ class World:
     def verify(
         self, endpoint: str, reply: Any, layers: tuple[int, int], columns: tuple[int, int]
     ) -> Any:
-        """Check an Init reply."""
         service = self.services[endpoint]
         service.checked.append((layers, columns))
         if service.held is not None:
@@ -207,16 +202,15 @@ class World:
         connect_s: float = 1.0,
         config: Any = None,
     ) -> Services:
-        """Return connected services."""
-        options = ConnectOptions(self.open, self.verify, self.link, timeout_s)
+        options = ConnectOptions(self.open, self.verify, timeout_s=timeout_s)
         made = Services(groups, layers, options, config)
         self.made.append(made)
         made.connect(connect_s)
         return made
 
-    def replicas(self, *names: str, timeout_s: float = 5.0) -> Any:
+    def replicas(self, *names: str) -> Any:
         """Return the channel over services that stand in for each other."""
-        return self.connect(ReplicaGroup(1, 0, 0, names), timeout_s=timeout_s).at(0)[0]
+        return self.connect(ReplicaGroup(1, 0, 0, names)).at(0)[0]
 
 
 def stopped_clock(patch: pytest.MonkeyPatch) -> Any:
@@ -236,17 +230,14 @@ def stopped_clock(patch: pytest.MonkeyPatch) -> Any:
 
 
 def lost(endpoint: str) -> EndpointError:
-    """Return what a lost connection is."""
     return EndpointError(endpoint, got="a lost connection", expected="a service")
 
 
 def service_error(code: ErrorCode) -> ServiceError:
-    """Return what an error reply is."""
     return ServiceError("LMHead at somewhere", code=code)
 
 
 def wrong() -> VerificationError:
-    """Return what a wrong result is."""
     return VerificationError("down_proj", got="a wrong product", expected="x W")
 
 

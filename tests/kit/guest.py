@@ -58,7 +58,6 @@ class SmallGuest:
         self.order("qmp_capabilities")
 
     def order(self, command: str, **arguments: str) -> Any:
-        """Have QEMU do something, and return what comes of it."""
         json.dump({"execute": command, "arguments": arguments}, self._control)
         self._control.flush()
         for line in self._control:
@@ -72,7 +71,6 @@ class SmallGuest:
             assert status != "failed"
 
     def report(self, *, asked: bool = True) -> dict[str, Any]:
-        """Return how the guest stands."""
         if asked:
             self.say("report")
         for line in self._said:
@@ -84,15 +82,12 @@ class SmallGuest:
         raise EOFError("console")
 
     def say(self, line: str) -> None:
-        """Write a line to its console."""
         self._console.sendall(f"{line}\n".encode())
 
     def read_to_the_end(self) -> None:
-        """Wait until it is off."""
         self.seen += self._said.read()
 
     def close(self) -> None:
-        """Close both lines."""
         self._control.close()
         self._said.close()
 

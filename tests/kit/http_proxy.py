@@ -44,7 +44,6 @@ class HttpProxy:
 
     @property
     def seen(self) -> bytes:
-        """Everything that it has read."""
         parts = [part for pieces in self.answers for part in pieces]
         for method, path, headers, body in self.requests:
             parts += [f"{method} {path} {headers}".encode(), body]
@@ -65,7 +64,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def read(self) -> tuple[dict[str, str], bytes]:
-        """Read and note a request."""
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = self.rfile.read(int(headers.get("content-length", 0)))
         self.proxy.requests.append((self.command, self.path, dict(headers), body))

@@ -20,7 +20,6 @@ class KernelLog:
         self.reader = theirs.fileno()
 
     def say(self, *records: str) -> None:
-        """Write records; they are there on return."""
         for record in records:
             self._ours.sendall(record.encode())
 

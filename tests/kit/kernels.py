@@ -22,7 +22,6 @@ _check = integer.check_kernels
 def check_kernels(
     device: torch.device, product: integer.RingProduct = integer.ring_product
 ) -> None:
-    """See `protocol.integer.check_kernels`: kernels that have passed pass."""
     if product is integer.ring_product and device.type == "cpu":
         _passed(native.choice(), torch._int_mm)
     else:

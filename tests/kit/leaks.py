@@ -49,9 +49,6 @@ VOCABULARY = 128
 _NUMBERS = {"input_ids", "hidden_states", "elements", "a", "b"}
 
 
-# --------------------------------------------------------------------------------- recordings
-
-
 def make_begun_model(folder: Path, kind: str = "llama", **overrides: Any) -> SavedModel:
     """Save a random model of two layers whose tokenizer puts token 0 in front of every text."""
     sizes = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, **overrides}
@@ -107,11 +104,7 @@ def policy_with(name: str = "planted", **operators: Any) -> Policy:
     return Policy.model_validate({"name": name, "summary": name, "operators": placed})
 
 
-# -------------------------------------------------------------------------------- what is planted
-
-
 def message(request: Request) -> Message:
-    """Return a request as it crosses."""
     return tuple(map(bytes, encode_request(request, 1, 60_000)))
 
 
@@ -127,12 +120,10 @@ def linear(where: Where, rows_RI: torch.Tensor) -> Message:
 
 
 def embedding(ids: Sequence[int]) -> Message:
-    """Return a request for embeddings."""
     return message(EmbeddingRequest(input_ids=from_torch(torch.tensor(ids)), dtype="float32"))
 
 
 def lm_head(rows_RD: torch.Tensor) -> Message:
-    """Return a request for logits."""
     return message(LMHeadRequest(hidden_states=from_torch(rows_RD.contiguous())))
 
 
@@ -200,9 +191,6 @@ def _uniform(values: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, values.shape).to(values.dtype)
 
 
-# --------------------------------------------------------------------------------- what is read
-
-
 def view_of(
     public: PublicModel,
     *traces: Trace,
@@ -224,7 +212,6 @@ def first_view(public: PublicModel, recording: Recording) -> View:
 
 
 def scores_of(attack: Attack, view: View, truths: Sequence[Truth]) -> dict[str, Score]:
-    """Return what an attack reads, by place."""
     assert attack.refuses(view) is None, attack.refuses(view)
     return {one.where: one for one in score(attack.read(view, Work()), truths)}
 
@@ -260,7 +247,6 @@ def run_of(attack: str, *scores: Score, worked: bool = True, **more: Any) -> Att
 
 
 def leak_of(*runs: AttackRun, **more: Any) -> PolicyLeak:
-    """Return what is said of a policy that was attacked so."""
     fields: dict[str, Any] = {
         "policy": "mine",
         "summary": "mine",

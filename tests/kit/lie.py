@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import load_weights
-from protocol.channel import Exchange
+from protocol.channel import Channel, Exchange
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
@@ -39,20 +40,22 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.tensors import from_torch, to_torch, torch_dtype
+from protocol.tensors import from_torch, to_torch
+from tee_side.engine.engine import Engine, EngineSettings
+from tee_side.model.operators import MicroBatchOperators
 from tee_side.words import Operator
+from tests.kit.demo import DEMO, prompt
 from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
-from tests.kit.model import SIZES, LoopbackChannel, Tee, expanded, token_ids
+from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, expanded, token_ids
 from tests.kit.service import Closing
 
 _WAIT_MS = 50
 # Replies that it remembers, of each kind.
-_REMEMBERED = 32
+_REMEMBERED = 200
 
 
-def operators_of(directory: Path, dtype: str = "float32") -> RequestHandler:
-    """Load a model as gpu-service does."""
-    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+def operators_of(directory: Path) -> RequestHandler:
+    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
     return RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
 
 
@@ -85,13 +88,8 @@ class MaliciousService(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
         self._stop.set()
         self._thread.join(10)
-
-    def overhear(self) -> None:
-        """Take the session that was answered last for the other one of lies that tell of one."""
-        self.memory.bystander = self.memory.earlier[-1][0]
 
     def tell(self, lie: Lie, after: int = 0) -> None:
         """Lie once, when so many further requests have been answered rightly."""
@@ -228,12 +226,6 @@ class Lying(LoopbackChannel):
             raise error
 
 
-def one_more(y: torch.Tensor) -> torch.Tensor:
-    """Lie about the last element, by 1."""
-    y[(-1,) * y.dim()] += 1
-    return y
-
-
 def site_of(request: Request) -> tuple[int, str] | None:
     """Return the layer (-1: none) and the first module of a request for a product with weights."""
     if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
@@ -252,10 +244,94 @@ def is_of(operator: Operator, request: Request) -> bool:
 
 
 def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
-    """Return the tokens behind a short prompt."""
     return tee.greedy(PROMPT, new_tokens)
 
 
 def bytes_of(request: Request) -> bytes:
     """Return the ring elements that a service gets or makes of a seed."""
     return bytes(expanded(request).elements.data)
+
+
+class Outcome(NamedTuple):
+    """How a step ended: `error` by name, None for a result, which is `right` or not."""
+
+    error: str | None
+    right: bool
+    seconds: float = 0.0
+
+    @property
+    def accepted(self) -> bool:
+        return self.error is None and not self.right
+
+
+class Victim:
+    """The trusted side, put together as Runner does it, which generates one text again and again.
+
+    What it computes is compared with what it computed over honest services. `connect`: opens its
+    channels; called again when the last ones have failed. `sequences`: how many run side by side.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        connect: Callable[[], Sequence[Channel]],
+        *,
+        sequences: int = 1,
+        micro_batches: int = 1,
+    ) -> None:
+        self._connect, self._micro_batches = connect, micro_batches
+        self._channels: Sequence[Any] = connect()
+        tee = assemble(DEMO, policy, channels=list(self._channels), step_tokens=64)
+        self.assembly = tee.assembly
+        self._engine = Engine(tee.model, self._lanes(), EngineSettings(step_tokens=64))
+        chance = random.Random(7)
+        self._prompts = [prompt(4, chance) for _ in range(sequences)]
+        self._expected: list[list[torch.Tensor]] = []
+        self._step = 0
+        self._begin()
+        while self._engine.running:
+            self._expected.append([sampled.logits_V for sampled in self._engine.step()])
+        self._begin()
+
+    def close(self) -> None:
+        self._disconnect()
+        self.assembly.close()
+
+    def _disconnect(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = ()
+
+    def reconnect(self) -> None:
+        self._disconnect()
+        self._channels = self._connect()
+        self._engine.lanes = self._lanes()
+
+    def _lanes(self) -> list[MicroBatchOperators]:
+        return self.assembly.lanes(lambda _layer: self._channels, micro_batches=self._micro_batches)
+
+    def step(self) -> Outcome:
+        """Run a step. One that fails has changed nothing: the next is the same again."""
+        began = time.monotonic()
+        try:
+            sampled = self._engine.step()
+        except TsqpError as error:
+            return Outcome(type(error).__name__, False, time.monotonic() - began)
+        seconds, expected = time.monotonic() - began, self._expected[self._step]
+        logits = [one.logits_V for one in sampled]
+        right = len(logits) == len(expected) and all(map(torch.equal, logits, expected))
+        self._step += 1
+        if self._step == len(self._expected) or not right:
+            self._begin()
+        return Outcome(None, right, seconds)
+
+    def _begin(self) -> None:
+        for running in self._engine.running:
+            self._engine.remove(running)
+        for ids in self._prompts:
+            self._engine.add(ids, max_new_tokens=5, eos_token_ids=frozenset())
+        self._step = 0
+        for expected in self._expected[:1]:
+            logits = [one.logits_V for one in self._engine.step()]
+            assert all(map(torch.equal, logits, expected)), "the prompt: got other logits"
+            self._step = 1

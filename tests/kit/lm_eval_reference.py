@@ -56,7 +56,6 @@ def _continued(client: Reference, model: Any, ids: list[int], wanted: Any) -> di
 
 
 def evaluate(folder: Path, model: str, options: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return metrics and answers, by task."""
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     found = simple_evaluate(
         model, options, tasks=names, task_manager=tasks, bootstrap_iters=0, log_samples=True

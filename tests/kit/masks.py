@@ -1,10 +1,8 @@
 """What every mask must do, whatever its kind: one harness that applies any of them.
 
-A mask is tried on every operator that it supports, in the shapes of prefill, decode and a batch,
-through a server that multiplies as the real one does: in float32 by float32 weights, or in int32
-modulo 2^32 by int8 weights. Under a segment mask it runs two layers, and the LM head behind them.
-`Trial` holds one application: what went in, what crossed, what came back, and the plain result, in
-float64 or int64.
+A mask is tried on every operator that it supports, through a server that multiplies as the real one
+does: in float32 by float32 weights, or in int32 modulo 2^32 by int8 weights. Under a segment mask
+it runs two layers, and the LM head behind them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch.nn.functional import linear, silu
@@ -71,6 +69,15 @@ CONFIG = ModelConfig(
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
+class _Asked(NamedTuple):
+    operator: Operator
+    rows: int
+    randomness: Randomness
+    site_key: bytes
+    change: Change
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Trial:
     """One application of a mask. `weight`: the plain one [O, I], of a linear operator."""
@@ -93,7 +100,6 @@ class Trial:
 
     @property
     def crossed(self) -> bytes:
-        """Every byte that a service got."""
         return b"".join(_bytes(tensor) for tensor in self.sent)
 
 
@@ -123,22 +129,14 @@ def apply(
     """
     if operator == "embedding":
         return _embedding(mask, rows, randomness)
+    asked = _Asked(operator, rows, randomness, site_key, change or _same, dtype)
     if operator in PRODUCTS:
-        return _product(mask, operator, rows, randomness, change or _same, dtype)
-    if isinstance(mask, SegmentMask):
-        return _segment(mask, operator, rows, randomness, site_key, change or _same, dtype)
-    return _linear(mask, operator, rows, randomness, site_key, change or _same, dtype)
+        return _product(mask, asked)
+    return _segment(mask, asked) if isinstance(mask, SegmentMask) else _linear(mask, asked)
 
 
-def _linear(
-    mask: Mask,
-    operator: Operator,
-    rows: int,
-    randomness: Randomness,
-    site_key: bytes,
-    change: Change,
-    dtype: torch.dtype,
-) -> Trial:
+def _linear(mask: Mask, asked: _Asked) -> Trial:
+    operator, rows, *_, change, dtype = asked
     in_features, outputs = FEATURES[operator]
     integer = mask.arithmetic == "int8"
     x_TI = change(_normal(rows, in_features, seed=rows))
@@ -153,7 +151,7 @@ def _linear(
         x_TI, weight_OI = x_TI.to(dtype), w_OI
         plain = x_TI.double() @ weight_OI.double().t()
     given = x_TI.clone()
-    masked, served_OI, noise = _hidden(mask, operator, x_TI, weight_OI, randomness, site_key)
+    masked, served_OI, noise = _hidden(mask, x_TI, weight_OI, asked)
     assert torch.equal(x_TI, given), "a mask changed its input"
     # What a service can compute of what it gets.
     crossed = tuple(one.elements() if isinstance(one, Seed) else one for one in masked.sent)
@@ -163,14 +161,10 @@ def _linear(
 
 
 def _hidden(
-    mask: Mask,
-    operator: Operator,
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    randomness: Randomness,
-    site_key: bytes,
+    mask: Mask, x_TI: torch.Tensor, weight_OI: torch.Tensor, asked: _Asked
 ) -> tuple[Masked, torch.Tensor, float]:
     """Return what crosses, the weights that the server holds, and how large the noise is."""
+    operator, randomness = asked.operator, asked.randomness
     match mask:
         case RowMask() | SharingMask():
             return mask.mask(x_TI, randomness), weight_OI, 0.0
@@ -180,7 +174,7 @@ def _hidden(
             if operator in ("qkv_proj", "gate_up_proj"):
                 gain = 1 + 0.2 * _normal(in_features, seed=2)
             transform = mask.transform(
-                FeatureSite(in_features, outputs, gain, Randomness(site_key))
+                FeatureSite(in_features, outputs, gain, Randomness(asked.site_key))
             )
             return (
                 transform.mask(x_TI, randomness),
@@ -195,16 +189,9 @@ def _hidden(
     raise TypeError(f"mask {mask.name}: got {type(mask).__name__}, expected one of the kinds")
 
 
-def _segment(
-    mask: SegmentMask,
-    operator: Operator,
-    rows: int,
-    randomness: Randomness,
-    site_key: bytes,
-    change: Change,
-    dtype: torch.dtype,
-) -> Trial:
+def _segment(mask: SegmentMask, asked: _Asked) -> Trial:
     """Run all layers, or the LM head alone, in float32 by the weights that the mask has made."""
+    operator, rows, randomness, site_key, change, dtype = asked
     compute = run_layers if operator == "segment" else run_head
     h_TD = change(_normal(rows, HIDDEN, seed=rows)).to(dtype)
     keyed, weights = mask.keyed(CONFIG, Randomness(site_key)), _model()
@@ -244,14 +231,8 @@ def _model() -> dict[str, torch.Tensor]:
     }
 
 
-def _product(
-    mask: Mask,
-    operator: Operator,
-    rows: int,
-    randomness: Randomness,
-    change: Change,
-    dtype: torch.dtype,
-) -> Trial:
+def _product(mask: Mask, asked: _Asked) -> Trial:
+    operator, rows, randomness, _, change, dtype = asked
     if not isinstance(mask, RowMask):
         raise TypeError(f"mask {mask.name}: got {operator}, expected a row mask for it")
     context = EARLIER + rows

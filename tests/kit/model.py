@@ -96,8 +96,6 @@ def make_model(
     return model
 
 
-# --------------------------------------------------------- both sides in one process, all encoded
-
 # Policies that need nothing but a model and a service, and compute in floats without masks.
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 
@@ -138,7 +136,6 @@ class _Known(Checkpoint):
     _digests: ClassVar[dict[object, str]] = {}
 
     def remember(self, what: object, compute: Callable[[], str]) -> str:
-        """See `Checkpoint.remember`."""
         key = _files(self.directory), what
         if key not in self._digests:
             self._digests[key] = compute()
@@ -177,16 +174,13 @@ class LoopbackChannel(RecordingChannel):
         return request_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
-        """See `PendingChannel.arrived`."""
         return request_id in self._replies
 
     def use_one_connection(self) -> None:
-        """See `PendingChannel.use_one_connection`; there is no connection to lose."""
         assert not self.requests
         self.one_connection = True
 
     def limit_replies(self, max_reply_bytes: int) -> None:
-        """See `PendingChannel.limit_replies`."""
         assert not self.requests
         self.max_reply_bytes = max_reply_bytes
 
@@ -196,7 +190,6 @@ class LoopbackChannel(RecordingChannel):
         return len(self._replies)
 
     def limit_messages(self, max_message_bytes: int) -> None:
-        """See `PendingChannel.limit_messages`."""
         self.max_message_bytes = max_message_bytes
 
 
@@ -222,21 +215,17 @@ class Tee:
 
     @property
     def channel(self) -> LoopbackChannel | None:
-        """The first service's channel, if there is one."""
         return self.channels[0] if self.channels else None
 
     def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
-        """Return an engine of its own."""
         return Engine(self.model, self.lanes, EngineSettings(step_tokens=step_tokens))
 
     def cache(self, capacity: int) -> KVCache:
-        """Return an empty KV cache."""
         return KVCache(self.model.config, capacity, self.model.dtype)
 
     def logits(
         self, token_ids: list[int], chunk: int | None = None, phase: Phase = "prefill"
     ) -> torch.Tensor:
-        """Return the logits [T, V] of every position, `chunk` tokens a step (None: all)."""
         cache = self.cache(len(token_ids))
         size = chunk or len(token_ids)
         steps = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
@@ -245,7 +234,6 @@ class Tee:
     def step_logits(
         self, cache: KVCache, token_ids: list[int], phase: Phase = "prefill"
     ) -> torch.Tensor:
-        """Run one step of one sequence and return the logits of all its rows."""
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
@@ -318,7 +306,6 @@ class SavedModel:
         return folder / "server", folder / "key"
 
     def masks(self, policy: Policy, **settings: Any) -> MaskSettings:
-        """Return what a policy's masks need: calibration, key."""
         masks = MaskSettings(**settings)
         if policy.arithmetic == "int8":
             masks = replace(masks, calibration=self.calibration)
@@ -339,31 +326,25 @@ class SavedModel:
         dtype: str = "float32",
         *,
         channels: list[LoopbackChannel] | None = None,
-        observer: Observers | None = None,
-        step_tokens: int = DEFAULT_STEP_TOKENS,
-        randomness: Randomness | None = None,
-        micro_batches: int = 1,
         **settings: Any,
     ) -> Tee:
         """Assemble any policy, with the files and the services that it needs.
 
-        `settings`: fields of `MaskSettings`, beside calibration and key.
+        `settings`: of `assemble`, and fields of `MaskSettings` beside calibration and key.
         """
         chosen = load_policy(policy) if isinstance(policy, str) else policy
+        names = settings.keys() & {"observer", "step_tokens", "randomness", "micro_batches"}
+        given = {name: settings.pop(name) for name in names}
         return assemble(
             self.directory,
             chosen,
             dtype,
             channels=self.services(chosen, dtype) if channels is None else channels,
-            observer=observer,
             masks=self.masks(chosen, **settings),
-            step_tokens=step_tokens,
-            randomness=randomness,
-            micro_batches=micro_batches,
+            **given,
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Return the reference's logits [T, V] of every position."""
         with torch.inference_mode():
             logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
         return logits
@@ -372,24 +353,12 @@ class SavedModel:
         """Return the reference's greedy token ids; computed once for all tests."""
         asked = (*prompt_ids, new_tokens)
         if asked not in self._greedy:
-            self._greedy[asked] = self._generate(prompt_ids, new_tokens)
+            self._greedy[asked], _ = greedy(self.reference, prompt_ids, new_tokens)
         return list(self._greedy[asked])
 
     @cached_property
     def _greedy(self) -> dict[tuple[int, ...], list[int]]:
         return {}
-
-    def _generate(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
-        prompt = torch.tensor([prompt_ids])
-        ids = self.reference.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            pad_token_id=0,
-        )
-        new: list[int] = ids[0, len(prompt_ids) :].tolist()
-        return new
 
 
 # How an operator leaves in the clear, and is believed.
@@ -424,7 +393,6 @@ def with_results(policy: Policy | str, verify: Verify) -> Policy:
 
 
 def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
-    """Return random token ids."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return ids
@@ -440,6 +408,7 @@ def greedy(
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -42,13 +42,11 @@ class NvidiaGpu:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Pin its root beside NVIDIA's."""
         roots = nvidia.PINNED_ROOTS | {hashlib.sha256(self.certificates[-1]).hexdigest()}
         with patch.object(nvidia, "PINNED_ROOTS", roots):
             yield
 
     def sign(self, signed: bytes) -> bytes:
-        """Return a report of these messages."""
         r, s = decode_dss_signature(self.key.sign(signed, ec.ECDSA(SHA384())))
         return signed + r.to_bytes(48) + s.to_bytes(48)
 
@@ -121,7 +119,6 @@ def make_gpu(
 
 
 def make_blackwell() -> NvidiaGpu:
-    """Return a GPU that says its firmware as Blackwell does."""
     return make_gpu("GB100", dice=_TCB_INFO)
 
 

@@ -1,12 +1,4 @@
-"""A proxy for TCP and Unix sockets whose faults are switched while it runs.
-
-It sits between clients and a service, in a thread of its own, and carries bytes as they come:
-
-    with Proxy(service.endpoint) as proxy:
-        connect(proxy.endpoint)
-        proxy.set(Fault(bytes_per_s=10_000))
-        proxy.set(HOLD)      # a black hole; what it holds comes later
-        proxy.set()          # heals
+"""A proxy for TCP and Unix sockets, in a thread of its own, whose faults are switched meanwhile.
 
 A kernel that stops answering cannot be had without privileges: `half_open` is as close as it gets,
 a connection that stays open, whose bytes are not read and whose other end has gone.
@@ -67,12 +59,9 @@ class Proxy(Closing):
         self.endpoint = self._do(self._listen())
 
     def _do(self, what: Coroutine[None, None, T]) -> T:
-        """Do something in the proxy's thread, and wait until it is done."""
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(10)
 
     def set(self, fault: Fault = CLEAN) -> None:
-        """Switch to a fault; no argument: none."""
-
         async def switch() -> None:
             self._fault = fault
             (self._flows.clear if fault.holds else self._flows.set)()
@@ -97,7 +86,6 @@ class Proxy(Closing):
         self._do(abandon())
 
     def close(self) -> None:
-        """Close every connection and stop."""
         self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)

@@ -19,7 +19,6 @@ from protocol.model.config import read_config
 from tee_side.engine.background import State
 from tee_side.engine.request import (
     Delivery,
-    FinishReason,
     Grammar,
     Logprob,
     NewToken,
@@ -86,7 +85,6 @@ class FakeEngine:
     """
 
     says: Sequence[int] = field(default_factory=lambda: tokenizer().encode(SAID)[1:])
-    finish: FinishReason = "stop"
     state: State = "ready"
     can_step: bool = True
     hold: bool = False
@@ -164,9 +162,7 @@ class FakeEngine:
         last = at + 1 == len(ids)
         cut = len(ids) < len(self.says)
         number = None if request.logprobs is None else self.numbers(ids[at], request.logprobs)
-        return NewToken(
-            sample, ids[at], number, ("length" if cut else self.finish) if last else None
-        )
+        return NewToken(sample, ids[at], number, ("length" if cut else "stop") if last else None)
 
     def _read(self, request: Request) -> PromptRead:
         count = request.prompt_logprobs
@@ -235,7 +231,6 @@ def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Grammar:
 
 
 def authorise(request: HttpRequest) -> str:
-    """Let in alice alone, by her key."""
     if request.headers.get("authorization") != "Bearer right":
         raise ApiError(401, "a key is needed", headers={"www-authenticate": "Bearer"})
     return "alice"
@@ -347,7 +342,6 @@ def connection(
 
 
 async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
-    """Send a request and wait for all of its answer."""
     found = connection(*parts, **more)
     await app(found.scope, found.receive, found.send)
     return found.reply
@@ -376,8 +370,6 @@ def chat(engine: FakeEngine | None = None, **body: Any) -> Reply:
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine."""
-
     @wraps(test)
     def run(*fixtures: Any, **more: Any) -> None:
         asyncio.run(test(*fixtures, **more))
@@ -387,7 +379,6 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @asynccontextmanager
 async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Connection]:
-    """Send a request and go on while it is answered."""
     found = connection(*parts, **more)
     task = asyncio.create_task(app(found.scope, found.receive, found.send))
     try:

@@ -109,10 +109,6 @@ class Forked:
         """Its exit status, minus the signal that ended it, or None while it runs."""
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        """Return `returncode`."""
-        return self.returncode
-
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
@@ -121,7 +117,6 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
         # The server may have reaped it, and not said so yet.
         with suppress(ProcessLookupError):
             if self.returncode is None:
@@ -198,7 +193,7 @@ class Service:
     @property
     def is_running(self) -> bool:
         """Whether the process is still there, stopped ones too."""
-        return self.process.poll() is None
+        return self.process.returncode is None
 
     def kill(self) -> None:
         """End it as kill -9 does, and wait until it is gone."""
@@ -213,12 +208,11 @@ class Service:
         until(lambda: _states(self.pid) == {"T"})
 
     def thaw(self) -> None:
-        """Send SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self, sent: int = SIGTERM) -> int:
         """Send a signal, collect the rest of the log, and return the exit status."""
-        if self.process.poll() is None:
+        if self.process.returncode is None:
             self.process.send_signal(sent)
         if not self.process.stderr.closed:
             self.log += self.process.communicate(timeout=30)[1].splitlines()
@@ -275,7 +269,6 @@ class Server:
 
     @property
     def base_url(self) -> str:
-        """What a client of OpenAI's API is given."""
         return f"{self.address}/v1"
 
     def get(self, path: str, *, key: str = "", tls: ssl.SSLContext | None = None) -> str:
@@ -336,7 +329,6 @@ class Workers(Closing):
         return Service(process, endpoint, arguments=arguments)
 
     def serve(self, *arguments: str, log: Path | None = None) -> Server:
-        """Start `tee-runner serve ARGUMENTS`; see `start`."""
         return Server(*self._ready("tee-runner", ("serve", *arguments), rb" ready: (\S+)/v1", log))
 
     def _ready(
@@ -348,7 +340,7 @@ class Workers(Closing):
             self._started.callback(process.kill)
             until_s, ended = time.monotonic() + WAIT_S, False
             while time.monotonic() < until_s and not ended:
-                ended = process.poll() is not None
+                ended = process.returncode is not None
                 said = os.pread(file.fileno(), 2**20, begins)
                 if found := re.search(ready + rb".*\n", said):
                     return process, found[1].decode()
@@ -362,7 +354,6 @@ class Workers(Closing):
         return self.start(*arguments)
 
     def close(self) -> None:
-        """End those that are left."""
         self._started.close()
 
 
@@ -404,7 +395,6 @@ class FreshPython(Closing):
         self._server: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
-        """See `Closing.close`."""
         if self._server is not None:
             self._server.communicate(timeout=30)
 
@@ -467,7 +457,6 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
 def run(
     program: str, *arguments: str, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of the installed programs to its end."""
     with TemporaryFile("w+b") as output, TemporaryFile("w+b") as errors:
         files = {"stdout": output.fileno(), "stderr": errors.fileno()}
         process = Forked(program, arguments, {**ENVIRONMENT, **environment}, **files)

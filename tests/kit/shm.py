@@ -45,7 +45,6 @@ class RawClient:
         self.wake_up()
 
     def write_line(self, slot: int, number: int, size: int) -> None:
-        """Say what is in a slot."""
         write_line(self.lane, slot, number, size, of_client=True)
 
     def wake_up(self) -> None:
@@ -124,5 +123,4 @@ class RawService:
         return slot, open_request(list(map(bytes, frames)), 2**20).request_id
 
     def write_line(self, slot: int, number: int, size: int) -> None:
-        """Say what is in a slot."""
         write_line(self.lane, slot, number, size, of_client=False)

@@ -47,11 +47,7 @@ POLICY = 0x3001F
 ALIAS_CHECKED = 1 << 5
 
 
-# ---------------------------------------------------------------------------------------- DER
-
-
 def element(tag: int, *contents: bytes) -> bytes:
-    """Write an element that holds these."""
     content = b"".join(contents)
     size = len(content)
     if size < 0x80:
@@ -61,17 +57,14 @@ def element(tag: int, *contents: bytes) -> bytes:
 
 
 def sequence(*elements: bytes) -> bytes:
-    """Write a SEQUENCE."""
     return element(0x30, *elements)
 
 
 def integer(number: int) -> bytes:
-    """Write a number that is not negative, zero too."""
     return element(2, number.to_bytes(number.bit_length() // 8 + 1))
 
 
 def oid(name: str) -> bytes:
-    """Write an object identifier."""
     first, second, *others = map(int, name.split("."))
     content = bytearray()
     for number in (40 * first + second, *others):
@@ -105,7 +98,6 @@ def time(text: bytes) -> bytes:
 
 
 def name(common_name: str) -> bytes:
-    """Write a name as AMD's certificates have it."""
     pairs = (
         *(("2.5.4.11", 0x0C, "Engineering"), ("2.5.4.6", 0x13, "US")),
         *(("2.5.4.7", 0x0C, "Santa Clara"), ("2.5.4.8", 0x0C, "CA")),
@@ -117,18 +109,15 @@ def name(common_name: str) -> bytes:
 
 
 def extension(number: str, content: bytes, *, critical: bool = False) -> bytes:
-    """Write an extension; `number`: what its identifier is."""
     flag = element(1, b"\xff") if critical else b""
     return sequence(oid(number), flag, element(4, content))
 
 
 def extensions(*encoded: bytes) -> bytes:
-    """Write the last field of a certificate."""
     return element(0xA3, sequence(*encoded))
 
 
 def pss(*more: bytes, salt: int = 48) -> bytes:
-    """Write the AlgorithmIdentifier of RSASSA-PSS with SHA-384."""
     sha384 = sequence(oid("2.16.840.1.101.3.4.2.2"), element(5))
     mgf1 = sequence(oid("1.2.840.113549.1.1.8"), sha384)
     fields = (element(0xA0, sha384), element(0xA1, mgf1), element(0xA2, integer(salt)))
@@ -137,9 +126,6 @@ def pss(*more: bytes, salt: int = 48) -> bytes:
 
 VERSION_3 = element(0xA0, integer(2))
 PSS_SHORT, PSS_LONG = pss(), pss(element(0xA3, integer(1)))
-
-
-# --------------------------------------------------------------------------------------- keys
 
 
 def _rsa_key(p_below: int, q_below: int) -> RSAPrivateKey:
@@ -157,11 +143,7 @@ LEAF_KEY = ec.derive_private_key(0x1EAF, ec.SECP384R1())
 
 
 def public(key: RSAPrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
-    """Write the public key of a key."""
     return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
-# ------------------------------------------------------------------------------- certificates
 
 
 def signed(body: bytes, key: RSAPrivateKey, algorithm: bytes = PSS_SHORT) -> bytes:
@@ -184,17 +166,14 @@ class Body:
     extensions: bytes
 
     def encoded(self) -> bytes:
-        """Write it."""
         begin = (self.version, self.serial, self.algorithm, self.issuer, self.validity)
         return sequence(*begin, self.subject, self.key, self.extensions)
 
     def signed(self, key: RSAPrivateKey) -> bytes:
-        """Write the certificate."""
         return signed(self.encoded(), key, self.algorithm)
 
 
 def ark_body(product: Product) -> Body:
-    """Return the root's certificate before it is signed."""
     return _authority(f"ARK-{product.capitalize()}", f"ARK-{product.capitalize()}", ARK_KEY, 1)
 
 
@@ -268,12 +247,10 @@ class Chain:
 
     @property
     def certificates(self) -> tuple[bytes, bytes, bytes]:
-        """Leaf, intermediate, root."""
         return self.leaf, self.ask, self.ark
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Pin its root in the place of AMD's."""
         roots = {hashlib.sha256(self.ark).hexdigest(): self.product}
         with patch.dict(PINNED_ROOTS, roots, clear=True):
             yield
@@ -281,7 +258,6 @@ class Chain:
 
 @cache
 def make_chain(product: Product = "milan", kind: SigningKey = "vcek") -> Chain:
-    """Return a chain in which everything is right."""
     return Chain(
         product,
         leaf=leaf_body(product, kind).signed(ASK_KEY),
@@ -307,11 +283,7 @@ def crl_body(
     )
 
 
-# ------------------------------------------------------------------------------------ reports
-
-
 def tcb_word(tcb: Tcb, product: Product) -> bytes:
-    """Write the 8 bytes of a TCB_VERSION."""
     if product == "turin":
         return bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
     return bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))

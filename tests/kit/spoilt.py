@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import socket
 import zipfile
 from collections.abc import Callable
@@ -42,8 +41,6 @@ BASE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-# ------------------------------------------------------------------------ a directory to spoil
-
 Parts = tuple[str, ...]
 
 
@@ -60,31 +57,25 @@ class Draft:
         return self.directory / name
 
     def pick(self, *values: Any) -> Any:
-        """Choose one by chance."""
         return self.chance.choice(values)
 
     def raw(self, name: str, content: bytes) -> Parts:
-        """Write a file."""
         (self / name).write_bytes(content)
         return (name,)
 
     def json(self, name: str) -> Any:
-        """Read a file."""
         return json.loads((self / name).read_text(encoding="utf-8"))
 
     def put(self, name: str, **fields: object) -> Parts:
-        """Change fields of a file."""
         self.raw(name, json.dumps({**self.json(name), **fields}).encode())
         return name, *fields
 
     @property
     def weights(self) -> bytes:
-        """The bytes of the weights."""
         return (self / SINGLE_FILE).read_bytes()
 
     @property
     def header(self) -> dict[str, Any]:
-        """The header of the weights."""
         found: dict[str, Any] = json.loads(self.weights[8 : self._data_at])
         return found
 
@@ -98,41 +89,20 @@ class Draft:
         data = self.weights[self._data_at :] if data is None else data
         return self.raw(SINGLE_FILE, len(raw).to_bytes(8, "little") + raw + data)
 
-    def entry(self, change: Callable[[dict[str, Any]], Any], *parts: str) -> Parts:
-        """Change what the header says of a tensor, whose name is named unless something else is."""
-        header = self.header
-        name = self.pick(*sorted(header.keys() - {"__metadata__"}))
-        self.write({**header, name: change(header[name])})
-        return SINGLE_FILE, *(parts or (name,))
-
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors."""
         found: dict[str, torch.Tensor] = load_file(self / SINGLE_FILE)
         return found
 
-    def tensor(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
-        """Change a tensor in a file that is otherwise good."""
-        tensors = self.tensors
-        name = self.pick(*sorted(tensors))
-        save_file({**tensors, name: change(tensors[name]).contiguous()}, self / SINGLE_FILE)
-        return SINGLE_FILE, name
-
-    def shard(self) -> dict[str, str]:
-        """Divide the weights in two files and an index; return its map."""
-        tensors, found = self.tensors, dict[str, str]()
+    def shard(self) -> None:
+        """Divide the weights in two files and an index."""
+        tensors, files = self.tensors, dict[str, str]()
         (self / SINGLE_FILE).unlink()
         for number, file in enumerate(SHARDS):
             part = {name: tensors[name] for name in sorted(tensors)[number::2]}
             save_file(part, self / file)
-            found |= dict.fromkeys(part, file)
-        self.index(found)
-        return found
-
-    def index(self, weight_map: object) -> Parts:
-        """Write the index."""
-        self.raw(INDEX_FILE, json.dumps({"metadata": {}, "weight_map": weight_map}).encode())
-        return INDEX_FILE, "weight_map"
+            files |= dict.fromkeys(part, file)
+        self.raw(INDEX_FILE, json.dumps({"metadata": {}, "weight_map": files}).encode())
 
     def a_file(self, *names: str) -> str:
         """Choose a file, which is there then."""
@@ -158,16 +128,6 @@ def header_length(d: Draft) -> Parts:
     return d.raw(SINGLE_FILE, wrong.to_bytes(8, "little") + d.weights[8:])
 
 
-def many_entries(d: Draft) -> Parts:
-    """Of nothing or of a byte each; half below our limit in bytes."""
-    size, count = d.pick(0, 1), d.pick(30_000, 100_000)
-    entries = {
-        f"{i:x}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]}
-        for i in range(count)
-    }
-    return d.write(json.dumps(entries, separators=(",", ":")).encode(), bytes(size * count))
-
-
 def large_header(d: Draft) -> Parts:
     filling, size = d.pick(b" ", b"[],", b'"a":1,', b"\0"), 100_000_000
     d.write((b"{" + filling * (size // len(filling)))[:size], b"")
@@ -176,70 +136,21 @@ def large_header(d: Draft) -> Parts:
 
 def bad_offsets(d: Draft) -> Parts:
     """Offsets that overlap, leave a gap, end outside, or are no numbers."""
-
-    def change(entry: dict[str, Any]) -> dict[str, Any]:
-        begin, end = entry["data_offsets"]
-        size, most = end - begin, max(one["data_offsets"][1] for one in d.header.values())
-        other = next(o for e in d.header.values() if (o := e["data_offsets"][0]) != begin)
-        outside = [[other, other + size], [begin + 4, end + 4], [most, most + size], [end, begin]]
-        outside += [[begin - 2**40, end - 2**40], [begin, 2**63], [2**70, 2**70 + size]]
-        nonsense = [[float(begin), float(end)], [str(begin), str(end)], [begin, end, end], [begin]]
-        return entry | {"data_offsets": d.pick(*outside, *nonsense, None, [True, end])}
-
-    return d.entry(change, "data_offsets")
-
-
-def bad_entry(d: Draft) -> Parts:
-    """Keys missing or too many, another type, absurd sizes."""
-    shapes = (-1, "x", [-1, 16], [1.5], [True], [2**80] * 8, [1] * 100)
-    return d.entry(
-        lambda entry: d.pick(
-            *(None, [], {}, 7, entry | {"extra": 1}),
-            {key: value for key, value in entry.items() if key != "dtype"},
-            entry | {"dtype": d.pick("F12", "", 7, None, "float32", ["F32"])},
-            entry | {"shape": d.pick(*shapes)},
-        )
-    )
-
-
-def wrong_shape(d: Draft) -> Parts:
-    def change(t: torch.Tensor) -> torch.Tensor:
-        changed = [t[:-1], torch.cat((t, t[:1])), t[None], t.reshape(-1, 1)]
-        changed += [t.t()] if t.dim() == 2 and t.shape[0] != t.shape[1] else []
-        found: torch.Tensor = d.pick(*changed)
-        return found
-
-    return d.tensor(change)
-
-
-def missing_tensors(d: Draft) -> Parts:
-    gone = d.chance.sample(sorted(d.tensors), d.chance.randint(1, 3))
-    save_file({name: t for name, t in d.tensors.items() if name not in gone}, d / SINGLE_FILE)
-    return (SINGLE_FILE,)
-
-
-def extra_tensor(d: Draft) -> Parts:
-    """A tensor that the configuration does not explain."""
-    layer = "model.layers.0.self_attn"
-    known = f"{layer}.q_proj.bias", "model.layers.2.mlp.up_proj.weight", f"{layer}.q_norm.weight"
-    names = {name: name for name in (*known, "evil")}
-    name, shown = d.pick(*names.items(), ("a\nb\x1b[2J", "a\\nb\\x1b"), ("x" * 100_000, "xxxx"))
-    save_file({**d.tensors, name: torch.ones(d.chance.randint(1, 4))}, d / SINGLE_FILE)
-    return SINGLE_FILE, shown
-
-
-def not_finite(d: Draft) -> Parts:
-    def change(t: torch.Tensor) -> torch.Tensor:
-        t = t.to(d.pick(torch.float32, torch.float16, torch.bfloat16))
-        wrong = d.pick(float("nan"), float("inf"), -float("inf"))
-        t.view(-1)[d.chance.randrange(t.numel())] = wrong
-        return t
-
-    return d.tensor(change)[1:]
+    header = d.header
+    ends = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
+    name = d.pick(*sorted(ends))
+    begin, end = ends[name]
+    size, most = end - begin, max(one for _, one in ends.values())
+    other = next(one for one, _ in ends.values() if one != begin)
+    outside = [[other, other + size], [begin + 4, end + 4], [most, most + size], [end, begin]]
+    outside += [[begin - 2**40, end - 2**40], [begin, 2**63], [2**70, 2**70 + size]]
+    nonsense = [[float(begin), float(end)], [str(begin), str(end)], [begin, end, end], [begin]]
+    wrong = d.pick(*outside, *nonsense, None, [True, end])
+    d.write({**header, name: header[name] | {"data_offsets": wrong}})
+    return SINGLE_FILE, "data_offsets"
 
 
 def nested(d: Draft) -> Parts:
-    """A hundred thousand times, alone or behind a field."""
     opening, depth = d.pick(b"[", b'{"a":', b'{"version":', b'{"weight_map":'), 100_000
     closing, depth = b"]" if opening == b"[" else b"}", d.pick(1_100, 5_000, depth, 2 * depth)
     return d.raw(d.a_file(*JSON), opening * depth + d.pick(b"", b"0" + closing * depth))
@@ -259,14 +170,6 @@ def panicking_tokenizer(d: Draft) -> Parts:
     return d.put(TOKENIZER, **d.pick({"model": model}, {"normalizer": normalizer}))[:1]
 
 
-def damaged_json(d: Draft) -> Parts:
-    """Cut off, empty, not UTF-8, no object."""
-    name = d.a_file(*JSON)
-    cut = (d / name).read_bytes()[: d.chance.randrange((d / name).stat().st_size - 1)]
-    spoilt = (b"", b"\xff\xfe", b"null", b"[]", b'"text"', b"\x80\x04N.", b"\0" * 100)
-    return d.raw(name, d.pick(cut, *spoilt))
-
-
 def repeated_key(d: Draft) -> Parts:
     """Two readers could take different ones."""
     name = d.a_file(CONFIG, GENERATION, INDEX_FILE, SINGLE_FILE)
@@ -278,51 +181,7 @@ def repeated_key(d: Draft) -> Parts:
     return (*(d.write(raw) if name == SINGLE_FILE else d.raw(name, raw)), key)
 
 
-def index_outside(d: Draft) -> Parts:
-    """An index that names what is not a file of its directory."""
-    weight_map, beside = d.shard(), d.directory.parent / "outside.safetensors"
-    name = d.pick(*sorted(weight_map))
-    shutil.copy(d / SHARDS[0], beside)
-    around = (f"../{beside.name}", str(beside), f"../{d.directory.name}/{SHARDS[0]}", ".", "..")
-    inside = (f"./{SHARDS[0]}", f"sub/../{SHARDS[0]}", f"{SHARDS[0]}\0", [SHARDS[0]])
-    d.index({**weight_map, name: d.pick(*around, *inside, "/etc/passwd", "", 7, None)})
-    return INDEX_FILE, name
-
-
-def index_missing_shard(d: Draft) -> Parts:
-    weight_map, gone = d.shard(), d.pick(SHARDS[0], "c.safetensors", "\ud800", "x" * 300)
-    if gone == SHARDS[0]:
-        (d / gone).unlink()
-        return (gone,)
-    d.index({**weight_map, d.pick(*sorted(weight_map)): gone})
-    return (gone if gone == "c.safetensors" else INDEX_FILE,)
-
-
-def index_wrong_shard(d: Draft) -> Parts:
-    """An index that names a tensor that its file has not."""
-    weight_map = d.shard()
-    name = d.pick(*sorted(weight_map))
-    other = SHARDS[weight_map[name] == SHARDS[0]]
-    d.index({**weight_map, name: other})
-    return other, name
-
-
-def index_without_map(d: Draft) -> Parts:
-    d.shard()
-    return d.index(d.pick(None, [], {}, SHARDS[0], 7))
-
-
-def two_shards(d: Draft) -> Parts:
-    """A tensor in two files."""
-    d.shard()
-    first, second = (load_file(d / name) for name in SHARDS)
-    name = d.pick(*sorted(first))
-    save_file({**second, name: first[name]}, d / SHARDS[1])
-    return SHARDS[1], name
-
-
 def link_outside(d: Draft) -> Parts:
-    """To a good file or to nothing, or in a circle."""
     name = d.a_file(*ALL)
     outside = d.directory.parent / f"outside-{name}"
     (d / name).rename(outside)
@@ -353,15 +212,6 @@ class _Runs:
         return os.abort, ()
 
 
-def pickle_by_name(d: Draft) -> Parts:
-    """Weights under a name of pickles, alone or in an index."""
-    name = d.pick("pytorch_model.bin", "model.pt", "a.pth", "b.ckpt", "c.pkl")
-    if d.pick(True, False):
-        d.index(dict.fromkeys(d.tensors, name))
-    (d / SINGLE_FILE).unlink()
-    return d.raw(name, pickle.dumps(_Runs(), protocol=d.chance.randint(2, 5)))
-
-
 def pickle_by_magic(d: Draft) -> Parts:
     """A pickle under the name of safetensors: every protocol, and torch's zip."""
     if (protocol := d.chance.randint(1, 5)) > 1:
@@ -379,31 +229,7 @@ def without(name: str) -> Callable[[Draft], Parts]:
     return remove
 
 
-_INTEGERS = (torch.int64, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float8_e4m3fn)
 _NO_SIZES = (2**40, 2**70, 10**400, -1, 0, 48.0, 1.5, True, False, "48", "", [], {})
-_YARN = {"rope_type": "yarn", "factor": 2.0}
-_LONG = {
-    "rope_type": "longrope",
-    "factor": 4.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [1.0] * 4,
-}
-FIELDS: dict[str, tuple[Any, ...]] = {
-    "rms_norm_eps": ("small", 0, float("nan")),
-    "rope_theta": (-1.0, 1.0, 1e300),
-    "rope_scaling": (
-        *({"rope_type": "warp"}, {**_YARN, "mscale": -1e9}, {**_YARN, "beta_fast": 1e-320}),
-        *({"rope_type": "llama3"}, 0, "linear", {"rope_type": {}}),
-    ),
-    "rope_parameters": ([],),
-    "tie_word_embeddings": ("yes",),
-    "attention_bias": (1,),
-    "dtype": (0, "int8", ["float32"]),
-    "architectures": ([[]], ["GPT2LMHeadModel"], {"a": "LlamaForCausalLM"}),
-    "hidden_act": ({},),
-    "quantization_config": ({},),
-    "pretraining_tp": ("1",),
-}
 # Sizes that could be, and are not those of the tensors.
 HUGE = {
     **{f"{name}_size": 2**24 for name in ("vocab", "hidden", "intermediate")},
@@ -417,46 +243,12 @@ CASES: dict[str, Callable[[Draft], Parts]] = {
         SINGLE_FILE, d.weights + d.chance.randbytes(d.chance.randint(1, 2000))
     ),
     "header length": header_length,
-    "many entries": many_entries,
     "large header": large_header,
-    "worst header": lambda d: d.write(d.worst(2_000_000), b""),
     "nested header": lambda d: d.write(d.pick(b"[", b'{"a":') * d.pick(2_000, 500_000), b""),
     "bad offsets": bad_offsets,
-    "bad entry": bad_entry,
-    "bad metadata": lambda d: (
-        *d.write(d.header | {"__metadata__": d.pick([], 7, None, {"a": 1}, {"a": {}}, "text")}),
-        "__metadata__",
-    ),
-    "no JSON in the header": lambda d: d.write(
-        d.pick(b"", b"[]", b"null", b"\xff\xfe{}", b"{", b"{'a':1}", b"\0" * 64), b""
-    ),
-    "wrong shape": wrong_shape,
-    "wrong dtype": lambda d: d.tensor(lambda t: t.to(d.pick(*_INTEGERS))),
-    "missing tensors": missing_tensors,
-    "extra tensor": extra_tensor,
-    "not finite": not_finite,
     "no size": lambda d: d.put(CONFIG, **{d.pick(*SIZES): d.pick(*_NO_SIZES)}),
     "huge size": lambda d: (d.put(CONFIG, **dict([d.pick(*HUGE.items())])), ("model.",))[1],
     "too many layers": lambda d: d.put(CONFIG, num_hidden_layers=d.pick(4096, 10**6, 2**31, 2**62)),
-    # Of another type, or beyond what a formula can take.
-    "other fields": lambda d: d.put(
-        CONFIG, **dict([d.pick(*((name, one) for name, all_ in FIELDS.items() for one in all_))])
-    ),
-    # Dynamic RoPE divides by the head's size less 2.
-    "RoPE of tiny heads": lambda d: d.put(
-        CONFIG, head_dim=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0}
-    )[:1],
-    # LongRoPE divides by the logarithm of the original context.
-    "LongRoPE of one token": lambda d: d.put(
-        CONFIG, original_max_position_embeddings=1, rope_scaling=_LONG
-    )[:1],
-    "sliding window": lambda d: (
-        d.put(CONFIG, architectures=["MistralForCausalLM"])[:1]
-        + d.put(CONFIG, sliding_window=d.pick(0, -5, 2**40, "8", 4.5, True, []))[1:]
-    ),
-    "EOS": lambda d: d.put(
-        GENERATION, eos_token_id=d.pick("2", [1, "2"], -1, 1.5, [[1]], {"id": 2}, True)
-    ),
     "nested": nested,
     "large JSON": large_json,
     "worst JSON": lambda d: d.raw(d.a_file(*JSON), d.worst(2_000_000)),
@@ -466,59 +258,14 @@ CASES: dict[str, Callable[[Draft], Parts]] = {
         % (d.pick(b"a", b"model", b"added_tokens", b"normalizer"), d.worst(25_000_000)),
     ),
     "panicking tokenizer": panicking_tokenizer,
-    "damaged JSON": damaged_json,
     "repeated key": repeated_key,
-    "index outside": index_outside,
-    "index of a missing shard": index_missing_shard,
-    "index of a wrong shard": index_wrong_shard,
-    "index without a map": index_without_map,
-    "two shards": two_shards,
     "link outside": link_outside,
     "other kind of file": other_kind,
-    "pickle by name": pickle_by_name,
     "pickle by magic": pickle_by_magic,
     "no weights": without(SINGLE_FILE),
     "no configuration": without(CONFIG),
 }
 
 
-# --------------------------------------------------------------------- what must not be refused
-
-
-def cached(d: Draft) -> None:
-    """The folders of Hugging Face's cache: a snapshot is links to blobs beside it."""
-    snapshot, blobs = d / "snapshots" / "abc", d / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, file in enumerate(sorted(p for p in d.directory.iterdir() if p.is_file())):
-        file.rename(blobs / f"{number:040x}")
-        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
-    d.directory = snapshot
-
-
-def half_precision(d: Draft) -> None:
-    """Other floats, with zeros and the largest ones among them."""
-    changed = {name: t.to(torch.bfloat16) for name, t in d.tensors.items()}
-    numbers = next(iter(changed.values())).view(-1)
-    numbers[0], numbers[1] = torch.finfo(torch.bfloat16).max, 0
-    save_file(changed, d / SINGLE_FILE)
-
-
-def with_other_files(d: Draft) -> None:
-    """Files and tensors that mean nothing."""
-    d.raw("pytorch_model.bin", pickle.dumps({}))
-    d.raw("README.md", b"text")
-    unused = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    save_file({**d.tensors, **unused}, d / SINGLE_FILE)
-
-
-def cut_or_filled_up(d: Draft) -> None:
-    """A tokenizer that would fill every prompt up to four terabytes, or cut it off."""
-    side = {"direction": "Right"}
-    pad = {"pad_id": 0, "pad_type_id": 0, "pad_token": "x", "pad_to_multiple_of": 2**40}
-    cut = {"max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding = {**side, "strategy": "BatchLongest", **pad}
-    d.put(TOKENIZER, padding=padding, truncation={**side, **cut})
-
-
-GOOD = (lambda _: None, Draft.shard, cached, half_precision, with_other_files, cut_or_filled_up)
+# What must not be refused.
+GOOD: tuple[Callable[[Draft], object], ...] = (lambda _: None, Draft.shard)

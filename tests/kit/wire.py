@@ -73,7 +73,6 @@ def linear_body(**changes: Any) -> dict[str, Any]:
 
 
 def embedding_body(ids: list[int], **changes: Any) -> dict[str, Any]:
-    """Return an inline Embedding body."""
     data = struct.pack(f"<{len(ids)}q", *ids)
     return {"input_ids": data, "input_shape": [1, len(ids)], "dtype": "torch.float32"} | changes
 
@@ -256,7 +255,6 @@ class Client:
     name: bytes = b"client"
 
     def ask(self, request: SegmentRequest) -> torch.Tensor:
-        """Return what the service computes."""
         incoming = Incoming((self.name,), [], 0)
         reply, work = self.handler.prepare(request)(request, incoming)
         assert work is None
