@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.channel import Exchange
-from protocol.errors import ModelMismatchError, VerificationError
+from protocol.errors import VerificationError
 from protocol.messages import InitReply, TensorReply
 from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
@@ -165,16 +165,3 @@ def test_a_lying_part_is_named_and_its_replica_is_asked(
     assert _generate("shielded", *parts, others[1]) == expected
     quarantined = [one for one in caplog.records if one.message == "service_quarantined"]
     assert {one.fields["endpoint"] for one in quarantined} == {liar}  # type: ignore[attr-defined]
-
-
-def test_a_part_is_not_taken_for_the_whole_nor_for_another(
-    demo_service: Service, parts: list[str]
-) -> None:
-    first, second = (part.partition(",")[0] for part in parts)
-    for gpu in (
-        [first],
-        [f"{demo_service.endpoint},columns=0/2", parts[1]],
-        [f"{first},columns=1/2", f"{second},columns=0/2"],
-    ):
-        with pytest.raises(ModelMismatchError, match=r"columns.*gpu-service --columns"):
-            _generate("shielded", *gpu)

@@ -100,18 +100,6 @@ def _is_file(path: str) -> bool:
     return not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode)
 
 
-def test_every_provider_opens_it(sealed: Sealed, tokens: list[int]) -> None:
-    directory = str(sealed.directory)
-    for how, value in (
-        ("command", f"cat {sealed.key}"),
-        ("fd", str(os.open(sealed.key, os.O_RDONLY))),
-    ):
-        options = (f"--seal-key-{how}", value, "--seal-digest", sealed.digest)
-        assert generated(directory, *options) == tokens
-    given = {"TSQP_SEAL_KEY_FD": str(os.open(sealed.key, os.O_RDONLY))}
-    assert generated(directory, "--seal-digest", sealed.digest, **given) == tokens
-
-
 def test_what_is_refused(sealed: Sealed, tmp_path: Path) -> None:
     directory, key = str(sealed.directory), ("--seal-key", str(sealed.key))
     other, config = tmp_path / "other.key", tmp_path / "settings.toml"
