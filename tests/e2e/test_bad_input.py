@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,9 +10,6 @@ import pytest
 from tests.kit.model import ARCHITECTURES, make_model
 from tests.kit.rows import each_row
 from tests.kit.service import Service, call, run, running_service
-from tsqp.cli.program import model_directory
-
-DEMO = model_directory("demo")
 
 
 def refused(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
@@ -85,43 +81,6 @@ def test_a_refusal_of_a_real_process_looks_the_same() -> None:
 def test_tee_runner_refuses(name: str) -> None:
     arguments, fragments = RUNNER_CASES[name]
     refused(call("tee-runner", "generate", *arguments), *fragments)
-
-
-@pytest.mark.parametrize("left", [".key", ".pub"])
-def test_keys_are_not_overwritten(left: str, tmp_path: Path) -> None:
-    name, key = str(tmp_path / "runner"), tmp_path / f"runner{left}"
-    assert call("tsqp", "keys", "new", name).returncode == 0
-    before = key.read_bytes()
-    for suffix in {".key", ".pub"} - {left}:
-        (tmp_path / f"runner{suffix}").unlink()
-    refused(call("tsqp", "keys", "new", name), f"{key}: got a file that exists", "another NAME")
-    assert key.read_bytes() == before
-
-
-def copy_of_demo(directory: Path) -> Path:
-    shutil.copytree(DEMO, directory)
-    return directory
-
-
-def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    for program, arguments in (
-        ("gpu-service", [str(model), "--bind", "tcp://127.0.0.1:*"]),
-        ("tee-runner", ["generate", str(model), "--prompt", "x"]),
-    ):
-        refused(call(program, *arguments), str(weights), "safetensors")
-
-
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    refused(
-        call("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
-        "pytorch_model.bin",
-        "pickle",
-    )
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
