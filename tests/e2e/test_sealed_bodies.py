@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,15 +13,14 @@ import httpx2
 import openai
 import pytest
 import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from starlette.requests import Request
 
-from tee_side.engine.request import Delivery
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.sealing import Sealing
-from tests.e2e.test_receipts import KEY as RECEIPT_KEY
 from tests.kit.http_proxy import HttpProxy, tls_ending_proxy
 from tests.kit.serve import SAID, FakeEngine, serving
 from tsqp.client.sealing import SealedTransport, UnsealedError
@@ -32,44 +30,20 @@ PROMPT = "The canary of the prompt"
 CHAT: Any = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}
 
 
-class Engine(FakeEngine):
-    """Says the next token when `go_on` is called, from any thread, where it holds."""
-
-    loop: asyncio.AbstractEventLoop
-    script: list[Delivery]
-
-    def submit(self, request: Any, deliver: Any) -> Any:
-        self.loop, self.script = asyncio.get_running_loop(), self._script(request)
-        ticket = super().submit(request, deliver)
-        if self.hold:
-            self.loop.call_soon(self._one)
-        return ticket
-
-    def _one(self) -> None:
-        if self.script and self.open:
-            self.step(self.script.pop(0))
-
-    def go_on(self) -> None:
-        self.loop.call_soon_threadsafe(self._one)
-
-
 class Side:
     """A server, and the proxy in front of it."""
 
-    def __init__(self, key: HpkeKey, engine: Engine, proxy: HttpProxy) -> None:
+    def __init__(self, key: HpkeKey, engine: FakeEngine, proxy: HttpProxy) -> None:
         self.key, self.engine, self.proxy = key, engine, proxy
 
     @contextmanager
-    def client(
-        self, key: HpkeKey | None = None, api_key: str = API_KEY, sealed: bool = True
-    ) -> Iterator[openai.OpenAI]:
+    def client(self, sealed: bool = True) -> Iterator[openai.OpenAI]:
         assert self.proxy.trusting is not None
         inner: httpx2.BaseTransport = httpx2.HTTPTransport(verify=self.proxy.trusting)
-        to = key or self.key
-        transport = SealedTransport(inner, to.suite, to.public) if sealed else inner
+        transport = SealedTransport(inner, self.key.suite, self.key.public) if sealed else inner
         with openai.OpenAI(
             base_url=f"{self.proxy.url}/v1",
-            api_key=api_key,
+            api_key=API_KEY,
             max_retries=0,
             http_client=httpx2.Client(transport=transport),
         ) as client:
@@ -89,8 +63,8 @@ def key(request: pytest.FixtureRequest) -> HpkeKey:
 
 @pytest.fixture
 def side(key: HpkeKey, tmp_path: Path) -> Iterator[Side]:
-    engine = Engine()
-    receipts = ReceiptChain(RECEIPT_KEY, bytes(32), bytes(32))
+    engine = FakeEngine()
+    receipts = ReceiptChain(Ed25519PrivateKey.generate(), bytes(32), bytes(32))
     app = Sealing(create_app(serving(engine, authorise=_authorise, receipts=receipts)), key)
     with socket.create_server(("127.0.0.1", 0)) as bound:
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
