@@ -1,7 +1,7 @@
 """What every mask must do, whatever its kind: one harness that applies any of them.
 
-A mask is tried on every operator that it supports, in the shapes of prefill, decode and a batch,
-through a server that multiplies as the real one does: in float32 by float32 weights, or in int32
+A mask is tried on every operator that it supports, in the shapes of prefill and of decode, through
+a server that multiplies as the real one does: in float32 by float32 weights, or in int32
 modulo 2^32 by int8 weights. Under a segment mask it runs two layers, and the LM head behind them.
 `Trial` holds one application: what went in, what crossed, what came back, and the plain result, in
 float64 or int64.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 from typing import get_args
 
@@ -36,8 +37,8 @@ from tee_side.protect.masks.mask import (
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
 
-# Rows of a call: a prefill chunk, one decode token, decode tokens of several sequences.
-SHAPES = {"prefill": 33, "decode": 1, "batch": 5}
+# Of a call: a chunk of a prompt, and one token.
+ROWS = (33, 1)
 
 # A small model: hidden size 48, six query heads and two key/value heads of 16, vocabulary 320.
 FEATURES: dict[Operator, tuple[int, tuple[int, ...]]] = {
@@ -231,6 +232,7 @@ def _segment(
     return Trial((h_TD,), (sent,), (reply,), unmask, plain, _unmasked(unmask, (reply,)), 0.0)
 
 
+@cache
 def _model() -> dict[str, torch.Tensor]:
     """Return the weights of `CONFIG`, float64 with the values of float32."""
     shapes = light_tensors(CONFIG) | linear_tensors(CONFIG, FUSED_MODULES)
