@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.error import URLError
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
 
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.token_names import TokenNames
@@ -27,11 +26,6 @@ CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 OPTIONS: Any = {"model": "demo", "seed": 7, "max_tokens": 24}
 # Answers that outlast what a test does meanwhile.
 LONG: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "n": 16}
-
-
-class Animal(BaseModel, extra="forbid"):
-    kind: Literal["fox", "owl"]
-    legs: int = Field(ge=0, le=9)
 
 
 def client_of(server: Server, key: str = "unused", **options: Any) -> openai.OpenAI:
@@ -68,12 +62,6 @@ def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
     completed = client.completions.create(prompt=PROMPT, **OPTIONS).choices[0].text
     stream = client.completions.create(prompt=PROMPT, stream=True, **OPTIONS)
     assert "".join(chunk.choices[0].text for chunk in stream) == completed != text
-
-
-def test_an_answer_follows_a_schema(client: openai.OpenAI) -> None:
-    options: Any = {**OPTIONS, "max_tokens": 450, "messages": CHAT}
-    parsed = client.chat.completions.parse(**options, response_format=Animal).choices[0]
-    assert isinstance(parsed.message.parsed, Animal)
 
 
 def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
