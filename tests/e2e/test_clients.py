@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import ssl
-from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -32,66 +31,63 @@ def client_of(server: Server, key: str = "unused", **options: Any) -> openai.Ope
     return openai.OpenAI(base_url=server.base_url, api_key=key, max_retries=0, **options)
 
 
-@pytest.fixture(scope="module")
-def tee_only() -> Iterator[Server]:
-    with running_server(*TEE_ONLY) as server:
-        yield server
+def test_a_shielded_server_says_what_generate_says_whole_and_streamed(tmp_path: Path) -> None:
+    sampling = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "7")
+    prompt = ("--prompt", PROMPT, "--max-new-tokens", "24", "--json")
+    options = ("--arithmetic", "int8", "--threads", "1")
+    with running_service("demo", f"unix://{tmp_path}/gpu", *options) as service:
+        gpu = ("--gpu", service.endpoint)
+        wanted = json.loads(call("tee-runner", "generate", "demo", *gpu, *prompt, *sampling).stdout)
+        with running_server(*gpu) as server, client_of(server) as client:
+            assert any("uniform random numbers" in line for line in server.log)
+            (answer,) = client.completions.create(
+                prompt=PROMPT, temperature=0.8, top_p=0.9, logprobs=0, **OPTIONS
+            ).choices
+            _is_the_same_streamed(client)
+    names = TokenNames(Tokenizer(model_directory("demo")))
+    assert answer.logprobs is not None
+    assert answer.logprobs.tokens == [json.loads(names.of(at)[0]) for at in wanted["token_ids"]]
+    assert answer.text == wanted["text"]
 
 
-@pytest.fixture(scope="module")
-def client(tee_only: Server) -> Iterator[openai.OpenAI]:
-    with client_of(tee_only) as client:
-        yield client
-
-
-def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
+def _is_the_same_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(messages=CHAT, **OPTIONS)
     text, usage = whole.choices[0].message.content, whole.usage
     assert text
     assert usage is not None
     assert (whole.choices[0].finish_reason, usage.completion_tokens) == ("length", 24)
-    chunks = list(
-        client.chat.completions.create(
-            messages=CHAT, stream=True, stream_options={"include_usage": True}, **OPTIONS
-        )
+    stream = client.chat.completions.create(
+        messages=CHAT, stream=True, stream_options={"include_usage": True}, **OPTIONS
     )
+    chunks = list(stream)
     assert len(chunks) > 20
     pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
     assert "".join(pieces) == text
     assert chunks[-1].usage == usage
-    completed = client.completions.create(prompt=PROMPT, **OPTIONS).choices[0].text
-    stream = client.completions.create(prompt=PROMPT, stream=True, **OPTIONS)
-    assert "".join(chunk.choices[0].text for chunk in stream) == completed != text
-
-
-def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
-    _, trusting = certificate(tmp_path)
-    pem = tmp_path / "proxy.pem"
-    pem.chmod(0o600)
-    options = ("--tls-certificate", str(pem), "--tls-key", str(pem))
-    with running_server(*TEE_ONLY, *options) as server:
-        assert server.address.startswith("https://127.0.0.1:")
-        with (
-            openai.DefaultHttpxClient(verify=trusting) as http,
-            client_of(server, http_client=http) as client,
-        ):
-            assert client.completions.create(prompt=PROMPT, **OPTIONS).choices[0].text
-        with pytest.raises(URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            server.get("/health", tls=ssl.create_default_context())
 
 
 def test_every_option_of_answers_reaches_the_server(tmp_path: Path) -> None:
-    """What each does is tested by itself; here, that the command passes it on."""
-    key, log = tmp_path / "audit.key", tmp_path / "audit.log"
+    """What each does is tested by itself; here, that the command passes it on. Over TLS."""
+    key, log, pem = (tmp_path / name for name in ("audit.key", "audit.log", "proxy.pem"))
     assert call("tsqp", "audit", "new-key", str(key)).returncode == 0
+    _, trusting = certificate(tmp_path)
+    pem.chmod(0o600)
     options = (
         *("--served-model-name", "org/fox", "--default-max-tokens", "3", "--max-model-len", "100"),
-        *("--round-usage", "16", "--pooling", "mean"),
-        *("--allow-origin", "https://example.org", "--audit-log", str(log), "--audit-key-fd", "9"),
+        *("--round-usage", "16", "--pooling", "mean", "--allow-origin", "https://example.org"),
+        *("--audit-log", str(log), "--audit-key-fd", "9"),
+        *("--tls-certificate", str(pem), "--tls-key", str(pem)),
     )
     before = f"import os; os.dup2(os.open({str(key)!r}, os.O_RDONLY), 9)"
     fox: Any = {"model": "org/fox"}
-    with running_server(*TEE_ONLY, *options, before=before) as server, client_of(server) as client:
+    with (
+        running_server(*TEE_ONLY, *options, before=before) as server,
+        openai.DefaultHttpxClient(verify=trusting) as http,
+        client_of(server, http_client=http) as client,
+    ):
+        assert server.address.startswith("https://127.0.0.1:")
+        with pytest.raises(URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            server.get("/health", tls=ssl.create_default_context())
         (model,) = client.models.list()
         assert (model.id, (model.model_extra or {})["max_model_len"]) == ("org/fox", 100)
         origin = {"origin": "https://example.org"}
@@ -115,24 +111,6 @@ def test_every_option_of_answers_reaches_the_server(tmp_path: Path) -> None:
     assert 3 in counts
 
 
-def test_a_shielded_server_says_what_generate_says(tmp_path: Path) -> None:
-    sampling = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "7")
-    prompt = ("--prompt", PROMPT, "--max-new-tokens", "24", "--json")
-    options = ("--arithmetic", "int8", "--threads", "1")
-    with running_service("demo", f"unix://{tmp_path}/gpu", *options) as service:
-        gpu = ("--gpu", service.endpoint)
-        wanted = json.loads(call("tee-runner", "generate", "demo", *gpu, *prompt, *sampling).stdout)
-        with running_server(*gpu) as server, client_of(server) as client:
-            assert any("uniform random numbers" in line for line in server.log)
-            (answer,) = client.completions.create(
-                prompt=PROMPT, temperature=0.8, top_p=0.9, logprobs=0, **OPTIONS
-            ).choices
-    names = TokenNames(Tokenizer(model_directory("demo")))
-    assert answer.logprobs is not None
-    assert answer.logprobs.tokens == [json.loads(names.of(at)[0]) for at in wanted["token_ids"]]
-    assert answer.text == wanted["text"]
-
-
 def begin_stream(server: Server, key: str = "") -> tuple[HTTPConnection, HTTPResponse]:
     """Ask for an answer that takes long, and return when its first event is here."""
     connection = HTTPConnection(server.address.removeprefix("http://"), timeout=60)
@@ -141,17 +119,6 @@ def begin_stream(server: Server, key: str = "") -> tuple[HTTPConnection, HTTPRes
     reply = connection.getresponse()
     assert reply.readline().startswith(b"data: {")
     return connection, reply
-
-
-def test_a_client_that_leaves_ends_its_request(tee_only: Server) -> None:
-    aborted = ("vllm:request_success_total", 'finished_reason="abort"')
-    before = tee_only.metric(*aborted)
-    connection, reply = begin_stream(tee_only)
-    assert tee_only.metric("vllm:num_requests_running") > 0
-    reply.close()
-    connection.close()
-    until(lambda: tee_only.metric("vllm:num_requests_running") == 0)
-    until(lambda: tee_only.metric(*aborted) == before + 1)
 
 
 def new_key(name: str, *limits: str) -> tuple[str, str]:
@@ -185,13 +152,9 @@ def test_keys_limits_signals_and_the_audit_log(tmp_path: Path) -> None:
         with client_of(server, alice) as client:
             for left in ("1", "0"):
                 raw = client.completions.with_raw_response.create(prompt=PROMPT, **OPTIONS)
-                assert raw.headers["x-ratelimit-limit-requests"] == "2"
                 assert raw.headers["x-ratelimit-remaining-requests"] == left
             with pytest.raises(openai.RateLimitError) as limited:
                 client.completions.create(prompt=PROMPT, **OPTIONS)
-        headers = limited.value.response.headers
-        assert 1 <= int(headers["retry-after"]) <= 30
-        assert headers["x-ratelimit-remaining-requests"] == "0"
         assert limited.value.code == "rate_limit_exceeded"
 
         keys.write_text(second + third)
