@@ -42,7 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 FIRST = ("llama-biases",)
 PROMPT = token_ids(9)
-NEW_TOKENS, LAYERS = 8, 2
+# As many layers as the examples need.
+NEW_TOKENS, LAYERS = 6, 3
 
 INTEGERS_IN_TEE = Policy.model_validate(
     {
