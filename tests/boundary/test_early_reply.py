@@ -152,7 +152,7 @@ def _serving(folder: Path, true: LoopbackChannel) -> Iterator[tuple[Accomplice, 
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(("name", "micro_batches"), zip(MASKED, cycle((1, 2))))
+@pytest.mark.parametrize(("name", "micro_batches"), [*zip(MASKED, cycle((1, 2)))])
 def test_what_is_read_after_the_reply_is_the_request(
     saved_model: Models,
     name: str,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.kit.model import greedy
 from tests.kit.service import CALM, Service, call, running_service
 
-PROMPT, TOKENS = "Once upon a time", 12
+PROMPT, TOKENS = "Once upon a time", 8
 Generate = Callable[..., tuple[dict[str, Any], torch.Tensor]]
 
 
@@ -73,7 +73,7 @@ def test_integer_policies_give_the_same_bits(
 ) -> None:
     one = ("--gpu", demo_service.endpoint)
     bank = _bank(tmp_path / "bank")
-    made = call("tee-runner", "pads", "make", "demo", "--tokens", "7", *bank)
+    made = call("tee-runner", "pads", "make", "demo", "--tokens", "4", *bank)
     assert made.returncode == 0, made.stderr
     clear, clear_logits = generate("quantized-clear", *one)
     with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as second:
@@ -83,9 +83,9 @@ def test_integer_policies_give_the_same_bits(
     assert said["token_ids"] == shared["token_ids"] == clear["token_ids"]
     assert torch.equal(logits, clear_logits)
     assert torch.equal(shared_logits, clear_logits)
-    # The first token comes from prefill; seven of the rest had pads.
-    assert said["pads"] == {"available": 0, "waited": 0, "in_tee": TOKENS - 1 - 7}
-    assert said["rpc"]["count"] == 7 * (4 * 5 + 1)
+    # The first token comes from prefill; four of the rest had pads.
+    assert said["pads"] == {"available": 0, "waited": 0, "in_tee": TOKENS - 1 - 4}
+    assert said["rpc"]["count"] == 4 * (4 * 5 + 1)
 
 
 def _bank(path: Path) -> tuple[str, ...]:

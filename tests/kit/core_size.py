@@ -7,10 +7,8 @@ our packages that a shielded run imports, the real command with a real service o
 from __future__ import annotations
 
 import ast
-import io
 import json
 import tempfile
-import tokenize
 import tomllib
 from collections.abc import Iterable
 from functools import cache
@@ -20,15 +18,6 @@ from tests.kit.service import FreshPython, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = tomllib.loads(Path(__file__).with_name("recorded.toml").read_text(encoding="utf-8"))
-
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 _PROMPT = ("--prompt", "Once", "--max-new-tokens", "2")
 
@@ -62,16 +51,21 @@ finally:
 
 def code_lines(source: str) -> int:
     """Count the lines that have code on them."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    numbered = enumerate(source.splitlines(), start=1)
+    lines = {number for number, line in numbered if line.strip() and line.strip()[0] != "#"}
+    documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            lines.update(_range_of(node))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body:
                 case [ast.Expr(ast.Constant(str())) as text, *_]:
-                    lines.difference_update(range(text.lineno, (text.end_lineno or 0) + 1))
-    return len(lines)
+                    documentation.update(_range_of(text))
+    return len(lines - documentation)
+
+
+def _range_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or 0) + 1)
 
 
 def imported_by_a_shielded_run(python: FreshPython) -> dict[str, Path]:
