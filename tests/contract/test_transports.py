@@ -338,6 +338,10 @@ def _frames(*frames: bytes) -> Callable[[Peer, int], object]:
             lambda peer, asked: peer.reply(asked + 1, torch.ones(1)),
             *(ProtocolError, "got request id [0-9]+"),
         ),
+        (
+            lambda peer, _: peer.reply(0, ErrorCode.UNSUPPORTED_VERSION, method=""),
+            *(ProtocolError, "request id 0 with UNSUPPORTED_VERSION"),
+        ),
         (lambda peer, asked: peer.reply(asked, ErrorCode.INTERNAL), ServiceError, "INTERNAL"),
         (_frames(b"garbage"), ProtocolError, None),
         (_frames(msgpack.packb({"status": "error", "error": "INTERNAL"})), ProtocolError, None),
