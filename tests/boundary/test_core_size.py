@@ -1,18 +1,23 @@
-"""The trusted core only becomes smaller: what a shielded run imports is counted."""
+"""The trusted core only becomes smaller, and needs nothing of the experiments."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from tests.kit.core_size import (
     RECORDED,
     ROOT,
+    WITHOUT_LAB,
     all_of,
     imported_by_a_shielded_run,
     total,
 )
+from tests.kit.rows import each_row
+from tests.kit.service import FreshPython
 
 
-def test_a_shielded_run_imports_no_more_code_than_is_recorded() -> None:
-    files = imported_by_a_shielded_run()
+def test_a_shielded_run_imports_no_more_code_than_is_recorded(fresh_python: FreshPython) -> None:
+    files = imported_by_a_shielded_run(fresh_python)
     assert all(ROOT in file.parents for file in files.values())
     assert {"tee_side.runner", "protocol.messages", "tsqp.cli.tee_runner"} <= files.keys()
     found = total(files.values())
@@ -35,3 +40,18 @@ def test_compiled_code_has_a_number_of_its_own() -> None:
     ]
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources)
     assert lines <= RECORDED["native"]["lines"] <= 2_500
+
+
+@each_row(
+    ("policy", "missing"),
+    [(("row-mix",), "tsqp.lab"), (("tsqp", "--gpu", "unix:///none"), "research.operators")],
+)
+def test_a_policy_of_the_lab_says_which_package_is_missing(
+    fresh_python: FreshPython, tmp_path: Path, policy: tuple[str, ...], missing: str
+) -> None:
+    """Before a service is asked."""
+    run = ("generate", "demo", "--prompt", "Once", "--policy", *policy)
+    done = fresh_python.run(f"{WITHOUT_LAB}main()", *run, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert missing in done.stderr
+    assert "Traceback" not in done.stderr

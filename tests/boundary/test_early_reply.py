@@ -14,7 +14,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -152,8 +152,7 @@ def _serving(folder: Path, true: LoopbackChannel) -> Iterator[tuple[Accomplice, 
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("name", "micro_batches"), [*zip(MASKED, cycle((1, 2)))])
 def test_what_is_read_after_the_reply_is_the_request(
     saved_model: Models,
     name: str,

@@ -50,6 +50,7 @@ print(json.dumps([names, sorted(sys.modules), without]))
 """
 
 
+@pytest.mark.slow  # of what is written in the sources `make imports` says the same
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_loads_nothing_that_it_must_not(
     fresh_python: FreshPython, package: str, tmp_path: Path

@@ -31,7 +31,7 @@ from tests.kit.model import LoopbackChannel, SavedModel, Tee, expanded, token_id
 Models = Callable[..., SavedModel]
 Twice = Callable[[str], list[list[torch.Tensor]]]
 
-# Wide enough for 10 MB in a few prompts: 16 KiB a token.
+# Wide enough for megabytes in a few prompts: 16 KiB a token.
 WIDE = {
     "hidden_size": 384,
     "intermediate_size": 768,
@@ -40,9 +40,9 @@ WIDE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-ENOUGH_BYTES = 10_000_000
+ENOUGH_BYTES = 5_000_000
 LEAST_P = 1e-6
-# 2.5 million positions and 2^-32 each: four or more have a probability below 1e-14.
+# 1.7 million positions and 2^-32 each: four or more have a probability below 1e-14.
 MOST_EQUAL_WORDS = 3
 
 
@@ -108,7 +108,7 @@ def twice(model: SavedModel) -> Twice:
     @cache
     def get(policy: str) -> list[list[torch.Tensor]]:
         tee, source, found = model.tee(policy), prompts(), []
-        chosen = [next(source) for _ in range(4)]
+        chosen = [next(source) for _ in range(2)]
         for _ in range(2):
             for prompt in chosen:
                 run(tee, prompt, new_tokens=8)
@@ -122,7 +122,7 @@ def twice(model: SavedModel) -> Twice:
 
 
 @pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
-def test_ten_megabytes_are_uniform_at_each_service(twice: Twice, policy: str) -> None:
+def test_megabytes_are_uniform_at_each_service(twice: Twice, policy: str) -> None:
     each, again = twice(policy)
     assert len(each) == load_policy(policy).services
     for words in each:
@@ -130,7 +130,7 @@ def test_ten_megabytes_are_uniform_at_each_service(twice: Twice, policy: str) ->
             assert p > LEAST_P, f"{what} are not uniform"
     # And the same prompts again share no more words with them than chance.
     for one, two in zip(each, again, strict=True):
-        assert one.numel() >= 2_500_000
+        assert one.numel() >= 1_250_000
         assert int((one == two).sum()) <= MOST_EQUAL_WORDS
 
 
@@ -145,7 +145,7 @@ def test_decode_under_the_default_policy_is_uniform(model: SavedModel) -> None:
     """Many sequences at once, one token each; of a prompt nothing crosses."""
     tee = model.tee("shielded")
     engine = tee.engine()
-    for seed in range(48):
+    for seed in range(24):
         engine.add(token_ids(1 + seed % 3, seed), max_new_tokens=15, eos_token_ids=frozenset())
     engine.step()
     assert not tee.channels[0].requests
@@ -157,10 +157,7 @@ def test_decode_under_the_default_policy_is_uniform(model: SavedModel) -> None:
         assert p > LEAST_P, f"{what} are not uniform"
 
 
-# ---------------------------------------------------------------------------- who gets what
-
-
-@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
+@pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
 def test_neither_token_ids_nor_logits_nor_text_ever_cross(model: SavedModel, policy: str) -> None:
     tee = model.tee(policy)
     run(tee, token_ids(20), new_tokens=5)
@@ -209,9 +206,6 @@ def test_the_two_shares_add_up_to_the_input_and_each_alone_is_another_one(
         assert int((one == two).sum()) <= MOST_EQUAL_WORDS
 
 
-# -------------------------------------------------------------------------- no pad twice
-
-
 class UnreliableChannel(LoopbackChannel):
     """Loses every 19th request, and every 17th reply; a `rarely`-th of them."""
 
@@ -242,8 +236,7 @@ def _step_until_done(engine: Engine) -> None:
             continue
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill"])
+@pytest.mark.parametrize(("policy", "micro_batches"), [("shielded", 1), ("shielded-prefill", 3)])
 def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     saved_model: Models, policy: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

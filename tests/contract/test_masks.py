@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tee_side.protect.masks.mask import KINDS, Mask, ProvisionedMask, SegmentMask
+from tee_side.protect.masks.mask import Mask, ProvisionedMask, SegmentMask
 from tee_side.protect.masks.registry import MASKS as REGISTRY
 from tee_side.protect.masks.registry import find_mask
 from tee_side.protect.randomness import Randomness
@@ -21,17 +21,15 @@ from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
 from tests.kit.masks import (
     FEATURES,
-    SHAPES,
+    ROWS,
     Change,
     Trial,
     apply,
     key,
     supported,
-    wrapped,
 )
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 from tsqp.lab.research.operators import product_holds
-from tsqp.lab.research.row_mix import RowMix
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [Path(__file__).parent / "files" / "row_scale.py"]
@@ -44,11 +42,11 @@ MASKS = {**NAMED, **OWN}
 
 # Options other than the defaults that must not change the result either.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "row-permutation": [{"dummy_rows": 1}, {"dummy_rows": 40}],
-    "row-rotation": [{"shield_rows": 1}, {"shield_rows": 64}],
-    "feature-permutation": [{"block": 2}, {"block": 10}],
-    "feature-rotation": [{"block": 2}, {"block": 10}, {"block": 4096}],
-    "cloak-segment": [{"block": 2}, {"block": 10}, {"block": 4096}],
+    "row-permutation": [{"dummy_rows": 1}],
+    "row-rotation": [{"shield_rows": 1}],
+    "feature-permutation": [{"block": 10}],
+    "feature-rotation": [{"block": 10}, {"block": 4096}],
+    "cloak-segment": [{"block": 4096}],
     "float-noise": [{"sigma": 0.01}],
 }
 
@@ -57,7 +55,6 @@ INSTANCES: dict[str, Mask] = {
     for name, mask in MASKS.items()
     for options in [{}, *OPTIONS.get(name, [])]
 }
-every_class = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 
 
 class Case(NamedTuple):
@@ -83,9 +80,6 @@ class Case(NamedTuple):
         return apply(*self, randomness, **settings)
 
 
-# ---------------------------------------------------------------------------------- the result
-
-
 def result_is_the_plain_one(case: Case) -> None:
     trial = case.trial()
     assert trial.result.shape == trial.plain.shape
@@ -96,7 +90,7 @@ def result_is_the_plain_one(case: Case) -> None:
 
 def result_does_not_depend_on_luck(case: Case) -> None:
     """A mixture that can come out nearly singular fails for some keys and not for others."""
-    for seed in range(8 if case.is_default else 2):
+    for seed in range(4 if case.is_default else 1):
         randomness = Randomness(key(f"{case.operator} {case.rows} {seed}"))
         trial = apply(*case, randomness, site_key=key(f"site {seed}"))
         assert trial.error <= case.mask.tolerance
@@ -163,8 +157,6 @@ def unmasking_changes_neither_its_inputs_nor_its_mind(case: Case) -> None:
     assert torch.equal(again, trial.result)
 
 
-# ------------------------------------------------------------------------- verified results
-
 # What a service may send instead of the right replies; of integers and floats alike.
 LIES: dict[str, Change] = {
     "sign": lambda y: -y,
@@ -210,7 +202,7 @@ def declared_error_is_not_refused(case: Case) -> None:
     trial = case.trial(change=_small_row)
     result = trial.plain.clone()
     result[..., 0, 5] += case.mask.tolerance * float(trial.plain.abs().max())
-    for _ in range(5):
+    for _ in range(2):
         assert _holds(case, trial, result.to(trial.result.dtype))
 
 
@@ -222,9 +214,6 @@ def lies_are_refused(case: Case) -> None:
             replies = list(trial.replies)
             replies[liar] = lie(replies[liar])
             assert not _holds(case, trial, trial.unmask(*replies)), (name, liar)
-
-
-# ------------------------------------------------------------------------------ what crosses
 
 
 def what_crosses_is_not_the_plain_tensor(case: Case) -> None:
@@ -282,8 +271,6 @@ OTHER_RANDOMNESS: dict[Any, str] = {
 }
 
 
-# ------------------------------------------------------------------------------- the contract
-
 # What each mask must do, and on which cases.
 CONTRACT: dict[Callable[[Case], None], Callable[[Case], bool]] = {
     result_is_the_plain_one: lambda case: True,
@@ -315,38 +302,15 @@ CONTRACT: dict[Callable[[Case], None], Callable[[Case], bool]] = {
 def test_a_mask_keeps_the_contract(
     mask: Mask, operator: Operator, subtests: pytest.Subtests
 ) -> None:
-    for shape, rows in SHAPES.items():
+    for rows in ROWS:
         case = Case(mask, operator, rows)
         for check, applies in CONTRACT.items():
             if applies(case):
-                with subtests.test(f"{shape}: {check.__name__}"):
+                with subtests.test(f"{rows} rows: {check.__name__}"):
                     check(case)
 
 
-# -------------------------------------------------------------------------- what a mask says
-
-
-@every_class
-def test_a_mask_says_what_it_claims_and_what_breaks_it(mask: type[Mask]) -> None:
-    assert mask.kind in KINDS
-    assert mask.arithmetic in ("float", "int8")
-    assert mask.services in (1, 2)
-    assert isinstance(mask.broken, bool)
-    assert 0 <= mask.tolerance < 1e-2
-    for attribute in ("name", "hides", "known_break", "source", "cost"):
-        text = getattr(mask, attribute)
-        assert isinstance(text, str)
-        assert text.strip() == text != ""
-        assert "\n" not in text
-    assert mask.__doc__ is not None
-    if mask.broken:
-        # An attack, not a shrug: it says what is recovered, or how.
-        assert len(mask.known_break.split()) >= 5
-        assert not mask.known_break.startswith("none")
-    assert supported(mask)
-
-
-@every_class
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_options_refuse_unknown_keys_and_cannot_be_changed(mask: type[Mask]) -> None:
     with pytest.raises(ValidationError, match="extra_forbidden"):
         mask(no_such_option=1)  # type: ignore[call-arg]
@@ -355,75 +319,12 @@ def test_options_refuse_unknown_keys_and_cannot_be_changed(mask: type[Mask]) -> 
         setattr(made, "no_such_option", 1)  # noqa: B010 - mypy knows that there is none
     for option in mask.model_fields:
         with pytest.raises(ValidationError):
-            mask(**{option: "a string"})
-        with pytest.raises(ValidationError):
             mask(**{option: -1})
 
 
-def test_the_masks_of_the_core_are_two_and_the_lab_has_its_own() -> None:
-    assert set(REGISTRY.builtin) == {"pad", "shares"}
-    assert set(NAMED) >= {
-        *("row-permutation", "row-mix", "row-rotation"),
-        *("feature-permutation", "feature-rotation", "float-noise"),
-        *("cloak-segment", "stip-segment"),
-    }
-
-
-@pytest.mark.parametrize("name", ["pad", "shares"])
-def test_only_the_masks_that_are_not_broken_are_exact_and_uniform(name: str) -> None:
-    assert not NAMED[name].broken
-    assert NAMED[name].uniform
-    assert not any(mask.uniform for other, mask in MASKS.items() if other not in ("pad", "shares"))
-    assert NAMED[name].tolerance == 0
-    assert all(mask.broken for other, mask in NAMED.items() if other not in ("pad", "shares"))
-
-
-# ----------------------------------------------------------- the suite itself can find a fault
-
-
-class _Leaky(RowMix):
-    """A mask that forgets to undo its scaling, and to be fresh."""
-
-    name = "leaky"
-
-    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Any:
-        masked = super().mask(x_TI, Randomness(bytes(32)))
-        return type(masked)(masked.sent, lambda y: 1.001 * masked.unmask(y))
-
-
-class _InPlace(RowMix):
-    """A mask that unmasks into the reply, and undoes nothing the second time."""
-
-    name = "in-place"
-
-    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Any:
-        masked = super().mask(x_TI, randomness)
-        return type(masked)(masked.sent, lambda y: y.copy_(masked.unmask(y)))
-
-
-class _Simulated(RowMix):
-    """A mask with a generator that is not cryptographic."""
-
-    name = "simulated"
-
-    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Any:
-        order = torch.randperm(len(x_TI))
-        masked = super().mask(x_TI[order], randomness)
-        return type(masked)(masked.sent, lambda y: masked.unmask(y)[order.argsort()])
-
-
-def test_the_suite_notices_broken_masks() -> None:
-    for mask, check in (
-        (_Leaky(), result_is_the_plain_one),
-        (_Leaky(), two_calls_send_different_bytes),
-        (_InPlace(), result_is_the_plain_one),
-        (_Simulated(), what_crosses_is_drawn_from_the_generator_and_from_nothing_else),
-    ):
-        with pytest.raises(AssertionError):
-            check(Case(mask, "o_proj", 33))
-    result_is_the_plain_one(Case(_Simulated(), "o_proj", 33))
-
-
-def test_the_reference_of_the_ring_wraps() -> None:
-    exact = torch.tensor([0, -1, 2**31 - 1, 2**31, -(2**31) - 1, 5 * 2**32 + 7])
-    assert wrapped(exact).tolist() == [0, -1, 2**31 - 1, -(2**31), 2**31 - 1, 7]
+def test_only_the_masks_of_the_core_are_exact_uniform_and_not_broken() -> None:
+    core = {"pad", "shares"}
+    assert set(REGISTRY.builtin) == core
+    assert {name for name, mask in MASKS.items() if mask.uniform} == core
+    assert {name for name, mask in NAMED.items() if not mask.broken} == core
+    assert all(MASKS[name].tolerance == 0 for name in core)

@@ -28,7 +28,7 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.messages import LMHeadRequest, TensorReply, Timing
 from protocol.pending import PendingChannel
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
@@ -47,7 +47,7 @@ def _vsock_loopback() -> bool:
 
 
 TRANSPORTS = ["tcp", "ipc", "unix", "shm", "ivshmem", "http"]
-if VSOCK_LOOPBACK := _vsock_loopback():
+if _vsock_loopback():
     TRANSPORTS.append("vsock")
 # Requests in flight have a connection each: the order of their arrival is not that of sending, and
 # what is given up is gone.
@@ -60,21 +60,12 @@ for_many_clients = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not VSOCK_LOOPBACK, reason="this kernel has no vsock loopback (module vsock_loopback)"
-)
-def test_vsock_is_among_the_transports() -> None:
-    assert "vsock" in TRANSPORTS
-
-
 class Peer:
     """A service on a listener, that answers what the test tells it to."""
 
     def __init__(self, endpoint: str, max_message_bytes: int = 2**30) -> None:
         self.listener: Listener = open_listener(endpoint, max_message_bytes=max_message_bytes)
         self.endpoint = self.listener.endpoint.replace("vsock://any:", "vsock://1:")
-        self.max_message_bytes = max_message_bytes
         self.route: tuple[bytes, ...] = ()
         self._routes: dict[int, tuple[bytes, ...]] = {}
 
@@ -200,13 +191,10 @@ def _one_round_trip(peer: Peer, channel: Channel) -> None:
     channel.wait(request_id)
 
 
-# -------------------------------------------------------------------------------- what is sent
-
-
 # Around the sizes from which a transport copies less, and beyond every buffer.
 @each_row(
     ("elements", "spin_us"),
-    product((1, 4000, 8200, 16_350, 32_800, LARGE, LARGE + 1), (0.0, 500.0)),
+    [*product((1, 8200, 16_350, 32_800, LARGE + 1), (0.0,)), (4000, 500.0), (LARGE, 500.0)],
 )
 def test_what_is_sent_comes_back(peer: Peer, elements: int, spin_us: float) -> None:
     sent = torch.arange(elements, dtype=torch.float32)
@@ -226,24 +214,18 @@ def test_what_is_sent_comes_back(peer: Peer, elements: int, spin_us: float) -> N
     assert all(torch.equal(one, sent + n) for n, one in enumerate(kept, start=1))
 
 
-# Below and above the size from which ZeroMQ sends without copying.
-@pytest.mark.parametrize("elements", [4, 2**16])
-def test_an_exchange_says_what_it_cost(peer: Peer, channel: Channel, elements: int) -> None:
+def test_an_exchange_says_what_it_cost(peer: Peer, channel: Channel) -> None:
     before_ns = time.perf_counter_ns()
-    request_id = channel.submit(_request(3.0, elements), timeout_s=7.5)
+    request_id = channel.submit(_request(3.0, 2**16), timeout_s=7.5)
     opened = peer.receive()
     assert (opened.request_id, opened.timeout_ms) == (request_id, 7500)
     timing = Timing(queue_us=11, compute_us=22)
     peer.reply(request_id, torch.full((2,), 5.0), timing=timing)
     exchange = channel.wait(request_id)
-    assert torch.equal(_output(exchange.response), torch.full((2,), 5.0))
-    assert (
-        exchange.bytes_sent == sum(map(len, opened.frames)) == len(opened.frames[0]) + 4 * elements
-    )
+    assert exchange.bytes_sent == sum(map(len, opened.frames))
     assert exchange.timing == timing
     assert before_ns + exchange.encode_ns <= exchange.sent_ns
     assert exchange.sent_ns + exchange.elapsed_ns <= time.perf_counter_ns()
-    assert channel.traffic.round_trips == 1
     assert channel.traffic.bytes_sent == exchange.bytes_sent
     assert channel.traffic.bytes_received == exchange.bytes_received
 
@@ -258,29 +240,17 @@ def test_memory_is_not_reused_before_a_large_request_is_sent(peer: Peer, channel
             assert torch.equal(received, torch.full((LARGE,), float(n)))
 
 
-def test_too_large_request_names_the_limit(peer: Peer) -> None:
-    with _connected(peer, max_message_bytes=1000) as channel:
-        with pytest.raises(
-            ProtocolError, match=r"LMHead to .*: got \d+ bytes, expected at most 1000"
-        ) as info:
-            channel.submit(_request(elements=1000))
-        assert info.value.code is ErrorCode.LIMIT_EXCEEDED
-        _one_round_trip(peer, channel)
-
-
 def test_a_limit_can_only_be_lowered(peer: Peer, channel: PendingChannel) -> None:
     channel.limit_messages(1000)
     channel.limit_messages(2000)
-    with pytest.raises(ProtocolError, match="expected at most 1000"):
+    with pytest.raises(ProtocolError, match=r"got \d+ bytes, expected at most 1000") as caught:
         channel.submit(_request(elements=300))
+    assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
     # It is a limit for what is sent: a reply may be as large as the channel was made for.
     request_id = channel.submit(_request())
     peer.receive()
     peer.reply(request_id, torch.ones(1000))
     assert _output(channel.wait(request_id).response).numel() == 1000
-
-
-# ------------------------------------------------------------------------------------ in flight
 
 
 def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: Channel) -> None:
@@ -294,14 +264,13 @@ def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: Chan
     assert channel.traffic.round_trips == 5
 
 
-@pytest.mark.parametrize("elements", [10, LARGE])
-def test_many_in_flight_are_all_answered(peer: Peer, elements: int) -> None:
-    # Large ones fill every buffer in both directions: nobody may wait for the other to read.
+def test_many_in_flight_are_all_answered(peer: Peer) -> None:
+    # They fill every buffer in both directions: nobody may wait for the other to read.
     with _echoing(peer), _connected(peer) as channel:
-        ids = [channel.submit(_request(float(n), elements)) for n in range(12)]
+        ids = [channel.submit(_request(float(n), LARGE)) for n in range(8)]
         for n, request_id in reversed(list(enumerate(ids))):
             assert torch.equal(
-                _output(channel.wait(request_id).response), torch.full((elements,), float(n))
+                _output(channel.wait(request_id).response), torch.full((LARGE,), float(n))
             )
 
 
@@ -354,9 +323,6 @@ def test_a_client_that_does_not_read_does_not_stop_the_others(peer: Peer) -> Non
             assert _output(lazy.wait(request_id).response).numel() == LARGE
 
 
-# -------------------------------------------------------------------------------- wrong replies
-
-
 def _frames(*frames: bytes) -> Callable[[Peer, int], object]:
     return lambda peer, _: peer.listener.send(peer.route, list(frames))
 
@@ -368,29 +334,17 @@ def _frames(*frames: bytes) -> Callable[[Peer, int], object]:
             lambda peer, asked: peer.reply(asked, torch.ones(1), method="Linear"),
             *(ReplyError, "got Linear, expected LMHead"),
         ),
-        *(
-            (
-                lambda peer, asked, offset=offset: peer.reply(asked + offset, torch.ones(1)),
-                *(ProtocolError, "got request id [0-9]+"),
-            )
-            for offset in (1, 1000)
+        (
+            lambda peer, asked: peer.reply(asked + 1, torch.ones(1)),
+            *(ProtocolError, "got request id [0-9]+"),
         ),
         (
             lambda peer, _: peer.reply(0, ErrorCode.UNSUPPORTED_VERSION, method=""),
             *(ProtocolError, "request id 0 with UNSUPPORTED_VERSION"),
         ),
-        *(
-            (lambda peer, asked, code=code: peer.reply(asked, code), ServiceError, code.value)
-            for code in (ErrorCode.INTERNAL, ErrorCode.SHUTTING_DOWN)
-        ),
-        (_frames(b""), ProtocolError, None),
+        (lambda peer, asked: peer.reply(asked, ErrorCode.INTERNAL), ServiceError, "INTERNAL"),
         (_frames(b"garbage"), ProtocolError, None),
-        (_frames(b"\x80"), ProtocolError, None),
         (_frames(msgpack.packb({"status": "error", "error": "INTERNAL"})), ProtocolError, None),
-        (
-            _frames(msgpack.packb({"status": "success", "response": {}}), b"x"),
-            *(ProtocolError, None),
-        ),
         (_frames(b"", b"", b""), ProtocolError, None),
     ],
 )
@@ -422,9 +376,6 @@ def test_too_large_reply_is_never_received(peer: Peer) -> None:
             channel.wait(request_id)
 
 
-# ------------------------------------------------------------------------------------ deadlines
-
-
 def test_silence_is_a_deadline_exceeded(peer: Peer, channel: Channel) -> None:
     request_id = channel.submit(_request(), timeout_s=TINY_S)
     with pytest.raises(DeadlineExceededError, match=r"no reply to LMHead within 0\.05 s") as info:
@@ -432,12 +383,6 @@ def test_silence_is_a_deadline_exceeded(peer: Peer, channel: Channel) -> None:
     assert info.value.retryable
     with pytest.raises(KeyError):
         channel.wait(request_id)
-
-
-def test_nobody_there_is_a_deadline_exceeded(peer: Peer) -> None:
-    peer.close()
-    with _connected(peer, timeout_s=TINY_S) as channel, pytest.raises(DeadlineExceededError):
-        channel.call(InitRequest())
 
 
 def test_a_service_that_starts_later_is_waited_for(peer: Peer) -> None:
@@ -495,9 +440,6 @@ def test_deadline_holds_while_stale_replies_keep_coming(peer: Peer, channel: Cha
     assert not unnoticed.is_set()
 
 
-# ----------------------------------------------------------------------------- lost connections
-
-
 def test_a_peer_that_dies_is_noticed_long_before_the_deadline(peer: Peer) -> None:
     with _connected(peer, timeout_s=3600) as channel:
         ids = [channel.submit(_request()) for _ in range(3)]
@@ -510,34 +452,19 @@ def test_a_peer_that_dies_is_noticed_long_before_the_deadline(peer: Peer) -> Non
             assert info.value.retryable
 
 
-def test_a_peer_that_comes_back_is_used_again(peer: Peer) -> None:
-    with _connected(peer, timeout_s=3600) as channel:
-        _one_round_trip(peer, channel)
-        lost = channel.submit(_request())
-        peer.receive()
-        peer.close()
-        with pytest.raises(EndpointError, match="a lost connection"):
-            channel.wait(lost)
-        successor = Peer(peer.endpoint.replace("vsock://1:", "vsock://any:"))
-        _one_round_trip(successor, channel)
-        successor.close()
-
-
-def test_a_request_of_a_lost_connection_is_not_waited_for_on_a_new_one(peer: Peer) -> None:
+def test_a_peer_that_comes_back_is_used_again_and_owes_nothing(peer: Peer) -> None:
     with _connected(peer, timeout_s=3600) as channel:
         first, second = channel.submit(_request()), channel.submit(_request())
         peer.receive()
         peer.close()
-        with pytest.raises(EndpointError):
+        with pytest.raises(EndpointError, match="a lost connection"):
             channel.wait(first)
         successor = Peer(peer.endpoint.replace("vsock://1:", "vsock://any:"))
         _one_round_trip(successor, channel)
+        # Of a connection that was lost nothing is waited for on a new one.
         with pytest.raises(EndpointError, match="a lost connection while LMHead"):
             channel.wait(second)
         successor.close()
-
-
-# -------------------------------------------------------------------------------- the listener
 
 
 def test_wakeup_ends_waiting_and_no_message_is_none(peer: Peer) -> None:
@@ -572,23 +499,18 @@ def test_a_request_larger_than_the_service_takes_ends_the_connection(address: st
     small.close()
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 64, b"\x01\0\0\0" + b"\xff" * 64],
-    ids=["http", "zeros", "ones", "huge"],
-)
-def test_garbage_from_one_client_leaves_the_others_alone(
-    peer: Peer, channel: Channel, garbage: bytes
-) -> None:
+def test_garbage_from_one_client_leaves_the_others_alone(peer: Peer, channel: Channel) -> None:
     scheme, _, rest = peer.endpoint.partition("://")
-    with _echoing(peer), _raw(scheme, rest) as raw:
-        channel.call(_request())
-        raw.sendall(garbage)
-        channel.call(_request())
-        raw.settimeout(10)
-        if scheme in ("unix", "vsock"):
-            assert raw.recv(100) == b""
-        channel.call(_request())
+    with _echoing(peer):
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\1\0\0\0" + b"\xff" * 64):
+            with _raw(scheme, rest) as raw:
+                channel.call(_request())
+                raw.sendall(garbage)
+                channel.call(_request())
+                raw.settimeout(10)
+                if scheme in ("unix", "vsock"):
+                    assert raw.recv(100) == b"", garbage
+                channel.call(_request())
 
 
 def _raw(scheme: str, rest: str) -> socket.socket:

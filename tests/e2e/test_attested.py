@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import openai
 import pytest
@@ -20,7 +17,6 @@ from tsqp.client import NotAttestedError, connect
 
 CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 OPTIONS: Any = {"model": "demo", "seed": 7, "max_tokens": 16}
-WAIT_S = 60
 
 
 def tsqp(*arguments: str) -> Result:
@@ -82,37 +78,23 @@ def test_verify_shows_what_differs(server: Server, appraisal: Path, folder: Path
     assert shown.exit_code == 1
     assert "FAIL  model: got " in shown.stdout
     assert shown.stdout.splitlines()[-1].startswith("NOT verified: certificate: model: got ")
-    said = json.loads(tsqp("verify", server.address, "--policy", str(other), "--json").stdout)
-    assert [step["name"] for step in said["steps"] if not step["passed"]] == ["model"]
     with pytest.raises(NotAttestedError, match="certificate: model"):
         connect(server.address, other)
+    strict = ("--policy", str(appraisal), "--mode", "production")
+    assert "expected development" in str(tsqp("verify", server.address, *strict).exception)
 
 
-def test_a_policy_is_needed_and_its_mode_holds(server: Server, appraisal: Path) -> None:
-    none = tsqp("verify", server.address)
-    assert "--policy: got none" in str(none.exception)
-    other = tsqp("verify", server.address, "--policy", str(appraisal), "--mode", "production")
-    assert "expected development" in str(other.exception)
-
-
-@contextmanager
-def proxied(*arguments: str) -> Iterator[str]:
-    """Run `tsqp proxy`, and give its address."""
-    process = Forked("tsqp", ("proxy", *arguments, "--listen", "127.0.0.1:0"), ENVIRONMENT)
+def test_any_program_goes_through_the_proxy(server: Server, appraisal: Path) -> None:
+    arguments = ("proxy", server.address, "--policy", str(appraisal), "--listen", "127.0.0.1:0")
+    process = Forked("tsqp", arguments, ENVIRONMENT)
     try:
         ready = ""
         while "ready: " not in ready:
             ready = process.stderr.readline()
             assert ready
-        yield ready.split("ready: ")[1].split()[0]
-    finally:
-        process.kill()
-
-
-def test_any_program_goes_through_the_proxy(server: Server, appraisal: Path) -> None:
-    with proxied(server.address, "--policy", str(appraisal)) as address:
-        with urlopen(f"{address}/models", timeout=WAIT_S) as reply:
-            assert json.load(reply)["data"][0]["id"] == "demo"
+        address = ready.split("ready: ")[1].split()[0]
         client = openai.OpenAI(base_url=address, api_key="none")
         with client, client.chat.completions.create(messages=CHAT, stream=True, **OPTIONS) as chat:
             assert sum(1 for _ in chat) > 5
+    finally:
+        process.kill()

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from tests.kit.model import ARCHITECTURES, make_model
+from tests.kit.model import make_model
 from tests.kit.rows import each_row
 from tests.kit.service import Service, call, run, running_service
-from tsqp.cli.program import model_directory
-
-DEMO = model_directory("demo")
 
 
 def refused(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
@@ -27,125 +21,44 @@ def refused(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
         assert fragment in lines[0]
 
 
-RUNNER_CASES = {
-    "missing directory": (["/nowhere", "--prompt", "x"], ["/nowhere", "no such directory"]),
-    "unknown policy": (["demo", "--prompt", "x", "--policy", "none"], ["'none'", "tee-only"]),
-    "missing policy file": (["demo", "--prompt", "x", "--policy", "./a.toml"], ["a.toml"]),
-    "malformed endpoint": (["demo", "--prompt", "x", "--gpu", "host:1"], ["tcp://HOST:PORT"]),
-    "no prompt": (["demo"], ["--prompt"]),
-    "two prompts": (["demo", "--prompt", "x", "--prompt-token-ids", "1"], ["exactly one"]),
-    "ids that are no integers": (["demo", "--prompt-token-ids", "1,b"], ["integers"]),
-    "id outside the vocabulary": (
-        ["demo", "--prompt-token-ids", "99999", "--policy", "tee-only"],
-        ["vocabulary"],
-    ),
-    "prompt longer than the context": (
-        ["demo", "--prompt", "story " * 600, "--policy", "tee-only"],
-        ["tokens", "context of 512"],
-    ),
-    "unknown option": (["demo", "--prompt", "x", "--warmth", "1"], ["--warmth"]),
-    "value out of range": (["demo", "--prompt", "x", "--top-p", "2"], ["--top-p"]),
-    "value that is no number": (["demo", "--prompt", "x", "--top-p", "nan"], ["--top-p", "nan"]),
-    "value that is infinite": (
-        ["demo", "--prompt", "x", "--temperature", "inf"],
-        ["--temperature"],
-    ),
-    "penalty too small": (
-        ["demo", "--prompt", "x", "--repetition-penalty", "0.001"],
-        ["--repetition-penalty", "0.01"],
-    ),
-    "more threads than torch stands": (
-        ["demo", "--prompt", "x", "--threads", "100000"],
-        ["--threads", "1024"],
-    ),
-    "empty stop string": (["demo", "--prompt", "x", "--stop", ""], ["--stop", "empty"]),
-    "seed beyond 64 bits": (["demo", "--prompt", "x", "--seed", "9" * 30], ["--seed"]),
-    "prompt that is not UTF-8": (
-        ["demo", "--prompt", "a\udcff"],
-        ["--prompt: got bytes that are not UTF-8"],
-    ),
-    "missing prompt file": (
-        ["demo", "--prompt-file", "/nowhere.txt"],
-        ["--prompt-file /nowhere.txt: got No such file"],
-    ),
-    "prompt file that is a directory": (["demo", "--prompt-file", "/tmp"], ["/tmp", "directory"]),
-    "unreachable endpoint": (
-        ["demo", "--prompt", "x", "--gpu", "tcp://127.0.0.1:9", "--connect-timeout-s", "0.2"],
-        ["tcp://127.0.0.1:9", "nothing that listens while Init"],
-    ),
-}
+RUNNER_CASES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("/nowhere", "--prompt", "x"), "/nowhere: got no such directory"),
+    (("demo", "--prompt", "x", "--policy", "./a.toml"), "a.toml"),
+    (("demo", "--prompt", "x", "--gpu", "host:1"), "tcp://HOST:PORT"),
+    (("demo",), "--prompt"),
+    (("demo", "--prompt", "x", "--prompt-token-ids", "1"), "exactly one"),
+    (("demo", "--prompt-token-ids", "1,b"), "integers"),
+    (("demo", "--prompt-token-ids", "99999", "--policy", "tee-only"), "vocabulary"),
+    (("demo", "--prompt", "story " * 600, "--policy", "tee-only"), "context of 512"),
+    (("demo", "--prompt", "x", "--warmth", "1"), "--warmth"),
+    (("demo", "--prompt", "x", "--top-p", "nan"), "--top-p"),
+    (("demo", "--prompt", "x", "--temperature", "inf"), "--temperature"),
+    (("demo", "--prompt", "x", "--repetition-penalty", "0.001"), "--repetition-penalty"),
+    (("demo", "--prompt", "x", "--threads", "100000"), "--threads"),
+    (("demo", "--prompt", "x", "--stop", ""), "--stop"),
+    (("demo", "--prompt", "x", "--seed", "9" * 30), "--seed"),
+    (("demo", "--prompt", "a\udcff"), "--prompt: got bytes that are not UTF-8"),
+    (("demo", "--prompt-file", "/nowhere.txt"), "--prompt-file /nowhere.txt: got No such file"),
+)
 
 
 def test_a_refusal_of_a_real_process_looks_the_same() -> None:
-    refused(run("gpu-service", "/nowhere"), "/nowhere", "no such directory")
-    refused(run("tee-runner", "generate", "demo", "--prompt", "x", "--policy", "none"), "'none'")
+    refused(run("gpu-service", "/nowhere"), "/nowhere: got no such directory")
 
 
-@each_row("name", RUNNER_CASES)
-def test_tee_runner_refuses(name: str) -> None:
-    arguments, fragments = RUNNER_CASES[name]
-    refused(call("tee-runner", "generate", *arguments), *fragments)
+@each_row(("arguments", "said"), RUNNER_CASES)
+def test_tee_runner_refuses(arguments: tuple[str, ...], said: str) -> None:
+    refused(call("tee-runner", "generate", *arguments), said)
 
 
-@pytest.mark.parametrize("left", [".key", ".pub"])
-def test_keys_are_not_overwritten(left: str, tmp_path: Path) -> None:
-    name, key = str(tmp_path / "runner"), tmp_path / f"runner{left}"
-    assert call("tsqp", "keys", "new", name).returncode == 0
-    before = key.read_bytes()
-    for suffix in {".key", ".pub"} - {left}:
-        (tmp_path / f"runner{suffix}").unlink()
-    refused(call("tsqp", "keys", "new", name), f"{key}: got a file that exists", "another NAME")
-    assert key.read_bytes() == before
-
-
-def copy_of_demo(directory: Path) -> Path:
-    shutil.copytree(DEMO, directory)
-    return directory
-
-
-def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    for program, arguments in (
-        ("gpu-service", [str(model), "--bind", "tcp://127.0.0.1:*"]),
-        ("tee-runner", ["generate", str(model), "--prompt", "x"]),
-    ):
-        refused(call(program, *arguments), str(weights), "safetensors")
-
-
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    model = copy_of_demo(tmp_path / "model")
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    refused(
-        call("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
-        "pytorch_model.bin",
-        "pickle",
-    )
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_service_with_another_model_is_noticed(
-    kind: str, demo_service: Service, tmp_path: Path
-) -> None:
-    make_model(tmp_path, kind)
-    result = call(
-        "tee-runner",
-        *("generate", str(tmp_path), "--gpu", demo_service.endpoint, "--prompt-token-ids", "1"),
-        *("--policy", "attention-in-tee"),
-    )
-    refused(result, demo_service.endpoint, "num_layers", "same model")
-
-
-def test_a_message_over_the_services_limit_names_both_sizes(tmp_path: Path) -> None:
+def test_what_a_service_is_not_for_is_refused(demo_service: Service, tmp_path: Path) -> None:
+    model, clear = str(tmp_path / "model"), ("--policy", "attention-in-tee")
     make_model(tmp_path / "model", max_position_embeddings=8192)
+    given = ("tee-runner", "generate", model, *clear, "--prompt-token-ids")
+    result = call(*given, "1", "--gpu", demo_service.endpoint)
+    refused(result, demo_service.endpoint, "num_layers", "same model")
     limit = ("--max-message-mib", "1")
-    with running_service(tmp_path / "model", "tcp://127.0.0.1:*", *limit) as service:
+    with running_service(model, f"unix://{tmp_path}/gpu", *limit) as service:
         # 6,000 rows of 48 activations are more than 1 MiB; the runner's own limit is 512.
-        result = call(
-            "tee-runner",
-            *("generate", str(tmp_path / "model"), "--gpu", service.endpoint),
-            *("--prompt-token-ids", ",".join(["7"] * 6000), "--step-tokens", "6000"),
-            *("--policy", "attention-in-tee"),
-        )
-    refused(result, "Linear", "got 1152", "bytes, expected at most 1048576")
+        long = (",".join(["7"] * 6000), "--step-tokens", "6000", "--gpu", service.endpoint)
+        refused(call(*given, *long), "Linear", "got 1152", "bytes, expected at most 1048576")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -47,24 +46,3 @@ def test_a_wheel_holds_the_packages_with_their_data(wheel: zipfile.ZipFile) -> N
     # What is there besides code, so that the comparison is not one of nothing with nothing.
     kinds = {Path(name).suffix for name in found}
     assert {".toml", ".j2", ".typed", ".safetensors", ".json", ".jinja", ".txt"} <= kinds
-
-
-@pytest.mark.slow
-def test_its_commands_are_installed(wheel: zipfile.ZipFile) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    text = wheel.read(name).decode()
-    for command in ("gpu-service", "tee-runner", "tsqp"):
-        assert f"{command} = tsqp.cli." in text
-
-
-def test_tables_come_with_the_base_install_and_the_reference_with_an_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-    def names(requirements: list[str]) -> set[str]:
-        return {requirement.partition(">=")[0] for requirement in requirements}
-
-    base, extras = names(project["dependencies"]), project["optional-dependencies"]
-    assert "rich" in base
-    assert not base & {"transformers", "matplotlib", "prometheus-client"}
-    assert names(extras["demo"]) == {"transformers", "tsqp[serve]"}
-    assert names(extras["bench"]) == {"matplotlib", "transformers"}

@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import pytest
+
 from tests.kit.service import ENVIRONMENT, Forked, call, running_server, running_service
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +62,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
     assert len(texts[1].split()) > 30
 
 
+@pytest.mark.slow  # what it does is proved by test_attested.py
 def test_the_proof_before_the_prompt(tmp_path: Path) -> None:
     (both,) = blocks("Proof before the prompt")
     commands, code = both.split("\n\n", 1)
@@ -72,13 +75,8 @@ def test_the_proof_before_the_prompt(tmp_path: Path) -> None:
             word.replace("/tmp/gpu.sock", socket).replace("manifest.json", pins) for word in words
         ]
 
-    assert (gpu[0], manifest[:2], serve[:2]) == (
-        "gpu-service",
-        ["tsqp", "manifest"],
-        ["tee-runner", "serve"],
-    )
+    assert (gpu[0], gpu[2], serve[:2]) == ("gpu-service", "--bind", ["tee-runner", "serve"])
     assert call(*here(manifest)).returncode == 0
-    assert gpu[2] == "--bind"
     with (
         running_service(gpu[1], here(gpu)[3], *gpu[4:]),
         running_server(*here(serve)[3:], model=serve[2]) as server,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import pytest
 
 from protocol.model.files import use_seal
 from tests.e2e.test_bad_input import refused
-from tests.kit.rows import each_row
 from tests.kit.service import call
 
 PROMPT = ("--policy", "tee-only", "--prompt", "Once upon a time", "--max-new-tokens", "8", "--json")
@@ -43,12 +41,6 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sealed]:
     assert done.returncode == 0, done.stderr
     yield Sealed(directory, key, done.stdout.split()[-1])
     use_seal(directory, None)
-
-
-@pytest.fixture(scope="module")
-def tokens() -> list[int]:
-    """What the plain model says."""
-    return generated("demo")
 
 
 def generated(*arguments: str, **environment: str) -> list[int]:
@@ -81,8 +73,9 @@ def noted() -> Iterator[list[str]]:
 
 
 def test_the_same_tokens_and_no_file_is_written(
-    sealed: Sealed, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed: Sealed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tokens = generated("demo")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in sealed.directory.rglob("*")}
@@ -100,60 +93,26 @@ def _is_file(path: str) -> bool:
     return not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode)
 
 
-def test_every_provider_opens_it(sealed: Sealed, tokens: list[int]) -> None:
-    directory = str(sealed.directory)
-    for how, value in (
-        ("command", f"cat {sealed.key}"),
-        ("fd", str(os.open(sealed.key, os.O_RDONLY))),
-    ):
-        options = (f"--seal-key-{how}", value, "--seal-digest", sealed.digest)
-        assert generated(directory, *options) == tokens
-    given = {"TSQP_SEAL_KEY_FD": str(os.open(sealed.key, os.O_RDONLY))}
-    assert generated(directory, "--seal-digest", sealed.digest, **given) == tokens
-
-
 def test_what_is_refused(sealed: Sealed, tmp_path: Path) -> None:
     directory, key = str(sealed.directory), ("--seal-key", str(sealed.key))
-    other, config = tmp_path / "other.key", tmp_path / "settings.toml"
-    call("tsqp", "seal", "new-key", str(other))
+    config = tmp_path / "settings.toml"
     config.write_text(f'seal-key = "{sealed.key}"\n')
-    cut = tmp_path / "cut"
-    shutil.copytree(sealed.directory, cut)
-    with (cut / "model.safetensors").open("r+b") as file:
-        file.seek(5_000_000)
-        (byte,) = file.read(1)
-        file.seek(5_000_000)
-        file.write(bytes([byte ^ 1]))
     for arguments, said in (
         ((directory,), "config.json: got a sealed file, expected a plain one, or its key"),
         (("demo", *key), "sealed.tsqp: got no such file, expected"),
-        ((directory, "--seal-key", str(other)), "sealed.tsqp: got a seal for key "),
         ((directory, *key, "--seal-digest", "0" * 64), f"of the seal: got {sealed.digest}, expec"),
         ((directory, *key, "--seal-digest", "12"), "--seal-digest: got '12', expected 64 hex"),
         ((directory, "--seal-digest", sealed.digest), "key of the seal: got 0 options, expected"),
         ((directory, *key, "--seal-key-fd", "9"), "key of the seal: got 2 options"),
         ((directory, "--config", str(config)), "--seal-key: got a value in a settings file"),
-        (
-            (str(cut), *key, "--seal-digest", sealed.digest),
-            "model.safetensors: chunk 4: got other bytes than were sealed",
-        ),
     ):
         refused(call("tee-runner", "generate", *arguments, *PROMPT), said)
-
-
-@each_row(
-    "arguments",
-    [
-        ("tsqp", "doctor", "MODEL"),
-        ("tsqp", "calibrate", "MODEL", "--output", "scales"),
-        ("tsqp", "manifest", "MODEL"),
-        ("gpu-service", "MODEL", "--bind", "unix://FOLDER/gpu"),
-    ],
-)
-def test_programs_that_take_no_key_say_what_they_met(
-    sealed: Sealed, arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    names = {"MODEL": str(sealed.directory), "unix://FOLDER/gpu": f"unix://{tmp_path}/gpu"}
-    result = call(*(names.get(word, word) for word in arguments))
-    assert result.returncode != 0
-    assert "got a sealed file" in result.stdout + result.stderr
+    # Programs that take no key say what they met.
+    for arguments in (
+        ("tsqp", "doctor", directory),
+        ("tsqp", "manifest", directory),
+        ("gpu-service", directory, "--bind", f"unix://{tmp_path}/gpu"),
+    ):
+        result = call(*arguments)
+        assert result.returncode != 0
+        assert "got a sealed file" in result.stdout + result.stderr

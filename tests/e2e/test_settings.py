@@ -9,26 +9,19 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from click.testing import CliRunner
 
 from gpu_side.service import ServiceSettings
-from gpu_side.session_settings import SessionSettings
 from tee_side.assembly import MaskSettings
-from tee_side.engine.engine import EngineSettings
-from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import RunnerSettings
 from tests.e2e.test_bad_input import refused
 from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, call, run
 from tsqp.cli.gpu_service import command as gpu_service
-from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair, public_key_of
-from tsqp.lab.link import Link
 
-PROGRAMS = ("gpu-service", "tee-runner", "tsqp")
 TEE_ONLY = ("--policy", "tee-only", "--prompt-token-ids", "1,2,3", "--json")
 
 
@@ -59,35 +52,22 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
             ["max_new_token: got an unknown name", "max-new-tokens?"],
         ),
         ("tee-runner", "[tee-runner]\nseeed = 3\n", ["[tee-runner]: seeed", "did you mean seed?"]),
-        ("tee-runner", "[generate]\nseed = 3\n", ["generate: got a table"]),
-        ("tee-runner", "tee-runner = 3\n", ["tee-runner: got 3, expected a table"]),
         ("tee-runner", "[tee-runner]\nbind = 'x'\n", ["[tee-runner]: bind: got an unknown name"]),
-        ("gpu-service", 'dtypo = "float32"\n', ["dtypo", "unknown name", "did you mean dtype?"]),
         ("gpu-service", "dtype = \n", ["invalid TOML"]),
         ("gpu-service", 'model = "demo"\ndtype = "float12"\n', ["dtype", "float12"]),
-        ("gpu-service", 'model = "demo"\nthreads = "many"\n', ["threads", "many"]),
-        ("gpu-service", 'model = "demo"\nkernels = "sse2"\n', ["kernels", "sse2"]),
         ("gpu-service", 'threads = "2"\n', ["threads: got '2', expected an integer"]),
         ("gpu-service", "threads = true\n", ["threads: got True, expected an integer"]),
-        ("gpu-service", "threads = 2.0\n", ["threads: got 2.0, expected an integer"]),
-        ("gpu-service", 'model = "demo"\nthreads = 100000\n', ["threads", "100000"]),
         ("gpu-service", f"threads = 0x{'f' * 6000}\n", ["threads", "64 bits"]),
         ("gpu-service", f"threads = {'9' * 6000}\n", ["settings.toml", "digits"]),
         ("gpu-service", "model = 3\n", ["model: got 3, expected a string"]),
-        ("gpu-service", "model = 2026-01-31\n", ["model", "expected a string"]),
-        ("gpu-service", 'model = ["demo"]\n', ["model", "expected a string"]),
-        ("gpu-service", "dtype = 32\n", ["dtype: got 32, expected a string"]),
         ("gpu-service", "max-message-mib = 1\nmax_message_mib = 2\n", ["max_message_mib", "twice"]),
         ("gpu-service", "a = " + "[" * 5000 + "]" * 5000 + "\n", ["settings.toml", "nested"]),
         ("tee-runner", "json = 1\n", ["json: got 1, expected true or false"]),
         ("tee-runner", 'top-p = "0.5"\n', ["top-p: got '0.5', expected a number"]),
-        ("tee-runner", "top-p = false\n", ["top-p: got False, expected a number"]),
         ("tee-runner", "top-p = nan\n", ["--top-p", "nan"]),
         ("tee-runner", 'stop = "a b"\n', ["stop", "expected a list of strings"]),
         ("tee-runner", "stop = [1]\n", ["stop", "expected strings only"]),
-        ("tee-runner", 'stop = [""]\n', ["--stop", "empty"]),
         ("tee-runner", "gpu = 5\n", ["gpu: got 5", "a string or a list of strings"]),
-        ("tee-runner", "gpu = [5]\n", ["gpu: got 5 in it", "strings only"]),
     ],
 )
 def test_bad_settings_files_are_refused(
@@ -120,18 +100,10 @@ def test_one_file_is_for_all_commands_and_programs_and_a_table_for_one(tmp_path:
     refused(call("gpu-service", "--config", str(config)), "[gpu-service]: anything", "unknown name")
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments"),
-    [
-        ("tee-runner", ("generate", "demo", "--prompt", "x")),
-        ("tee-runner", ("chat", "demo")),
-        ("gpu-service", ("demo",)),
-        ("tsqp", ("policies",)),
-    ],
-)
-def test_a_variable_that_no_option_has_is_refused(program: str, arguments: tuple[str, ...]) -> None:
+@each_row("command", ["tee-runner generate demo --prompt x", "gpu-service demo", "tsqp policies"])
+def test_a_variable_that_no_option_has_is_refused(command: str) -> None:
     """It would have been ignored: with the default policy for the one that was meant."""
-    result = call(program, *arguments, TSQP_POLCY="tee-only")
+    result = call(*command.split(), TSQP_POLCY="tee-only")
     refused(result, "TSQP_POLCY: got an unknown name", "did you mean TSQP_POLICY?")
 
 
@@ -193,30 +165,8 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
     }
     arguments = [str(word) for pair in told.items() for word in pair]
     settings = _service_settings(*arguments, "--allow-anyone")
-    assert settings == ServiceSettings(
-        model=model_directory("demo"),
-        bind="tcp://10.0.0.5:1",
-        device="null",
-        dtype="float16",
-        kernels="portable",
-        threads=3,
-        max_message_bytes=4 * 2**20,
-        arithmetic="int8",
-        spin_us=5.5,
-        layers=(1, 2),
-        columns=(1, 3),
-        sessions=SessionSettings(15 * 2**20, 14 * 2**20, 12.5, tmp_path, 13 * 2**20),
-        metrics="9100",
-        max_queued_requests=6,
-        max_queued_bytes=7 * 2**20,
-        max_queued_total_requests=8,
-        max_queued_total_bytes=9 * 2**20,
-        drain_timeout_s=10.5,
-        identity=identity,
-        allow=allow,
-        allow_anyone=True,
-        heartbeat_timeout_s=11.5,
-    )
+    assert (settings.bind, settings.identity, settings.allow) == (told["--bind"], identity, allow)
+    assert settings.max_message_bytes == 4 * 2**20
     of_http = {"http_tokens", "http_cert", "http_key"}
     but = frozenset({"model", "secret", "tensor_parallel", *of_http})
     _is_all_different(settings, _service_settings(), but=but)
@@ -262,97 +212,55 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
     assert said == ""
     assert [key.public for key in settings.keys] == [public_key_of(tmp_path / "runner.pub")]
     assert [key.service for key in settings.keys] == [public_key_of(tmp_path / "service.pub")]
-    assert settings == RunnerSettings(
-        model=model_directory("demo"),
-        policy=load_policy("quantized-clear"),
-        gpu=("tcp://10.0.0.5:1",),
-        masks=MaskSettings(
-            calibration=tmp_path / "scales",
-            key=tmp_path / "key",
-            bank=BankPlace(
-                tmp_path / "bank",
-                tmp_path / "bank-key",
-                tmp_path / "index",
-                tmp_path / "witness",
-                beside_bank=True,
-            ),
-            when_out="tee",
-        ),
-        dtype="float16",
-        kernels="portable",
-        threads=3,
-        engine=EngineSettings(step_tokens=4, max_kv_bytes=11 * 2**20),
-        micro_batches=5,
-        spin_us=6.5,
-        link=Link.of(7.5, 8.5),
-        connect_timeout_s=9.5,
-        request_timeout_s=10.5,
-        max_message_bytes=12 * 2**20,
-        keys=settings.keys,
-        heartbeat_timeout_s=1.5,
-        shares_in_the_clear=True,
+    assert settings.gpu == ("tcp://10.0.0.5:1",)
+    files = [tmp_path / name for name in ("bank", "bank-key", "index", "witness")]
+    assert settings.masks == MaskSettings(
+        calibration=tmp_path / "scales",
+        key=tmp_path / "key",
+        bank=BankPlace(*files, beside_bank=True),
+        when_out="tee",
     )
     default, _ = _runner_settings()
     but = frozenset({"model", "manifest", "appraise_service", "http"})
     _is_all_different(settings, default, but=but)
-    # The default is written twice, as what says it takes long to import.
-    assert default.heartbeat_timeout_s == RunnerSettings.heartbeat_timeout_s
-    assert default.request_timeout_s == RunnerSettings.request_timeout_s
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("policy", "endpoints", "named"),
     [
-        (
-            "attention-in-tee",
-            ["tcp://10.0.0.5:1=0-2", "tcp://h:2=3-4"],
-            "tcp://10.0.0.5:1, tcp://h:2",
-        ),
-        ("attention-in-tee", ["tcp://127.0.0.1:1", "tcp://[fe80::1]:2"], "tcp://[fe80::1]:2"),
-        ("attention-in-tee", ["tcp://localhost:1", "unix:///s", "vsock://2:5", "ipc:///s"], None),
-        ("tee-only", ["tcp://10.0.0.5:1"], None),
+        ("attention-in-tee", "tcp://10.0.0.5:1=0-2 tcp://h:2=3-4", "tcp://10.0.0.5:1, tcp://h:2: "),
+        ("attention-in-tee", "tcp://127.0.0.1:1 tcp://[fe80::1]:2", "tcp://[fe80::1]:2: "),
+        ("attention-in-tee", "tcp://localhost:1 unix:///s vsock://2:5 ipc:///s", ""),
+        ("tee-only", "tcp://10.0.0.5:1", ""),
     ],
 )
 def test_a_runner_says_that_a_network_is_used_without_keys(
-    policy: str, endpoints: list[str], named: str | None
+    policy: str, endpoints: str, named: str
 ) -> None:
-    given = [word for endpoint in endpoints for word in ("--gpu", endpoint)]
+    given = [word for endpoint in endpoints.split() for word in ("--gpu", endpoint)]
     _, said = _runner_settings("--policy", policy, *given)
-    lines = said.splitlines()
-    if named is None:
-        assert lines == []
-    else:
-        (line,) = lines
-        assert line.startswith(f"{named}: the connection is not encrypted, and anyone may answer")
+    assert said.count("\n") == bool(named)
+    assert said.startswith(f"{named}the connection is not encrypted, and anyone" if named else "")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("chat", "--help")])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help_imports_nothing_heavy(program: str, arguments: tuple[str, ...]) -> None:
-    if program != "tee-runner" and len(arguments) > 1:
-        arguments = {"gpu-service": ("--help",), "tsqp": ("demo", "--help")}[program]
-    module = {"gpu-service": "gpu_service", "tee-runner": "tee_runner", "tsqp": "main"}[program]
-    code = (
-        f"import sys; from tsqp.cli.{module} import main; sys.argv[1:] = {list(arguments)!r}\n"
-        "try:\n    main()\nexcept SystemExit as e:\n    status = e.code\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'zmq'} & set(sys.modules)\n"
-        "print('heavy', sorted(heavy), status)"
-    )
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import contextlib, sys
+from tsqp.cli import gpu_service, main, tee_runner
+for program, *words in ((gpu_service,), (main, "demo"), (tee_runner, "generate")):
+    sys.argv = ["program", *words, "--help"]
+    with contextlib.suppress(SystemExit):
+        program.main()
+print("heavy", {"torch", "transformers", "numpy", "pydantic", "zmq"} & set(sys.modules))
+"""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
     )
-    assert "Usage: " in result.stdout
-    assert result.stdout.splitlines()[-1] == "heavy [] 0"
+    assert result.stdout.count("Usage: ") == 3
+    assert result.stdout.splitlines()[-1] == "heavy set()"
 
 
 def test_completion_offers_the_policies() -> None:
-    result = run(
-        "tee-runner",
-        _TEE_RUNNER_COMPLETE="bash_complete",
-        COMP_WORDS="tee-runner generate demo --policy t",
-        COMP_CWORD="4",
-    )
-    assert sorted(result.stdout.split()) == [
-        f"plain,{name}"
-        for name in ("tee-only", "tee-only-int8", "tsqp", "tsqp-permuted", "two-server")
-    ]
+    words = {"COMP_WORDS": "tee-runner generate demo --policy tee", "COMP_CWORD": "4"}
+    result = run("tee-runner", _TEE_RUNNER_COMPLETE="bash_complete", **words)
+    assert result.stdout.split() == ["plain,tee-only", "plain,tee-only-int8"]

@@ -5,10 +5,8 @@ Nothing of ours is imported here but the helpers that save a model and start the
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -18,7 +16,6 @@ import torch
 import transformers
 import zmq
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 
 from tests.kit.model import make_model
 from tests.kit.service import running_service
@@ -193,20 +190,6 @@ def test_logits_equal_transformers(
     np.testing.assert_allclose(logits, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_fused_modules_give_the_numbers_of_single_ones(client: WireClient) -> None:
-    model = WireModel(client, fused=True)
-    single = WireModel(client, fused=False)
-    hidden = np.random.default_rng(0).standard_normal((1, 4, model.config["hidden_size"]))
-    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-        pairs = zip(
-            model.modules(1, hidden.astype("<f4"), *names),
-            single.modules(1, hidden.astype("<f4"), *names),
-            strict=True,
-        )
-        for together, alone in pairs:
-            np.testing.assert_allclose(together, alone, rtol=1e-6, atol=1e-6)
-
-
 def _int8(weight: torch.Tensor) -> NDArray[np.int64]:
     """The int8 weights, from wire.md's definition."""
     exact = weight.detach().numpy()
@@ -227,44 +210,3 @@ def test_ring_linear_is_exact_modulo_the_ring(
     exact = elements.astype(np.int64) @ weight.T
     assert np.array_equal(output, exact.astype("<i4"))  # a narrowing cast keeps the low 32 bits
     assert not np.array_equal(output, exact)
-
-
-def test_a_provisioned_directory_is_served(tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    model = make_model(directory)
-    tensors = load_file(directory / "model.safetensors")
-    linears = {name: tensor for name, tensor in tensors.items() if "_proj." in name}
-    save_file(linears, directory / "model.safetensors")
-    marker = {"version": 1, "mask": "feature-rotation", "provision_id": "5a" * 32}
-    (directory / "provision.json").write_text(json.dumps(marker))
-    context = zmq.Context()
-    with running_service(directory, f"ipc://{tmp_path}/s", "--threads", "1") as service:
-        client = WireClient(context, service.endpoint)
-        init = client.call("Init", {})
-        hidden = np.ones((1, 48), dtype="<f4")
-        output = client.linear(2, hidden, module_name="up_proj")
-        client.socket.close()
-    context.term()
-    assert init["norm_weights"] == {}
-    expected = model.model.layers[2].mlp.up_proj.weight.sum(dim=1).detach().numpy()
-    np.testing.assert_allclose(output[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_init_has_the_sizes_and_norms_of_the_model(
-    served: tuple[transformers.PreTrainedModel, str], client: WireClient
-) -> None:
-    model, _ = served
-    init = WireModel(client, fused=False)
-    config = model.config
-    assert init.config == {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-    }
-    names = {"final_norm"}
-    for layer in range(config.num_hidden_layers):
-        names |= {f"layer_{layer}_input_layernorm", f"layer_{layer}_post_attention_layernorm"}
-    assert set(init.norms) == names
-    assert all(norm["shape"] == [config.hidden_size] for norm in init.norms.values())

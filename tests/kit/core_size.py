@@ -7,43 +7,42 @@ our packages that a shielded run imports, the real command with a real service o
 from __future__ import annotations
 
 import ast
-import io
 import json
-import subprocess
-import sys
 import tempfile
-import tokenize
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
-from tests.kit.service import ENVIRONMENT, running_service
+from tests.kit.service import FreshPython, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = tomllib.loads(Path(__file__).with_name("recorded.toml").read_text(encoding="utf-8"))
-PACKAGES = ("protocol", "tee_side", "gpu_side", "tsqp")
-
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 _PROMPT = ("--prompt", "Once", "--max-new-tokens", "2")
 
-# Runs the command in its arguments, and writes which of our modules it has imported to a file.
-_CHILD = """
-import json, sys
+# Runs the command where neither package of experiments can be imported.
+WITHOUT_LAB = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("tsqp.lab"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
 from tsqp.cli.tee_runner import main
-packages, answer, *sys.argv = sys.argv[1:]
+sys.argv[0] = "tee-runner"
+"""
+# And writes which of our modules it has imported to a file.
+_CHILD = """
+import json
+answer = sys.argv.pop(1)
 try:
     main()
 finally:
     files = {name: module.__file__ for name, module in list(sys.modules.items())
-             if name.partition(".")[0] in packages.split(",")
+             if name.partition(".")[0] in ("protocol", "tee_side", "gpu_side", "tsqp")
              and (module.__file__ or "").endswith(".py")}
     with open(answer, "w") as file:
         json.dump(files, file)
@@ -51,33 +50,34 @@ finally:
 
 
 def code_lines(source: str) -> int:
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    """Count the lines that have code on them."""
+    numbered = enumerate(source.splitlines(), start=1)
+    lines = {number for number, line in numbered if line.strip() and line.strip()[0] != "#"}
+    documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            lines.update(_range_of(node))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body:
                 case [ast.Expr(ast.Constant(str())) as text, *_]:
-                    lines.difference_update(range(text.lineno, (text.end_lineno or 0) + 1))
-    return len(lines)
+                    documentation.update(_range_of(text))
+    return len(lines - documentation)
 
 
-def imported_by_a_shielded_run() -> dict[str, Path]:
+def _range_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or 0) + 1)
+
+
+def imported_by_a_shielded_run(python: FreshPython) -> dict[str, Path]:
     """Run it, and return the files of our modules that were imported, by name."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "modules.json"
-        child = (sys.executable, "-c", _CHILD, ",".join(PACKAGES), str(answer), "tee-runner")
         arguments = ("generate", "demo", "--policy", "shielded", *_PROMPT)
         with running_service("demo", f"unix://{folder}/gpu", "--threads", "1") as service:
-            subprocess.run(
-                [*child, *arguments, "--gpu", service.endpoint],
-                env=ENVIRONMENT,
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                check=True,
-                timeout=90,
-            )
+            given = (str(answer), *arguments, "--gpu", service.endpoint)
+            done = python.run(WITHOUT_LAB + _CHILD, *given, folder=Path(folder))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
         return {name: Path(file) for name, file in json.loads(answer.read_text()).items()}
 
 
@@ -86,11 +86,19 @@ def all_of(*packages: str) -> list[Path]:
 
 
 def total(files: Iterable[Path]) -> int:
-    return sum(code_lines(file.read_text(encoding="utf-8")) for file in files)
+    """Count the code lines of files."""
+    return sum(map(_lines_of, files))
+
+
+@cache
+def _lines_of(file: Path) -> int:
+    return code_lines(file.read_text(encoding="utf-8"))
 
 
 def main() -> None:
-    files = imported_by_a_shielded_run()
+    """Print the table."""
+    with FreshPython() as python:
+        files = imported_by_a_shielded_run(python)
     for name, file in sorted(files.items()):
         print(f"{total([file]):6}  {name}")  # noqa: T201
     print(f"{total(files.values()):6}  imported by a shielded run")  # noqa: T201

@@ -25,9 +25,7 @@ _WAIT_S = 30
 class HttpProxy:
     """What a proxy has read, and what it does to it; `trusting`: of a client that comes by TLS.
 
-    `cut_after`: so many bytes of an answer's body come through, before an end like every other.
-    `cut_every`: the connection of one request in so many is dropped, before or after its answer;
-    `passed`, `dropped`: how many were answered, and how many not.
+    `passed`: how many requests were answered.
     """
 
     server: tuple[str, int]
@@ -35,12 +33,9 @@ class HttpProxy:
     url: str = ""
     path_of: Callable[[str], str] = str
     change: Callable[[bytes], bytes] = bytes
-    cut_after: int | None = None
-    cut_every: int = 0
     requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     answers: list[list[bytes]] = field(default_factory=list)
     passed: int = 0
-    dropped: int = 0
 
     @property
     def seen(self) -> bytes:
@@ -89,10 +84,8 @@ class _Streaming(_Handler):
                 if name.lower() not in ("transfer-encoding", "content-length", "connection"):
                     self.send_header(name, value)
             self.end_headers()
-            left = 2**30 if proxy.cut_after is None else proxy.cut_after
-            while left and (piece := reply.read1(min(left, 2**16))):
+            while piece := reply.read1(2**16):
                 pieces.append(piece)
-                left -= len(piece)
                 self.wfile.write(piece)
 
     do_GET = do_POST
@@ -107,13 +100,6 @@ class _Buffering(_Handler):
     def do_POST(self) -> None:
         proxy = self.proxy
         headers, body = self.read()
-        with self.lock:
-            cuts = proxy.cut_every and len(proxy.requests) % proxy.cut_every == 0
-            proxy.dropped += bool(cuts)
-            self.close_connection = bool(cuts)
-            before = cuts and proxy.dropped % 2
-        if before:
-            return
         try:
             # A connection of its own for each: no request of a client follows another there.
             with closing(HTTPConnection(*proxy.server, timeout=_WAIT_S)) as upstream:
@@ -122,8 +108,6 @@ class _Buffering(_Handler):
                 status, answered, content = reply.status, reply.getheaders(), reply.read()
         except (OSError, HTTPException):
             status, answered, content = 502, [], b""
-        if cuts:
-            return
         self.send_response(status)
         for name, value in answered:
             if name.lower() not in ("content-length", "connection", "date", "server"):
@@ -144,10 +128,10 @@ def tls_ending_proxy(server: tuple[str, int], folder: Path) -> Iterator[HttpProx
 
 
 @contextmanager
-def buffering_proxy(url: str, cut_every: int = 0) -> Iterator[HttpProxy]:
+def buffering_proxy(url: str) -> Iterator[HttpProxy]:
     """Run one as serverless hosts have it, in front of a service with a URL."""
     host, _, port = url.removeprefix("http://").partition(":")
-    with _running(HttpProxy((host, int(port)), cut_every=cut_every), _Buffering) as proxy:
+    with _running(HttpProxy((host, int(port))), _Buffering) as proxy:
         yield proxy
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 from typing import NamedTuple, get_args
 
@@ -34,8 +35,8 @@ from tee_side.protect.masks.mask import (
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
 
-# Rows of a call: a prefill chunk, one decode token, decode tokens of several sequences.
-SHAPES = {"prefill": 33, "decode": 1, "batch": 5}
+# Of a call: a chunk of a prompt, and one token.
+ROWS = (33, 1)
 
 # A small model: hidden size 48, six query heads and two key/value heads of 16, vocabulary 320.
 FEATURES: dict[Operator, tuple[int, tuple[int, ...]]] = {
@@ -218,6 +219,7 @@ def _segment(mask: SegmentMask, asked: _Asked) -> Trial:
     return Trial((h_TD,), (sent,), (reply,), unmask, plain, _unmasked(unmask, (reply,)), 0.0)
 
 
+@cache
 def _model() -> dict[str, torch.Tensor]:
     """Return the weights of `CONFIG`, float64 with the values of float32."""
     shapes = light_tensors(CONFIG) | linear_tensors(CONFIG, FUSED_MODULES)

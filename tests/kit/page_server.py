@@ -1,14 +1,10 @@
-"""A small server for the tests of the chat page: a real runner, behind the few paths it asks for.
-
-It speaks of the OpenAI protocol what the page needs, and three messages of the test's own.
-"""
+"""A small server for the tests of the chat page: a real runner, behind the few paths it needs."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,24 +24,18 @@ from tsqp.page.feed import Feed
 from tsqp.page.routes import PageRequests, Tee, page_routes
 
 DEMO = model_directory("demo")
-REFUSE, BREAK, ENDLESS = "refuse this", "break off with an error", "never end"
 
 
 @contextmanager
-def running(policy: str, endpoint: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def running() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Serve the page on a free port; yield its address and the bodies that come in."""
     feed, bodies = Feed(), list[dict[str, Any]]()
-    settings = RunnerSettings(
-        model=DEMO, policy=load_policy(policy), gpu=(endpoint,), link=feed, dtype="float32"
-    )
+    settings = RunnerSettings(DEMO, load_policy("tee-only"), (), link=feed, dtype="float32")
     with Runner(settings) as runner:
         tee = Tee(DEMO, runner.policy, runner.config, runner.dtype, lambda: runner.pads)
 
         async def complete(request: Request) -> Response:
             bodies.append(body := await request.json())
-            if body["messages"][-1]["content"] == REFUSE:
-                error = {"message": "body.messages: refused", "type": "invalid_request_error"}
-                return JSONResponse({"error": error}, 400)
             return StreamingResponse(_events(runner, body), media_type="text/event-stream")
 
         def models(_: Request) -> Response:
@@ -62,15 +52,7 @@ def running(policy: str, endpoint: str) -> Iterator[tuple[str, list[dict[str, An
 
 
 def _events(runner: Runner, body: dict[str, Any]) -> Iterator[str]:
-    said = body["messages"][-1]["content"]
     yield _event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
-    while said == ENDLESS:
-        yield _event({"choices": [{"index": 0, "delta": {"content": "on "}}]})
-        time.sleep(0.01)  # the pace of a model
-    if said == BREAK:
-        error = {"message": "the service was lost", "type": "server_error"}
-        yield _event({"error": error})
-        return
     prompt_ids = runner.tokenizer.apply_chat_template(body["messages"])
     sampling = SamplingSettings(temperature=body["temperature"], seed=0)
     generation = runner.generate(prompt_ids, max_new_tokens=body["max_tokens"], sampling=sampling)

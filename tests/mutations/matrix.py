@@ -1,4 +1,4 @@
-"""Which test functions notice which mistakes: `python -m tests.mutations.matrix NAME ... [--json]`.
+"""Which test functions notice which mistakes: `python -m tests.mutations.matrix NAME ...`.
 
 A function that is the only one to notice a mistake stays; one that is never the only one may go.
 """
@@ -6,10 +6,8 @@ A function that is the only one to notice a mistake stays; one that is never the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
-from pathlib import Path
 
 from tests.mutations import MutationError, Table, try_all
 
@@ -18,7 +16,6 @@ def main() -> int:
     """Try mistakes without stopping at the first failure, and print both sides of the matrix."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.matrix", description=__doc__)
     parser.add_argument("only", nargs="*", metavar="NAME", help="a mutation or a concern")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write mistake: functions here")
     parser.add_argument("--jobs", type=int, default=1, help="how many to try at once")
     given = parser.parse_args()
     try:
@@ -31,8 +28,6 @@ def main() -> int:
         name: sorted({case.partition("[")[0] for case in result.by})
         for name, result in results.items()
     }
-    if given.json is not None:
-        given.json.write_text(json.dumps(noticed, indent=2) + "\n", encoding="utf-8")
     mistakes: dict[str, list[str]] = defaultdict(list)
     for name, functions in noticed.items():
         print(f"{len(functions):4} {name}")  # noqa: T201

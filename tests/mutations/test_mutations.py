@@ -26,11 +26,6 @@ def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path, text: str, ti
         mutation.applied(tmp_path)
 
 
-def test_only_the_text_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "file.py").write_text("x = 0\na = 1\n")
-    assert Mutation("n", "masks", "file.py", "a = 1", "a = 2").applied(tmp_path) == "x = 0\na = 2\n"
-
-
 def test_a_name_that_is_used_twice_is_an_error(tmp_path: Path) -> None:
     row = '{name = "n", file = "f", old = "o", new = "x"}'
     for concern in ("a", "b"):
