@@ -12,21 +12,19 @@ import pytest
 from protocol.errors import PolicyError, SettingsError
 from protocol.messages import Timing
 from protocol.model.config import read_config
-from tee_side.assembly import MaskSettings
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
-from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase
+from tee_side.words import OPERATORS, Operator, Phase
 from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
-from tsqp.lab.research.provisioning import provision
 from tsqp.operator_table import OperatorTable, OperatorTotals
 
 Models = Callable[..., SavedModel]
@@ -50,15 +48,6 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("config")
     shutil.copy(DEMO / "config.json", directory)
     return directory
-
-
-def _mask_settings(policy: Policy, folder: Path) -> MaskSettings:
-    feature = policy.feature_mask
-    if feature is None:
-        return MaskSettings()
-    key = folder / "key"
-    provision(DEMO, feature, folder / "server", key)
-    return MaskSettings(key=key)
 
 
 def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[Cost, dict[str, Cost], Headers]:
@@ -109,11 +98,11 @@ def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: 
         assert _by_operator(found, phase) == by_operator
 
 
-@pytest.mark.parametrize("name", builtin_policies())
-def test_rpcs_and_bytes_are_those_of_a_run(name: str, tmp_path: Path, config_only: Path) -> None:
-    policy, table = load_policy(name), OperatorTable()
-    tee = assemble(DEMO, policy, observer=table, masks=_mask_settings(policy, tmp_path))
-    _assert_like_a_run(tee, table, config_only, policy)
+@each_row("name", builtin_policies())
+def test_rpcs_and_bytes_are_those_of_a_run(name: str, saved_model: Models) -> None:
+    model, policy, table = saved_model(num_hidden_layers=2), load_policy(name), OperatorTable()
+    tee = model.tee(policy, observer=table)
+    _assert_like_a_run(tee, table, model.directory, policy)
     if policy.services:
         assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
 
@@ -141,46 +130,6 @@ def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
     )
     # Three steps, of which only the last asks for logits.
     assert found.prefill.rpcs == 3 * (9 * 3 + 1) + 1
-
-
-@each_row("name", builtin_policies())
-def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_only: Path) -> None:
-    policy = load_policy(name)
-    layers = read_config(config_only).num_hidden_layers
-    found = _explain(config_only, policy)
-    segments = policy.segments(layers)
-    for operator in EVERY:
-        rows = [row for row in found.operators if row.operator == operator]
-        for layer in range(1 if operator in LAYERLESS else layers):
-            within = any(one.first <= layer <= one.last for one in segments)
-            apart = operator in LAYERLESS or within == (operator == "segment")
-            for phase in PHASES:
-                covering = [
-                    row for row in rows if row.phase in (None, phase) and _covers(row.layers, layer)
-                ]
-                if not apart:
-                    assert not covering
-                    continue
-                (row,) = covering
-                placement = policy.at(operator, layer, phase)
-                assert row.place == placement.place
-                assert (row.mask or "").startswith(placement.mask.name if placement.mask else "")
-                assert (row.sees is not None) == placement.leaves
-                head_within = operator == "lm_head" and any(one.head for one in segments)
-                asks = placement.leaves and not head_within
-                assert (getattr(row, phase) is not None) == asks
-    assert {use.name for use in found.masks} == {mask.name for mask in policy.masks}
-    assert all(use.known_break and use.hides for use in found.masks)
-    assert found.leakage_summary == policy.leakage_summary()
-    for phase in PHASES:
-        assert sum(_by_operator(found, phase).values(), start=Cost()) == getattr(found, phase)
-
-
-def _covers(layers: str | None, layer: int) -> bool:
-    if layers is None:
-        return True
-    first, _, last = layers.partition("-")
-    return int(first) <= layer <= int(last or first)
 
 
 def _policy(**placements: tuple[Placement, ...]) -> Policy:

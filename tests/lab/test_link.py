@@ -77,9 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ("gbps", "rtt_us"),
     [
         *((gbps, 1.0) for gbps in (0.0, -1.0, math.nan, math.inf)),
-        (1.0, -1.0),
-        (None, math.nan),
-        (None, math.inf),
+        *((None, rtt_us) for rtt_us in (-1.0, math.nan, math.inf)),
     ],
 )
 def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None:

@@ -51,7 +51,7 @@ def test_stages_add_up_by_operator_and_layer() -> None:
     assert collector.costs(1) == ()
 
 
-def test_of_requests_side_by_side_the_slowest_counts() -> None:
+def test_of_requests_side_by_side_the_slowest_counts_and_what_it_claims_fits() -> None:
     collector = Collector()
     slow, fast = _exchange(100_000, 0, 40), _exchange(60_000, 0, 50)
     collector.lane(0).exchanged("qkv_proj", 0, [slow, fast])
@@ -59,8 +59,6 @@ def test_of_requests_side_by_side_the_slowest_counts() -> None:
     assert (cost.rpcs, cost.bytes_sent) == (2, 200)
     assert cost.stages == Stages(encode_us=10, wire_us=60, gpu_us=40, decode_us=4)
 
-
-def test_a_claim_beyond_the_round_trip_is_made_to_fit() -> None:
     collector = Collector()
     collector.lane(0).exchanged("qkv_proj", 0, [_exchange(100_000, 80, 900)])
     (cost,) = collector.costs(1)

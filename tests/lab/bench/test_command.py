@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.errors import SettingsError
 from tests.kit.report import recorded_report
 from tsqp.cli.main import command
 from tsqp.lab.bench.model import Report
@@ -55,11 +54,8 @@ def bench(*arguments: str, **environment: str) -> Result:
     ("arguments", "message"),
     [
         (["--trace", ""], "Invalid value for '--trace': got an empty name, expected a file"),
-        (["--json", ""], "Invalid value for '--json': got an empty name"),
-        (["--html", ""], "Invalid value for '--html': got an empty name"),
         (["--prefill", "0"], "whole numbers above 0"),
-        (["--prefill", "1,,2"], "whole numbers above 0"),
-        (["--context", "a"], "whole numbers above 0"),
+        (["--context", "1,,a"], "whole numbers above 0"),
         (["--decode-steps", "0"], "--decode-steps"),
         (["--transport", "vsock"], "--transport"),
     ],
@@ -87,13 +83,3 @@ def test_where_nothing_was_measured_files_stay_as_they_were(
     assert result.exception is fake.error
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     assert paths["json"].read_text(encoding="utf-8") == "an old one"
-
-
-def test_a_file_that_cannot_be_written_is_refused_before(
-    fake: type[_Bench], tmp_path: Path
-) -> None:
-    arguments, paths = outputs(tmp_path)
-    result = bench("demo", *arguments[:2], "--html", str(tmp_path / "no" / "x"))
-    assert isinstance(result.exception, SettingsError)
-    assert fake.given == []
-    assert not paths["json"].exists()

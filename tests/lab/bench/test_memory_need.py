@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from protocol.errors import SettingsError
@@ -11,7 +9,6 @@ from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.memory_need import (
     PROCESS_BYTES,
     Need,
-    available_memory,
     check_memory,
     tee_need,
 )
@@ -32,7 +29,6 @@ def _tee(policy: str, **settings: int) -> Need:
     ("policy", "vocabulary", "linear"),
     [
         ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
-        ("attention-in-tee", 2 * VOCABULARY, 0),
         ("tsqp", 0, 0),
         ("quantized-clear", 2 * VOCABULARY, HEAD),
         ("shielded", 2 * VOCABULARY, LINEAR + 4 * OUTPUTS + HEAD),
@@ -55,20 +51,3 @@ def test_too_little_memory_is_refused_with_the_figures() -> None:
         "memory: got 2.1 GB available, expected at least 2.2 GB:"
         " 2.1 GB for a (x 2.0 GB, y 1 MB); 100 MB for b (x 100 MB)"
     )
-
-
-def test_available_memory_is_the_smaller_of_machine_and_control_group(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text(
-        "MemTotal:       9000 kB\nMemAvailable:   5000 kB\n", encoding="ascii"
-    )
-    assert available_memory(tmp_path) == 5000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n", encoding="ascii")
-    assert available_memory(tmp_path) == 5000 * 1024
-    (group / "memory.max").write_text("2000000\n", encoding="ascii")
-    (group / "memory.current").write_text("1500000\n", encoding="ascii")
-    stat = "anon 9\ninactive_file 300000\nactive_file 100000\nworkingset_refault_file 77\n"
-    (group / "memory.stat").write_text(stat, encoding="ascii")
-    assert available_memory(tmp_path) == 900_000

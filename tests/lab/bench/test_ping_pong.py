@@ -18,6 +18,8 @@ from tsqp.lab.bench.ping_pong import (
 )
 from tsqp.lab.bench.random_model import write_random_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["zeromq-ipc", "unix", "shm"])
 def test_ours_sends_and_receives_as_many_bytes_as_raw(tmp_path: Path, name: str) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tee_side.policy.placement import load_policy
 from tee_side.words import PROJECTIONS
-from tests.kit.service import ENVIRONMENT, run
+from tests.kit.service import run
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import Case, PolicyRun, Report
 from tsqp.lab.explain.explanation import explain
@@ -124,41 +120,3 @@ def test_two_policies_and_baselines(tmp_path: Path) -> None:
     ours = [one for one in report.baselines if one.name == "transformers"]
     assert [(one.phase, one.tokens) for one in ours] == [("prefill", PROMPT), ("decode", CONTEXT)]
     assert report.ping_pong
-
-
-def test_an_interrupted_run_writes_what_it_has_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    path = tmp_path / "out.json"
-    command = [
-        *(str(Path(sys.executable).parent / "tsqp"), "bench", "demo", *TINY, *OURS),
-        *("--policy", "attention-in-tee", "--policy", "tsqp", "--json", str(path)),
-    ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, "TMPDIR": _temporary(tmp_path)},
-        start_new_session=True,
-    )
-    with process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("tsqp bench: tsqp: prefill"):
-                # To all of them, as the keyboard does it.
-                os.killpg(process.pid, signal.SIGINT)
-                break
-        else:
-            pytest.fail("the second policy was not reached")
-        rest = process.stderr.read()
-    assert process.returncode == 130
-    assert "Traceback" not in rest
-    report = Report.model_validate_json(path.read_text(encoding="utf-8"))
-    assert report.policies[0].policy == "attention-in-tee"
-    check_costs(report.policies[0])
-    assert report.incomplete is not None
-    assert report.incomplete.startswith("interrupted; ")
-    assert "tee-only" in report.incomplete
-    assert left_behind(tmp_path) == []
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)

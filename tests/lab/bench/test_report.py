@@ -38,8 +38,7 @@ def _timeline(*spans: Span) -> Timeline:
 
 LACKING = {
     "policies": _changed(policies=(), baselines=(), ping_pong=(), incomplete="no service"),
-    "cases": _changed({"cases": (), "generation": None}),
-    "baselines": _changed(baselines=(), ping_pong=()),
+    "cases": _changed({"cases": (), "generation": None}, baselines=(), ping_pong=()),
     "spans": _changed({"timelines": (_timeline(),)}),
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from tee_side.runner import Runner
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import worker
-from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan, Progress
 
 Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
@@ -87,29 +85,8 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
         assert 0 < case.heavy_ms < case.step_ms.high
     assert decode.tokens_per_s == pytest.approx(3e3 / decode.step_ms.median)
     assert nine.tokens_per_s == pytest.approx(9e3 / nine.step_ms.median)
-    assert [answer.timeline is not None for answer in measured] == [False, True, True, False]
-    generation = measured[3].generation
-    assert generation is not None
-    assert (generation.prompt_tokens, generation.new_tokens) == (4, 6)
     finished = told[-1]
     assert isinstance(finished, Finished)
     # Keys and values of 3 sequences of 5 + 13 - 1 tokens: 3 layers of 2 heads of 16 floats each.
     assert PLAN.cached_tokens(64) == 3 * (5 + 13 - 1)
     assert finished.kv_bytes == 51 * 2 * 3 * 2 * 16 * 4
-    assert (
-        finished.vocabulary_bytes == 2 * 320 * 48 * 4 or finished.vocabulary_bytes == 320 * 48 * 4
-    )
-
-
-def test_an_error_is_told_in_its_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = job(tmp_path / "nowhere").model_dump_json()
-    monkeypatch.setattr("sys.stdin", io.StringIO(given))
-    with pytest.raises(SystemExit) as ended:
-        worker.main()
-    assert ended.value.code == 1
-    lines = capsys.readouterr().out.splitlines()
-    failed = Failed.model_validate(json.loads(lines[-1]))
-    assert str(tmp_path / "nowhere") in failed.where
-    assert failed.expected

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import ModelError, PolicyError, SettingsError
+from protocol.errors import PolicyError, SettingsError
 from tee_side.policy.placement import load_policy
 from tests.kit.leaks import (
     FIRST_PLACE,
@@ -37,7 +37,6 @@ from tsqp.lab.leak.laboratory import Laboratory, agreement
 from tsqp.lab.leak.model import Rate, Report
 from tsqp.lab.leak.settings import LeakSettings, Watch
 from tsqp.lab.leak.words import above
-from tsqp.lab.leak.workers import Job
 from tsqp.processes import ProcessError
 
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))
@@ -131,7 +130,7 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     assert disk.scores[0].top1.hits <= 2
 
 
-@each_row("in_the_clear", [True, False])
+@pytest.mark.parametrize("in_the_clear", [True, False])
 def test_each_service_is_attacked_and_all_of_them_together(
     model: SavedModel, tmp_path: Path, in_the_clear: bool
 ) -> None:
@@ -139,17 +138,12 @@ def test_each_service_is_attacked_and_all_of_them_together(
     settings = settings_of(
         model, ["two-server"], [NearestEmbedding], shares_in_the_clear=in_the_clear
     )
-    report = run(settings, tmp_path / str(in_the_clear))
+    report = run(settings, tmp_path / "run")
     alone, observer, colluding = report.policies
     assert [one.service for one in alone.runs] == [1, 2]
     assert not alone.above_chance
     assert colluding.runs[0].scores[0].top1 == ALL
-    assert observer.lengths == alone.lengths
-    if in_the_clear:
-        assert observer.runs == colluding.runs
-    else:
-        assert observer.nothing == "the links are encrypted: their observer sees lengths and timing"
-        assert (observer.runs, observer.excess_high) == ((), None)
+    assert observer.runs == (colluding.runs if in_the_clear else ())
     # No policy promises anything against services that collude.
     named = [line.partition(":")[0] for line in above(report, 0.5)]
     assert named == ["policy two-server (observer of all links)"] * in_the_clear
@@ -176,7 +170,7 @@ def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path
 
 # ------------------------------------------------------------------------------------- refusals
 
-TSQP, NOISE = ("tsqp", load_policy("tsqp")), ("n", load_policy("float-noise"))
+NOISE = ("n", load_policy("float-noise"))
 PRODUCTS = ("p", policy_of("attn_scores", "attn_values", "o_proj"))
 LAYERED = {**SENT, "layers": "0-7", "mask": "none"}
 DEEP = ("d", policy_with("deep", qkv_proj=[LAYERED, {"place": "tee", "layers": "8-"}]))
@@ -189,14 +183,9 @@ ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
         ({"new_tokens": 1}, SettingsError, "--new-tokens: got 1,"),
         ({"prompts": PROMPTS[:1]}, SettingsError, "--prompts: got 1,"),
         ({"prompts": ALIKE}, SettingsError, "the same token at 80% of places in two of them"),
-        ({"policies": (TSQP, ("b", TSQP[1]))}, SettingsError, "--policy: got two of one name"),
-        ({"attacks": (Blind, Blind)}, SettingsError, "--attack: got two of one name"),
         ({"policies": (NOISE,), "curves": (1.0, 2e4)}, SettingsError, "float-noise: sigma: got 2"),
         ({"margin": 0.2}, SettingsError, f"got 12 tokens .*at least {needed(0.2, 1 / 128)},"),
-        ({"workers": 2}, SettingsError, "workers: got 2, and no names of attacks"),
         ({"public": "wide"}, SettingsError, "hidden_size: got 24, expected 48"),
-        ({"public": "none"}, ModelError, "none"),
-        ({"model": "none"}, ModelError, "none"),
         ({"policies": (PRODUCTS,)}, PolicyError, "layer 0: got some of qkv_proj, attn_scores"),
         ({"policies": (DEEP,)}, PolicyError, "deep"),
     ],
@@ -208,7 +197,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(
     if changed.get("public") == "wide":
         (tmp_path / "wide").mkdir()
         make_begun_model(tmp_path / "wide", hidden_size=24)
-    paths = {name: tmp_path / changed[name] for name in ("model", "public") if name in changed}
+    paths = {name: tmp_path / changed[name] for name in changed if name == "public"}
     settings = replace(settings_of(model, ["tsqp"], [Blind]), **{**changed, **paths})
     with pytest.raises(error, match=said):
         Laboratory(settings, tmp_path)
@@ -284,6 +273,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_workers_find_what_one_process_finds_and_a_failure_ends_its_task_alone(
     model: SavedModel, tmp_path: Path
 ) -> None:
@@ -316,15 +306,3 @@ def test_a_worker_that_is_killed_ends_all_even_those_that_do_not_listen(
     (deaf,) = tmp_path.glob("deaf-*")
     with pytest.raises(ProcessLookupError):
         os.kill(int(deaf.name.removeprefix("deaf-")), 0)
-
-
-def test_a_job_says_all_that_settings_do(model: SavedModel, tmp_path: Path) -> None:
-    """But for what the process keeps that starts the workers."""
-    attacks, names = [NearestEmbedding], ("nearest-embedding",)
-    changed: dict[str, Any] = {"public": model.directory, "dtype": "bfloat16", "temperature": 0.5}
-    changed |= {"search_sessions": 3, "search_tokens": 5, "search_candidates": 9, "seed": 7}
-    changed |= {"threads": 2, "curves": (0.5,), "shares_in_the_clear": True}
-    settings = settings_of(model, ["tsqp"], attacks, attack_names=names, **changed)
-    again = Job.model_validate_json(Job.of(settings, tmp_path).model_dump_json()).settings()
-    differ = {name for name in vars(settings) if getattr(again, name) != getattr(settings, name)}
-    assert differ <= {"command", "margin", "cost", "workers", "attack_names"}

@@ -48,9 +48,6 @@ class Planned(Matcher):
         return torch.cdist(states_NI, self._table_VD).argmin(1)
 
 
-# ------------------------------------------------------------------------------------ distances
-
-
 def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     rows = torch.eye(3)
     ordered, matcher, seen = FeatureMatcher(), FeatureMatcher(ordered=False), observed(rows)
@@ -68,10 +65,7 @@ def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     assert torch.isinf(matcher.distances(seen, 2, rows)).all()
 
 
-# ---------------------------------------------------------------------------------------- deeper
-
-
-@each_row(("sessions", "tokens"), [(1, 1), (2, 4), (3, 9), (2, 50)])
+@each_row(("sessions", "tokens"), [(1, 1), (2, 4), (3, 50)])
 def test_a_search_keeps_to_its_budget(public: PublicModel, sessions: int, tokens: int) -> None:
     """In sessions and in tokens, within a prompt and behind it."""
     texts = [text(10, seed) for seed in range(3)]

@@ -15,6 +15,8 @@ from tsqp.cli.main import command
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan.model import PARTS, PlanReport, PolicyPlan
 
+pytestmark = pytest.mark.slow
+
 PROMPT, CONTEXT = 40, 30
 
 

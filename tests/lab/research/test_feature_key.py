@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from protocol.errors import FeatureKeyError
-from protocol.model.checkpoint import SINGLE_FILE, Checkpoint
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import FeatureMask
@@ -56,7 +54,7 @@ def _refusal(path: Path) -> FeatureKeyError:
     return caught.value
 
 
-@each_row("umask", [0, 0o077, 0o777])
+@each_row("umask", [0, 0o777])
 def test_a_saved_key_is_read_back_by_its_owner_alone(tmp_path: Path, umask: int) -> None:
     path, before = tmp_path / f"key-{umask}", os.umask(umask)
     try:
@@ -88,10 +86,7 @@ def test_what_is_no_key_is_refused(path: Path, content: str) -> None:
     ("changes", "where"),
     [
         ({"colour": SEED}, "colour"),
-        *(
-            ({"seed": seed}, "seed")
-            for seed in (SEED[:-2], SEED + "00", SEED[:-1] + "G", SEED[:-1] + "\n", 3)
-        ),
+        *(({"seed": seed}, "seed") for seed in (SEED[:-2], SEED[:-1] + "\n", 3)),
         ({"mask": "feature-permutation"}, "provision_id"),
         ({"options": {**MASK.model_dump(), "block": 32}}, "provision_id"),
         ({"options": {}}, "provision_id"),
@@ -138,16 +133,6 @@ def test_the_key_of_other_weights_is_refused_with_both_digests(
         _check(_key_of(own, **{field: OTHER}), own)
     assert caught.value.got == OTHER
     assert getattr(_key_of(own), field) in caught.value.expected
-
-
-def test_linear_weights_that_are_not_there_need_not_fit(
-    saved_model: Models, tmp_path: Path
-) -> None:
-    light = tmp_path / "light"
-    shutil.copytree(saved_model().directory, light)
-    tensors = load_file(light / SINGLE_FILE)
-    save_file({n: t for n, t in tensors.items() if "_proj" not in n}, light / SINGLE_FILE)
-    _check(_key_of(saved_model().directory, linear_digest=OTHER), light)
 
 
 @each_row("mask", [FeatureRotation(block=8), FeaturePermutation(block=16)])

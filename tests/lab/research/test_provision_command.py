@@ -44,8 +44,6 @@ def test_it_says_what_goes_where_and_what_is_not_hidden(tmp_path: Path) -> None:
     ("options", "where", "got", "expected"),
     [
         (("block",), "--option", "'block'", "KEY=VALUE"),
-        (("block=8", "block=9"), "--option block", "it twice", "it once"),
-        (("sigma=much",), "sigma of mask feature-rotation", "'much'", "number"),
         (("block=1",), "block of mask feature-rotation", "'1'", "greater than or equal to 2"),
         (("colour=1",), "--option colour", "no option", "block, sigma, delta"),
     ],

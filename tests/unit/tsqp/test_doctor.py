@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.kit.rows import each_row
 from tests.kit.service import Service, running_service
-from tsqp import doctor
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
@@ -70,21 +68,3 @@ def test_a_generator_without_a_seed_is_missing(monkeypatch: pytest.MonkeyPatch) 
     assert (status, found["entropy"]["state"]) == (1, "missing")
     status, found = examined("demo", "--policy", "none-of-ours")
     assert (status, found["policy"]["remedy"]) == (1, "tsqp policies")
-
-
-@each_row(
-    ("device", "log", "state", "said"),
-    [
-        (False, False, "note", "is not noticed: no vmgenid device"),
-        (True, False, "note", "is not noticed: no kernel log"),
-        (True, True, "ok", "ends the run"),
-    ],
-)
-def test_it_says_whether_a_resumed_snapshot_is_noticed(
-    device: bool, log: bool, state: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "has_generation_id", lambda: device)
-    monkeypatch.setattr(doctor, "watch", lambda: object() if log else None)
-    (found,) = (one for one in doctor.examine() if one.name == "generation id")
-    assert (found.topic, found.state, bool(found.remedy)) == ("tee", state, device and not log)
-    assert found.detail.endswith(said)

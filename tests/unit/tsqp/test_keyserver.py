@@ -221,11 +221,9 @@ def test_what_is_no_request_of_the_two_is_refused(releasing: Releasing) -> None:
         for method, path, length, status in (
             ("GET", "/v1/nonce", None, 200),
             ("GET", "/v1/key", None, 404),
-            ("GET", "/v1/nonce?", None, 404),
             ("POST", "/v1/nonce", None, 404),
             ("POST", "/v1/key", None, 411),
             ("POST", "/v1/key", "-1", 411),
-            ("POST", "/v1/key", "1e3", 411),
             ("POST", "/v1/key", "9" * 5000, 411),
             ("POST", "/v1/key", str(Statement.max_bytes + 1), 413),
             ("PUT", "/v1/key", None, 501),

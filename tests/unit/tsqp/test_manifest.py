@@ -165,7 +165,6 @@ def not_pinned(error: BaseException | None, option: str, path: Path) -> None:
     ("command", "own"),
     [
         ("generate", ["--prompt", "Once"]),
-        ("chat", []),
         ("pads make", ["--tokens", "1", "--bank", "b", "--bank-key-beside-bank"]),
     ],
 )

@@ -54,7 +54,6 @@ def end_of(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tu
     ("number", "said"),
     [
         (signal.SIGTERM, ""),
-        (signal.SIGHUP, ""),
         (signal.SIGINT, "tee-runner: interrupted\n"),
     ],
 )
@@ -154,7 +153,6 @@ def test_secrets_are_not_drawn_from_a_generator_without_a_seed(
         ("tee_runner", [], True),
         ("gpu_service", [], False),
         ("main", ["doctor"], False),
-        ("main", ["calibrate", "demo"], True),
         ("main", ["--config", "x", "keys", "new", "y"], True),
         ("main", ["provision"], True),
     ],

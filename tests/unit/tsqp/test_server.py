@@ -14,8 +14,6 @@ from tests.kit.rows import each_row
 from tests.kit.service import run
 from tsqp.server import note_failure
 
-# Weights are read when the test says so.
-# Says so in a file.
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
 
@@ -25,10 +23,8 @@ AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
     [
         (("--page", "--host", "0.0.0.0"), "--page: got --host 0.0.0.0, expected an address of"),
         (("--tls-key", "{file}"), "--tls-certificate and --tls-key: got one of them, expected"),
-        (("--tls-key", "{file}", "--tls-certificate", "{file}"), "--tls-certificate and --tls-key"),
         (("--api-keys", "{file}"), "{file}"),
         (("--audit-log", "{file}"), "--audit-log: got another combination, expected"),
-        (("--host", "192.0.2.1"), "192.0.2.1:8000: got"),
         (("--port", "{port}"), "127.0.0.1:{port}: got Address already in use"),
     ],
 )
