@@ -5,13 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-from protocol.errors import ModelError
-
-
-def refuse() -> None:
-    """Refuse as our code does."""
-    raise ModelError("there", got="this", expected="that")
-
 
 def die() -> None:
     """End as by a kernel without memory."""

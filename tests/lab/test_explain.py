@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import PolicyError, SettingsError
+from protocol.errors import SettingsError
 from protocol.messages import Timing
-from protocol.model.config import read_config
-from tee_side.policy.layer_range import LayerRange
-from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.pads.bank import BankFile, read_bank_status
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.pads.layout import PadLayout
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS, Operator, Phase
 from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
 from tests.kit.rows import each_row
@@ -25,7 +19,7 @@ from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
-from tsqp.operator_table import OperatorTable, OperatorTotals
+from tsqp.operator_table import OperatorTable
 
 Models = Callable[..., SavedModel]
 
@@ -50,31 +44,18 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[Cost, dict[str, Cost], Headers]:
-    """Run one step; return its traffic, that of each operator, and what its headers held."""
-    before = {name: _cost_of(table, name) for name in EVERY}
+def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[dict[str, Cost], Headers]:
+    """Run one step; return the traffic of each operator, and what its headers held."""
+    table.totals.clear()
     asked = [len(channel.requests) for channel in tee.channels]
     engine.step()
-    by_operator = {name: _minus(_cost_of(table, name), before[name]) for name in EVERY}
+    found = dict.fromkeys(EVERY, Cost())
+    for name, one in table.totals.items():
+        if name in found:
+            sizes = {"bytes_sent": one.bytes_sent, "bytes_received": one.bytes_received}
+            found[name] = Cost(rpcs=one.round_trips, **sizes)
     headers = Headers(first_request_id=asked[0] + 1 if asked else 1, timing=LOOPBACK_TIMING)
-    return sum(by_operator.values(), start=Cost()), by_operator, headers
-
-
-def _cost_of(table: OperatorTable, name: Any) -> Cost:
-    totals = table.totals.get(name, OperatorTotals())
-    return Cost(
-        rpcs=totals.round_trips,
-        bytes_sent=totals.bytes_sent,
-        bytes_received=totals.bytes_received,
-    )
-
-
-def _minus(one: Cost, other: Cost) -> Cost:
-    return Cost(
-        rpcs=one.rpcs - other.rpcs,
-        bytes_sent=one.bytes_sent - other.bytes_sent,
-        bytes_received=one.bytes_received - other.bytes_received,
-    )
+    return found, headers
 
 
 def _by_operator(found: Explanation, phase: Phase) -> dict[str, Cost]:
@@ -90,11 +71,11 @@ def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: 
     engine.add(token_ids(PROMPT), max_new_tokens=2, eos_token_ids=frozenset())
     phases: tuple[Phase, Phase] = ("prefill", "decode")
     for phase in phases:
-        total, by_operator, headers = _step(tee, engine, table)
+        by_operator, headers = _step(tee, engine, table)
         found = _explain(
             directory, policy, context=PROMPT + 1, prompt_tokens=PROMPT, headers=headers
         )
-        assert getattr(found, phase) == total
+        assert getattr(found, phase) == sum(by_operator.values(), start=Cost())
         assert _by_operator(found, phase) == by_operator
 
 
@@ -108,34 +89,20 @@ def test_rpcs_and_bytes_are_those_of_a_run(name: str, saved_model: Models) -> No
 
 
 def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
-    directory, table = saved_model("llama").directory, OperatorTable()
-    tee = assemble(directory, "tsqp", observer=table)
+    directory = saved_model("llama").directory
+    tee = assemble(directory, "tsqp")
     engine = tee.engine(step_tokens=8)
     engine.add(token_ids(PROMPT), max_new_tokens=1, eos_token_ids=frozenset())
     while engine.running:
         engine.step()
     assert tee.channel is not None
-    found = _explain(
-        directory,
-        "tsqp",
-        prompt_tokens=PROMPT,
-        step_tokens=8,
-        headers=Headers(first_request_id=1, timing=LOOPBACK_TIMING),
-    )
+    headers = Headers(first_request_id=1, timing=LOOPBACK_TIMING)
+    found = _explain(directory, "tsqp", prompt_tokens=PROMPT, step_tokens=8, headers=headers)
     traffic = tee.channel.traffic
-    assert found.prefill == Cost(
-        rpcs=traffic.round_trips,
-        bytes_sent=traffic.bytes_sent,
-        bytes_received=traffic.bytes_received,
-    )
     # Three steps, of which only the last asks for logits.
-    assert found.prefill.rpcs == 3 * (9 * 3 + 1) + 1
-
-
-def _policy(**placements: tuple[Placement, ...]) -> Policy:
-    stays = (Placement(place="tee"),)
-    operators: Any = {op: placements.get(op, stays) for op in OPERATORS}
-    return Policy(name="mine", summary="a test", operators=operators)
+    assert found.prefill.rpcs == traffic.round_trips == 3 * (9 * 3 + 1) + 1
+    assert found.prefill.bytes_sent == traffic.bytes_sent
+    assert found.prefill.bytes_received == traffic.bytes_received
 
 
 @each_row(
@@ -165,28 +132,7 @@ def test_needs(
     assert [pads.phases for pads in needs.pads] == ([padded] if padded else [])
 
 
-def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
-    (pads,) = _explain(DEMO, "shielded").needs.pads
-    layout = PadLayout.of(read_config(DEMO))
-    digests = {"model_digest": "0" * 64, "linear_digest": "1" * 64}
-    purpose = Purpose.of(layout, mask="pad", **digests)
-    place = BankPlace.at(tmp_path / "bank", beside_bank=True)
-    BankFile.create(place, purpose, capacity=2 * MAX_GROUP, group=MAX_GROUP).close()
-    assert pads.bank_bytes == read_bank_status(place).token_bytes
-    assert pads.memory_bytes == layout.token_bytes
-    assert pads.sites == len(layout.sites) == 21
-
-
-def test_a_policy_that_does_not_fit_the_model_is_refused(config_only: Path) -> None:
-    rows = (
-        Placement(place="tee", layers=LayerRange(0, 6)),
-        Placement(place="gpu", layers=LayerRange(7, None), mask="none", verify="none"),
-    )
-    with pytest.raises(PolicyError, match=r"mine: o_proj: got layers 0-6, expected .*0-4"):
-        _explain(config_only, _policy(o_proj=rows))
-
-
-@pytest.mark.parametrize("name", ["context", "prompt_tokens"])
+@each_row("name", ["context", "prompt_tokens"])
 def test_more_tokens_than_the_model_can_take_are_refused(name: str, config_only: Path) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
         _explain(config_only, "tsqp", **{name: 513})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.record import (
-    RECORDINGS,
     Recording,
     record_all,
     with_machine,
 )
-from tsqp.cli.bench import bench
 
 
 def _writes(text: str, status: int = 0) -> tuple[str, ...]:
-    """A command that writes text to the file behind `--json`."""
     code = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({status})"
     return ("python", "-c", code)
 
@@ -56,20 +52,3 @@ def test_a_failure_stops_nothing_and_is_told(
     said = capsys.readouterr().err
     assert "record: 6 of 6: good: python" in said
     assert "got exit status 3, expected 0 and a result" in said
-
-
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda one: one.name)
-def test_commands_exist_and_take_their_options(recording: Recording) -> None:
-    first, second, *rest = recording.command
-    if first == "python":
-        module, *options = rest
-        assert second == "-m"
-        found = importlib.util.find_spec(module)
-        assert found is not None
-        assert found.origin is not None
-        source = Path(found.origin).read_text(encoding="utf-8")
-        assert all(f'"{option}"' in source for option in options[0::2])
-        return
-    assert (first, second) == ("tsqp", "bench")
-    context = bench.make_context("bench", [*rest, "--json", "out.json"])
-    assert context.params["shape"] == "llama-3.2-1b"

@@ -44,7 +44,6 @@ def bench(folder: Path, *arguments: str) -> Report:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Return what of ours is still there; torch keeps a cache of its own."""
     names = (path.name for path in (folder / "tmp").iterdir())
     return [name for name in names if not name.startswith("torch")]
 
@@ -74,7 +73,6 @@ def check_costs(found: PolicyRun) -> None:
 
 
 def check_stages(case: Case) -> None:
-    """Check that every operator of every layer says where its time went."""
     cost = {(one.operator, one.layer): one for one in case.operators}
     for layer in range(LAYERS):
         for operator in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
@@ -117,6 +115,4 @@ def test_two_policies_and_baselines(tmp_path: Path) -> None:
     assert all(min(one.stages.mask_us, one.stages.unmask_us) > 0 for one in masked)
     assert {one.operator for one in masked} <= set(PROJECTIONS)
     assert {one.name for one in report.baselines} == {"transformers", "published"}
-    ours = [one for one in report.baselines if one.name == "transformers"]
-    assert [(one.phase, one.tokens) for one in ours] == [("prefill", PROMPT), ("decode", CONTEXT)]
     assert report.ping_pong

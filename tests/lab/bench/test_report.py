@@ -32,25 +32,10 @@ def _span(start: float, length: float, **changes: Any) -> Span:
     return made.model_copy(update=changes)
 
 
-def _timeline(*spans: Span) -> Timeline:
-    return Timeline(phase="decode", tokens=9, batch=1, spans=spans)
-
-
-LACKING = {
-    "policies": _changed(policies=(), baselines=(), ping_pong=(), incomplete="no service"),
-    "cases": _changed({"cases": (), "generation": None}, baselines=(), ping_pong=()),
-    "spans": _changed({"timelines": (_timeline(),)}),
-}
-
-
-@pytest.fixture(scope="module")
-def drawn() -> Report:
-    """A report with a timeline: the recorded ones are left out of the file."""
+def test_figures_are_in_the_terminal_and_on_the_page() -> None:
+    # The recorded timelines are left out of the file.
     spans = (_span(0, 10), _span(10, 5, stage="wire"), _span(12, 8, lane=1, stage="mask"))
-    return _changed({"timelines": (_timeline(*spans),)})
-
-
-def test_figures_are_in_the_terminal_and_on_the_page(drawn: Report) -> None:
+    drawn = _changed({"timelines": (Timeline(phase="decode", tokens=9, batch=1, spans=spans),)})
     text, page = render(drawn, width=200, details=True), render_html(drawn)
     for run in drawn.policies:
         for case in run.cases:
@@ -60,15 +45,17 @@ def test_figures_are_in_the_terminal_and_on_the_page(drawn: Report) -> None:
     assert page.count("<img") >= 4
     outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
     assert not re.search(r"://|@import|url\(|<script|<link|<iframe", outside)
+    events = perfetto(drawn)["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(spans) * len(drawn.policies)
 
 
-@pytest.mark.parametrize("name", LACKING)
-def test_what_a_report_lacks_breaks_no_form(name: str) -> None:
-    report = LACKING[name]
-    assert len(render(report).splitlines()) > 3
-    assert render_html(report).lower().startswith("<!doctype html")
-    spans = sum(len(t.spans) for run in report.policies for t in run.timelines)
-    assert sum(event["ph"] == "X" for event in perfetto(report)["traceEvents"]) == spans
+def test_what_a_report_lacks_breaks_no_form() -> None:
+    for report in (
+        _changed(policies=(), baselines=(), ping_pong=(), incomplete="no service"),
+        _changed({"cases": (), "generation": None, "timelines": ()}, baselines=(), ping_pong=()),
+    ):
+        assert len(render(report).splitlines()) > 3
+        assert render_html(report).lower().startswith("<!doctype html")
 
 
 def test_sums_are_those_of_the_parts() -> None:

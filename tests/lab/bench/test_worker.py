@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,32 +11,10 @@ import pytest
 from tee_side.runner import Runner
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import worker
-from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan
 
 Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
-
-
-def job(model: Path, **changes: Any) -> Job:
-    made = Job(
-        model=model,
-        policy="tee-only",
-        endpoints=(),
-        service_pids=(),
-        key=None,
-        bank=None,
-        kernels="auto",
-        threads=1,
-        step_tokens=64,
-        micro_batches=1,
-        spin_us=0.0,
-        link_gbps=None,
-        link_rtt_us=0.0,
-        dtype=None,
-        shares_in_the_clear=False,
-        plan=PLAN,
-    )
-    return made.model_copy(update=changes)
 
 
 def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +30,11 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)
     told: list[Answer] = []
-    worker.measure(job(saved_model().directory), told.append)
-    doing = [answer.doing for answer in told if isinstance(answer, Progress)]
-    assert doing == ["loading", "prefill 1", "prefill 9", "decode 3 x 5", "generating 6 tokens"]
+    usual: dict[str, Any] = {"policy": "tee-only", "endpoints": (), "service_pids": ()}
+    usual |= {"kernels": "auto", "threads": 1, "step_tokens": 64, "micro_batches": 1}
+    usual |= {"spin_us": 0.0, "link_rtt_us": 0.0, "shares_in_the_clear": False, "plan": PLAN}
+    usual |= dict.fromkeys(("key", "bank", "link_gbps", "dtype"))
+    worker.measure(Job(model=saved_model().directory, **usual), told.append)
     measured = [answer for answer in told if isinstance(answer, Measured)]
     one, nine, decode = (answer.case for answer in measured[:3])
     assert one is not None
@@ -80,7 +59,6 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
         assert (case.rpcs, case.bytes_sent, case.cpu_gpu_ms) == (0, 0, 0)
         layers = {cost.layer for cost in case.operators if cost.operator == "qkv_proj"}
         assert layers == {0, 1, 2}
-        assert all(cost.calls >= 1 for cost in case.operators)
         assert case.step_ms.low <= case.step_ms.median <= case.step_ms.high
         assert 0 < case.heavy_ms < case.step_ms.high
     assert decode.tokens_per_s == pytest.approx(3e3 / decode.step_ms.median)

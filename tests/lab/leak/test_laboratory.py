@@ -35,7 +35,7 @@ from tsqp.lab.leak.attacks.rotations import NormDictionary
 from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory, agreement
 from tsqp.lab.leak.model import Rate, Report
-from tsqp.lab.leak.settings import LeakSettings, Watch
+from tsqp.lab.leak.settings import LeakSettings
 from tsqp.lab.leak.words import above
 from tsqp.processes import ProcessError
 
@@ -47,8 +47,6 @@ SENT = {"place": "gpu", "verify": "none"}
 
 
 class Blind(NearestEmbedding):
-    """Reads nothing anywhere."""
-
     name: ClassVar[str] = "blind"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
@@ -57,8 +55,6 @@ class Blind(NearestEmbedding):
 
 
 class OnlyHere(NearestEmbedding):
-    """Has nothing to do where it must work."""
-
     name: ClassVar[str] = "only-here"
     control: ClassVar[str] = "tee-only"
 
@@ -86,9 +82,6 @@ def run(settings: LeakSettings, folder: Path) -> Report:
     return laboratory.report()
 
 
-# ---------------------------------------------------------------------------- what is believed
-
-
 def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     model: SavedModel, tmp_path: Path
 ) -> None:
@@ -112,12 +105,8 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
         ("cache-at-rest", "no cache is at the service", False, None),
     ]
     assert (clear.above_chance, clear.sent_prompt, clear.sent_answer) == (True, 18, 12)
-    shown = clear.reconstruction
-    assert shown is not None
-    assert (shown.attack, shown.unseen, len(shown.pieces)) == ("nearest-embedding", 0, 10)
-    assert all(piece.right and piece.read == piece.real for piece in shown.pieces)
-    assert stip.best is not None
-    assert stip.best[0].attack == "nearest-embedding"
+    assert clear.reconstruction is not None
+    assert all(piece.right and piece.read == piece.real for piece in clear.reconstruction.pieces)
     assert (stip.above_chance, stip.excess_high, stip.blind) == (False, 1.0, 1 / VOCABULARY)
     assert "did not work on their control (blind, only-here)" in above(report, 0.9)[1]
     assert (nothing.nothing, nothing.runs) == ("nothing leaves the TEE", ())
@@ -168,8 +157,6 @@ def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path
     assert cloaked.refused == "no public weights to compare with"
 
 
-# ------------------------------------------------------------------------------------- refusals
-
 NOISE = ("n", load_policy("float-noise"))
 PRODUCTS = ("p", policy_of("attn_scores", "attn_values", "o_proj"))
 LAYERED = {**SENT, "layers": "0-7", "mask": "none"}
@@ -206,19 +193,20 @@ def test_what_cannot_work_is_refused_before_anything_runs(
     assert [agreement(short), agreement([*short, (5, 6, 7, 8)])] == [0, 3 / 16]
 
 
-# ---------------------------------------------------------------------------- what ends it early
-
-
-@each_row(
+@pytest.mark.parametrize(
     ("error", "left", "said"),
     [
         (ValueError("a secret"), ["row-mix"], "ValueError; not attacked: float-noise"),
         (KeyboardInterrupt(), [], "interrupted; not attacked: float-noise, row-mix"),
     ],
-    ids=lambda row: type(row[0]).__name__,
 )
 def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
-    model: SavedModel, tmp_path: Path, error: BaseException, left: list[str], said: str
+    model: SavedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    left: list[str],
+    said: str,
 ) -> None:
     """The very error is raised when all is done; the report says what it lacks."""
     original, names = Station.attack, ["attention-in-tee", "float-noise", "row-mix"]
@@ -228,33 +216,16 @@ def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
             raise error
         return original(self, policy)
 
-    folder = tmp_path / type(error).__name__
-    folder.mkdir()
-    laboratory = Laboratory(settings_of(model, names, [Blind], curves=(0.5,)), folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Station, "attack", fails)
-        with pytest.raises(type(error)) as caught:
-            laboratory.run()
+    monkeypatch.setattr(Station, "attack", fails)
+    laboratory = Laboratory(settings_of(model, names, [Blind]), tmp_path)
+    with pytest.raises(type(error)) as caught:
+        laboratory.run()
     assert caught.value is error
     report = laboratory.report()
     assert [found.policy for found in report.policies] == ["attention-in-tee", *left]
-    assert [found.policy for found in report.curves] == ["float-noise"]
     assert report.incomplete == said
 
 
-FAILING = """
-from tsqp.lab.leak.attacks.direct import NearestEmbedding
-
-
-class Failing(NearestEmbedding):
-    name = "failing"
-
-    def read(self, view, work):
-        print("looking at", view.policy.name)
-        if view.policy.name == "row-rotation":
-            raise ValueError("of mine")
-        yield from super().read(view, work)
-"""
 # Of two workers one is killed as soon as the other has no ear for the signal that ends it.
 KILLED = """
 import json, os, pathlib, signal, sys
@@ -271,26 +242,6 @@ while not list(folder.glob("deaf-*")):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.mark.slow
-def test_workers_find_what_one_process_finds_and_a_failure_ends_its_task_alone(
-    model: SavedModel, tmp_path: Path
-) -> None:
-    """An attack of one's own is loaded by its path; what it prints and its traceback are told."""
-    path, said = tmp_path / "failing.py", list[str]()
-    path.write_text(FAILING, encoding="utf-8")
-    settings = settings_of(model, THREE, [Blind], workers=2, attack_names=(str(path),))
-    laboratory = Laboratory(settings, tmp_path, Watch(say=said.append))
-    with pytest.raises(ProcessError, match="a worker: got ValueError: of mine, expected no error"):
-        laboratory.run()
-    report = laboratory.report()
-    assert [found.policy for found in report.policies] == ["attention-in-tee", "row-mix"]
-    assert str(report.incomplete).endswith("; not attacked: row-rotation")
-    assert any("failing.py" in text and "Traceback" in text for text in said)
-    assert "looking at row-mix" in said
-    (one,) = report.policies[0].runs
-    assert (one.attack, one.scores[0].top1, one.worked) == ("failing", ALL, True)
 
 
 def test_a_worker_that_is_killed_ends_all_even_those_that_do_not_listen(

@@ -24,7 +24,6 @@ IMPORTED = "from tsqp.lab.leak.attacks.direct import Logits\n"
 
 
 def attack(**changed: str) -> str:
-    """Return the text of an attack that says some things."""
     said = [f"    {name} = {value}" for name, value in {**SAID, **changed}.items() if value]
     return "\n".join(["class Mine(Attack):", *said, ""])
 

@@ -33,28 +33,21 @@ def pong(transport: str, payload: int, us: float, kind: str = "ours") -> PingPon
     )
 
 
-@pytest.mark.parametrize("gpu", [None, find_profile("l4")])
-def test_a_file_says_what_was_measured(tmp_path: Path, gpu: object) -> None:
-    fitted = FITTED.model_copy(update={"gpu": gpu})
+def test_a_file_says_what_was_measured_and_a_bad_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    path.write_text(fitted.toml(), encoding="utf-8")
-    assert read_machine(path) == fitted
-
-
-@pytest.mark.parametrize(
-    ("text", "fragment"),
-    [
+    for gpu in (None, find_profile("l4")):
+        fitted = FITTED.model_copy(update={"gpu": gpu})
+        path.write_text(fitted.toml(), encoding="utf-8")
+        assert read_machine(path) == fitted
+    for text, fragment in (
         ("{", "got no TOML"),
         (FITTED.toml().replace("100.0", "-1.0"), "int8_gops"),
         (FITTED.toml().replace("40.0", "nan"), "rtt_us"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path: Path, text: str, fragment: str) -> None:
-    path = tmp_path / "machine.toml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(SettingsError, match=fragment) as refused:
-        read_machine(path)
-    assert str(path) in str(refused.value)
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(SettingsError, match=fragment) as refused:
+            read_machine(path)
+        assert str(path) in str(refused.value)
 
 
 def test_a_transport_is_a_line_through_its_round_trips() -> None:

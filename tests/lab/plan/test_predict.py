@@ -50,26 +50,16 @@ def part(found: Any, name: str) -> Any:
     return only
 
 
-def test_one_lane_takes_the_sum_of_its_parts() -> None:
-    lane = [
-        turn(10, trip(send_us=1, wire_us=20, service_us=5, gpu_us=7)),
-        turn(100),
-    ]
-    assert play([lane], 0.0) == pytest.approx(10 + 1 + 20 + 5 + 7 + 100)
-
-
-def test_two_lanes_overlap_once_both_have_begun() -> None:
+def test_lanes_overlap_and_wait_for_each_other() -> None:
+    one = [turn(10, trip(send_us=1, wire_us=20, service_us=5, gpu_us=7)), turn(100)]
+    assert play([one], 0.0) == pytest.approx(10 + 1 + 20 + 5 + 7 + 100)
     lane = [turn(100, trip(gpu_us=100)) for _ in range(6)] + [turn(100)]
     assert play([lane], 0.0) == pytest.approx(1300)
     # The TEE is never idle but for the first reply and the last: 14 pieces of work, and 2.
     assert play([lane, lane], 0.0) == pytest.approx(1600)
-
-
-def test_lanes_wait_for_each_other_at_a_slow_accelerator_and_on_the_link() -> None:
-    slow = [turn(10, trip(gpu_us=100)), turn(10, trip(gpu_us=100)), turn(10)]
-    narrow = [turn(10, trip(up_us=100)), turn(10, trip(up_us=100)), turn(10)]
     # The second begins at 120, and its first request has to wait for the first's until 220.
-    for lane in (slow, narrow):
+    for slow in (trip(gpu_us=100), trip(up_us=100)):
+        lane = [turn(10, slow), turn(10, slow), turn(10)]
         assert play([lane, lane], 0.0) == pytest.approx(220 + 100 + 10 + 100 + 10)
 
 

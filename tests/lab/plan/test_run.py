@@ -13,7 +13,6 @@ from gpu_side.profiles import find_profile
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import OPERATORS
 from tsqp.cli.main import command
-from tsqp.lab.bench.memory_need import tee_need
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.plan import run
@@ -122,7 +121,3 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.pads.token_ms == pytest.approx(5)
     made_us = 4 * 5e3
     assert found.sustained_tokens_per_s == pytest.approx(4e6 / (found.decode.total_us + made_us))
-    # Of the longer of prompt and context, for each sequence, in the model's 16 bits.
-    config = find_shape("tinyllama-1.1b").config()
-    need = tee_need(config, load_policy("tee-only"), tokens=1000, sequences=4, itemsize=2)
-    assert found.tee_memory_bytes == need.total

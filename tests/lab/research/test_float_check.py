@@ -43,14 +43,11 @@ def _with(y: Tensor, row: int, column: int, value: float | Tensor) -> Tensor:
 
 LIES: dict[str, Callable[[Tensor], Tensor]] = {
     "one element": lambda y: _with(y, 0, 0, y[0, 0] + y.norm() / 2),
-    "low-rank": lambda y: y + 0.3 * y.abs().amax() * torch.ones_like(y),
     "sign": lambda y: -y,
     "a tenth more": lambda y: y * 1.1,
     "zeros": torch.zeros_like,
     "NaN": lambda y: _with(y, 0, 3, math.nan),
-    "all NaN": lambda y: torch.full_like(y, math.nan),
     "infinity": lambda y: _with(y, 0, 3, math.inf),
-    "minus infinity": lambda y: _with(y, -1, -1, -math.inf),
     "opposite infinities": lambda y: _with(_with(y, 0, 0, math.inf), 0, 1, -math.inf),
     "the largest number": lambda y: torch.full_like(y, torch.finfo(y.dtype).max),
     "shifted": lambda y: y.roll(1, dims=-1),

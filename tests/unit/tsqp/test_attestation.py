@@ -59,7 +59,6 @@ from tsqp.service_attestation import attested_service
 
 @pytest.fixture(scope="module")
 def manifest() -> Manifest:
-    """Of the demo model."""
     return make_manifest(model_directory("demo"))
 
 
@@ -75,7 +74,6 @@ def claims(loaded: Loaded, **changes: Any) -> Claims:
 
 @pytest.fixture(scope="module")
 def loaded(manifest: Manifest) -> Loaded:
-    """Under tee-only."""
     return Loaded(manifest, load_policy("tee-only"), None)
 
 
@@ -196,9 +194,6 @@ def test_a_key_server_is_told_what_clients_are(
     assert all(one.hex() in shown for one in (told.model, told.policy, told.settings))
 
 
-# ------------------------------------------------------------------------ evidence has one reader
-
-
 class Programs(NamedTuple):
     """Programs that prove what they are. `state`: what each says for a nonce, by its purpose."""
 
@@ -209,7 +204,6 @@ class Programs(NamedTuple):
 
 @pytest.fixture
 def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """One of each purpose, of a simulated TEE."""
 
     def server(url: str, state: State) -> bytes:
         asking.append(state)
@@ -232,7 +226,6 @@ def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def answer(stated: Statement) -> bytes:
-    """Return the answer of `/v1/attestation`."""
     fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
     return json.dumps(fields).encode()
 
@@ -375,14 +368,10 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
         assert str(file) not in result.stdout
 
 
-# ------------------------------------------------------------------------ evidence of GPUs
-
-
 NONCE = bytes(range(32))
 
 
 def driver_of(gpus: list[NvidiaGpu], patch: pytest.MonkeyPatch) -> None:
-    """Have pynvml find these."""
 
     def said(found: Any, size: str, at: str, content: bytes) -> Any:
         setattr(found, size, len(content))

@@ -59,8 +59,7 @@ def test_steps_are_fine_until_the_ring_binds_and_the_headroom_is_kept() -> None:
     assert scales.max_norm == pytest.approx(coarse(largest * scales.input_scale))
     Calibration({SITE: scales}, "", "", 1).check_ring()
     # Scales say the exact size of no row.
-    others = {chosen(x_TI * factor, weight_OI)[0].input_scale for factor in (1.001, 1.002)}
-    assert others == {scales.input_scale}
+    assert chosen(x_TI * 1.002, weight_OI)[0].input_scale == scales.input_scale
     # What is typical is moved neither by outliers nor by zeros.
     x_TI = torch.full((9, 100), 0.001)
     x_TI[:, :15] = 2.0
@@ -69,7 +68,7 @@ def test_steps_are_fine_until_the_ring_binds_and_the_headroom_is_kept() -> None:
     assert typical_input(x_TI) == 2.0
 
 
-@each_row("factor", [1, 30, 1_000, 10_000, 100_000, 1_000_000])
+@each_row("factor", [1, 1_000, 10_000, 100_000])
 def test_outlier_channels_are_computed_accurately_or_refused(factor: float) -> None:
     x_TI, weight_OI = random_site(factor)
     if factor >= 100_000:
@@ -98,9 +97,6 @@ def test_inputs_without_a_size_and_errors_beyond_the_bound_are_refused() -> None
     for error in (0.2, float("nan")):
         with pytest.raises(CalibrationError, match="down_proj in layer 3: error of the integer"):
             check_error(error, SITE)
-
-
-# ------------------------------------------------------------------------------- text and command
 
 
 def invoke(*arguments: str | Path) -> Result:

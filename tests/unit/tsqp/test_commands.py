@@ -118,13 +118,6 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
     digest = SealedModel(output, read_key(key)).digest
     assert done.stdout.splitlines()[1] == f"SHA-256 of the seal: {digest}"
     assert sorted(p.name for p in output.iterdir()) == ["config.json", SEAL_FILE, "tokenizer.json"]
-    # The word `model` may be left out, wherever options stand.
-    config = tmp_path / "settings.toml"
-    config.write_text("threads = 1\n")
-    to = ("--to", key, "-o")
-    for number, words in enumerate((("model", model), ("--config", config, model))):
-        again = run("seal", *words, *to, tmp_path / str(number))
-        assert again.exit_code == 0, again.output
     rewrap = ("seal", "rewrap", output, "--seal-key", key, "--to", other)
     assert run(*rewrap).stdout.splitlines()[-1].split()[-1] == digest
     assert SealedModel(output, read_key(other), digest)

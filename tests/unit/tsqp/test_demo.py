@@ -4,40 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from gpu_side.encoding import Form, encode_reply
-from protocol.encoding import decode_reply
-from protocol.errors import ErrorCode
-from protocol.messages import TensorReply, Timing
-from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
 from tsqp.demo.intercepting_proxy import Seen
-from tsqp.demo.lie import Liar, Lie
+from tsqp.demo.lie import Lie
 from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_integers
 
-DEMO = model_directory("demo")
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
 REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"
-
-
-def test_one_number_of_one_reply_is_changed_by_one_and_no_other() -> None:
-    liar, honest = Liar(at=2), torch.tensor([[4, 5, 2**31 - 1, 7, 8]], dtype=torch.int32)
-    answer = TensorReply(output=from_torch(honest))
-    reply = encode_reply(Form.FRAMED, 7, "RingLinear", answer, Timing(queue_us=1, compute_us=2))
-    told = []
-    for _ in range(3):
-        liar.hear(ASKED)
-        frames = [memoryview(bytearray(one)) for one in liar.answer([bytes(f) for f in reply])]
-        response = decode_reply(frames).response
-        assert isinstance(response, TensorReply)
-        told.append(to_torch(response.output).tolist()[0])
-    assert told == [honest.tolist()[0], [4, 5, -(2**31), 7, 8], honest.tolist()[0]]
-    assert liar.lie == Lie(ASKED, 2, 5, 2**31 - 1, -(2**31))
-    for other in ([b"garbage"], encode_reply(Form.FRAMED, 7, "", ErrorCode.INTERNAL)):
-        liar = Liar(at=1)
-        liar.hear(ASKED)
-        passed = [bytes(frame) for frame in other]
-        assert (liar.answer(passed), liar.lie) == (passed, None)
 
 
 @each_row(

@@ -29,7 +29,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def examined(model: Path | str, *arguments: str) -> tuple[int, Found]:
-    """Return the exit status, and what was found of the run, by name."""
     result = CliRunner().invoke(command, ["doctor", str(model), *arguments, "--json"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     findings = json.loads(result.stdout)["findings"]

@@ -17,7 +17,6 @@ ONE, TWO = (f"tsqp-{letter * 43}" for letter in "ot")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files of two tokens, by token."""
     found = {}
     for token in (ONE, TWO):
         path = tmp_path / token[-1]

@@ -19,7 +19,7 @@ from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.serve.hpke_key import HpkeKey, seal
 from tee_side.serve.sealed_bodies import open_secret, seal_secret
-from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE, policy_text
+from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE
 from tests.kit.rows import each_row
 from tsqp.keyserver import KeyRelease, KeyServer
 from tsqp.seal_keys import _STEP, key_of_server, release_info
@@ -30,14 +30,6 @@ OTHER = b"\1" * 32
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINE = HpkeKey(hybrid=False)
 GET_NONCE = b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> AppraisalPolicy:
-    """What `stated` passes."""
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
-    path.write_text(policy_text())
-    return AppraisalPolicy.load(path)
 
 
 class Releasing:
@@ -60,7 +52,6 @@ class Releasing:
 
 @pytest.fixture
 def releasing(policy: AppraisalPolicy) -> Releasing:
-    """One that gives the key to what `stated` says."""
     return Releasing(policy)
 
 
@@ -85,9 +76,6 @@ def stated(
     claims = Claims(**(usual | other)).encode()
     evidence = simulate(report_data(claims), measurement)
     return Statement(claims=claims, evidence=evidence.encode())
-
-
-# --------------------------------------------------------------------------------- the decision
 
 
 @each_row("hybrid", [False, True])
@@ -168,9 +156,6 @@ def test_what_is_no_statement_of_the_claims_is_refused(releasing: Releasing, bod
     assert releasing.refused(mixed) == "claims"
 
 
-# ---------------------------------------------------------------------------------- the server
-
-
 class Serving:
     """A key server that runs. `said`: what its owner was told of connections."""
 
@@ -180,7 +165,6 @@ class Serving:
         self.url = f"http://127.0.0.1:{self.server.port}"
 
     def ask(self, method: str, path: str, length: str | None = None) -> int:
-        """Send a request without a body, and return the status."""
         connection = HTTPConnection("127.0.0.1", self.server.port, timeout=WAIT_S)
         connection.putrequest(method, path)
         if length is not None:
@@ -199,7 +183,6 @@ class Serving:
             return b"".join(iter(lambda: connection.recv(4096), b""))
 
     def connected(self) -> socket.socket:
-        """Connect."""
         return socket.create_connection(("127.0.0.1", self.server.port), WAIT_S)
 
 
@@ -276,9 +259,6 @@ def test_connections_beyond_the_most_wait_and_an_error_is_not_quoted(releasing: 
     assert found.said == ["a connection ended by ValueError"] * 3
 
 
-# ------------------------------------------------------------------------- a server that is false
-
-
 NONCE = bytes(range(32, 64))
 STATED = Statement(claims=b"claims", evidence=b"evidence")
 
@@ -297,7 +277,6 @@ class Answers:
         return STATED
 
     def sealed(self, plain: bytes = KEY, info: bytes = release_info(NONCE)) -> Callable[[], Any]:
-        """Return what seals to the key that was stated last."""
         return lambda: [http(seal(self.hpke[-1].suite, self.hpke[-1].public, info, plain))]
 
 
@@ -307,7 +286,6 @@ def http(body: bytes, status: int = 200) -> bytes:
 
 @contextmanager
 def answering(answers: Answers) -> Iterator[str]:
-    """Answer connections one after another, and give the URL."""
     over = threading.Event()
 
     def answer(near: socket.socket) -> None:

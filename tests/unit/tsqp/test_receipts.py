@@ -43,7 +43,6 @@ class Saved:
         return call(self.app, "POST", "/v1/completions", body, kind)
 
     def whole(self, name: str = "whole") -> list[str]:
-        """Return the files of headers, request and response."""
         reply = self.ask(BODY)
         lines = [f"{name}: {value}\r\n" for name, value in reply.headers.items()]
         headers = f"HTTP/1.1 200 OK\r\n{''.join(lines)}\r\n".encode()
@@ -51,7 +50,6 @@ class Saved:
         return [self.write(f"{name}.{kind}", content) for kind, content in contents.items()]
 
     def stream(self) -> tuple[str, str]:
-        """Return the files of request and response."""
         content = b"".join(self.ask(STREAM).writes)
         return self.write("request", STREAM), self.write("response", content)
 

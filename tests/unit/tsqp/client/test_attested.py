@@ -38,16 +38,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> AppraisalPolicy:
-    """What `identity` passes."""
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
-    path.write_text(policy_text())
-    return AppraisalPolicy.load(path)
-
-
-@pytest.fixture(scope="module")
 def honest() -> Identity:
-    """One that passes."""
     return identity()
 
 
@@ -248,16 +239,12 @@ def test_other_addresses_are_refused() -> None:
             Address.of(url)
 
 
-# ------------------------------------------------------------------------ the proxy on this machine
-
-
 @contextmanager
 def proxied(
     server: AttestedServer,
     policy: AppraisalPolicy,
     again_s: float = 600.0,
 ) -> Iterator[tuple[Proxy, list[str]]]:
-    """Run a proxy, and give it and what it says."""
     said: list[str] = []
     context = AttestedContext(policy, again_s)
     proxy = Proxy(("127.0.0.1", 0), Address.of(server.url), context, said.append)
@@ -272,7 +259,6 @@ def proxied(
 
 
 def ask(near: socket.socket) -> None:
-    """Ask over a connection, and require the answer."""
     near.sendall(REQUEST)
     assert near.recv(1000).endswith(b'{"served": true}')
 

@@ -56,7 +56,6 @@ EVERYWHERE = {
 
 
 def read_unit(path: Path) -> dict[str, dict[str, list[str]]]:
-    """Return all values of every setting of every section, in order."""
     sections: dict[str, dict[str, list[str]]] = {}
     for line in path.read_text().splitlines():
         if line.startswith("["):
