@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record import (
-    Recording,
-    record_all,
-    with_machine,
-)
+from benchmarks.record import Recording, record_all, with_machine
 
 
 def _writes(text: str, status: int = 0) -> tuple[str, ...]:

@@ -6,12 +6,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from tee_side.policy.placement import load_policy
-from tsqp.lab.bench.memory_need import (
-    PROCESS_BYTES,
-    Need,
-    check_memory,
-    tee_need,
-)
+from tsqp.lab.bench.memory_need import PROCESS_BYTES, Need, check_memory, tee_need
 from tsqp.lab.bench.shapes import find_shape
 
 ONE_B = find_shape("llama-3.2-1b").config()
@@ -47,7 +42,4 @@ def test_too_little_memory_is_refused_with_the_figures() -> None:
     check_memory(needs, available_bytes=21 * 10**8 + 1)
     with pytest.raises(SettingsError) as refused:
         check_memory(needs, available_bytes=21 * 10**8)
-    assert str(refused.value) == (
-        "memory: got 2.1 GB available, expected at least 2.2 GB:"
-        " 2.1 GB for a (x 2.0 GB, y 1 MB); 100 MB for b (x 100 MB)"
-    )
+    assert "got 2.1 GB available, expected at least 2.2 GB" in str(refused.value)

@@ -10,12 +10,7 @@ import torch
 from protocol.connect import open_channel
 from protocol.messages import LinearRequest
 from protocol.tensors import from_torch
-from tsqp.lab.bench.ping_pong import (
-    TRANSPORTS,
-    frames_of,
-    our_pings,
-    our_service,
-)
+from tsqp.lab.bench.ping_pong import TRANSPORTS, frames_of, our_pings, our_service
 from tsqp.lab.bench.random_model import write_random_model
 
 pytestmark = pytest.mark.slow

@@ -15,14 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import PolicyError, SettingsError
 from tee_side.policy.placement import load_policy
-from tests.kit.leaks import (
-    FIRST_PLACE,
-    VOCABULARY,
-    begun,
-    make_begun_model,
-    policy_of,
-    policy_with,
-)
+from tests.kit.leaks import FIRST_PLACE, VOCABULARY, begun, make_begun_model, policy_of, policy_with
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tsqp import processes

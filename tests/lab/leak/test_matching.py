@@ -9,13 +9,7 @@ from tests.kit.leaks import VOCABULARY, planted, truth_of, view_of
 from tests.kit.model import token_ids
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import Work
-from tsqp.lab.leak.matching import (
-    FIRST,
-    FeatureMatcher,
-    Matcher,
-    Observed,
-    search,
-)
+from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Matcher, Observed, search
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.score import score
 from tsqp.lab.leak.trace import Where

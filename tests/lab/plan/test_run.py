@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from gpu_side.profiles import find_profile
-from tee_side.policy.placement import Policy, load_policy
-from tee_side.words import OPERATORS
+from tee_side.policy.placement import load_policy
+from tests.kit.leaks import policy_with
 from tsqp.cli.main import command
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import find_shape
@@ -21,26 +21,11 @@ from tsqp.lab.plan.model import Costs, Lane, Step
 from .sample_costs import NO_LINK, section
 
 
-def layered(*qkv: dict[str, str]) -> Policy:
-    operators: dict[str, Any] = dict.fromkeys(OPERATORS, "tee")
-    return Policy(
-        name="layered",
-        summary="",
-        operators={
-            **operators,
-            "qkv_proj": [*qkv],
-            "o_proj": {"place": "gpu", "mask": "none", "verify": "none"},
-        },
-    )
-
-
 def test_layers_of_one_kind_are_measured_once() -> None:
     config = find_shape("tinyllama-1.1b").config()
-    policy = layered(
-        {"place": "tee", "layers": "0"},
-        {"place": "gpu", "layers": "1-19", "mask": "none", "verify": "none"},
-        {"place": "tee", "layers": "20-"},
-    )
+    sent = {"place": "gpu", "mask": "none", "verify": "none"}
+    ends = [{"place": "tee", "layers": layers} for layers in ("0", "20-")]
+    policy = policy_with(qkv_proj=[*ends, sent | {"layers": "1-19"}], o_proj=sent)
     kinds = run._kinds(policy, config)
     assert kinds == [0] + [1] * 19 + [0] * 2
     assert set(run._kinds(load_policy("shielded"), config)) == {0}
@@ -82,12 +67,8 @@ def test_bad_input_is_refused_before_any_work(
 
     monkeypatch.setattr(run.Planning, "run", nothing_starts)
     gpu = [] if "--gpu" in arguments else ["--gpu", "h100"]
-    given = (
-        [*arguments, *gpu]
-        if "--policy" in arguments
-        else [*arguments, *gpu, "--policy", "attention-in-tee"]
-    )
-    result = CliRunner().invoke(command, ["plan", *given])
+    policy = [] if "--policy" in arguments else ["--policy", "attention-in-tee"]
+    result = CliRunner().invoke(command, ["plan", *arguments, *gpu, *policy])
     text = result.output + str(result.exception)
     assert result.exit_code != 0
     for fragment in fragments:

@@ -41,17 +41,16 @@ def _left(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("mask", MASKS, ids=IDS)
 def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
-    saved_model: Models, out: Path, mask: FeatureMask, kind: str
+    saved_model: Models, out: Path, mask: FeatureMask
 ) -> None:
-    source = saved_model(kind).directory
-    made = provision(source, mask, out / "server", out / "key")
-    config = read_config(source)
+    source, server = saved_model("qwen2").directory, out / "server"
+    made = provision(source, mask, server, out / "key")
+    config, key = read_config(source), FeatureKey.load(out / "key")
     originals = list(load_file(source / SINGLE_FILE).values())
     found: dict[str, torch.Tensor] = {}
-    for shard in sorted((out / "server").glob("*.safetensors")):
+    for shard in sorted(server.glob("*.safetensors")):
         found |= load_file(shard)
     expected = linear_tensors(config, FUSED_MODULES)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
@@ -62,30 +61,18 @@ def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
         else:
             assert not any(torch.equal(tensor, original) for original in originals), name
     assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
-    assert _left(out / "server") == [
-        "config.json",
-        *[f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")],
-        INDEX_FILE,
-        PROVISION_FILE,
-    ]
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert _left(server) == ["config.json", *shards, INDEX_FILE, PROVISION_FILE]
     assert _left(out) == ["key", "server"]
-
-
-def test_marker_and_key_belong_together_and_name_the_model(saved_model: Models, out: Path) -> None:
-    source, mask = saved_model().directory, FeatureRotation(block=20)
-    made = provision(source, mask, out / "server", out / "key")
-    key, config = FeatureKey.load(out / "key"), read_config(source)
-    assert key == made.key
-    assert (key.mask, key.options) == (mask.name, mask.model_dump())
+    # Marker and key belong together and name the model.
+    assert (key, key.mask, key.options) == (made.key, mask.name, mask.model_dump())
     assert key.model_digest == model_digest(config, Checkpoint(source))
     assert key.linear_digest == linear_digest(config, Checkpoint(source))
-    assert key.server_linear_digest == linear_digest(config, Checkpoint(out / "server"))
-    assert key.server_linear_digest != key.linear_digest
-    marker = read_provision(out / "server")
-    assert marker == Provision(mask=mask.name, provision_id=key.provision_id)
-    assert read_config(out / "server") == config
+    assert key.server_linear_digest == linear_digest(config, Checkpoint(server))
+    marker = Provision(mask=mask.name, provision_id=key.provision_id)
+    assert (read_provision(server), read_config(server)) == (marker, config)
     seed = key.seed.encode()
-    assert all(seed not in path.read_bytes() for path in (out / "server").iterdir())
+    assert all(seed not in path.read_bytes() for path in server.iterdir())
     again = provision(source, mask, out / "server2", out / "key2").key
     assert again.seed != key.seed
     assert again.server_linear_digest != key.server_linear_digest

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import (
-    light_tensors,
-    linear_tensors,
-)
+from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from tee_side.protect.masks.mask import KeyedSegment
 from tee_side.protect.randomness import Randomness

@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.errors import (
-    KeyFileError,
-    ModelError,
-    SealError,
-    SettingsError,
-)
+from protocol.errors import KeyFileError, ModelError, SealError, SettingsError
 from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
