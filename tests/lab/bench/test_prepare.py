@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
-from tests.kit import failing
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
 from tsqp.processes import ProcessError
@@ -24,8 +24,8 @@ Models = Callable[..., SavedModel]
 
 
 def test_a_process_that_dies_is_named() -> None:
-    with pytest.raises(ProcessError, match=r"^die: got a process killed by SIGKILL, expected 0"):
-        prepare.in_fresh_process(failing.die)
+    with pytest.raises(ProcessError, match=r"^abort: got a process killed by SIGABRT, expected 0"):
+        prepare.in_fresh_process(os.abort)
 
 
 def test_a_hollow_model_is_one_for_which_zeros_are_right(

@@ -76,20 +76,6 @@ def test_layers_are_counted_and_the_device_computed() -> None:
     assert (found.rpcs, found.bytes_sent, found.bytes_received) == (4, 16800, 17200)
 
 
-def test_the_bottleneck_is_what_would_help_most() -> None:
-    layer = section(50.0, rpc(wire_us=500.0), mask_share=0.5)
-    found = predict_decode(costs(layer), hardware())
-    assert found.bottleneck == "transport"
-    assert part(found, "masks and checks").busy_us == pytest.approx(4 * 25)
-    found = predict_decode(costs(section(5000.0, rpc(), mask_share=0.9)), hardware())
-    assert found.bottleneck == "masks and checks"
-    tail = section(9000.0, product_share=0.9)
-    found = predict_decode(costs(layer, tail=tail), hardware())
-    assert found.bottleneck == "TEE weights"
-    assert part(found, "TEE weights").busy_us == pytest.approx(8100)
-    assert part(found, "TEE weights").without_us == pytest.approx(found.total_us - 8100)
-
-
 @pytest.mark.parametrize(
     ("rows", "layer_us", "tail_us"),
     [

@@ -7,7 +7,7 @@ import torch
 from tests.kit.rows import each_row
 from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Lie
-from tsqp.demo.verdict import Tokens, check_refusal, compare_floats, compare_integers
+from tsqp.demo.verdict import check_refusal
 
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
 REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"
@@ -28,19 +28,3 @@ def test_a_lie_counts_as_refused_only_if_nothing_came_of_it(
     lie = Lie(ASKED, 2, 5, 1, 2)
     check = check_refusal("shielded", lie, status, complaint, story, " was a lamp. It shone.")
     assert (check.passed, finding in check.finding) == ("NOT" not in finding, True)
-
-
-def test_floats_may_differ_by_rounding_and_integers_by_no_bit() -> None:
-    logits_TV = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    reference = Tokens("reference", [5, 6, 7], logits_TV)
-    near = logits_TV.clone()
-    near[2, 3] = torch.nextafter(near[2, 3], torch.tensor(100.0))
-    for ids, logits, floats, integers in (
-        ([5, 6, 7], logits_TV.clone(), True, True),
-        ([5, 6, 7], near, True, False),
-        ([5, 6, 9], logits_TV, False, False),
-        ([5, 6], logits_TV[:2], False, False),
-    ):
-        ours = Tokens("p", ids, logits)
-        assert compare_floats(ours, reference).passed == floats
-        assert compare_integers(ours, reference, reference).passed == integers
