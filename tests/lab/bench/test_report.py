@@ -49,15 +49,6 @@ def test_figures_are_in_the_terminal_and_on_the_page() -> None:
     assert sum(event["ph"] == "X" for event in events) == len(spans) * len(drawn.policies)
 
 
-def test_what_a_report_lacks_breaks_no_form() -> None:
-    for report in (
-        _changed(policies=(), baselines=(), ping_pong=(), incomplete="no service"),
-        _changed({"cases": (), "generation": None, "timelines": ()}, baselines=(), ping_pong=()),
-    ):
-        assert len(render(report).splitlines()) > 3
-        assert render_html(report).lower().startswith("<!doctype html")
-
-
 def test_sums_are_those_of_the_parts() -> None:
     for run in recorded_report().policies:
         for case in run.cases:

@@ -35,34 +35,24 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     usual |= {"spin_us": 0.0, "link_rtt_us": 0.0, "shares_in_the_clear": False, "plan": PLAN}
     usual |= dict.fromkeys(("key", "bank", "link_gbps", "dtype"))
     worker.measure(Job(model=saved_model().directory, **usual), told.append)
-    measured = [answer for answer in told if isinstance(answer, Measured)]
-    one, nine, decode = (answer.case for answer in measured[:3])
-    assert one is not None
-    assert nine is not None
-    assert decode is not None
-    assert [(c.phase, c.tokens, c.batch) for c in (one, nine, decode)] == [
-        ("prefill", 1, 1),
-        ("prefill", 9, 1),
-        ("decode", 5, 3),
+    cases = [answer.case for answer in told if isinstance(answer, Measured) and answer.case]
+    assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
+        ("prefill", 1, 1, 4),
+        ("prefill", 9, 1, 4),
+        ("decode", 5, 3, 5),
     ]
-    assert (one.step_ms.runs, decode.step_ms.runs) == (4, 5)
     # As often as the plan counts, which is what contexts and pads are sized by.
-    runs = PLAN.runs("prefill")
-    assert given == [
-        *[(1, 1)] * runs,
-        *[(9, 1)] * runs,
-        *[(5, PLAN.new_tokens(5, 3, 64))] * 3,
-        (4, 6),
-    ]
-    for case in (one, nine, decode):
+    runs, steps = PLAN.runs("prefill"), PLAN.new_tokens(5, 3, 64)
+    assert given == [*[(1, 1)] * runs, *[(9, 1)] * runs, *[(5, steps)] * 3, (4, 6)]
+    for case in cases:
         # Without a service all of it is known, and nothing is sent.
         assert (case.rpcs, case.bytes_sent, case.cpu_gpu_ms) == (0, 0, 0)
         layers = {cost.layer for cost in case.operators if cost.operator == "qkv_proj"}
         assert layers == {0, 1, 2}
         assert case.step_ms.low <= case.step_ms.median <= case.step_ms.high
         assert 0 < case.heavy_ms < case.step_ms.high
-    assert decode.tokens_per_s == pytest.approx(3e3 / decode.step_ms.median)
-    assert nine.tokens_per_s == pytest.approx(9e3 / nine.step_ms.median)
+    for case, tokens in zip(cases, (1, 9, 3), strict=True):
+        assert case.tokens_per_s == pytest.approx(tokens * 1e3 / case.step_ms.median)
     finished = told[-1]
     assert isinstance(finished, Finished)
     # Keys and values of 3 sequences of 5 + 13 - 1 tokens: 3 layers of 2 heads of 16 floats each.

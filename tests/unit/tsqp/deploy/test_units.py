@@ -28,30 +28,19 @@ UNITS = {
 PROGRAM = {"gpu-service": "gpu-service", "tee-runner": "tee-runner", "tsqp-guest": "tsqp"}
 # It has no /tmp of others, no other user's objects, and what ends its program ends the VM.
 NOT_IN_THE_IMAGE = ("DevicePolicy", "PrivateTmp", "ProtectProc", "RemoveIPC", "Restart")
-EVERYWHERE = {
+ON = """LockPersonality NoNewPrivileges PrivateMounts PrivateTmp ProtectClock ProtectControlGroups
+ProtectHome ProtectHostname ProtectKernelModules ProtectKernelTunables RemoveIPC RestrictNamespaces
+RestrictRealtime RestrictSUIDSGID"""
+EVERYWHERE = dict.fromkeys(ON.split(), "yes") | {
+    "DevicePolicy": "closed",
     "KeyringMode": "private",
     "LimitCORE": "0",
-    "LockPersonality": "yes",
-    "NoNewPrivileges": "yes",
-    "PrivateMounts": "yes",
-    "PrivateTmp": "yes",
-    "ProtectClock": "yes",
-    "ProtectControlGroups": "yes",
-    "ProtectHome": "yes",
-    "ProtectHostname": "yes",
-    "ProtectKernelModules": "yes",
-    "ProtectKernelTunables": "yes",
     "ProtectProc": "invisible",
     "ProtectSystem": "strict",
-    "RemoveIPC": "yes",
     "Restart": "on-failure",
-    "RestrictNamespaces": "yes",
-    "RestrictRealtime": "yes",
-    "RestrictSUIDSGID": "yes",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_VSOCK",
     "SystemCallArchitectures": "native",
     "SystemCallErrorNumber": "EPERM",
-    "DevicePolicy": "closed",
-    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_VSOCK",
 }
 
 
