@@ -1,8 +1,4 @@
-"""What is measured is shown: in the terminal, on a page that needs nothing else, and as a trace.
-
-How it looks was judged by people; here the figures of one real report must be in each form, and a
-report that lacks something must not break one.
-"""
+"""The figures of one real report are in the terminal, and on a page that needs nothing else."""
 
 from __future__ import annotations
 

@@ -91,11 +91,11 @@ class Half(FeaturePermutation):
     [
         ({"mask": Pad()}, MaskError, "a mask of kind additive"),
         ({"mask": Half()}, MaskError, "no support for qkv_proj, gate_up_proj, down_proj"),
-        ({"key_path": "mine"}, FeatureKeyError, "File exists"),
-        ({"key_path": "link"}, FeatureKeyError, "File exists"),
-        ({"server_dir": "full"}, ModelError, "not empty"),
-        ({"server_dir": "mine"}, ModelError, ""),
-        ({"server_dir": "link"}, ModelError, ""),
+        ({"key_path": "mine"}, FeatureKeyError, "a file that exists"),
+        ({"key_path": "link"}, FeatureKeyError, "a file that exists"),
+        ({"server_dir": "full"}, ModelError, "files in it"),
+        ({"server_dir": "mine"}, ModelError, "a file"),
+        ({"server_dir": "link"}, ModelError, "no such directory to write to"),
         ({"key_path": "server"}, FeatureKeyError, "within the server's directory"),
         ({"key_path": "full/../server/key"}, FeatureKeyError, "within the server's directory"),
     ],
@@ -113,7 +113,7 @@ def test_what_cannot_be_provisioned_is_refused_before_any_work_and_nothing_is_ov
 
     monkeypatch.setattr(provisioning, "read_config", work)
     (out / "mine").write_text("mine")
-    (out / "link").symlink_to("nowhere")
+    (out / "link").symlink_to("nowhere/at/all")
     (out / "full").mkdir()
     (out / "full" / ".hidden").touch()
     before = _left(out)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.rows import each_row
-from tests.kit.service import run
+from tests.kit.service import call
 from tsqp.server import note_failure
 
 # Where nothing listens: it must not come to that.
@@ -37,7 +37,7 @@ def test_it_is_said_before_the_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         given = [option.format(file=file, port=port) for option in options]
-        result = run("tee-runner", "serve", "demo", *AWAY, *given, timeout_s=30)
+        result = call("tee-runner", "serve", "demo", *AWAY, *given)
     assert result.returncode == 2
     assert said.format(file=file, port=port) in result.stderr
     assert "ready: " not in result.stderr
