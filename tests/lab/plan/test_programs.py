@@ -34,14 +34,6 @@ def check(model: Path, found: PolicyPlan, policy: str) -> None:
     assert found.ttft_ms == pytest.approx(found.prefill.total_us / 1e3)
 
 
-@pytest.fixture(autouse=True)
-def _one_process_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make models, calibrations and pads here: that their memory is counted apart is not tested."""
-    monkeypatch.setattr(
-        "tsqp.lab.bench.prepare.in_fresh_process", lambda function, *arguments: function(*arguments)
-    )
-
-
 def test_layers_that_differ_under_pads(
     saved_model: Callable[..., SavedModel], tmp_path: Path
 ) -> None:
