@@ -174,11 +174,11 @@ ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
 def test_what_cannot_work_is_refused_before_anything_runs(
     model: SavedModel, tmp_path: Path, changed: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    if changed.get("public") == "wide":
-        (tmp_path / "wide").mkdir()
-        make_begun_model(tmp_path / "wide", hidden_size=24)
-    paths = {name: tmp_path / changed[name] for name in changed if name == "public"}
-    settings = replace(settings_of(model, ["tsqp"], [Blind]), **{**changed, **paths})
+    if "public" in changed:
+        changed = {"public": tmp_path / changed["public"]}
+        changed["public"].mkdir()
+        make_begun_model(changed["public"], hidden_size=24)
+    settings = replace(settings_of(model, ["tsqp"], [Blind]), **changed)
     with pytest.raises(error, match=said):
         Laboratory(settings, tmp_path)
     # The token that all prompts begin with is no likeness; one that some begin with is their text.

@@ -173,13 +173,13 @@ def test_an_answer_that_was_cut_or_changed_anywhere_is_an_error() -> None:
     ask(server)
     captured = server.parts
     size = sum(map(len, captured))
-    for end in range(size):
+    for end in range(0, size, 3):
         server.change = lambda parts, end=end: [b"".join(parts)[:end]]
         assert "an early end, expected the last chunk" in refused(server)
     for count in range(5):
         server.change = lambda parts, count=count: parts[:count]
         assert "an early end" in refused(server)
-    for at in range(size):
+    for at in range(0, size, 3):
 
         def changed(parts: list[bytes], at: int = at) -> list[bytes]:
             data = bytearray(b"".join(parts))
