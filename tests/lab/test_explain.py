@@ -12,14 +12,14 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.messages import Timing
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
-from tee_side.words import OPERATORS, Operator, Phase
+from tee_side.words import OPERATORS, PHASES, Operator, Phase
 from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
-from tsqp.operator_table import OperatorTable
+from tsqp.operator_table import OperatorTable, OperatorTotals
 
 Models = Callable[..., SavedModel]
 
@@ -44,39 +44,25 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[dict[str, Cost], Headers]:
-    """Run one step; return the traffic of each operator, and what its headers held."""
-    table.totals.clear()
-    asked = [len(channel.requests) for channel in tee.channels]
-    engine.step()
-    found = dict.fromkeys(EVERY, Cost())
-    for name, one in table.totals.items():
-        if name in found:
-            sizes = {"bytes_sent": one.bytes_sent, "bytes_received": one.bytes_received}
-            found[name] = Cost(rpcs=one.round_trips, **sizes)
-    headers = Headers(first_request_id=asked[0] + 1 if asked else 1, timing=LOOPBACK_TIMING)
-    return found, headers
-
-
-def _by_operator(found: Explanation, phase: Phase) -> dict[str, Cost]:
-    costs = dict.fromkeys(EVERY, Cost())
-    for row in found.operators:
-        measured = row.prefill if phase == "prefill" else row.decode
-        costs[row.operator] += measured.cost if measured else Cost()
-    return dict(costs)
-
-
 def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: Policy) -> None:
     engine = tee.engine()
     engine.add(token_ids(PROMPT), max_new_tokens=2, eos_token_ids=frozenset())
-    phases: tuple[Phase, Phase] = ("prefill", "decode")
-    for phase in phases:
-        by_operator, headers = _step(tee, engine, table)
-        found = _explain(
-            directory, policy, context=PROMPT + 1, prompt_tokens=PROMPT, headers=headers
-        )
-        assert getattr(found, phase) == sum(by_operator.values(), start=Cost())
-        assert _by_operator(found, phase) == by_operator
+    given = {"context": PROMPT + 1, "prompt_tokens": PROMPT}
+    for phase in PHASES:
+        table.totals.clear()
+        asked = [len(channel.requests) + 1 for channel in tee.channels]
+        engine.step()
+        headers = Headers(first_request_id=asked[0] if asked else 1, timing=LOOPBACK_TIMING)
+        found = _explain(directory, policy, headers=headers, **given)
+        costs = dict.fromkeys(EVERY, Cost())
+        for row in found.operators:
+            told = getattr(row, phase)
+            costs[row.operator] += told.cost if told else Cost()
+        for name in EVERY:
+            one = table.totals.get(name, OperatorTotals())
+            sizes = {"bytes_sent": one.bytes_sent, "bytes_received": one.bytes_received}
+            assert costs[name] == Cost(rpcs=one.round_trips, **sizes), name
+        assert getattr(found, phase) == sum(costs.values(), start=Cost())
 
 
 @each_row("name", builtin_policies())

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
 from tests.kit.report import recorded_report
 from tsqp.lab.bench.html import render_html
-from tsqp.lab.bench.model import Report, Span, Timeline
+from tsqp.lab.bench.model import Span, Timeline
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
 from tsqp.lab.bench.table import render
 from tsqp.lab.bench.trace import perfetto
 from tsqp.lab.bench.units import figures
 
 
-def _changed(run: Any = None, **changes: Any) -> Report:
-    """The first two policies of the report; `run`: what is different in each."""
-    report = recorded_report()
-    runs = tuple(one.model_copy(update=run or {}) for one in report.policies[:2])
-    return report.model_copy(update={"policies": runs, **changes})
-
-
-def _span(start: float, length: float, **changes: Any) -> Span:
-    made = Span(lane=0, operator="o_proj", layer=3, stage="tee", start_us=start, duration_us=length)
-    return made.model_copy(update=changes)
-
-
 def test_figures_are_in_the_terminal_and_on_the_page() -> None:
     # The recorded timelines are left out of the file.
-    spans = (_span(0, 10), _span(10, 5, stage="wire"), _span(12, 8, lane=1, stage="mask"))
-    drawn = _changed({"timelines": (Timeline(phase="decode", tokens=9, batch=1, spans=spans),)})
+    span = Span(lane=0, operator="o_proj", layer=3, stage="tee", start_us=0, duration_us=10)
+    spans = (span, span.model_copy(update={"lane": 1, "stage": "mask", "start_us": 12}))
+    timelines = (Timeline(phase="decode", tokens=9, batch=1, spans=spans),)
+    report = recorded_report()
+    runs = [one.model_copy(update={"timelines": timelines}) for one in report.policies[:2]]
+    drawn = report.model_copy(update={"policies": tuple(runs)})
     text, page = render(drawn, width=200, details=True), render_html(drawn)
     for run in drawn.policies:
         for case in run.cases:

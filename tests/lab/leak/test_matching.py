@@ -30,16 +30,9 @@ class Planned(Matcher):
 
     def __init__(self, public: PublicModel, distances_V: torch.Tensor) -> None:
         self._table_VD, self._distances_V = public.dictionary_VD, distances_V
-        self.taken: list[int] = []
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        return self._distances_V[self._ids(states_NI)]
-
-    def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
-        self.taken += self._ids(state_I[None]).tolist()
-
-    def _ids(self, states_NI: torch.Tensor) -> torch.Tensor:
-        return torch.cdist(states_NI, self._table_VD).argmin(1)
+        return self._distances_V[torch.cdist(states_NI, self._table_VD).argmin(1)]
 
 
 def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:

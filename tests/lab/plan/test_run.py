@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +28,6 @@ def test_layers_of_one_kind_are_measured_once() -> None:
     kinds = run._kinds(policy, config)
     assert kinds == [0] + [1] * 19 + [0] * 2
     assert set(run._kinds(load_policy("shielded"), config)) == {0}
-
-
-def settings(policies: Sequence[str] = ("tee-only",), **given: Any) -> run.PlanSettings:
-    return run.PlanSettings(
-        policies=tuple((name, load_policy(name)) for name in policies),
-        profile=find_profile("h100"),
-        link=NO_LINK,
-        cores=1,
-        **given,
-    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +66,11 @@ def test_bad_input_is_refused_before_any_work(
 
 def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds of a prompt and of a decode step, tokens of one request and of all."""
-    given = settings(shape="tinyllama-1.1b", batch=4, context=1000, prompt_tokens=500)
+    policies = (("tee-only", load_policy("tee-only")),)
+    sizes: dict[str, Any] = {"batch": 4, "context": 1000, "prompt_tokens": 500, "cores": 1}
+    given = run.PlanSettings(
+        policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes
+    )
     planning = run.Planning(given, print)
     prompt, decode = (
         Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))

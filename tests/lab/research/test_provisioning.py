@@ -118,7 +118,7 @@ def test_what_cannot_be_provisioned_is_refused_before_any_work_and_nothing_is_ov
     (out / "full" / ".hidden").touch()
     before = _left(out)
     usual = {"mask": FeaturePermutation(), "server_dir": "server", "key_path": "key"}
-    settings = {
+    settings: dict[str, Any] = {
         name: out / value if isinstance(value, str) else value
         for name, value in {**usual, **changes}.items()
     }

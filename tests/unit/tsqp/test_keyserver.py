@@ -18,7 +18,7 @@ from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.serve.hpke_key import HpkeKey, seal
 from tee_side.serve.sealed_bodies import open_secret, seal_secret
-from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE
+from tests.kit.evidence import DIGESTS, MEASUREMENT, SERVICE, identity
 from tests.kit.rows import each_row
 from tsqp.keyserver import KeyRelease, KeyServer
 from tsqp.seal_keys import _STEP, key_of_server, release_info
@@ -28,6 +28,7 @@ KEY = b"\xa5" * 32
 OTHER = b"\1" * 32
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINE = HpkeKey(hybrid=False)
+SERVED = Claims.decode(identity().state(b"").claims)
 GET_NONCE = b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
@@ -59,7 +60,6 @@ def stated(
 ) -> Statement:
     """State what passes; `other`: claims that differ."""
     usual: dict[str, Any] = {
-        **DIGESTS,
         "purpose": "key",
         "nonce": nonce,
         "time": round(NOW.timestamp()),
@@ -68,11 +68,8 @@ def stated(
         "tls_key": NONE,
         "receipt_key": None,
         "curve_keys": {"service 1": SERVICE},
-        "plugins": {"Mine": PLUGIN},
-        "version": "1.2.3",
-        "attested_services": "none",
     }
-    claims = Claims(**(usual | other)).encode()
+    claims = SERVED.model_copy(update=usual | other).encode()
     evidence = simulate(report_data(claims), measurement)
     return Statement(claims=claims, evidence=evidence.encode())
 

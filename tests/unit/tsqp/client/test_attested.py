@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import ssl
 import threading
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -24,7 +22,7 @@ from protocol.errors import EndpointError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.statement import Statement, read_certificate
 from tee_side.serve.identity import Identity, certify
-from tests.kit.evidence import Answer, AttestedServer, identity, policy_text, serving
+from tests.kit.evidence import Answer, AttestedServer, body_of, identity, policy_text, serving
 from tests.kit.rows import each_row
 from tsqp.client import AttestedContext, NotAttestedError, attested_tls, connect
 from tsqp.client import proxy as proxy_module
@@ -101,9 +99,7 @@ def longer(honest: Identity) -> Answer:
     """What it should, and more blanks behind it than any answer has."""
 
     def answer(nonce: bytes) -> bytes:
-        fields = honest.state(nonce).model_dump().items()
-        said = json.dumps({name: b64encode(value).decode() for name, value in fields}).encode()
-        body = said.ljust(attested_tls.MAX_ANSWER_BYTES + 1)
+        body = body_of(honest.state(nonce)).ljust(attested_tls.MAX_ANSWER_BYTES + 1)
         return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
 
     return answer

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, Direction, open_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
-from tests.kit.evidence import identity
+from tests.kit.evidence import body_of, identity
 from tests.kit.rows import each_row
 from tsqp.client import NotAttestedError
 from tsqp.client.attested_tls import MAX_ANSWER_BYTES
@@ -229,9 +227,8 @@ class Carrier(httpx2.BaseTransport):
             self.kept.append(request)
             return httpx2.Response(400, content=b"no")
         self.nonces.append(bytes.fromhex(request.url.params["nonce"]))
-        stated = self.by.state(self.nonces[-1]).model_dump()
-        fields = {name: b64encode(value).decode() for name, value in stated.items()}
-        return httpx2.Response(200, content=json.dumps(fields).encode().ljust(self.most))
+        content = body_of(self.by.state(self.nonces[-1])).ljust(self.most)
+        return httpx2.Response(200, content=content)
 
 
 def post(transport: httpx2.BaseTransport) -> httpx2.Response:
