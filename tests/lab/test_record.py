@@ -1,4 +1,4 @@
-"""Recording: each in a process of its own, small files, and a failure that stays alone."""
+"""Recordings: a failure stays alone, and the page of figures is fresh and hides nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record import Recording, record_all, with_machine
+from benchmarks.record import RECORDINGS, RESULTS, Recording, record_all, with_machine
+from benchmarks.sections import SECTIONS
+from benchmarks.tables import benchmarks_page, read_results
 
 
 def _writes(text: str, status: int = 0) -> tuple[str, ...]:
@@ -38,3 +40,16 @@ def test_a_failure_stops_nothing_and_is_told(
     assert good["recorded"]["command"].startswith("python -c ")
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["good", "missed", "status"]
     assert "got exit status 3, expected 0 and a result" in capsys.readouterr().err
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+def test_the_page_is_fresh() -> None:
+    page = benchmarks_page(read_results(RESULTS))
+    assert PAGE.read_text(encoding="utf-8") == page, "stale: make docs"
+
+
+def test_every_recording_is_shown_somewhere() -> None:
+    shown = {name for section in SECTIONS for name in section.sources}
+    assert shown == {recording.name for recording in RECORDINGS}

@@ -1,4 +1,4 @@
-"""What a benchmark needs on disk is made by processes whose errors and ends are ours to tell."""
+"""What a benchmark needs on disk and in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
+from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.memory_need import PROCESS_BYTES, tee_need
+from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
@@ -54,3 +57,27 @@ def test_a_hollow_model_is_one_for_which_zeros_are_right(
         for operator in FUSED_MODULES:
             weights = load_quantized(hollow, config, layer, operator)
             scales.check_weights((layer, operator), weights.scale, weights.max_row_norm())
+
+
+ONE_B = find_shape("llama-3.2-1b").config()
+VOCABULARY = 128256 * 2048
+LINEAR = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
+OUTPUTS = 16 * (2048 + 2 * 512 + 2048 + 2 * 8192 + 2048)
+HEAD = VOCABULARY + 4 * 128256
+
+
+@pytest.mark.parametrize(
+    ("policy", "vocabulary", "linear"),
+    [
+        ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
+        ("tsqp", 0, 0),
+        ("quantized-clear", 2 * VOCABULARY, HEAD),
+        ("shielded", 2 * VOCABULARY, LINEAR + 4 * OUTPUTS + HEAD),
+        ("shielded-prefill", 2 * VOCABULARY, 0),
+    ],
+)
+def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
+    parts = tee_need(ONE_B, load_policy(policy), tokens=1024).parts
+    assert parts["embedding and LM head"] == vocabulary
+    assert parts["linear weights"] == linear
+    assert parts["process"] == PROCESS_BYTES

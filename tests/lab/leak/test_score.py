@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from tests.kit.leaks import leak_of, run_of, score_of, truth_of
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, Reading
+from tsqp.lab.leak.curves import harm
 from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
 from tsqp.lab.leak.model import Control, Rate, Score
 from tsqp.lab.leak.record_session import Truth
@@ -229,3 +231,20 @@ def test_the_best_reads_most_and_is_the_simplest_of_equals() -> None:
     # What may be luck is compared with chance.
     seldom, often = score_of(30, 1000, chance=0.001), score_of(40, 1000, chance=0.03)
     assert seldom.strength > often.strength
+
+
+def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
+    """Uniform logits say as much as the vocabulary is large; the last row says nothing."""
+    flat, sure = torch.zeros(3, 8), torch.full((3, 8), -50.0)
+    sure[0, 1] = sure[1, 2] = 50.0
+    half, short = sure.clone(), torch.full((2, 8), -50.0)
+    half[0, 3] = short[0, 1] = 50.0
+    for noisy, perplexity in ((flat, 8.0), (sure, 1.0), (half, 2**0.5)):
+        assert harm([[0, 1, 2]], [flat + 1], [noisy]).perplexity == pytest.approx(perplexity)
+    # A mean over all tokens, not over texts.
+    found = harm([[0, 1, 2], [0, 1]], [flat + 1, short], [flat, short])
+    assert found.perplexity == pytest.approx(8 ** (2 / 3))
+    # The error is relative to the logits.
+    plain = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    noisy = plain + torch.tensor([[0.0, 0.0], [0.6, 0.8]])
+    assert harm([[0, 1]], [plain], [noisy]).output_error == pytest.approx(0.2)

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpu_side.kernels import request_us
 from gpu_side.profiles import find_profile
+from gpu_side.tasks import LinearWork, Task
+from tee_side.policy.placement import load_policy
+from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.link import Link
-from tsqp.lab.plan.model import Costs, Lane, Section, Step
+from tsqp.lab.plan import run
+from tsqp.lab.plan.model import Asked, Costs, Lane, Rpc, Section, Segment, Step
 from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
 
-from .sample_costs import NO_LINK, PLAN, rpc, section
+WORK = LinearWork(1, 2048, 2048, False)
+PLAN = Task((1, 2048), "bfloat16", WORK, 4096)
+NO_LINK = Link(None, 0.0)
+
+
+def rpc(**numbers: Any) -> Rpc:
+    given: dict[str, Any] = {
+        "service": 0,
+        "asked": Asked(shape=PLAN.shape, dtype=PLAN.dtype, work=WORK, input_bytes=4096),
+        "bytes_sent": 4200,
+        "bytes_received": 4300,
+        "encode_us": 1.0,
+        "send_us": 2.0,
+        "wire_us": 40.0,
+        "service_us": 10.0,
+        "receive_us": 0.0,
+        "decode_us": 3.0,
+    }
+    return Rpc(**{**given, **numbers})
+
+
+def section(work_us: float, *rpcs: Rpc, after_us: float = 0.0, **shares: float) -> Section:
+    segments = (Segment(work_us=work_us, rpcs=rpcs),) if rpcs else ()
+    return Section(segments=segments, after_us=after_us if rpcs else work_us, **shares)
 
 
 def trip(**times: float) -> Trip:
@@ -26,23 +54,15 @@ def turn(work_us: float, *trips: Trip) -> Turn:
     return Turn(0.0, work_us, 0.0, 0.0, trips)
 
 
-def costs(
-    layer: Section, *, layers: int = 4, rows: int = 1, tail: Section | None = None, threads: int = 2
-) -> Costs:
+def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> Costs:
     lane = Lane(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
     step = Step(rows=rows, lanes=(lane,))
-    return Costs(
-        threads=threads,
-        layers=3,
-        itemsize=2,
-        order=(0,) * layers,
-        prefill=(step, step),
-        decode=step,
-    )
+    given = {"threads": 2, "layers": 3, "itemsize": 2, "order": (0,) * 4}
+    return Costs.model_validate({**given, "prefill": (step, step), "decode": step})
 
 
-def hardware(profile: str | None = None, link: Link = NO_LINK, cores: int = 2) -> Hardware:
-    return Hardware(find_profile(profile) if profile else None, link, cores, 2)
+def hardware(profile: str | None = None, cores: int = 2) -> Hardware:
+    return Hardware(find_profile(profile) if profile else None, NO_LINK, cores, 2)
 
 
 def part(found: Any, name: str) -> Any:
@@ -96,3 +116,36 @@ def test_only_what_scales_is_scaled_to_more_cores(
     assert part(more, "transport").busy_us == part(here, "transport").busy_us
     # More threads were measured than there will be cores: nothing is known of that.
     assert predict_decode(measured, hardware(cores=1)).total_us == here.total_us
+
+
+def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds of a prompt and of a decode step, tokens of one request and of all."""
+    policies = (("tee-only", load_policy("tee-only")),)
+    sizes: dict[str, Any] = {"batch": 4, "context": 1000, "prompt_tokens": 500, "cores": 1}
+    given = run.PlanSettings(
+        policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes
+    )
+    planning = run.Planning(given, print)
+    prompt, decode = (
+        Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))
+        for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
+    )
+    measured = Costs(
+        threads=1, layers=3, itemsize=2, order=(0,) * 22, prefill=(prompt,), decode=decode
+    )
+    monkeypatch.setattr(planning, "_costs", lambda name, policy: measured)
+    (found,) = planning.run().policies
+    assert found.ttft_ms == pytest.approx(3000)
+    assert found.tpot_ms == pytest.approx(20)
+    assert found.tokens_per_s_per_request == pytest.approx(50)
+    assert found.tokens_per_s == pytest.approx(200)
+    assert (found.pads, found.sustained_tokens_per_s) == (None, found.tokens_per_s)
+    # On twice the cores pads take half as long: 4 sequences of 5 ms, after a step of 20.
+    pads = PadMaking(phases=("decode",), token_ms=10.0, cpu_ms=10.0, batch_tokens=512)
+    more = run.Planning(replace(given, cores=2), print)
+    monkeypatch.setattr(more, "_costs", lambda *_: measured.model_copy(update={"pads": pads}))
+    (found,) = more.run().policies
+    assert found.pads is not None
+    assert found.pads.token_ms == pytest.approx(5)
+    made_us = 4 * 5e3
+    assert found.sustained_tokens_per_s == pytest.approx(4e6 / (found.decode.total_us + made_us))

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
-from protocol.errors import FeatureKeyError, MaskError, ModelError, TsqpError
+from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, linear_tensors
 from protocol.model.config import read_config
@@ -20,6 +21,8 @@ from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.masks.pad import Pad
 from tee_side.words import Operator
 from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+from tsqp.cli.provision import provision as command
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation
@@ -149,3 +152,24 @@ def test_a_run_that_is_ended_leaves_nothing(saved_model: Models, out: Path) -> N
     with pytest.raises(ModelError, match="not empty"):
         provision(*given, appear)
     assert (_left(out), _left(out / "server")) == (["server"], ["theirs"])
+
+
+@each_row(
+    ("option", "where", "got", "expected"),
+    [
+        ("block", "--option", "'block'", "KEY=VALUE"),
+        ("block=1", "block of mask feature-rotation", "'1'", "greater than or equal to 2"),
+        ("colour=1", "--option colour", "no option", "block, sigma, delta"),
+    ],
+)
+def test_bad_options_are_refused_by_name(
+    tmp_path: Path, option: str, where: str, got: str, expected: str
+) -> None:
+    outputs = ("--server-dir", str(tmp_path / "server"), "--key", str(tmp_path / "key"))
+    given = ["demo", "--mask", "feature-rotation", *outputs, "--option", option]
+    error = CliRunner().invoke(command, given).exception
+    assert isinstance(error, SettingsError)
+    assert where in error.where
+    assert got in error.got
+    assert expected in error.expected
+    assert list(tmp_path.iterdir()) == []
