@@ -95,10 +95,7 @@ def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
     ("name", "services", "calibration", "key", "padded"),
     [
         ("tee-only", 0, False, None, None),
-        ("tsqp", 1, False, None, None),
-        ("stip", 1, False, "feature-permutation", None),
         ("cloak", 1, False, "feature-rotation", None),
-        ("quantized-clear", 1, True, None, None),
         ("float-noise", 1, False, None, ("prefill", "decode")),
         ("shielded", 1, True, None, ("decode",)),
         ("shielded-prefill", 1, True, None, ("prefill", "decode")),

@@ -90,7 +90,6 @@ def test_of_every_policy_steps_are_the_forward_passes(
 
 
 PREFILL_ALONE = [sent("prefill", 8), stays("decode")]
-DECODE_ALONE = [stays("prefill"), sent("decode")]
 PREFILL_MASKED = [sent("prefill", 8), sent("decode")]
 DECODE_MASKED = [sent("prefill"), sent("decode", 8)]
 BOTH, DECODE = [5, 1, 1, 1], [1, 1, 1]
@@ -109,7 +108,6 @@ OWN: list[tuple[Policy, list[int]]] = [
     (policy_with("both", o_proj=[sent("prefill", 2), sent("decode", 6)]), BOTH),
     (policy_with("first-operator", qkv_proj=sent(mask=8), down_proj=sent()), BOTH),
     (policy_with("another-layer-by-phase", qkv_proj=OTHER_LAYER), BOTH),
-    (policy_with("one-more-at-decode", qkv_proj=PREFILL_MASKED, o_proj=DECODE_ALONE), BOTH),
     (policy_with("ids", embedding=[sent("prefill", "row-permutation"), sent("decode")]), BOTH),
 ]
 

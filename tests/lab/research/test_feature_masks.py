@@ -81,19 +81,14 @@ def test_a_gain_that_cannot_be_folded_is_refused(bad: float) -> None:
         FeatureRotation().transform(_site("qkv_proj", gain=gain))
 
 
-def _noise(operator: str, sigma: float) -> torch.Tensor:
-    site = _site(operator)
-    x = _input(site, 2000)
-    (noisy,) = FeatureRotation(sigma=sigma).transform(site).mask(x, Randomness(bytes(32))).sent
-    (clean,) = FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
-    return (noisy - clean) / (
-        1 if site.gain is not None else clean.square().mean(-1).sqrt()[:, None]
-    )
-
-
 @pytest.mark.parametrize("operator", SITES)
 def test_noise_has_the_deviation_that_was_asked_for(operator: str) -> None:
-    noise = _noise(operator, 0.5)
+    site = _site(operator)
+    x = _input(site, 2000)
+    (noisy,) = FeatureRotation(sigma=0.5).transform(site).mask(x, Randomness(bytes(32))).sent
+    (clean,) = FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
+    size = clean.square().mean(-1).sqrt()[:, None] if site.gain is None else 1
+    noise = (noisy - clean) / size
     # 100,000 draws or more: four deviations of their mean and of their deviation.
     assert noise.std().item() == pytest.approx(0.5, rel=0.01)
     assert noise.mean().item() == pytest.approx(0, abs=0.0065)
@@ -118,8 +113,8 @@ def _hockey_stick(mu: float, epsilon: float) -> float:
     return float(excess)
 
 
-@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-9])
-@pytest.mark.parametrize("mu", [0.05, 0.7, 3.0, 12.0])
+@pytest.mark.parametrize("delta", [1e-2, 1e-9])
+@pytest.mark.parametrize("mu", [0.05, 3.0, 12.0])
 def test_epsilon_is_the_smallest_one(mu: float, delta: float) -> None:
     epsilon = gaussian_epsilon(mu, delta)
     assert _hockey_stick(mu, epsilon) == pytest.approx(delta, rel=1e-4)

@@ -6,7 +6,7 @@ That logits are transformers' own: tests/equivalence/test_segments.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import repeat
 
 import pytest
@@ -22,13 +22,7 @@ from tsqp.lab.research.segment_permutation import SegmentPermutation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
 Models = Callable[..., SavedModel]
-Tensors = Mapping[str, torch.Tensor]
 KEY = b"k" * 32
-
-
-def _own(weights: Tensors, layer: int) -> dict[str, torch.Tensor]:
-    prefix = f"model.layers.{layer}."
-    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 
 @pytest.fixture
@@ -36,19 +30,18 @@ def config(saved_model: Models) -> ModelConfig:
     return read_config(saved_model("qwen3").directory)
 
 
-def _counted(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """A layer whose tensors say where each of their values came from."""
-    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
-    numbers = {n: torch.arange(math.prod(s)).double().view(s) for n, s in shapes.items()}
-    return _own(numbers, 0)
-
-
 def _stip(config: ModelConfig, key: bytes = KEY) -> KeyedSegment:
     return SegmentPermutation().keyed(config, Randomness(key))
 
 
 def test_what_can_be_shuffled_is_and_each_layer_by_itself(config: ModelConfig) -> None:
-    plain = _counted(config)
+    # A layer whose tensors say where each of their values came from.
+    shapes, prefix = (
+        light_tensors(config) | linear_tensors(config, FUSED_MODULES),
+        "model.layers.0.",
+    )
+    own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+    plain = {n: torch.arange(math.prod(s)).double().view(s) for n, s in own.items()}
     keyed = _stip(config)
     first, second = keyed.layer(0, plain), keyed.layer(1, plain)
     for name, tensor in plain.items():

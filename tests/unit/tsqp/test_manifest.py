@@ -15,6 +15,7 @@ from protocol.errors import ManifestError, ModelError, SettingsError, TsqpError
 from protocol.model.checkpoint import SINGLE_FILE
 from protocol.model.manifest import Manifest
 from tee_side.policy.placement import load_policy
+from tee_side.words import OPERATORS
 from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
 from tsqp.cli.program import model_directory
@@ -112,9 +113,8 @@ def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
 
 
 MASK = Path(__file__).parents[2] / "contract" / "files" / "row_scale.py"
-OPERATORS = ("embedding", "qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj")
 TEE_ONLY = 'name = "mine"\nsummary = "nothing leaves"\n[operators]\n' + "".join(
-    f'{operator} = "tee"\n' for operator in (*OPERATORS, "down_proj", "lm_head")
+    f'{operator} = "tee"\n' for operator in OPERATORS
 )
 MASKED = TEE_ONLY.replace(
     'o_proj = "tee"', 'o_proj = { place = "gpu", mask = "./row_scale.py", verify = "none" }'
