@@ -153,6 +153,12 @@ def serving(by: Identity, answer: Answer | None = None) -> Iterator[AttestedServ
                 thread.join(30)
 
 
+def body_of(stated: Statement) -> bytes:
+    """Return the body of an answer of `/v1/attestation`."""
+    fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
+    return json.dumps(fields).encode()
+
+
 def _request(near: ssl.SSLSocket) -> bytes:
     found = b""
     while b"\r\n\r\n" not in found:
@@ -172,8 +178,7 @@ def _reply(request: bytes, answer: Answer, asked: list[bytes]) -> bytes:
     stated = answer(asked[-1])
     if isinstance(stated, bytes):
         return stated
-    fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
-    body = json.dumps(fields).encode()
+    body = body_of(stated)
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 

@@ -9,24 +9,16 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import PolicyError, SettingsError
+from protocol.errors import SettingsError
 from protocol.messages import Timing
-from protocol.model.config import read_config
-from tee_side.assembly import MaskSettings
-from tee_side.policy.layer_range import LayerRange
-from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.pads.bank import BankFile, read_bank_status
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.pads.layout import PadLayout
-from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.words import OPERATORS, PHASES, Operator, Phase
 from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
-from tsqp.lab.research.provisioning import provision
 from tsqp.operator_table import OperatorTable, OperatorTotals
 
 Models = Callable[..., SavedModel]
@@ -52,151 +44,58 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _mask_settings(policy: Policy, folder: Path) -> MaskSettings:
-    feature = policy.feature_mask
-    if feature is None:
-        return MaskSettings()
-    key = folder / "key"
-    provision(DEMO, feature, folder / "server", key)
-    return MaskSettings(key=key)
-
-
-def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[Cost, dict[str, Cost], Headers]:
-    """Run one step; return its traffic, that of each operator, and what its headers held."""
-    before = {name: _cost_of(table, name) for name in EVERY}
-    asked = [len(channel.requests) for channel in tee.channels]
-    engine.step()
-    by_operator = {name: _minus(_cost_of(table, name), before[name]) for name in EVERY}
-    headers = Headers(first_request_id=asked[0] + 1 if asked else 1, timing=LOOPBACK_TIMING)
-    return sum(by_operator.values(), start=Cost()), by_operator, headers
-
-
-def _cost_of(table: OperatorTable, name: Any) -> Cost:
-    totals = table.totals.get(name, OperatorTotals())
-    return Cost(
-        rpcs=totals.round_trips,
-        bytes_sent=totals.bytes_sent,
-        bytes_received=totals.bytes_received,
-    )
-
-
-def _minus(one: Cost, other: Cost) -> Cost:
-    return Cost(
-        rpcs=one.rpcs - other.rpcs,
-        bytes_sent=one.bytes_sent - other.bytes_sent,
-        bytes_received=one.bytes_received - other.bytes_received,
-    )
-
-
-def _by_operator(found: Explanation, phase: Phase) -> dict[str, Cost]:
-    costs = dict.fromkeys(EVERY, Cost())
-    for row in found.operators:
-        measured = row.prefill if phase == "prefill" else row.decode
-        costs[row.operator] += measured.cost if measured else Cost()
-    return dict(costs)
-
-
 def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: Policy) -> None:
     engine = tee.engine()
     engine.add(token_ids(PROMPT), max_new_tokens=2, eos_token_ids=frozenset())
-    phases: tuple[Phase, Phase] = ("prefill", "decode")
-    for phase in phases:
-        total, by_operator, headers = _step(tee, engine, table)
-        found = _explain(
-            directory, policy, context=PROMPT + 1, prompt_tokens=PROMPT, headers=headers
-        )
-        assert getattr(found, phase) == total
-        assert _by_operator(found, phase) == by_operator
+    given = {"context": PROMPT + 1, "prompt_tokens": PROMPT}
+    for phase in PHASES:
+        table.totals.clear()
+        asked = [len(channel.requests) + 1 for channel in tee.channels]
+        engine.step()
+        headers = Headers(first_request_id=asked[0] if asked else 1, timing=LOOPBACK_TIMING)
+        found = _explain(directory, policy, headers=headers, **given)
+        costs = dict.fromkeys(EVERY, Cost())
+        for row in found.operators:
+            told = getattr(row, phase)
+            costs[row.operator] += told.cost if told else Cost()
+        for name in EVERY:
+            one = table.totals.get(name, OperatorTotals())
+            sizes = {"bytes_sent": one.bytes_sent, "bytes_received": one.bytes_received}
+            assert costs[name] == Cost(rpcs=one.round_trips, **sizes), name
+        assert getattr(found, phase) == sum(costs.values(), start=Cost())
 
 
-@pytest.mark.parametrize("name", builtin_policies())
-def test_rpcs_and_bytes_are_those_of_a_run(name: str, tmp_path: Path, config_only: Path) -> None:
-    policy, table = load_policy(name), OperatorTable()
-    tee = assemble(DEMO, policy, observer=table, masks=_mask_settings(policy, tmp_path))
-    _assert_like_a_run(tee, table, config_only, policy)
+@each_row("name", builtin_policies())
+def test_rpcs_and_bytes_are_those_of_a_run(name: str, saved_model: Models) -> None:
+    model, policy, table = saved_model(num_hidden_layers=2), load_policy(name), OperatorTable()
+    tee = model.tee(policy, observer=table)
+    _assert_like_a_run(tee, table, model.directory, policy)
     if policy.services:
         assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
 
 
 def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
-    directory, table = saved_model("llama").directory, OperatorTable()
-    tee = assemble(directory, "tsqp", observer=table)
+    directory = saved_model("llama").directory
+    tee = assemble(directory, "tsqp")
     engine = tee.engine(step_tokens=8)
     engine.add(token_ids(PROMPT), max_new_tokens=1, eos_token_ids=frozenset())
     while engine.running:
         engine.step()
     assert tee.channel is not None
-    found = _explain(
-        directory,
-        "tsqp",
-        prompt_tokens=PROMPT,
-        step_tokens=8,
-        headers=Headers(first_request_id=1, timing=LOOPBACK_TIMING),
-    )
+    headers = Headers(first_request_id=1, timing=LOOPBACK_TIMING)
+    found = _explain(directory, "tsqp", prompt_tokens=PROMPT, step_tokens=8, headers=headers)
     traffic = tee.channel.traffic
-    assert found.prefill == Cost(
-        rpcs=traffic.round_trips,
-        bytes_sent=traffic.bytes_sent,
-        bytes_received=traffic.bytes_received,
-    )
     # Three steps, of which only the last asks for logits.
-    assert found.prefill.rpcs == 3 * (9 * 3 + 1) + 1
-
-
-@each_row("name", builtin_policies())
-def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_only: Path) -> None:
-    policy = load_policy(name)
-    layers = read_config(config_only).num_hidden_layers
-    found = _explain(config_only, policy)
-    segments = policy.segments(layers)
-    for operator in EVERY:
-        rows = [row for row in found.operators if row.operator == operator]
-        for layer in range(1 if operator in LAYERLESS else layers):
-            within = any(one.first <= layer <= one.last for one in segments)
-            apart = operator in LAYERLESS or within == (operator == "segment")
-            for phase in PHASES:
-                covering = [
-                    row for row in rows if row.phase in (None, phase) and _covers(row.layers, layer)
-                ]
-                if not apart:
-                    assert not covering
-                    continue
-                (row,) = covering
-                placement = policy.at(operator, layer, phase)
-                assert row.place == placement.place
-                assert (row.mask or "").startswith(placement.mask.name if placement.mask else "")
-                assert (row.sees is not None) == placement.leaves
-                head_within = operator == "lm_head" and any(one.head for one in segments)
-                asks = placement.leaves and not head_within
-                assert (getattr(row, phase) is not None) == asks
-    assert {use.name for use in found.masks} == {mask.name for mask in policy.masks}
-    assert all(use.known_break and use.hides for use in found.masks)
-    assert found.leakage_summary == policy.leakage_summary()
-    for phase in PHASES:
-        assert sum(_by_operator(found, phase).values(), start=Cost()) == getattr(found, phase)
-
-
-def _covers(layers: str | None, layer: int) -> bool:
-    if layers is None:
-        return True
-    first, _, last = layers.partition("-")
-    return int(first) <= layer <= int(last or first)
-
-
-def _policy(**placements: tuple[Placement, ...]) -> Policy:
-    stays = (Placement(place="tee"),)
-    operators: Any = {op: placements.get(op, stays) for op in OPERATORS}
-    return Policy(name="mine", summary="a test", operators=operators)
+    assert found.prefill.rpcs == traffic.round_trips == 3 * (9 * 3 + 1) + 1
+    assert found.prefill.bytes_sent == traffic.bytes_sent
+    assert found.prefill.bytes_received == traffic.bytes_received
 
 
 @each_row(
     ("name", "services", "calibration", "key", "padded"),
     [
         ("tee-only", 0, False, None, None),
-        ("tsqp", 1, False, None, None),
-        ("stip", 1, False, "feature-permutation", None),
         ("cloak", 1, False, "feature-rotation", None),
-        ("quantized-clear", 1, True, None, None),
         ("float-noise", 1, False, None, ("prefill", "decode")),
         ("shielded", 1, True, None, ("decode",)),
         ("shielded-prefill", 1, True, None, ("prefill", "decode")),
@@ -216,28 +115,7 @@ def test_needs(
     assert [pads.phases for pads in needs.pads] == ([padded] if padded else [])
 
 
-def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
-    (pads,) = _explain(DEMO, "shielded").needs.pads
-    layout = PadLayout.of(read_config(DEMO))
-    digests = {"model_digest": "0" * 64, "linear_digest": "1" * 64}
-    purpose = Purpose.of(layout, mask="pad", **digests)
-    place = BankPlace.at(tmp_path / "bank", beside_bank=True)
-    BankFile.create(place, purpose, capacity=2 * MAX_GROUP, group=MAX_GROUP).close()
-    assert pads.bank_bytes == read_bank_status(place).token_bytes
-    assert pads.memory_bytes == layout.token_bytes
-    assert pads.sites == len(layout.sites) == 21
-
-
-def test_a_policy_that_does_not_fit_the_model_is_refused(config_only: Path) -> None:
-    rows = (
-        Placement(place="tee", layers=LayerRange(0, 6)),
-        Placement(place="gpu", layers=LayerRange(7, None), mask="none", verify="none"),
-    )
-    with pytest.raises(PolicyError, match=r"mine: o_proj: got layers 0-6, expected .*0-4"):
-        _explain(config_only, _policy(o_proj=rows))
-
-
-@pytest.mark.parametrize("name", ["context", "prompt_tokens"])
+@each_row("name", ["context", "prompt_tokens"])
 def test_more_tokens_than_the_model_can_take_are_refused(name: str, config_only: Path) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
         _explain(config_only, "tsqp", **{name: 513})

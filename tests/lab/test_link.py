@@ -58,13 +58,7 @@ class Instant:
         size, elapsed_ns = self.received_bytes, self.elapsed_ns
         return Exchange(REPLY, 10, size, 1, elapsed_ns, 3, self.timing, sent_ns, self.endpoint)
 
-    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
-        return self.wait(self.submit(request, timeout_s))
-
     def abandon(self, request_id: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
         """Do nothing."""
 
 
@@ -77,9 +71,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ("gbps", "rtt_us"),
     [
         *((gbps, 1.0) for gbps in (0.0, -1.0, math.nan, math.inf)),
-        (1.0, -1.0),
-        (None, math.nan),
-        (None, math.inf),
+        *((None, rtt_us) for rtt_us in (-1.0, math.nan, math.inf)),
     ],
 )
 def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None:
@@ -90,9 +82,7 @@ def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None
 @pytest.mark.parametrize(
     ("link", "timing", "elapsed_ns", "expected_ns"),
     [
-        (Link(None, 200.0), None, 1000, 200_000),
         (Link(None, 0.0), None, 1000, 1000),  # the real transport's own time remains
-        (Link(8.0, 0.0), None, 1000, HEADER + 1_000_000 + 1000),  # a byte a nanosecond
         (Link(8.0, 200.0), None, 1000, HEADER + 1_000_000 + 1000 + 200_000),
         (Link(None, 200.0), Timing(queue_us=30, compute_us=40), 90_000, 270_000),
         # It cannot have taken longer than until the reply was really there.
@@ -122,13 +112,6 @@ def test_requests_and_replies_queue_behind_each_other(clock: Clock) -> None:
     channel.wait(second)
     arrived_ns = clock.now_ns - began_ns
     assert 2 * size + 1000 + 100_000 <= arrived_ns < 2 * size + 1000 + 102_000
-    # Replies too: here they are what fills the link.
-    inner.received_bytes = 5_000_000
-    ids = [channel.submit(InitRequest()) for _ in range(3)]
-    began_ns = clock.now_ns
-    for request_id in ids:
-        channel.wait(request_id)
-    assert clock.now_ns - began_ns >= 15_000_000
 
 
 def test_deadline_holds_over_the_link(clock: Clock) -> None:
@@ -137,6 +120,4 @@ def test_deadline_holds_over_the_link(clock: Clock) -> None:
     with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 1 s over a modelled"):
         channel.call(InitRequest())
     assert 10**9 <= clock.now_ns - began_ns < 1.001e9
-    with pytest.raises(DeadlineExceededError, match=r"within 2 s"):
-        channel.call(InitRequest(), timeout_s=2.0)
     channel.call(InitRequest(), timeout_s=4.0)

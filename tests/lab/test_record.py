@@ -1,25 +1,19 @@
-"""Recording: each in a process of its own, small files, and a failure that stays alone."""
+"""Recordings: a failure stays alone, and the page of figures is fresh and hides nothing."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.record import (
-    RECORDINGS,
-    Recording,
-    record_all,
-    with_machine,
-)
-from tsqp.cli.bench import bench
+from benchmarks.record import RECORDINGS, RESULTS, Recording, record_all, with_machine
+from benchmarks.sections import SECTIONS
+from benchmarks.tables import benchmarks_page, read_results
 
 
 def _writes(text: str, status: int = 0) -> tuple[str, ...]:
-    """A command that writes text to the file behind `--json`."""
     code = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({status})"
     return ("python", "-c", code)
 
@@ -31,45 +25,31 @@ def _read(folder: Path, name: str) -> Any:
 def test_a_failure_stops_nothing_and_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("status", "nothing", "text"):
-        (tmp_path / f"{name}.json").write_text('"as it was"', encoding="utf-8")
+    (tmp_path / "status.json").write_text('"as it was"', encoding="utf-8")
     recordings = [
         Recording("status", _writes('{"a": 1}', 3)),
-        Recording("nothing", ("python", "-c", "pass")),
-        Recording("text", _writes("no JSON")),
         Recording("list", _writes("[1]")),
         Recording("missed", _writes('{"a": 0.3333333333}', 1), may_miss=True),
         Recording("good", _writes("[1.5]"), with_machine),
     ]
-    failed = record_all(recordings, tmp_path)
-    assert failed == ["status", "nothing", "text", "list", "missed"]
-    for name in ("status", "nothing", "text"):
-        assert _read(tmp_path, name) == "as it was"
-    assert not (tmp_path / "list.json").exists()
+    assert record_all(recordings, tmp_path) == ["status", "list", "missed"]
+    assert _read(tmp_path, "status") == "as it was"
     missed, good = _read(tmp_path, "missed"), _read(tmp_path, "good")
     assert (missed["a"], missed["recorded"]["exit_status"]) == (0.333333, 1)
     assert (good["results"], good["recorded"]["exit_status"]) == ([1.5], 0)
-    assert good["machine"]["cores"] >= 1
     assert good["recorded"]["command"].startswith("python -c ")
-    assert "--json" not in good["recorded"]["command"]
-    assert not list(tmp_path.glob("*.part"))
-    said = capsys.readouterr().err
-    assert "record: 6 of 6: good: python" in said
-    assert "got exit status 3, expected 0 and a result" in said
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["good", "missed", "status"]
+    assert "got exit status 3, expected 0 and a result" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda one: one.name)
-def test_commands_exist_and_take_their_options(recording: Recording) -> None:
-    first, second, *rest = recording.command
-    if first == "python":
-        module, *options = rest
-        assert second == "-m"
-        found = importlib.util.find_spec(module)
-        assert found is not None
-        assert found.origin is not None
-        source = Path(found.origin).read_text(encoding="utf-8")
-        assert all(f'"{option}"' in source for option in options[0::2])
-        return
-    assert (first, second) == ("tsqp", "bench")
-    context = bench.make_context("bench", [*rest, "--json", "out.json"])
-    assert context.params["shape"] == "llama-3.2-1b"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+def test_the_page_is_fresh() -> None:
+    page = benchmarks_page(read_results(RESULTS))
+    assert PAGE.read_text(encoding="utf-8") == page, "stale: make docs"
+
+
+def test_every_recording_is_shown_somewhere() -> None:
+    shown = {name for section in SECTIONS for name in section.sources}
+    assert shown == {recording.name for recording in RECORDINGS}

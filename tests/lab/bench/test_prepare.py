@@ -1,8 +1,8 @@
-"""What a benchmark needs on disk is made by processes whose errors and ends are ours to tell."""
+"""What a benchmark needs on disk and in memory."""
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,50 +15,28 @@ from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
+from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
-from tests.kit import failing
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.memory_need import PROCESS_BYTES, tee_need
+from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (failing.refuse, "refuse: there: got this, expected that"),
-        (failing.fail, "fail: weights: got No such file or directory, expected none"),
-        (failing.crash, "crash: got exit status 1, expected 0"),
-        (failing.die, "die: got a process killed by SIGKILL, expected 0"),
-    ],
-)
-def test_a_process_that_fails_is_named_with_what_it_says(
-    function: Callable[[], None], message: str
-) -> None:
-    with pytest.raises(ProcessError) as refused:
-        prepare.in_fresh_process(function)
-    assert str(refused.value).startswith(message)
-
-
-def test_a_model_without_eos_is_the_same_to_a_service(saved_model: Models, tmp_path: Path) -> None:
-    model = saved_model(eos_token_id=2).directory
-    made = prepare.endless(model, tmp_path)
-    assert read_config(model).eos_token_ids
-    assert read_config(made).eos_token_ids == frozenset()
-    both = [(read_config(folder), Checkpoint(folder)) for folder in (model, made)]
-    assert len({model_digest(*one) for one in both}) == 1
-    assert len({linear_digest(*one) for one in both}) == 1
-    assert json.loads((model / "config.json").read_text())["eos_token_id"] == 2
-    without = saved_model().directory
-    assert prepare.endless(without, tmp_path) == without
+def test_a_process_that_dies_is_named() -> None:
+    with pytest.raises(ProcessError, match=r"^abort: got a process killed by SIGABRT, expected 0"):
+        prepare.in_fresh_process(os.abort)
 
 
 def test_a_hollow_model_is_one_for_which_zeros_are_right(
-    saved_model: Models, tmp_path: Path
+    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's own embedding, norms and scales of inputs; the other weights are zeros."""
-    model = saved_model("qwen2")
+    monkeypatch.setattr(prepare, "in_fresh_process", lambda function, *given: function(*given))
+    model = saved_model("qwen2", num_hidden_layers=2)
     given = tmp_path / "given"
     shutil.copytree(model.directory, given)
     shutil.copy(model.calibration, given / CALIBRATION_FILE)
@@ -79,9 +57,27 @@ def test_a_hollow_model_is_one_for_which_zeros_are_right(
         for operator in FUSED_MODULES:
             weights = load_quantized(hollow, config, layer, operator)
             scales.check_weights((layer, operator), weights.scale, weights.max_row_norm())
-    given_config = read_config(given)
-    own = model_digest(given_config, source), linear_digest(given_config, source)
-    of_model = Calibration.load(model.calibration, given_config, *own)
-    assert {site: one.input_scale for site, one in scales.sites.items()} == {
-        site: one.input_scale for site, one in of_model.sites.items()
-    }
+
+
+ONE_B = find_shape("llama-3.2-1b").config()
+VOCABULARY = 128256 * 2048
+LINEAR = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
+OUTPUTS = 16 * (2048 + 2 * 512 + 2048 + 2 * 8192 + 2048)
+HEAD = VOCABULARY + 4 * 128256
+
+
+@pytest.mark.parametrize(
+    ("policy", "vocabulary", "linear"),
+    [
+        ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
+        ("tsqp", 0, 0),
+        ("quantized-clear", 2 * VOCABULARY, HEAD),
+        ("shielded", 2 * VOCABULARY, LINEAR + 4 * OUTPUTS + HEAD),
+        ("shielded-prefill", 2 * VOCABULARY, 0),
+    ],
+)
+def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
+    parts = tee_need(ONE_B, load_policy(policy), tokens=1024).parts
+    assert parts["embedding and LM head"] == vocabulary
+    assert parts["linear weights"] == linear
+    assert parts["process"] == PROCESS_BYTES

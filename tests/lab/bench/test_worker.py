@@ -1,45 +1,26 @@
-"""The process that measures: every case is run as often as the plan says, and reported."""
+"""The process that measures: each case as often as the plan says, and where its time went."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from protocol.channel import Exchange
+from protocol.messages import TensorReply, Timing
+from protocol.tensors import from_torch
 from tee_side.runner import Runner
 from tests.kit.model import SavedModel
 from tsqp.lab.bench import worker
-from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench.collect import Collector
+from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan
+from tsqp.lab.bench.model import Stages
 
 Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
-
-
-def job(model: Path, **changes: Any) -> Job:
-    made = Job(
-        model=model,
-        policy="tee-only",
-        endpoints=(),
-        service_pids=(),
-        key=None,
-        bank=None,
-        kernels="auto",
-        threads=1,
-        step_tokens=64,
-        micro_batches=1,
-        spin_us=0.0,
-        link_gbps=None,
-        link_rtt_us=0.0,
-        dtype=None,
-        shares_in_the_clear=False,
-        plan=PLAN,
-    )
-    return made.model_copy(update=changes)
 
 
 def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,61 +36,78 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)
     told: list[Answer] = []
-    worker.measure(job(saved_model().directory), told.append)
-    doing = [answer.doing for answer in told if isinstance(answer, Progress)]
-    assert doing == ["loading", "prefill 1", "prefill 9", "decode 3 x 5", "generating 6 tokens"]
-    measured = [answer for answer in told if isinstance(answer, Measured)]
-    one, nine, decode = (answer.case for answer in measured[:3])
-    assert one is not None
-    assert nine is not None
-    assert decode is not None
-    assert [(c.phase, c.tokens, c.batch) for c in (one, nine, decode)] == [
-        ("prefill", 1, 1),
-        ("prefill", 9, 1),
-        ("decode", 5, 3),
+    usual: dict[str, Any] = {"policy": "tee-only", "endpoints": (), "service_pids": ()}
+    usual |= {"kernels": "auto", "threads": 1, "step_tokens": 64, "micro_batches": 1}
+    usual |= {"spin_us": 0.0, "link_rtt_us": 0.0, "shares_in_the_clear": False, "plan": PLAN}
+    usual |= dict.fromkeys(("key", "bank", "link_gbps", "dtype"))
+    worker.measure(Job(model=saved_model().directory, **usual), told.append)
+    cases = [answer.case for answer in told if isinstance(answer, Measured) and answer.case]
+    assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
+        ("prefill", 1, 1, 4),
+        ("prefill", 9, 1, 4),
+        ("decode", 5, 3, 5),
     ]
-    assert (one.step_ms.runs, decode.step_ms.runs) == (4, 5)
     # As often as the plan counts, which is what contexts and pads are sized by.
-    runs = PLAN.runs("prefill")
-    assert given == [
-        *[(1, 1)] * runs,
-        *[(9, 1)] * runs,
-        *[(5, PLAN.new_tokens(5, 3, 64))] * 3,
-        (4, 6),
-    ]
-    for case in (one, nine, decode):
+    runs, steps = PLAN.runs("prefill"), PLAN.new_tokens(5, 3, 64)
+    assert given == [*[(1, 1)] * runs, *[(9, 1)] * runs, *[(5, steps)] * 3, (4, 6)]
+    for case in cases:
         # Without a service all of it is known, and nothing is sent.
         assert (case.rpcs, case.bytes_sent, case.cpu_gpu_ms) == (0, 0, 0)
         layers = {cost.layer for cost in case.operators if cost.operator == "qkv_proj"}
         assert layers == {0, 1, 2}
-        assert all(cost.calls >= 1 for cost in case.operators)
         assert case.step_ms.low <= case.step_ms.median <= case.step_ms.high
         assert 0 < case.heavy_ms < case.step_ms.high
-    assert decode.tokens_per_s == pytest.approx(3e3 / decode.step_ms.median)
-    assert nine.tokens_per_s == pytest.approx(9e3 / nine.step_ms.median)
-    assert [answer.timeline is not None for answer in measured] == [False, True, True, False]
-    generation = measured[3].generation
-    assert generation is not None
-    assert (generation.prompt_tokens, generation.new_tokens) == (4, 6)
+    for case, tokens in zip(cases, (1, 9, 3), strict=True):
+        assert case.tokens_per_s == pytest.approx(tokens * 1e3 / case.step_ms.median)
     finished = told[-1]
     assert isinstance(finished, Finished)
     # Keys and values of 3 sequences of 5 + 13 - 1 tokens: 3 layers of 2 heads of 16 floats each.
     assert PLAN.cached_tokens(64) == 3 * (5 + 13 - 1)
     assert finished.kv_bytes == 51 * 2 * 3 * 2 * 16 * 4
-    assert (
-        finished.vocabulary_bytes == 2 * 320 * 48 * 4 or finished.vocabulary_bytes == 320 * 48 * 4
+
+
+def _exchange(
+    elapsed_ns: int, queue_us: int = 0, compute_us: int = 0, sent_ns: int = 1_010_000
+) -> Exchange:
+    return Exchange(
+        TensorReply(output=from_torch(torch.zeros(1))),
+        bytes_sent=100,
+        bytes_received=30,
+        encode_ns=5000,
+        elapsed_ns=elapsed_ns,
+        decode_ns=2000,
+        timing=Timing(queue_us=queue_us, compute_us=compute_us),
+        sent_ns=sent_ns,
+        endpoint="tcp://h:1",
     )
 
 
-def test_an_error_is_told_in_its_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = job(tmp_path / "nowhere").model_dump_json()
-    monkeypatch.setattr("sys.stdin", io.StringIO(given))
-    with pytest.raises(SystemExit) as ended:
-        worker.main()
-    assert ended.value.code == 1
-    lines = capsys.readouterr().out.splitlines()
-    failed = Failed.model_validate(json.loads(lines[-1]))
-    assert str(tmp_path / "nowhere") in failed.where
-    assert failed.expected
+def test_stages_add_up_by_operator_and_layer() -> None:
+    collector = Collector()
+    lane = collector.lane(0)
+    lane.called("rms_norm", 0, "tee")
+    lane.spent("rms_norm", 0, "tee", 1000, 4000)
+    for _ in range(2):
+        lane.called("o_proj", 1, "gpu")
+        lane.spent("o_proj", 1, "mask", 0, 7000)
+    lane.exchanged("o_proj", 1, [_exchange(100_000, 10, 30)])
+    norm, projection = collector.costs(1)
+    assert (norm.operator, norm.layer, norm.place, norm.rpcs) == ("rms_norm", 0, "tee", 0)
+    assert norm.stages == Stages(tee_us=3)
+    assert (projection.calls, projection.rpcs, projection.bytes_sent) == (2, 1, 100)
+    expected = {"mask_us": 14, "encode_us": 5, "wire_us": 60, "queue_us": 10, "gpu_us": 30}
+    assert projection.stages == Stages(**expected, decode_us=2)
+    (halved, _) = collector.costs(2)
+    assert (halved.calls, halved.stages) == (0.5, Stages(tee_us=1.5))
+    # Of requests side by side the slowest counts, and a claim beyond the round trip is made to fit.
+    for asked, stages in (
+        (
+            [_exchange(100_000, 0, 40), _exchange(60_000, 0, 50)],
+            Stages(encode_us=10, wire_us=60, gpu_us=40, decode_us=4),
+        ),
+        ([_exchange(100_000, 80, 900)], Stages(encode_us=5, queue_us=80, gpu_us=20, decode_us=2)),
+    ):
+        collector = Collector()
+        collector.lane(0).exchanged("qkv_proj", 0, asked)
+        (cost,) = collector.costs(1)
+        assert (cost.rpcs, cost.stages) == (len(asked), stages)

@@ -13,16 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import ModelError, PolicyError, SettingsError
+from protocol.errors import PolicyError, SettingsError
 from tee_side.policy.placement import load_policy
-from tests.kit.leaks import (
-    FIRST_PLACE,
-    VOCABULARY,
-    begun,
-    make_begun_model,
-    policy_of,
-    policy_with,
-)
+from tests.kit.leaks import FIRST_PLACE, VOCABULARY, begun, make_begun_model, policy_of, policy_with
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tsqp import processes
@@ -35,9 +28,8 @@ from tsqp.lab.leak.attacks.rotations import NormDictionary
 from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory, agreement
 from tsqp.lab.leak.model import Rate, Report
-from tsqp.lab.leak.settings import LeakSettings, Watch
+from tsqp.lab.leak.settings import LeakSettings
 from tsqp.lab.leak.words import above
-from tsqp.lab.leak.workers import Job
 from tsqp.processes import ProcessError
 
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))
@@ -48,8 +40,6 @@ SENT = {"place": "gpu", "verify": "none"}
 
 
 class Blind(NearestEmbedding):
-    """Reads nothing anywhere."""
-
     name: ClassVar[str] = "blind"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
@@ -58,8 +48,6 @@ class Blind(NearestEmbedding):
 
 
 class OnlyHere(NearestEmbedding):
-    """Has nothing to do where it must work."""
-
     name: ClassVar[str] = "only-here"
     control: ClassVar[str] = "tee-only"
 
@@ -87,9 +75,6 @@ def run(settings: LeakSettings, folder: Path) -> Report:
     return laboratory.report()
 
 
-# ---------------------------------------------------------------------------- what is believed
-
-
 def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     model: SavedModel, tmp_path: Path
 ) -> None:
@@ -113,12 +98,8 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
         ("cache-at-rest", "no cache is at the service", False, None),
     ]
     assert (clear.above_chance, clear.sent_prompt, clear.sent_answer) == (True, 18, 12)
-    shown = clear.reconstruction
-    assert shown is not None
-    assert (shown.attack, shown.unseen, len(shown.pieces)) == ("nearest-embedding", 0, 10)
-    assert all(piece.right and piece.read == piece.real for piece in shown.pieces)
-    assert stip.best is not None
-    assert stip.best[0].attack == "nearest-embedding"
+    assert clear.reconstruction is not None
+    assert all(piece.right and piece.read == piece.real for piece in clear.reconstruction.pieces)
     assert (stip.above_chance, stip.excess_high, stip.blind) == (False, 1.0, 1 / VOCABULARY)
     assert "did not work on their control (blind, only-here)" in above(report, 0.9)[1]
     assert (nothing.nothing, nothing.runs) == ("nothing leaves the TEE", ())
@@ -131,7 +112,7 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     assert disk.scores[0].top1.hits <= 2
 
 
-@each_row("in_the_clear", [True, False])
+@pytest.mark.parametrize("in_the_clear", [True, False])
 def test_each_service_is_attacked_and_all_of_them_together(
     model: SavedModel, tmp_path: Path, in_the_clear: bool
 ) -> None:
@@ -139,17 +120,12 @@ def test_each_service_is_attacked_and_all_of_them_together(
     settings = settings_of(
         model, ["two-server"], [NearestEmbedding], shares_in_the_clear=in_the_clear
     )
-    report = run(settings, tmp_path / str(in_the_clear))
+    report = run(settings, tmp_path / "run")
     alone, observer, colluding = report.policies
     assert [one.service for one in alone.runs] == [1, 2]
     assert not alone.above_chance
     assert colluding.runs[0].scores[0].top1 == ALL
-    assert observer.lengths == alone.lengths
-    if in_the_clear:
-        assert observer.runs == colluding.runs
-    else:
-        assert observer.nothing == "the links are encrypted: their observer sees lengths and timing"
-        assert (observer.runs, observer.excess_high) == ((), None)
+    assert observer.runs == (colluding.runs if in_the_clear else ())
     # No policy promises anything against services that collude.
     named = [line.partition(":")[0] for line in above(report, 0.5)]
     assert named == ["policy two-server (observer of all links)"] * in_the_clear
@@ -174,9 +150,7 @@ def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path
     assert cloaked.refused == "no public weights to compare with"
 
 
-# ------------------------------------------------------------------------------------- refusals
-
-TSQP, NOISE = ("tsqp", load_policy("tsqp")), ("n", load_policy("float-noise"))
+NOISE = ("n", load_policy("float-noise"))
 PRODUCTS = ("p", policy_of("attn_scores", "attn_values", "o_proj"))
 LAYERED = {**SENT, "layers": "0-7", "mask": "none"}
 DEEP = ("d", policy_with("deep", qkv_proj=[LAYERED, {"place": "tee", "layers": "8-"}]))
@@ -189,14 +163,9 @@ ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
         ({"new_tokens": 1}, SettingsError, "--new-tokens: got 1,"),
         ({"prompts": PROMPTS[:1]}, SettingsError, "--prompts: got 1,"),
         ({"prompts": ALIKE}, SettingsError, "the same token at 80% of places in two of them"),
-        ({"policies": (TSQP, ("b", TSQP[1]))}, SettingsError, "--policy: got two of one name"),
-        ({"attacks": (Blind, Blind)}, SettingsError, "--attack: got two of one name"),
         ({"policies": (NOISE,), "curves": (1.0, 2e4)}, SettingsError, "float-noise: sigma: got 2"),
         ({"margin": 0.2}, SettingsError, f"got 12 tokens .*at least {needed(0.2, 1 / 128)},"),
-        ({"workers": 2}, SettingsError, "workers: got 2, and no names of attacks"),
         ({"public": "wide"}, SettingsError, "hidden_size: got 24, expected 48"),
-        ({"public": "none"}, ModelError, "none"),
-        ({"model": "none"}, ModelError, "none"),
         ({"policies": (PRODUCTS,)}, PolicyError, "layer 0: got some of qkv_proj, attn_scores"),
         ({"policies": (DEEP,)}, PolicyError, "deep"),
     ],
@@ -205,11 +174,11 @@ ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
 def test_what_cannot_work_is_refused_before_anything_runs(
     model: SavedModel, tmp_path: Path, changed: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    if changed.get("public") == "wide":
-        (tmp_path / "wide").mkdir()
-        make_begun_model(tmp_path / "wide", hidden_size=24)
-    paths = {name: tmp_path / changed[name] for name in ("model", "public") if name in changed}
-    settings = replace(settings_of(model, ["tsqp"], [Blind]), **{**changed, **paths})
+    if "public" in changed:
+        changed = {"public": tmp_path / changed["public"]}
+        changed["public"].mkdir()
+        make_begun_model(changed["public"], hidden_size=24)
+    settings = replace(settings_of(model, ["tsqp"], [Blind]), **changed)
     with pytest.raises(error, match=said):
         Laboratory(settings, tmp_path)
     # The token that all prompts begin with is no likeness; one that some begin with is their text.
@@ -217,19 +186,20 @@ def test_what_cannot_work_is_refused_before_anything_runs(
     assert [agreement(short), agreement([*short, (5, 6, 7, 8)])] == [0, 3 / 16]
 
 
-# ---------------------------------------------------------------------------- what ends it early
-
-
-@each_row(
+@pytest.mark.parametrize(
     ("error", "left", "said"),
     [
         (ValueError("a secret"), ["row-mix"], "ValueError; not attacked: float-noise"),
         (KeyboardInterrupt(), [], "interrupted; not attacked: float-noise, row-mix"),
     ],
-    ids=lambda row: type(row[0]).__name__,
 )
 def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
-    model: SavedModel, tmp_path: Path, error: BaseException, left: list[str], said: str
+    model: SavedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    left: list[str],
+    said: str,
 ) -> None:
     """The very error is raised when all is done; the report says what it lacks."""
     original, names = Station.attack, ["attention-in-tee", "float-noise", "row-mix"]
@@ -239,33 +209,16 @@ def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
             raise error
         return original(self, policy)
 
-    folder = tmp_path / type(error).__name__
-    folder.mkdir()
-    laboratory = Laboratory(settings_of(model, names, [Blind], curves=(0.5,)), folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Station, "attack", fails)
-        with pytest.raises(type(error)) as caught:
-            laboratory.run()
+    monkeypatch.setattr(Station, "attack", fails)
+    laboratory = Laboratory(settings_of(model, names, [Blind]), tmp_path)
+    with pytest.raises(type(error)) as caught:
+        laboratory.run()
     assert caught.value is error
     report = laboratory.report()
     assert [found.policy for found in report.policies] == ["attention-in-tee", *left]
-    assert [found.policy for found in report.curves] == ["float-noise"]
     assert report.incomplete == said
 
 
-FAILING = """
-from tsqp.lab.leak.attacks.direct import NearestEmbedding
-
-
-class Failing(NearestEmbedding):
-    name = "failing"
-
-    def read(self, view, work):
-        print("looking at", view.policy.name)
-        if view.policy.name == "row-rotation":
-            raise ValueError("of mine")
-        yield from super().read(view, work)
-"""
 # Of two workers one is killed as soon as the other has no ear for the signal that ends it.
 KILLED = """
 import json, os, pathlib, signal, sys
@@ -284,25 +237,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_find_what_one_process_finds_and_a_failure_ends_its_task_alone(
-    model: SavedModel, tmp_path: Path
-) -> None:
-    """An attack of one's own is loaded by its path; what it prints and its traceback are told."""
-    path, said = tmp_path / "failing.py", list[str]()
-    path.write_text(FAILING, encoding="utf-8")
-    settings = settings_of(model, THREE, [Blind], workers=2, attack_names=(str(path),))
-    laboratory = Laboratory(settings, tmp_path, Watch(say=said.append))
-    with pytest.raises(ProcessError, match="a worker: got ValueError: of mine, expected no error"):
-        laboratory.run()
-    report = laboratory.report()
-    assert [found.policy for found in report.policies] == ["attention-in-tee", "row-mix"]
-    assert str(report.incomplete).endswith("; not attacked: row-rotation")
-    assert any("failing.py" in text and "Traceback" in text for text in said)
-    assert "looking at row-mix" in said
-    (one,) = report.policies[0].runs
-    assert (one.attack, one.scores[0].top1, one.worked) == ("failing", ALL, True)
-
-
 def test_a_worker_that_is_killed_ends_all_even_those_that_do_not_listen(
     model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,15 +250,3 @@ def test_a_worker_that_is_killed_ends_all_even_those_that_do_not_listen(
     (deaf,) = tmp_path.glob("deaf-*")
     with pytest.raises(ProcessLookupError):
         os.kill(int(deaf.name.removeprefix("deaf-")), 0)
-
-
-def test_a_job_says_all_that_settings_do(model: SavedModel, tmp_path: Path) -> None:
-    """But for what the process keeps that starts the workers."""
-    attacks, names = [NearestEmbedding], ("nearest-embedding",)
-    changed: dict[str, Any] = {"public": model.directory, "dtype": "bfloat16", "temperature": 0.5}
-    changed |= {"search_sessions": 3, "search_tokens": 5, "search_candidates": 9, "seed": 7}
-    changed |= {"threads": 2, "curves": (0.5,), "shares_in_the_clear": True}
-    settings = settings_of(model, ["tsqp"], attacks, attack_names=names, **changed)
-    again = Job.model_validate_json(Job.of(settings, tmp_path).model_dump_json()).settings()
-    differ = {name for name in vars(settings) if getattr(again, name) != getattr(settings, name)}
-    assert differ <= {"command", "margin", "cost", "workers", "attack_names"}

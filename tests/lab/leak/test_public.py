@@ -15,7 +15,6 @@ from tsqp.lab.leak.public import PublicModel
 # Windows that are shorter than the text; layers of both kinds; biases everywhere.
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    ("mistral", {"sliding_window": 4}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     ("qwen3", {}),
 ]

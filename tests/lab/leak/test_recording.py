@@ -18,7 +18,6 @@ from tee_side.policy.placement import load_policy
 from tests.kit.leaks import begun, recorded
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import KEY, SERVED, PlaySettings, logits_of, play
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.leak.trace import Trace
@@ -60,9 +59,6 @@ def test_what_is_recorded_is_what_a_socket_gets(model: SavedModel) -> None:
     assert channel.take() == Trace(())
 
 
-# ------------------------------------------------------------------------------------- sessions
-
-
 @each_row("name", ["cloak", "stip"])
 def test_a_cloaks_service_gets_other_weights_and_no_key(
     model: SavedModel, tmp_path: Path, name: str
@@ -102,24 +98,3 @@ def test_no_key_is_left_where_logits_were_asked_for_or_it_was_refused(
         recorded(model, "cloak", refused, prompts)
     for folder in (logits, refused):
         assert [path.name for path in folder.iterdir()] == [SERVED]
-
-
-def test_a_sessions_file_is_what_the_service_keeps_and_differs_each_time(
-    model: SavedModel, public: PublicModel, tmp_path: Path
-) -> None:
-    """Two layers of the model are two pieces, with a tag each."""
-    one, other = (
-        recorded(model, "clear-segment", tmp_path / name, begun(7)) for name in ("one", "other")
-    )
-    (disk,), (again,) = one.disks, other.disks
-    assert disk.clear == again.clear
-    assert disk.encrypted != again.encrypted
-    assert len(disk.encrypted) == len(disk.clear) + 2 * 16
-    # In front keys, then values of layer 0.
-    sent_ids, (_, K, C) = list(one.sessions[0].truth.sent), public.config.heads
-    assert len(disk.clear) == 4 * 2 * 2 * K * C * len(sent_ids)
-    fused, half = public.linear(0, "qkv_proj"), K * len(sent_ids) * C
-    values_TX = fused(public.dictionary_VD[sent_ids])[:, fused.rows["v_proj"]]
-    numbers = torch.frombuffer(bytearray(disk.clear), dtype=torch.float32)[half : 2 * half]
-    assert torch.allclose(numbers.view(K, -1, C).transpose(0, 1).flatten(1), values_TX, atol=1e-4)
-    assert list((tmp_path / "one").iterdir()) == []

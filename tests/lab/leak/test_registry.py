@@ -14,7 +14,7 @@ import tsqp.lab.leak
 from tee_side.plugins import PluginError
 from tee_side.policy.placement import load_policy
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import Attack, AttackError
+from tsqp.lab.leak.attack import AttackError
 from tsqp.lab.leak.registry import ATTACKS, find_attacks
 
 HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
@@ -23,17 +23,9 @@ HEAD = "from tsqp.lab.leak.attack import Attack\n"
 IMPORTED = "from tsqp.lab.leak.attacks.direct import Logits\n"
 
 
-def attack(kind: str = "Mine", base: str = "Attack", **changed: str) -> str:
-    """Return the text of an attack that says some things."""
+def attack(**changed: str) -> str:
     said = [f"    {name} = {value}" for name, value in {**SAID, **changed}.items() if value]
-    return "\n".join([f"class {kind}({base}):", *said, ""])
-
-
-def find(folder: Path, text: str) -> list[type[Attack]]:
-    # A file is read once: each has a name of its own.
-    path = folder / f"mine{len(list(folder.iterdir()))}.py"
-    path.write_text(text, encoding="utf-8")
-    return find_attacks(str(path))
+    return "\n".join(["class Mine(Attack):", *said, ""])
 
 
 def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_load() -> None:
@@ -48,28 +40,26 @@ def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_l
             assert (policy.arithmetic == "int8") or control != found.integer_control
     with pytest.raises(AttackError, match=r"'Logits', expected one of .*logits.*, or a path"):
         find_attacks("Logits")
-    assert ATTACKS.group == "tsqp.attacks"
 
 
 @each_row(
     ("text", "got"),
     [
-        ("", "no attack"),
         (IMPORTED, "no attack"),
-        (HEAD + attack(name=""), "no attack"),
         ("1 +", None),
-        ("import no_such_module_of_mine", None),
         *((HEAD + attack(**{lacking: ""}), f"no {lacking}") for lacking in list(SAID)[1:]),
         # Of 0 every control would work.
         (HEAD + attack(published="0"), "published = 0"),
         (HEAD + attack(published="1.01"), "published = 1.01"),
-        (HEAD + attack(published="'much'"), None),
     ],
 )
 def test_a_file_without_a_whole_attack_is_refused_in_one_line(
     tmp_path: Path, text: str, got: str | None
 ) -> None:
+    # A file is read once: each has a name of its own.
+    path = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(text, encoding="utf-8")
     with pytest.raises((AttackError, PluginError)) as caught:
-        find(tmp_path, text)
+        find_attacks(str(path))
     assert got in (None, caught.value.got)
     assert "\n" not in str(caught.value)

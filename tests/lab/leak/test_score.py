@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from tests.kit.leaks import leak_of, run_of, score_of, truth_of
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, Reading
+from tsqp.lab.leak.curves import harm
 from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
 from tsqp.lab.leak.model import Control, Rate, Score
 from tsqp.lab.leak.record_session import Truth
@@ -22,12 +24,8 @@ Guesses = dict[int, tuple[int, ...]]
 
 
 def one(guesses: Guesses, tokens: range = range(6), *others: Truth) -> Score:
-    """Return the score of a reading of the first session."""
     (found,) = score([Reading("here", 0, tokens, guesses)], (TRUTH, *others))
     return found
-
-
-# --------------------------------------------------------------------------------------- counts
 
 
 @each_row(
@@ -40,9 +38,8 @@ def one(guesses: Guesses, tokens: range = range(6), *others: Truth) -> Score:
         (RIGHT, range(3), [(3, 3), (3, 3), (3, 3), (0, 0), (1, 1)]),
         # What has no guess is not read.
         ({0: (10,), 3: (20,), 4: ()}, range(6), [(2, 6), (2, 6), (1, 3), (1, 3), (0, 1)]),
-        # One wrong token of the prompt is no whole one; of the answer none is asked for.
+        # One wrong token of the prompt is no whole one.
         ({**RIGHT, 2: (99,)}, range(6), [(5, 6), (5, 6), (2, 3), (3, 3), (0, 1)]),
-        ({**RIGHT, 3: (99,)}, range(6), [(5, 6), (5, 6), (3, 3), (2, 3), (1, 1)]),
         # The first guess counts, and the first five.
         (
             {0: (1, 10), 1: (1, 2, 3, 4, 11), 2: (1, 2, 3, 4, 5, 12)},
@@ -51,7 +48,6 @@ def one(guesses: Guesses, tokens: range = range(6), *others: Truth) -> Score:
         ),
         # What is behind the last token is none, such as a row that a mask added.
         (RIGHT, range(4, 9), [(2, 2), (2, 2), (0, 0), (2, 2), (0, 0)]),
-        (RIGHT, range(6, 9), [(0, 0)] * 5),
     ],
 )
 def test_readings_are_counted(
@@ -109,18 +105,13 @@ def test_chance_is_what_the_guesses_hit_in_other_sessions(
     assert found.excess_low == pytest.approx(found.top1.low - chance)
 
 
-# ------------------------------------------------------------------------------------ intervals
-
-
 @each_row(
     ("hits", "n", "low", "high"),
     [
         # R. G. Newcombe (1998), Statistics in Medicine 17, table I, method 3.
         (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0, 0.1611),
         (20, 20, 1 - 0.1611, 1.0),
-        (1, 29, 0.0061, 0.1718),
         (0, 0, 0.0, 1.0),
     ],
 )
@@ -139,8 +130,6 @@ def test_intervals_are_wilsons(hits: int, n: int, low: float, high: float) -> No
         (1, 30, 0.001, 1 - 0.999**30),
         (3, 4, 0.5, 5 / 16),
         (1, 5, 0.0, 0.0),
-        (5, 5, 1.0, 1.0),
-        (4440, 4440, 0.03, 0.0),
         (133, 4440, 0.03, 0.51907),
     ],
 )
@@ -158,7 +147,6 @@ def test_of_as_many_tokens_as_are_needed_luck_does_not_end_above_the_margin(
         return
 
     def lucky(tokens: int) -> float:
-        """Return how likely it is that luck ends above the margin."""
         hits = next(h for h in range(tokens) if wilson(h, tokens)[1] - chance > margin)
         return by_luck(hits, tokens, chance)
 
@@ -166,8 +154,6 @@ def test_of_as_many_tokens_as_are_needed_luck_does_not_end_above_the_margin(
     # Nor is it many more than it takes.
     assert lucky(int(0.9 * n)) > LUCK / 1000
 
-
-# ------------------------------------------------------------------------- what counts as read
 
 READ = score_of(30, 40, chance=0.005)
 LUCKY = score_of(5, 40, chance=0.01)
@@ -245,3 +231,20 @@ def test_the_best_reads_most_and_is_the_simplest_of_equals() -> None:
     # What may be luck is compared with chance.
     seldom, often = score_of(30, 1000, chance=0.001), score_of(40, 1000, chance=0.03)
     assert seldom.strength > often.strength
+
+
+def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
+    """Uniform logits say as much as the vocabulary is large; the last row says nothing."""
+    flat, sure = torch.zeros(3, 8), torch.full((3, 8), -50.0)
+    sure[0, 1] = sure[1, 2] = 50.0
+    half, short = sure.clone(), torch.full((2, 8), -50.0)
+    half[0, 3] = short[0, 1] = 50.0
+    for noisy, perplexity in ((flat, 8.0), (sure, 1.0), (half, 2**0.5)):
+        assert harm([[0, 1, 2]], [flat + 1], [noisy]).perplexity == pytest.approx(perplexity)
+    # A mean over all tokens, not over texts.
+    found = harm([[0, 1, 2], [0, 1]], [flat + 1, short], [flat, short])
+    assert found.perplexity == pytest.approx(8 ** (2 / 3))
+    # The error is relative to the logits.
+    plain = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    noisy = plain + torch.tensor([[0.0, 0.0], [0.6, 0.8]])
+    assert harm([[0, 1]], [plain], [noisy]).output_error == pytest.approx(0.2)

@@ -10,7 +10,7 @@ import torch
 
 from protocol.model.config import read_config
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
-from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.policy.placement import Policy, load_policy
 from tests.kit.leaks import (
     begun,
     linear,
@@ -27,7 +27,8 @@ from tsqp.lab.leak.record_session import Session, added_rows
 from tsqp.lab.leak.side_information import lengths, read_lengths
 from tsqp.lab.leak.trace import PolicyTrace, Trace, TraceError
 
-SEND = [name for name in builtin_policies() if load_policy(name).services]
+# A row of each kind: in the clear, masks that add rows, products, pads, segments, two services.
+SEND = ("attention-in-tee", "row-rotation", "tsqp-permuted", "shielded", "two-server", "cloak")
 
 
 def sent(phase: str | None = None, mask: Any = "none", **more: Any) -> dict[str, Any]:
@@ -50,9 +51,6 @@ def test_a_message_that_is_cut_short_is_named() -> None:
             _ = Trace((whole, broken, whole)).steps
         where = "trace: message 2 of 3"
         assert (caught.value.where, caught.value.expected) == (where, "a whole request")
-
-
-# ---------------------------------------------------------------------------------------- steps
 
 
 @each_row("name", SEND)
@@ -82,7 +80,6 @@ def test_of_every_policy_steps_are_the_forward_passes(
             assert set(trace.places) == {where for where, _ in added}
             # Each step has all that the policy sends away, each module once.
             assert len({tuple(c.where for c in step.calls) for step in trace.steps}) == 1
-            assert sum(len(step.calls) for step in trace.steps) == len(trace.messages)
             for step in trace.steps:
                 for call in step.calls:
                     if call.operator not in ("attn_scores", "attn_values", "lm_head"):
@@ -93,7 +90,6 @@ def test_of_every_policy_steps_are_the_forward_passes(
 
 
 PREFILL_ALONE = [sent("prefill", 8), stays("decode")]
-DECODE_ALONE = [stays("prefill"), sent("decode")]
 PREFILL_MASKED = [sent("prefill", 8), sent("decode")]
 DECODE_MASKED = [sent("prefill"), sent("decode", 8)]
 BOTH, DECODE = [5, 1, 1, 1], [1, 1, 1]
@@ -105,19 +101,13 @@ OTHER_LAYER = [
 ]
 OWN: list[tuple[Policy, list[int]]] = [
     (policy_of("qkv_proj", "attn_scores", "attn_values", name="products"), BOTH),
-    (policy_of("qkv_proj", "o_proj", phase="prefill", name="prefill-in-the-clear"), [5]),
-    (policy_of("qkv_proj", "o_proj", phase="decode", name="decode-in-the-clear"), DECODE),
     (policy_of("lm_head", name="head-alone"), [1, 1, 1, 1]),
     (policy_with("prefill-alone", qkv_proj=PREFILL_ALONE, o_proj=PREFILL_ALONE), [5]),
     (policy_with("prefill-and-a-head", qkv_proj=PREFILL_MASKED, lm_head=sent(mask=3)), BOTH),
-    (policy_with("decode", qkv_proj=DECODE_MASKED), BOTH),
     (policy_with("decode-alone", qkv_proj=[stays("prefill"), sent("decode", 3)]), DECODE),
     (policy_with("both", o_proj=[sent("prefill", 2), sent("decode", 6)]), BOTH),
     (policy_with("first-operator", qkv_proj=sent(mask=8), down_proj=sent()), BOTH),
-    (policy_with("last-operator", qkv_proj=sent(), down_proj=sent(mask=8)), BOTH),
     (policy_with("another-layer-by-phase", qkv_proj=OTHER_LAYER), BOTH),
-    (policy_with("another-operator-by-phase", qkv_proj=PREFILL_ALONE, o_proj=DECODE_ALONE), BOTH),
-    (policy_with("one-more-at-decode", qkv_proj=PREFILL_MASKED, o_proj=DECODE_ALONE), BOTH),
     (policy_with("ids", embedding=[sent("prefill", "row-permutation"), sent("decode")]), BOTH),
 ]
 

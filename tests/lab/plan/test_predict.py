@@ -1,18 +1,49 @@
-"""From what a few layers cost to what the whole model would."""
+"""From what a few layers and a machine were measured to cost to what the whole model would."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpu_side.kernels import request_us
 from gpu_side.profiles import find_profile
+from gpu_side.tasks import LinearWork, Task
+from protocol.errors import SettingsError
+from tee_side.policy.placement import load_policy
+from tsqp.lab.bench.model import PadMaking, PingPong
 from tsqp.lab.link import Link
-from tsqp.lab.plan.model import Costs, Lane, Section, Step
+from tsqp.lab.plan import run
+from tsqp.lab.plan.machine import Machine, Transport, fit_transports, read_machine
+from tsqp.lab.plan.model import Asked, Costs, Lane, Rpc, Section, Segment, Step
 from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
 
-from .sample_costs import NO_LINK, PLAN, rpc, section
+WORK = LinearWork(1, 2048, 2048, False)
+PLAN = Task((1, 2048), "bfloat16", WORK, 4096)
+NO_LINK = Link(None, 0.0)
+
+
+def rpc(**numbers: Any) -> Rpc:
+    given: dict[str, Any] = {
+        "service": 0,
+        "asked": Asked(shape=PLAN.shape, dtype=PLAN.dtype, work=WORK, input_bytes=4096),
+        "bytes_sent": 4200,
+        "bytes_received": 4300,
+        "encode_us": 1.0,
+        "send_us": 2.0,
+        "wire_us": 40.0,
+        "service_us": 10.0,
+        "receive_us": 0.0,
+        "decode_us": 3.0,
+    }
+    return Rpc(**{**given, **numbers})
+
+
+def section(work_us: float, *rpcs: Rpc, after_us: float = 0.0, **shares: float) -> Section:
+    segments = (Segment(work_us=work_us, rpcs=rpcs),) if rpcs else ()
+    return Section(segments=segments, after_us=after_us if rpcs else work_us, **shares)
 
 
 def trip(**times: float) -> Trip:
@@ -26,23 +57,15 @@ def turn(work_us: float, *trips: Trip) -> Turn:
     return Turn(0.0, work_us, 0.0, 0.0, trips)
 
 
-def costs(
-    layer: Section, *, layers: int = 4, rows: int = 1, tail: Section | None = None, threads: int = 2
-) -> Costs:
+def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> Costs:
     lane = Lane(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
     step = Step(rows=rows, lanes=(lane,))
-    return Costs(
-        threads=threads,
-        layers=3,
-        itemsize=2,
-        order=(0,) * layers,
-        prefill=(step, step),
-        decode=step,
-    )
+    given = {"threads": 2, "layers": 3, "itemsize": 2, "order": (0,) * 4}
+    return Costs.model_validate({**given, "prefill": (step, step), "decode": step})
 
 
-def hardware(profile: str | None = None, link: Link = NO_LINK, cores: int = 2) -> Hardware:
-    return Hardware(find_profile(profile) if profile else None, link, cores, 2)
+def hardware(profile: str | None = None, cores: int = 2) -> Hardware:
+    return Hardware(find_profile(profile) if profile else None, NO_LINK, cores, 2)
 
 
 def part(found: Any, name: str) -> Any:
@@ -50,26 +73,16 @@ def part(found: Any, name: str) -> Any:
     return only
 
 
-def test_one_lane_takes_the_sum_of_its_parts() -> None:
-    lane = [
-        turn(10, trip(send_us=1, wire_us=20, service_us=5, gpu_us=7)),
-        turn(100),
-    ]
-    assert play([lane], 0.0) == pytest.approx(10 + 1 + 20 + 5 + 7 + 100)
-
-
-def test_two_lanes_overlap_once_both_have_begun() -> None:
+def test_lanes_overlap_and_wait_for_each_other() -> None:
+    one = [turn(10, trip(send_us=1, wire_us=20, service_us=5, gpu_us=7)), turn(100)]
+    assert play([one], 0.0) == pytest.approx(10 + 1 + 20 + 5 + 7 + 100)
     lane = [turn(100, trip(gpu_us=100)) for _ in range(6)] + [turn(100)]
     assert play([lane], 0.0) == pytest.approx(1300)
     # The TEE is never idle but for the first reply and the last: 14 pieces of work, and 2.
     assert play([lane, lane], 0.0) == pytest.approx(1600)
-
-
-def test_lanes_wait_for_each_other_at_a_slow_accelerator_and_on_the_link() -> None:
-    slow = [turn(10, trip(gpu_us=100)), turn(10, trip(gpu_us=100)), turn(10)]
-    narrow = [turn(10, trip(up_us=100)), turn(10, trip(up_us=100)), turn(10)]
     # The second begins at 120, and its first request has to wait for the first's until 220.
-    for lane in (slow, narrow):
+    for slow in (trip(gpu_us=100), trip(up_us=100)):
+        lane = [turn(10, slow), turn(10, slow), turn(10)]
         assert play([lane, lane], 0.0) == pytest.approx(220 + 100 + 10 + 100 + 10)
 
 
@@ -84,20 +97,6 @@ def test_layers_are_counted_and_the_device_computed() -> None:
     assert part(found, "transport").busy_us == pytest.approx(4 * 42)
     assert sum(one.busy_us for one in found.parts) == pytest.approx(found.total_us)
     assert (found.rpcs, found.bytes_sent, found.bytes_received) == (4, 16800, 17200)
-
-
-def test_the_bottleneck_is_what_would_help_most() -> None:
-    layer = section(50.0, rpc(wire_us=500.0), mask_share=0.5)
-    found = predict_decode(costs(layer), hardware())
-    assert found.bottleneck == "transport"
-    assert part(found, "masks and checks").busy_us == pytest.approx(4 * 25)
-    found = predict_decode(costs(section(5000.0, rpc(), mask_share=0.9)), hardware())
-    assert found.bottleneck == "masks and checks"
-    tail = section(9000.0, product_share=0.9)
-    found = predict_decode(costs(layer, tail=tail), hardware())
-    assert found.bottleneck == "TEE weights"
-    assert part(found, "TEE weights").busy_us == pytest.approx(8100)
-    assert part(found, "TEE weights").without_us == pytest.approx(found.total_us - 8100)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +119,82 @@ def test_only_what_scales_is_scaled_to_more_cores(
     assert part(more, "transport").busy_us == part(here, "transport").busy_us
     # More threads were measured than there will be cores: nothing is known of that.
     assert predict_decode(measured, hardware(cores=1)).total_us == here.total_us
+
+
+def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds of a prompt and of a decode step, tokens of one request and of all."""
+    policies = (("tee-only", load_policy("tee-only")),)
+    sizes: dict[str, Any] = {"batch": 4, "context": 1000, "prompt_tokens": 500, "cores": 1}
+    given = run.PlanSettings(
+        policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes
+    )
+    planning = run.Planning(given, print)
+    prompt, decode = (
+        Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))
+        for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
+    )
+    measured = Costs(
+        threads=1, layers=3, itemsize=2, order=(0,) * 22, prefill=(prompt,), decode=decode
+    )
+    monkeypatch.setattr(planning, "_costs", lambda name, policy: measured)
+    (found,) = planning.run().policies
+    assert found.ttft_ms == pytest.approx(3000)
+    assert found.tpot_ms == pytest.approx(20)
+    assert found.tokens_per_s_per_request == pytest.approx(50)
+    assert found.tokens_per_s == pytest.approx(200)
+    assert (found.pads, found.sustained_tokens_per_s) == (None, found.tokens_per_s)
+    # On twice the cores pads take half as long: 4 sequences of 5 ms, after a step of 20.
+    pads = PadMaking(phases=("decode",), token_ms=10.0, cpu_ms=10.0, batch_tokens=512)
+    more = run.Planning(replace(given, cores=2), print)
+    monkeypatch.setattr(more, "_costs", lambda *_: measured.model_copy(update={"pads": pads}))
+    (found,) = more.run().policies
+    assert found.pads is not None
+    assert found.pads.token_ms == pytest.approx(5)
+    made_us = 4 * 5e3
+    assert found.sustained_tokens_per_s == pytest.approx(4e6 / (found.decode.total_us + made_us))
+
+
+FITTED = Machine(
+    kernels="avx2",
+    spin_us=50.0,
+    int8_gops=(100.0, 180.0, 250.0),
+    gb_per_s=(10.0, 15.0, 16.0),
+    transports={"unix": Transport(rtt_us=40.0, gb_per_s=2.0)},
+)
+
+
+def pong(transport: str, payload: int, us: float, kind: str = "ours") -> PingPong:
+    given = {"transport": transport, "payload_bytes": payload, "kind": kind, "round_trips": 9}
+    return PingPong.model_validate({**given, "p50_us": us, "p90_us": us})
+
+
+def test_a_file_says_what_was_measured_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    for gpu in (None, find_profile("l4")):
+        fitted = FITTED.model_copy(update={"gpu": gpu})
+        path.write_text(fitted.toml(), encoding="utf-8")
+        assert read_machine(path) == fitted
+    for text, fragment in (
+        ("{", "got no TOML"),
+        (FITTED.toml().replace("100.0", "-1.0"), "int8_gops"),
+        (FITTED.toml().replace("40.0", "nan"), "rtt_us"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(SettingsError, match=fragment) as refused:
+            read_machine(path)
+        assert str(path) in str(refused.value)
+
+
+def test_a_transport_is_a_line_through_its_round_trips() -> None:
+    measured = [
+        *(pong("unix", 1000, 50.0), pong("unix", 501_000, 150.0), pong("unix", 1000, 1.0, "raw")),
+        *(pong("zeromq-tcp", 1000, 9.0), pong("tcp", 1000, 1.0, "raw")),
+    ]
+    found = fit_transports(measured)
+    # One size tells no rate.
+    assert list(found) == ["unix"]
+    # 1,000,000 bytes more, both ways together, in 100 us.
+    assert found["unix"].gb_per_s == pytest.approx(10)
+    assert found["unix"].rtt_us == pytest.approx(50 - 0.2)
+    assert found["unix"].us(2000) == pytest.approx(50)
+    assert found["unix"].us(1_002_000) == pytest.approx(150)

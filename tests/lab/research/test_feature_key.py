@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from protocol.errors import FeatureKeyError
-from protocol.model.checkpoint import SINGLE_FILE, Checkpoint
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import FeatureMask
@@ -43,7 +41,6 @@ def _key(**changes: Any) -> FeatureKey:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A key that was saved."""
     _key().save(tmp_path / "key")
     return tmp_path / "key"
 
@@ -56,7 +53,7 @@ def _refusal(path: Path) -> FeatureKeyError:
     return caught.value
 
 
-@each_row("umask", [0, 0o077, 0o777])
+@each_row("umask", [0, 0o777])
 def test_a_saved_key_is_read_back_by_its_owner_alone(tmp_path: Path, umask: int) -> None:
     path, before = tmp_path / f"key-{umask}", os.umask(umask)
     try:
@@ -70,29 +67,20 @@ def test_a_saved_key_is_read_back_by_its_owner_alone(tmp_path: Path, umask: int)
     assert FeatureKey.load(path) == _key()
 
 
-@each_row("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o644])
-def test_a_key_that_others_may_use_is_refused(path: Path, mode: int) -> None:
-    path.chmod(mode)
-    error = _refusal(path)
-    assert error.got == f"mode {mode:04o}"
-    assert error.expected.startswith("0600")
-
-
-@each_row("content", ["", "{", "[]", "[" * 5000, f'"{SEED}"', "\xff"])
-def test_what_is_no_key_is_refused(path: Path, content: str) -> None:
-    path.write_text(content, encoding="latin-1")
-    _refusal(path)
+def test_a_key_that_others_may_use_and_what_is_no_key_are_refused(path: Path) -> None:
+    for content in ("", "{", "[]", "[" * 5000, f'"{SEED}"', "\xff"):
+        path.write_text(content, encoding="latin-1")
+        _refusal(path)
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        path.chmod(mode)
+        assert _refusal(path).got == f"mode {mode:04o}"
 
 
 @each_row(
     ("changes", "where"),
     [
         ({"colour": SEED}, "colour"),
-        *(
-            ({"seed": seed}, "seed")
-            for seed in (SEED[:-2], SEED + "00", SEED[:-1] + "G", SEED[:-1] + "\n", 3)
-        ),
-        ({"mask": "feature-permutation"}, "provision_id"),
+        *(({"seed": seed}, "seed") for seed in (SEED[:-2], SEED[:-1] + "\n", 3)),
         ({"options": {**MASK.model_dump(), "block": 32}}, "provision_id"),
         ({"options": {}}, "provision_id"),
         ({"seed": "5f" + SEED[2:]}, "provision_id"),
@@ -128,38 +116,20 @@ def _check(key: FeatureKey, directory: Path, mask: FeatureMask = MASK) -> None:
     key.check(read_config(directory), Checkpoint(directory), mask)
 
 
-@each_row("field", ["model_digest", "linear_digest"])
-def test_the_key_of_other_weights_is_refused_with_both_digests(
-    saved_model: Models, field: str
+def test_the_key_of_other_weights_or_of_another_mask_is_refused_with_both(
+    saved_model: Models,
 ) -> None:
     own = saved_model().directory
     _check(_key_of(own), own)
-    with pytest.raises(FeatureKeyError, match=field) as caught:
-        _check(_key_of(own, **{field: OTHER}), own)
-    assert caught.value.got == OTHER
-    assert getattr(_key_of(own), field) in caught.value.expected
-
-
-def test_linear_weights_that_are_not_there_need_not_fit(
-    saved_model: Models, tmp_path: Path
-) -> None:
-    light = tmp_path / "light"
-    shutil.copytree(saved_model().directory, light)
-    tensors = load_file(light / SINGLE_FILE)
-    save_file({n: t for n, t in tensors.items() if "_proj" not in n}, light / SINGLE_FILE)
-    _check(_key_of(saved_model().directory, linear_digest=OTHER), light)
-
-
-@each_row("mask", [FeatureRotation(block=8), FeaturePermutation(block=16)])
-def test_another_mask_or_option_is_refused_with_both(
-    saved_model: Models, mask: FeatureMask
-) -> None:
-    own = saved_model().directory
-    for use in (
-        lambda: _check(_key_of(own), own, mask),
-        lambda: _key_of(own).transforms(mask, read_config(own), []),
-    ):
+    for field in ("model_digest", "linear_digest"):
+        with pytest.raises(FeatureKeyError, match=field) as caught:
+            _check(_key_of(own, **{field: OTHER}), own)
+        assert caught.value.got == OTHER
+        assert getattr(_key_of(own), field) in caught.value.expected
+    for mask in (FeatureRotation(block=8), FeaturePermutation(block=16)):
         with pytest.raises(FeatureKeyError) as caught:
-            use()
+            _check(_key_of(own), own, mask)
         assert caught.value.got.startswith("feature-rotation block=16")
         assert caught.value.expected.startswith(f"{mask.name} block={mask.block}")
+        with pytest.raises(FeatureKeyError):
+            _key_of(own).transforms(mask, read_config(own), [])

@@ -1,4 +1,4 @@
-"""Feature masks: exact at every site's shapes, bound to their randomness, as broken as they say."""
+"""Masks of features and of noise: bound to their randomness, of the size that was asked for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from protocol.errors import MaskError
-from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform
+from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, KeyedTransform
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.float_noise import FloatNoise
 from tsqp.lab.research.privacy import gaussian_epsilon
 
 MASKS = [
@@ -73,13 +74,6 @@ def test_each_module_has_a_map_of_its_own_and_keeps_its_rows(mask: FeatureMask) 
     assert alone[:, :97].norm().item() == pytest.approx((x @ gate.t()).norm().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("operator", ["qkv_proj", "gate_up_proj"])
-def test_folding_makes_norms_constant(operator: str) -> None:
-    site = _site(operator)
-    (sent,) = FeatureRotation(block=8).transform(site).mask(_input(site, 6), Randomness()).sent
-    assert torch.allclose(sent.norm(dim=-1), torch.full((6,), 50**0.5), rtol=1e-5)
-
-
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
 def test_a_gain_that_cannot_be_folded_is_refused(bad: float) -> None:
     gain = torch.zeros(50)
@@ -88,31 +82,18 @@ def test_a_gain_that_cannot_be_folded_is_refused(bad: float) -> None:
         FeatureRotation().transform(_site("qkv_proj", gain=gain))
 
 
-def _noise(operator: str, sigma: float) -> torch.Tensor:
-    site = _site(operator)
-    x = _input(site, 2000)
-    (noisy,) = FeatureRotation(sigma=sigma).transform(site).mask(x, Randomness(bytes(32))).sent
-    (clean,) = FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
-    return (noisy - clean) / (
-        1 if site.gain is not None else clean.square().mean(-1).sqrt()[:, None]
-    )
-
-
 @pytest.mark.parametrize("operator", SITES)
 def test_noise_has_the_deviation_that_was_asked_for(operator: str) -> None:
-    noise = _noise(operator, 0.5)
+    site = _site(operator)
+    x = _input(site, 2000)
+    (noisy,) = FeatureRotation(sigma=0.5).transform(site).mask(x, Randomness(bytes(32))).sent
+    (clean,) = FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
+    size = clean.square().mean(-1).sqrt()[:, None] if site.gain is None else 1
+    noise = (noisy - clean) / size
     # 100,000 draws or more: four deviations of their mean and of their deviation.
     assert noise.std().item() == pytest.approx(0.5, rel=0.01)
     assert noise.mean().item() == pytest.approx(0, abs=0.0065)
     assert noise.std(0).min() > 0.45
-
-
-def test_noise_is_fresh_in_every_call() -> None:
-    site = _site("qkv_proj")
-    x, transform = _input(site, 2), FeatureRotation(sigma=1).transform(site)
-    fresh = Randomness(bytes(32))
-    first, second = transform.mask(x, fresh).sent[0], transform.mask(x, fresh).sent[0]
-    assert not bool((first == second).any())
 
 
 def test_rows_are_cut_to_the_length_that_epsilon_is_stated_for() -> None:
@@ -133,39 +114,49 @@ def _hockey_stick(mu: float, epsilon: float) -> float:
     return float(excess)
 
 
-@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-9])
-@pytest.mark.parametrize("mu", [0.05, 0.7, 3.0, 12.0])
+@pytest.mark.parametrize("delta", [1e-2, 1e-9])
+@pytest.mark.parametrize("mu", [0.05, 3.0, 12.0])
 def test_epsilon_is_the_smallest_one(mu: float, delta: float) -> None:
     epsilon = gaussian_epsilon(mu, delta)
     assert _hockey_stick(mu, epsilon) == pytest.approx(delta, rel=1e-4)
     assert _hockey_stick(mu, 0.999 * epsilon) > delta
 
 
-def test_broken_a_permutation_keeps_sorted_vectors() -> None:
-    site = _site("qkv_proj")
-    x = _input(site, 4)
-    (sent,) = FeaturePermutation().transform(site).mask(x, Randomness()).sent
-    assert torch.equal(sent.sort(-1).values, x.sort(-1).values)
+MASK = FloatNoise(sigma=4.0)
 
 
-def test_broken_a_rotation_keeps_inner_products() -> None:
-    site = _site("qkv_proj")
-    x = _input(site, 4)
-    (sent,) = FeatureRotation(block=8).transform(site).mask(x, Randomness()).sent
-    normed = x / site.gain
-    assert torch.allclose(sent @ sent.t(), normed @ normed.t(), atol=1e-3)
+def _noise(rows: int, features: int) -> torch.Tensor:
+    return MASK.draw(Randomness(bytes(32)).ring(rows, features))
 
 
-def test_broken_public_weights_give_the_output_up_to_signs() -> None:
-    site = _site("qkv_proj")
-    x, weight = _input(site, 4).double(), _weight(site).double()
-    transform = FeatureRotation(block=8).transform(site)
-    served = transform.weight(weight)[96:128]
-    folded = (weight * site.gain)[96:128]
-    theirs = torch.linalg.eigh(served @ served.t()).eigenvectors
-    public = torch.linalg.eigh(folded @ folded.t()).eigenvectors
-    (sent,) = transform.mask(x, Randomness()).sent
-    seen = (sent @ served.t() @ theirs).abs()
-    assert torch.allclose(seen, (x @ weight[96:128].t() @ public).abs(), atol=1e-4)
-    # It differs from token to token.
-    assert (seen[0] - seen[1]).abs().max() > 0.1
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_sent_is_the_number_of_its_dtype_nearest_to_the_sum(dtype: torch.dtype) -> None:
+    """An r rounded before would add an error that u does not take away."""
+    x_TI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    r_TI = _noise(64, 512)
+    (sent,) = MASK.mask(x_TI, Factors(r_TI, torch.zeros(64, 3))).sent
+    assert sent.dtype == dtype
+    exact = x_TI.double() + r_TI.double()
+    error = (sent.double() - exact).abs()
+    # Half a unit in the last place, and what the sum's own rounding to float32 may add to it.
+    limit = (torch.finfo(dtype).eps / 2 + 2**-23) * exact.abs() + 2**-23
+    assert bool((error <= limit).all())
+
+
+def test_the_last_bits_of_the_input_do_not_cross() -> None:
+    """As they would if r had fewer bits than x."""
+    x_TI = torch.rand(64, 512, generator=torch.Generator().manual_seed(0))
+    (sent,) = MASK.mask(x_TI, Factors(_noise(64, 512), torch.zeros(64, 3))).sent
+    for bits in range(2, 16):
+        step = 2.0**-bits
+        # The distance of their remainders, around the circle.
+        apart = ((sent - x_TI) / step).frac().abs()
+        same = torch.minimum(apart, 1 - apart) < 0.01
+        assert float(same.double().mean()) < 0.05, bits
+
+
+@pytest.mark.parametrize("sigma", [0.5, 4.0])
+def test_noise_has_the_standard_deviation_that_was_asked_for(sigma: float) -> None:
+    r_TI = FloatNoise(sigma=sigma).draw(Randomness(bytes(32)).ring(256, 512))
+    # 131,072 numbers: four standard errors are 0.8 %.
+    assert float(r_TI.std()) == pytest.approx(sigma, rel=0.008)

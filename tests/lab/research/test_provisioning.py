@@ -8,23 +8,36 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
-from protocol.errors import FeatureKeyError, MaskError, ModelError, TsqpError
+from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, linear_tensors
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    light_tensors,
+    linear_tensors,
+)
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.protect.masks.mask import FeatureMask
+from tee_side.protect.masks.mask import FeatureMask, SegmentMask
 from tee_side.protect.masks.pad import Pad
 from tee_side.words import Operator
 from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
+from tsqp.cli.provision import provision as command
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.provisioning import provision
+from tsqp.lab.research.segment_permutation import SegmentPermutation
+from tsqp.lab.research.segment_rotation import SegmentRotation
 
 Models = Callable[..., SavedModel]
 MASKS = [FeaturePermutation(), FeatureRotation(block=20)]
@@ -33,7 +46,6 @@ IDS = [mask.name for mask in MASKS]
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where outputs go: an empty folder."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
@@ -42,17 +54,16 @@ def _left(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("mask", MASKS, ids=IDS)
 def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
-    saved_model: Models, out: Path, mask: FeatureMask, kind: str
+    saved_model: Models, out: Path, mask: FeatureMask
 ) -> None:
-    source = saved_model(kind).directory
-    made = provision(source, mask, out / "server", out / "key")
-    config = read_config(source)
+    source, server = saved_model("qwen2").directory, out / "server"
+    made = provision(source, mask, server, out / "key")
+    config, key = read_config(source), FeatureKey.load(out / "key")
     originals = list(load_file(source / SINGLE_FILE).values())
     found: dict[str, torch.Tensor] = {}
-    for shard in sorted((out / "server").glob("*.safetensors")):
+    for shard in sorted(server.glob("*.safetensors")):
         found |= load_file(shard)
     expected = linear_tensors(config, FUSED_MODULES)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
@@ -63,38 +74,24 @@ def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
         else:
             assert not any(torch.equal(tensor, original) for original in originals), name
     assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
-    assert _left(out / "server") == [
-        "config.json",
-        *[f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")],
-        INDEX_FILE,
-        PROVISION_FILE,
-    ]
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert _left(server) == ["config.json", *shards, INDEX_FILE, PROVISION_FILE]
     assert _left(out) == ["key", "server"]
-
-
-def test_marker_and_key_belong_together_and_name_the_model(saved_model: Models, out: Path) -> None:
-    source, mask = saved_model().directory, FeatureRotation(block=20)
-    made = provision(source, mask, out / "server", out / "key")
-    key, config = FeatureKey.load(out / "key"), read_config(source)
-    assert key == made.key
-    assert (key.mask, key.options) == (mask.name, mask.model_dump())
+    # Marker and key belong together and name the model.
+    assert (key, key.mask, key.options) == (made.key, mask.name, mask.model_dump())
     assert key.model_digest == model_digest(config, Checkpoint(source))
     assert key.linear_digest == linear_digest(config, Checkpoint(source))
-    assert key.server_linear_digest == linear_digest(config, Checkpoint(out / "server"))
-    assert key.server_linear_digest != key.linear_digest
-    marker = read_provision(out / "server")
-    assert marker == Provision(mask=mask.name, provision_id=key.provision_id)
-    assert read_config(out / "server") == config
+    assert key.server_linear_digest == linear_digest(config, Checkpoint(server))
+    marker = Provision(mask=mask.name, provision_id=key.provision_id)
+    assert (read_provision(server), read_config(server)) == (marker, config)
     seed = key.seed.encode()
-    assert all(seed not in path.read_bytes() for path in (out / "server").iterdir())
+    assert all(seed not in path.read_bytes() for path in server.iterdir())
     again = provision(source, mask, out / "server2", out / "key2").key
     assert again.seed != key.seed
     assert again.server_linear_digest != key.server_linear_digest
 
 
 class Half(FeaturePermutation):
-    """Supports one operator only."""
-
     name: ClassVar[str] = "half"
 
     @classmethod
@@ -102,79 +99,47 @@ class Half(FeaturePermutation):
         return operator == "o_proj"
 
 
-class Shouting(FeaturePermutation):
-    """Has a name that the marker cannot hold."""
-
-    name: ClassVar[str] = "LOUD mask"
-
-
-def _refusal(
-    source: Path, out: Path, error: type[TsqpError], **changes: Any
-) -> tuple[TsqpError, list[str]]:
-    """Provision with settings that are wrong; return the error and what it left."""
-    before = _left(out)
-    settings: dict[str, Any] = {
-        "mask": FeaturePermutation(),
-        "server_dir": out / "server",
-        "key_path": out / "key",
-    }
-    with pytest.raises(error) as caught:
-        provision(source, **{**settings, **changes})
-    assert _left(out) == before
-    return caught.value, before
-
-
-@pytest.fixture
-def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "error", "got"),
+    [
+        ({"mask": Pad()}, MaskError, "a mask of kind additive"),
+        ({"mask": Half()}, MaskError, "no support for qkv_proj, gate_up_proj, down_proj"),
+        ({"key_path": "mine"}, FeatureKeyError, "a file that exists"),
+        ({"key_path": "link"}, FeatureKeyError, "a file that exists"),
+        ({"server_dir": "full"}, ModelError, "files in it"),
+        ({"server_dir": "mine"}, ModelError, "a file"),
+        ({"server_dir": "link"}, ModelError, "no such directory to write to"),
+        ({"key_path": "server"}, FeatureKeyError, "within the server's directory"),
+        ({"key_path": "full/../server/key"}, FeatureKeyError, "within the server's directory"),
+    ],
+)
+def test_what_cannot_be_provisioned_is_refused_before_any_work_and_nothing_is_overwritten(
+    saved_model: Models,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    error: type[TsqpError],
+    got: str,
+) -> None:
     def work(*_: Any) -> None:
         raise AssertionError("a refusal must come before any work")
 
     monkeypatch.setattr(provisioning, "read_config", work)
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
-    ("mask", "got"),
-    [
-        (Pad(), "a mask of kind additive"),
-        (Half(), "no support for qkv_proj, gate_up_proj, down_proj"),
-        (Shouting(), "this name"),
-    ],
-)
-def test_a_mask_that_cannot_be_provisioned_is_refused(
-    saved_model: Models, out: Path, mask: Any, got: str
-) -> None:
-    error, _ = _refusal(saved_model().directory, out, MaskError, mask=mask)
-    assert (error.where, error.got) == (f"mask {mask.name}", got)
-
-
-@pytest.mark.usefixtures("no_work")
-def test_a_key_that_exists_is_refused_and_kept(saved_model: Models, out: Path) -> None:
-    (out / "key").write_text("mine")
-    _refusal(saved_model().directory, out, FeatureKeyError)
-    assert (out / "key").read_text() == "mine"
-    (out / "link").symlink_to("nowhere")
-    _refusal(saved_model().directory, out, FeatureKeyError, key_path=out / "link")
-
-
-@pytest.mark.usefixtures("no_work")
-def test_a_server_directory_with_anything_in_it_is_refused(saved_model: Models, out: Path) -> None:
-    (out / "server").mkdir()
-    (out / "server" / ".hidden").touch()
-    error, _ = _refusal(saved_model().directory, out, ModelError)
-    assert error.where == str(out / "server")
-    (out / "file").touch()
-    _refusal(saved_model().directory, out, ModelError, server_dir=out / "file")
+    (out / "mine").write_text("mine")
     (out / "link").symlink_to("nowhere/at/all")
-    _refusal(saved_model().directory, out, ModelError, server_dir=out / "link")
-
-
-@pytest.mark.usefixtures("no_work")
-def test_a_key_in_the_servers_directory_is_refused(saved_model: Models, out: Path) -> None:
-    (out / "server").mkdir()
-    for key in (out / "server" / "key", out / "other" / ".." / "server" / "key", out / "server"):
-        error, _ = _refusal(saved_model().directory, out, FeatureKeyError, key_path=key)
-        assert "within the server's directory" in error.got
+    (out / "full").mkdir()
+    (out / "full" / ".hidden").touch()
+    before = _left(out)
+    usual = {"mask": FeaturePermutation(), "server_dir": "server", "key_path": "key"}
+    settings: dict[str, Any] = {
+        name: out / value if isinstance(value, str) else value
+        for name, value in {**usual, **changes}.items()
+    }
+    with pytest.raises(error) as caught:
+        provision(saved_model().directory, **settings)
+    assert got in str(caught.value)
+    assert _left(out) == before
+    assert (out / "mine").read_text() == "mine"
 
 
 def test_a_run_that_is_ended_leaves_nothing(saved_model: Models, out: Path) -> None:
@@ -185,39 +150,90 @@ def test_a_run_that_is_ended_leaves_nothing(saved_model: Models, out: Path) -> N
             assert partial.name.startswith(".server.")
             raise SystemExit(143)
 
-    with pytest.raises(SystemExit):
-        provision(saved_model().directory, FeaturePermutation(), out / "server", out / "key", end)
-    assert _left(out) == []
-
-
-def test_the_key_is_there_before_the_directory(
-    saved_model: Models, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before: list[list[str]] = []
-    rename = Path.rename
-
-    def renaming(self: Path, target: Path) -> Path:
-        before.append(_left(out))
-        FeatureKey.load(out / "key")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", renaming)
-    provision(saved_model().directory, FeaturePermutation(), out / "server", out / "key")
-    ((partial, *rest),) = before
-    assert partial.startswith(".server.")
-    assert rest == ["key"]
-
-
-def test_a_directory_that_appears_meanwhile_is_kept_and_the_key_taken_back(
-    saved_model: Models, out: Path
-) -> None:
     def appear(done: int, total: int) -> None:
         (out / "server").mkdir(exist_ok=True)
         (out / "server" / "theirs").touch()
 
+    given = saved_model().directory, FeaturePermutation(), out / "server", out / "key"
+    with pytest.raises(SystemExit):
+        provision(*given, end)
+    assert _left(out) == []
+    # A directory that appears meanwhile is kept, and the key taken back.
     with pytest.raises(ModelError, match="not empty"):
-        provision(
-            saved_model().directory, FeaturePermutation(), out / "server", out / "key", appear
-        )
-    assert _left(out) == ["server"]
-    assert _left(out / "server") == ["theirs"]
+        provision(*given, appear)
+    assert (_left(out), _left(out / "server")) == (["server"], ["theirs"])
+
+
+@each_row(
+    ("option", "where", "got", "expected"),
+    [
+        ("block", "--option", "'block'", "KEY=VALUE"),
+        ("block=1", "block of mask feature-rotation", "'1'", "greater than or equal to 2"),
+        ("colour=1", "--option colour", "no option", "block, sigma, delta"),
+    ],
+)
+def test_bad_options_are_refused_by_name(
+    tmp_path: Path, option: str, where: str, got: str, expected: str
+) -> None:
+    outputs = ("--server-dir", str(tmp_path / "server"), "--key", str(tmp_path / "key"))
+    given = ["demo", "--mask", "feature-rotation", *outputs, "--option", option]
+    error = CliRunner().invoke(command, given).exception
+    assert isinstance(error, SettingsError)
+    assert where in error.where
+    assert got in error.got
+    assert expected in error.expected
+    assert list(tmp_path.iterdir()) == []
+
+
+STIP, CLOAK = SegmentPermutation(), SegmentRotation()
+
+
+@each_row(
+    ("mask", "kind", "tied"),
+    [
+        (mask, kind, tied)
+        for mask in (STIP, CLOAK)
+        for kind, tied in (("llama", False), ("qwen3", True))
+    ],
+    str,
+)
+def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
+    saved_model: Models, tmp_path: Path, mask: SegmentMask, kind: str, tied: bool
+) -> None:
+    biases = {} if kind == "qwen3" else {"attention_bias": True, "mlp_bias": True}
+    source = saved_model(kind, tie_word_embeddings=tied, **biases).directory
+    server = tmp_path / f"{mask.name}-{kind}-{tied}"
+    made = provision(source, mask, server, server.with_suffix(".key"))
+    config, found = read_config(source), dict[str, torch.Tensor]()
+    for shard in sorted(server.glob("*.safetensors")):
+        found |= load_file(shard)
+    H, K, C = config.heads
+    norms = {n: s for n, s in light_tensors(config).items() if ".layers." in n}
+    expected = norms | linear_tensors(config, FUSED_MODULES)
+    if mask is STIP:
+        heads = {"q_norm.weight": H, "k_norm.weight": K}
+        for name in [n for n in norms if "_norm" in n]:
+            expected[name] = (heads[name.split("self_attn.")[1]], C)
+        for layer in range(config.num_hidden_layers):
+            expected[f"model.layers.{layer}.self_attn.rope_order"] = (K, C // 2)
+        expected[FINAL_NORM] = (config.hidden_size,)
+        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
+    assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
+    assert made.holds == ("model" if mask is STIP else "layers")
+    assert read_config(server).tie_word_embeddings == (tied and mask is CLOAK)
+    assert read_config(server).model_copy(update={"tie_word_embeddings": tied}) == config
+    marker = read_provision(server)
+    assert marker is not None
+    assert (marker.mask, marker.holds) == (mask.name, made.holds)
+    assert marker.provision_id == made.key.provision_id
+    assert made.key.server_linear_digest == linear_digest(config, Checkpoint(server))
+    seed = made.key.seed.encode()
+    assert all(seed not in path.read_bytes() for path in server.iterdir())
+    # No tensor is the model's own but what a rotation leaves within a head or an MLP.
+    originals = load_file(source / SINGLE_FILE)
+    same = {n for n in found if n in originals and torch.equal(found[n], originals[n])}
+    inner = {n for n in found if n.endswith((".bias", "q_norm.weight", "k_norm.weight"))}
+    inner -= {n for n in found if n.endswith(("o_proj.bias", "down_proj.bias"))}
+    assert same == (inner if mask is CLOAK else set())
+    assert EMBEDDING not in found

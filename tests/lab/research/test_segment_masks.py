@@ -6,20 +6,14 @@ That logits are transformers' own: tests/equivalence/test_segments.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import repeat
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import (
-    EMBEDDING,
-    SINGLE_FILE,
-    light_tensors,
-    linear_tensors,
-)
+from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from tee_side.protect.masks.mask import KeyedSegment
 from tee_side.protect.randomness import Randomness
@@ -28,14 +22,7 @@ from tsqp.lab.research.segment_permutation import SegmentPermutation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
 Models = Callable[..., SavedModel]
-Tensors = Mapping[str, torch.Tensor]
-IDS_T = list(range(2, 320, 13))
 KEY = b"k" * 32
-
-
-def _own(weights: Tensors, layer: int) -> dict[str, torch.Tensor]:
-    prefix = f"model.layers.{layer}."
-    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 
 @pytest.fixture
@@ -43,19 +30,18 @@ def config(saved_model: Models) -> ModelConfig:
     return read_config(saved_model("qwen3").directory)
 
 
-def _counted(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """A layer whose tensors say where each of their values came from."""
-    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
-    numbers = {n: torch.arange(math.prod(s)).double().view(s) for n, s in shapes.items()}
-    return _own(numbers, 0)
-
-
 def _stip(config: ModelConfig, key: bytes = KEY) -> KeyedSegment:
     return SegmentPermutation().keyed(config, Randomness(key))
 
 
 def test_what_can_be_shuffled_is_and_each_layer_by_itself(config: ModelConfig) -> None:
-    plain = _counted(config)
+    # A layer whose tensors say where each of their values came from.
+    shapes, prefix = (
+        light_tensors(config) | linear_tensors(config, FUSED_MODULES),
+        "model.layers.0.",
+    )
+    own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+    plain = {n: torch.arange(math.prod(s)).double().view(s) for n, s in own.items()}
     keyed = _stip(config)
     first, second = keyed.layer(0, plain), keyed.layer(1, plain)
     for name, tensor in plain.items():
@@ -87,33 +73,3 @@ def test_noise_is_fresh_of_the_deviation_asked_for_and_rotated_with_the_rows(
     assert (first - rotated).mean().item() == pytest.approx(0, abs=0.02)
     assert not torch.equal(first, second)
     assert rotated.norm(dim=1) == pytest.approx(h_TD.norm(dim=1), rel=1e-5)
-
-
-def test_broken_rows_of_the_embedding_are_known_by_sorted_values_and_by_length(
-    saved_model: Models,
-) -> None:
-    directory = saved_model().directory
-    config, table_VD = read_config(directory), load_file(directory / SINGLE_FILE)[EMBEDDING]
-    (shuffled,) = _stip(config).mask(table_VD[IDS_T], repeat(Randomness())).sent
-    found = torch.cdist(shuffled.sort(1).values, table_VD.sort(1).values, p=1).argmin(1)
-    assert found.tolist() == IDS_T
-    (rotated,) = (
-        SegmentRotation()
-        .keyed(config, Randomness())
-        .mask(table_VD[IDS_T], repeat(Randomness()))
-        .sent
-    )
-    found = (rotated.norm(dim=1)[:, None] - table_VD.norm(dim=1)).abs().argmin(1)
-    assert found.tolist() == IDS_T
-
-
-def test_broken_public_weights_give_the_rotation(saved_model: Models) -> None:
-    directory = saved_model().directory
-    config, plain = read_config(directory), load_file(directory / SINGLE_FILE)
-    keyed = SegmentRotation().keyed(config, Randomness())
-    own = {name: tensor.double() for name, tensor in _own(plain, 0).items()}
-    served = keyed.layer(0, own)["mlp.gate_proj.weight"]
-    folded = own["mlp.gate_proj.weight"] * own["post_attention_layernorm.weight"]
-    rotation_DD = torch.linalg.lstsq(folded, served).solution
-    (sent,) = keyed.mask(plain[EMBEDDING][IDS_T].double(), repeat(Randomness())).sent
-    assert torch.allclose(sent @ rotation_DD.t(), plain[EMBEDDING][IDS_T].double(), atol=1e-4)

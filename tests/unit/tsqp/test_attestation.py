@@ -36,7 +36,7 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.remote.attested import ServiceAppraisal
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
-from tests.kit.evidence import serving
+from tests.kit.evidence import body_of, serving
 from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
 from tsqp import attestation
@@ -59,7 +59,6 @@ from tsqp.service_attestation import attested_service
 
 @pytest.fixture(scope="module")
 def manifest() -> Manifest:
-    """Of the demo model."""
     return make_manifest(model_directory("demo"))
 
 
@@ -75,7 +74,6 @@ def claims(loaded: Loaded, **changes: Any) -> Claims:
 
 @pytest.fixture(scope="module")
 def loaded(manifest: Manifest) -> Loaded:
-    """Under tee-only."""
     return Loaded(manifest, load_policy("tee-only"), None)
 
 
@@ -98,15 +96,11 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded, manifest: M
         ("speculative", "ngram"),
         ("prefix_reuse", True),
         ("fixed_tempo_ms", 5.0),
-        ("round_usage", 16),
-        ("default_max_tokens", 7),
         ("allow_origin", ("*",)),
-        ("bank_key_beside_bank", True),
         ("bank", Path("a.bank")),
         ("api_keys", Path("keys.toml")),
         ("page", True),
         ("shares_in_the_clear", True),
-        ("link_rtt_us", 5.0),
         ("prefix_reuse", False),
     ],
 )
@@ -200,9 +194,6 @@ def test_a_key_server_is_told_what_clients_are(
     assert all(one.hex() in shown for one in (told.model, told.policy, told.settings))
 
 
-# ------------------------------------------------------------------------ evidence has one reader
-
-
 class Programs(NamedTuple):
     """Programs that prove what they are. `state`: what each says for a nonce, by its purpose."""
 
@@ -213,7 +204,6 @@ class Programs(NamedTuple):
 
 @pytest.fixture
 def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """One of each purpose, of a simulated TEE."""
 
     def server(url: str, state: State) -> bytes:
         asking.append(state)
@@ -235,12 +225,6 @@ def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return Programs(identity, ClientKeys(service.secret, public_key_of(public)), state)
 
 
-def answer(stated: Statement) -> bytes:
-    """Return the answer of `/v1/attestation`."""
-    fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
-    return json.dumps(fields).encode()
-
-
 # Reads what a program of `purpose` says of itself; returns "" where it is accepted.
 Reader: TypeAlias = Callable[[Programs, Purpose, Path], str]
 
@@ -258,7 +242,7 @@ def client(programs: Programs, purpose: Purpose, _: Path) -> str:
 def sealed_client(programs: Programs, purpose: Purpose, _: Path) -> str:
     def handle(request: httpx2.Request) -> httpx2.Response:
         stated = programs.state[purpose](bytes.fromhex(request.url.params["nonce"]))
-        return httpx2.Response(200, content=answer(stated))
+        return httpx2.Response(200, content=body_of(stated))
 
     carrier, policy = httpx2.MockTransport(handle), AppraisalPolicy.development()
     try:
@@ -270,14 +254,14 @@ def sealed_client(programs: Programs, purpose: Purpose, _: Path) -> str:
 
 def verify_of_a_file(programs: Programs, purpose: Purpose, folder: Path) -> str:
     file = folder / "attestation"
-    file.write_bytes(answer(programs.state[purpose](bytes(32))))
+    file.write_bytes(body_of(programs.state[purpose](bytes(32))))
     result = CliRunner().invoke(command, ["verify", str(file), "--mode", "development"])
     return result.stdout if result.exit_code else ""
 
 
 def receipt_verify(programs: Programs, purpose: Purpose, folder: Path) -> str:
     attested, receipt = folder / "attestation", folder / "receipt"
-    attested.write_bytes(answer(programs.state[purpose](bytes(32))))
+    attested.write_bytes(body_of(programs.state[purpose](bytes(32))))
     said: dict[str, Any] = {"request": NONE, "response": NONE, "sampling": {}, "seed": None}
     signed = programs.server.receipts().sign(**said, prompt_tokens=1, completion_tokens=1)
     receipt.write_bytes(b64encode(signed))
@@ -369,7 +353,7 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
         (stated(**before), ["claims.purpose: got nothing", "receipt key: got none"]),
         (stated(**before, purpose="serve"), ["claims.receipt_key: got", "receipt key: got none"]),
     ):
-        attested.write_bytes(answer(one))
+        attested.write_bytes(body_of(one))
         given = ["--attestation", str(attested), "--policy", str(policy)]
         result = CliRunner().invoke(command, ["receipt", "verify", str(file), *given])
         failed = [line for line in result.stdout.splitlines() if not line.startswith("pass  ")]
@@ -379,14 +363,10 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
         assert str(file) not in result.stdout
 
 
-# ------------------------------------------------------------------------ evidence of GPUs
-
-
 NONCE = bytes(range(32))
 
 
 def driver_of(gpus: list[NvidiaGpu], patch: pytest.MonkeyPatch) -> None:
-    """Have pynvml find these."""
 
     def said(found: Any, size: str, at: str, content: bytes) -> Any:
         setattr(found, size, len(content))

@@ -12,7 +12,7 @@ from protocol.errors import CalibrationError, ModelError, PromptError, SettingsE
 from protocol.integer import exact_product, ring_product
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from protocol.model.identity import linear_digest, model_digest
+from protocol.model.identity import model_digest
 from protocol.model.quantized import quantize_rows
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site
@@ -20,7 +20,6 @@ from tests.kit.rows import each_row
 from tsqp.calibrate import (
     MIN_STEPS,
     STEPS,
-    calibrate,
     check_error,
     choose_scales,
     coarse,
@@ -60,17 +59,10 @@ def test_steps_are_fine_until_the_ring_binds_and_the_headroom_is_kept() -> None:
     assert scales.max_norm == pytest.approx(coarse(largest * scales.input_scale))
     Calibration({SITE: scales}, "", "", 1).check_ring()
     # Scales say the exact size of no row.
-    others = {chosen(x_TI * factor, weight_OI)[0].input_scale for factor in (1.001, 1.002)}
-    assert others == {scales.input_scale}
-    # What is typical is moved neither by outliers nor by zeros.
-    x_TI = torch.full((9, 100), 0.001)
-    x_TI[:, :15] = 2.0
-    x_TI[:, 0] = 5_000.0
-    x_TI[4] = 1e6
-    assert typical_input(x_TI) == 2.0
+    assert chosen(x_TI * 1.002, weight_OI)[0].input_scale == scales.input_scale
 
 
-@each_row("factor", [1, 30, 1_000, 10_000, 100_000, 1_000_000])
+@each_row("factor", [1, 1_000, 10_000, 100_000])
 def test_outlier_channels_are_computed_accurately_or_refused(factor: float) -> None:
     x_TI, weight_OI = random_site(factor)
     if factor >= 100_000:
@@ -99,24 +91,6 @@ def test_inputs_without_a_size_and_errors_beyond_the_bound_are_refused() -> None
     for error in (0.2, float("nan")):
         with pytest.raises(CalibrationError, match="down_proj in layer 3: error of the integer"):
             check_error(error, SITE)
-
-
-def test_the_shipped_file_is_what_the_command_makes() -> None:
-    config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
-    digests = (model_digest(config, checkpoint), linear_digest(config, checkpoint))
-    shipped = Calibration.load(DEMO / "calibration.safetensors", config, *digests)
-    fresh = calibrate(DEMO)
-    assert shipped.tokens == fresh.tokens == 2048
-    for site, scales in fresh.sites.items():
-        # Made from the same text before sizes were rounded, which was a step of 2^(1/4) at most.
-        # Another processor adds up in another order, and may round to the next step.
-        assert 0.84 < shipped.sites[site].input_scale / scales.input_scale < 2**0.5
-        assert shipped.sites[site].max_norm == coarse(shipped.sites[site].max_norm)
-        assert shipped.sites[site].norm_limit == scales.norm_limit
-        assert torch.equal(shipped.sites[site].weight_scale, scales.weight_scale)
-
-
-# ------------------------------------------------------------------------------- text and command
 
 
 def invoke(*arguments: str | Path) -> Result:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.errors import (
-    KeyFileError,
-    ModelError,
-    SealError,
-    SettingsError,
-)
+from protocol.errors import KeyFileError, ModelError, SealError, SettingsError
 from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
@@ -79,14 +73,8 @@ def test_an_audit_log_is_shown_as_far_as_it_is_whole(tmp_path: Path) -> None:
         written.record("start", policy="shielded")
         written.record("request", key="alice", outcome="ok", completion_tokens=345)
         written.record("receipt", digest=b"\x0f\xf0")
-        chain = written.chain.hex()
     show = ("audit", "show", path, "--key", key)
-    assert "alice" in run(*show).stdout
-    whole = run(*show, "--json")
-    records = [json.loads(line) for line in whole.stdout.splitlines()]
-    assert [record["kind"] for record in records] == ["start", "request", "receipt"]
-    assert (records[1]["completion_tokens"], records[2]["digest"]) == (345, "0ff0")
-    assert whole.stderr == f"{path}: 3 records, chain {chain}\n"
+    assert all(word in run(*show).stdout for word in ("alice", "0ff0"))
     content = path.read_bytes()
     # A zero would be a write that was cut short.
     changed = content[:-1] + bytes([content[-1] ^ (2 if content[-1] == 1 else 1)])
@@ -118,13 +106,6 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
     digest = SealedModel(output, read_key(key)).digest
     assert done.stdout.splitlines()[1] == f"SHA-256 of the seal: {digest}"
     assert sorted(p.name for p in output.iterdir()) == ["config.json", SEAL_FILE, "tokenizer.json"]
-    # The word `model` may be left out, wherever options stand.
-    config = tmp_path / "settings.toml"
-    config.write_text("threads = 1\n")
-    to = ("--to", key, "-o")
-    for number, words in enumerate((("model", model), ("--config", config, model))):
-        again = run("seal", *words, *to, tmp_path / str(number))
-        assert again.exit_code == 0, again.output
     rewrap = ("seal", "rewrap", output, "--seal-key", key, "--to", other)
     assert run(*rewrap).stdout.splitlines()[-1].split()[-1] == digest
     assert SealedModel(output, read_key(other), digest)

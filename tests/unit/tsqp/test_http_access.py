@@ -17,7 +17,6 @@ ONE, TWO = (f"tsqp-{letter * 43}" for letter in "ot")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files of two tokens, by token."""
     found = {}
     for token in (ONE, TWO):
         path = tmp_path / token[-1]
@@ -36,8 +35,6 @@ def files(tmp_path: Path) -> dict[str, str]:
         (["https://a.example", "tcp://c:1", "http://127.0.0.1:1"], [ONE, TWO], [ONE, TWO]),
         (["unix:///s", "https://a.example,share=1"], [ONE], [ONE]),
         (["https://a.example:1/x", "https://A.example:1/y"], [ONE], [ONE, ONE]),
-        # The operator may name one token twice.
-        (["https://a.example", "https://b.example"], [ONE, ONE], [ONE, ONE]),
     ],
 )
 def test_tokens_go_with_urls_in_order(
@@ -53,10 +50,8 @@ def test_tokens_go_with_urls_in_order(
     ("gpu", "tokens", "said"),
     [
         (["https://a.example", "https://b.example"], [ONE], "got one for several hosts"),
-        (["https://a.example:1", "https://a.example:2"], [ONE], "got one for several hosts"),
         (["https://localhost", "http://localhost"], [ONE], "got one for several hosts"),
         (["https://a.example"], [ONE, TWO], "got 2 for 1 endpoints, expected one for all of them"),
-        (3 * ["https://a.example"], [ONE, TWO], "got 2 for 3 endpoints"),
         (["tcp://a:1"], [ONE], "got tcp://a:1, expected a service with a URL"),
     ],
 )

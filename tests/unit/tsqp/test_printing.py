@@ -26,8 +26,6 @@ class Text:
 
 
 class Output(io.StringIO):
-    """Standard output that may be a terminal or broken."""
-
     def __init__(self, *, tty: bool = False, error: OSError | None = None) -> None:
         super().__init__()
         self.tty, self.error, self.threads = tty, error, set[str]()

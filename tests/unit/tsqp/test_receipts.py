@@ -14,8 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from protocol.errors import SettingsError
 from tee_side.attest.claims import Claims, report_data
 from tee_side.attest.simulated import simulate
+from tee_side.attest.statement import Statement
 from tee_side.serve.app import create_app
 from tee_side.serve.receipt_chain import ReceiptChain
+from tests.kit.evidence import body_of, identity
 from tests.kit.serve import Reply, call, serving
 from tsqp.cli.main import command
 
@@ -43,7 +45,6 @@ class Saved:
         return call(self.app, "POST", "/v1/completions", body, kind)
 
     def whole(self, name: str = "whole") -> list[str]:
-        """Return the files of headers, request and response."""
         reply = self.ask(BODY)
         lines = [f"{name}: {value}\r\n" for name, value in reply.headers.items()]
         headers = f"HTTP/1.1 200 OK\r\n{''.join(lines)}\r\n".encode()
@@ -51,7 +52,6 @@ class Saved:
         return [self.write(f"{name}.{kind}", content) for kind, content in contents.items()]
 
     def stream(self) -> tuple[str, str]:
-        """Return the files of request and response."""
         content = b"".join(self.ask(STREAM).writes)
         return self.write("request", STREAM), self.write("response", content)
 
@@ -124,26 +124,11 @@ def test_a_piece_of_the_chain(saved: Saved) -> None:
 
 def attestation(saved: Saved, evidence_of: bytes = b"", **changes: Any) -> str:
     """Save what a server with a simulated TEE says of itself."""
-    fields = {
-        "purpose": "serve",
-        "nonce": b"",
-        "time": 0,
-        **dict.fromkeys(("tls_key", "settings"), bytes(32)),
-        "model": MODEL,
-        "policy": POLICY,
-        "receipt_key": bytes.fromhex(PUBLIC),
-        "hpke_suite": "x25519",
-        "hpke_key": b"",
-        "curve_keys": {},
-        "plugins": {},
-        "attested_services": "none",
-        "version": "1",
-    }
-    claims = Claims.model_validate(fields | changes).encode()
+    stated = identity(model=MODEL, policy=POLICY).state(b"")
+    usual = {"receipt_key": bytes.fromhex(PUBLIC)}
+    claims = Claims.decode(stated.claims).model_copy(update=usual | changes).encode()
     evidence = simulate(report_data(evidence_of or claims), bytes(48)).encode()
-    texts = {"claims": claims, "evidence": evidence}
-    content = {name: base64.b64encode(one).decode() for name, one in texts.items()}
-    return saved.write("attestation", json.dumps(content).encode())
+    return saved.write("attestation", body_of(Statement(claims=claims, evidence=evidence)))
 
 
 def test_by_an_attestation(saved: Saved) -> None:
@@ -162,14 +147,9 @@ def test_by_an_attestation(saved: Saved) -> None:
         assert result.exit_code == 1
         [line] = lines_of(result, "FAIL")
         assert line.startswith(f"FAIL  {wrong}: got ")
-    files = [saved.write(f"{at}", content) for at, content in enumerate((b"[1]", b'{"claims": 1}'))]
-    for file in (
-        attestation(saved, b"other claims"),
-        saved.write("none", b"{}"),
-        headers,
-        files[0],
-        files[1],
-    ):
+    others = (b"{}", b"[1]", b'{"claims": 1}')
+    files = [saved.write(str(at), content) for at, content in enumerate(others)]
+    for file in (attestation(saved, b"other claims"), headers, *files):
         result = verify(headers, *simulated, file, key="")
         assert result.exit_code == 1
         assert lines_of(result, "FAIL")

@@ -66,12 +66,8 @@ def test_one_provider_gives_the_key(file: Path) -> None:
     ("command", "got"),
     [
         ("false", "exit status 1"),
-        (python("import os; os.abort()"), "exit status -6"),
         ("/nowhere/kms-tool --token secret", "No such file or directory"),
-        ("", "no command"),
         ("cat 'secret", "no command"),
-        ("cat a\0b", "no command"),
-        ("true", "another content"),
         (f"echo {TEXT.strip()}; echo secret", "another content"),  # no shell runs it
         (python("print('secret' * 1000)"), "another content"),
     ],

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.rows import each_row
-from tests.kit.service import run
+from tests.kit.service import call
 from tsqp.server import note_failure
 
-# Weights are read when the test says so.
-# Says so in a file.
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
 
@@ -25,10 +23,8 @@ AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
     [
         (("--page", "--host", "0.0.0.0"), "--page: got --host 0.0.0.0, expected an address of"),
         (("--tls-key", "{file}"), "--tls-certificate and --tls-key: got one of them, expected"),
-        (("--tls-key", "{file}", "--tls-certificate", "{file}"), "--tls-certificate and --tls-key"),
         (("--api-keys", "{file}"), "{file}"),
         (("--audit-log", "{file}"), "--audit-log: got another combination, expected"),
-        (("--host", "192.0.2.1"), "192.0.2.1:8000: got"),
         (("--port", "{port}"), "127.0.0.1:{port}: got Address already in use"),
     ],
 )
@@ -41,7 +37,7 @@ def test_it_is_said_before_the_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         given = [option.format(file=file, port=port) for option in options]
-        result = run("tee-runner", "serve", "demo", *AWAY, *given, timeout_s=30)
+        result = call("tee-runner", "serve", "demo", *AWAY, *given)
     assert result.returncode == 2
     assert said.format(file=file, port=port) in result.stderr
     assert "ready: " not in result.stderr

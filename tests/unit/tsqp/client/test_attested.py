@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import ssl
 import threading
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -24,7 +22,7 @@ from protocol.errors import EndpointError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.statement import Statement, read_certificate
 from tee_side.serve.identity import Identity, certify
-from tests.kit.evidence import Answer, AttestedServer, identity, policy_text, serving
+from tests.kit.evidence import Answer, AttestedServer, body_of, identity, policy_text, serving
 from tests.kit.rows import each_row
 from tsqp.client import AttestedContext, NotAttestedError, attested_tls, connect
 from tsqp.client import proxy as proxy_module
@@ -38,16 +36,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> AppraisalPolicy:
-    """What `identity` passes."""
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
-    path.write_text(policy_text())
-    return AppraisalPolicy.load(path)
-
-
-@pytest.fixture(scope="module")
 def honest() -> Identity:
-    """One that passes."""
     return identity()
 
 
@@ -110,9 +99,7 @@ def longer(honest: Identity) -> Answer:
     """What it should, and more blanks behind it than any answer has."""
 
     def answer(nonce: bytes) -> bytes:
-        fields = honest.state(nonce).model_dump().items()
-        said = json.dumps({name: b64encode(value).decode() for name, value in fields}).encode()
-        body = said.ljust(attested_tls.MAX_ANSWER_BYTES + 1)
+        body = body_of(honest.state(nonce)).ljust(attested_tls.MAX_ANSWER_BYTES + 1)
         return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
 
     return answer
@@ -130,9 +117,7 @@ def raw(text: bytes) -> Callable[[Identity], Answer]:
         (longer, "answer"),
         (raw(b"HTTP/1.1 429 No\r\ncontent-length: 0\r\n\r\n"), "new evidence"),
         (raw(HEAD + b"content-length: 2\r\n\r\n{}"), "answer"),
-        (raw(HEAD + b"content-length: 2\r\n\r\n[]"), "answer"),
         (raw(HEAD + b"content-length: -1\r\n\r\n"), "answer"),
-        (raw(HEAD + b"\r\n"), "answer"),
         (raw(b"nonsense\r\n\r\n"), "new evidence"),
     ],
 )
@@ -250,16 +235,12 @@ def test_other_addresses_are_refused() -> None:
             Address.of(url)
 
 
-# ------------------------------------------------------------------------ the proxy on this machine
-
-
 @contextmanager
 def proxied(
     server: AttestedServer,
     policy: AppraisalPolicy,
     again_s: float = 600.0,
 ) -> Iterator[tuple[Proxy, list[str]]]:
-    """Run a proxy, and give it and what it says."""
     said: list[str] = []
     context = AttestedContext(policy, again_s)
     proxy = Proxy(("127.0.0.1", 0), Address.of(server.url), context, said.append)
@@ -274,7 +255,6 @@ def proxied(
 
 
 def ask(near: socket.socket) -> None:
-    """Ask over a connection, and require the answer."""
     near.sendall(REQUEST)
     assert near.recv(1000).endswith(b'{"served": true}')
 

