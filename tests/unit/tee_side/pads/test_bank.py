@@ -51,9 +51,6 @@ def _refused(folder: Path, *parts: str) -> None:
         reopen(folder)
 
 
-# ---------------------------------------------------------------------------- the order on disk
-
-
 def test_what_a_token_needs_is_on_disk_before_it_is_handed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,9 +82,6 @@ def test_what_a_token_needs_is_on_disk_before_it_is_handed_out(
         bank.take(2)
         assert calls == [*index, *witness]
         assert read_bank_status(place(tmp_path)).next_index == 2
-
-
-# ------------------------------------------------------------------------- create, open, status
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
@@ -165,9 +159,6 @@ def test_a_key_that_is_another_or_that_others_can_reach_is_refused(
     key.chmod(0o600)
 
 
-# ------------------------------------------------------------------------------------ two banks
-
-
 def test_two_banks_with_one_key_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +188,6 @@ def test_each_purpose_has_a_key_of_its_own_and_none_shows_in_messages() -> None:
     shown = repr(keys) + str(keys)
     assert repr(keys.header_hash) in shown  # guards the test
     assert not any(repr(key) in shown or key.hex() in shown for key in secret)
-
-
-# ------------------------------------------------------------------------------------ tampering
 
 
 def test_every_byte_of_header_and_index_counts(tmp_path: Path) -> None:
@@ -322,9 +310,6 @@ def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
             bank.factors(bank.take(1), 1)
 
 
-# --------------------------------------------------------------------------------------- nonces
-
-
 def _sealed(folder: Path) -> int:
     content = (folder / "bank.index").read_bytes()
     return int.from_bytes(content[: -bank_format._MAC_BYTES][-8:], "big")
@@ -372,9 +357,6 @@ def test_random_nonces_have_a_limit_and_those_of_lost_batches_count(
         assert _snapshot(tmp_path) == before
         fill(bank, 1)
         use(bank, bank.take(2))
-
-
-# ------------------------------------------------------------------------------- one at a time
 
 
 def test_one_process_has_a_bank_at_a_time_until_its_batch_has_ended(tmp_path: Path) -> None:

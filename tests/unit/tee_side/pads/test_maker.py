@@ -97,9 +97,6 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
     refused(CalibrationError, "down_proj in layer 1", 2, check)
 
 
-# ------------------------------------------------------------------------- the pads of a run
-
-
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
         assert pads._maker is not None

@@ -44,9 +44,6 @@ def _create(where: BankPlace) -> None:
     BankFile.create(where, PURPOSE, capacity=4).close()
 
 
-# ------------------------------------------------------------------------ key and index apart
-
-
 @each_row("beside", ["key", "index", "both"])
 def test_a_key_or_index_on_the_banks_own_file_system_is_refused(
     beside: str, tmp_path: Path, memory: Path, on_disk: None
@@ -95,9 +92,6 @@ def test_a_file_system_that_is_not_known_is_none_in_memory() -> None:
     assert bank_files._in_memory(os.stat("/dev/shm").st_dev)
     assert not bank_files._in_memory(os.makedev(4000, 4000))
     assert not bank_files._in_memory(os.stat("/proc").st_dev)
-
-
-# -------------------------------------------------------------------------------- the witness
 
 
 def test_an_index_that_was_put_back_is_noticed(tmp_path: Path) -> None:

@@ -42,9 +42,6 @@ def _r(store: PadStore, indices: range, site: int) -> torch.Tensor:
     return Keystream(store._key).rows(indices, site, LAYOUT.by_number[site].in_features)
 
 
-# ------------------------------------------------------------------------------------ the steps
-
-
 class Lanes:
     """Two lanes of a store, and which indices each one's step has, with the sites it drew."""
 
@@ -181,9 +178,6 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     assert torch.equal(factors.u, product(SECOND, factors.r))
 
 
-# -------------------------------------------------------------------------------- pads are out
-
-
 def test_a_run_that_does_not_wait_is_refused_before_anything_is_taken() -> None:
     pads, store, maker = _pads(2, "fail")
     lane = pads.lane()
@@ -234,9 +228,6 @@ def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     pads = Pads(Pad(), MemoryStore(LAYOUT, 8), None, "wait")
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
         pads.lane().draw(FIRST, 1)
-
-
-# ------------------------------------------------------------------------- in the background
 
 
 def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:

@@ -24,9 +24,6 @@ SITES = frozenset(site.number for site in LAYOUT.sites)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-# ----------------------------------------------------------------------------- one after another
-
-
 class Checked:
     """One store, and in plain sets what it may hand out.
 
@@ -220,9 +217,6 @@ def test_whatever_is_asked_each_pad_is_right_and_handed_out_once(
     assert len(checked.drawn) > 500  # guards the test
 
 
-# ------------------------------------------------------------------- mistakes and other processes
-
-
 @pytest.fixture(params=["memory", "bank"])
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,9 +288,6 @@ def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
             refused()
     batch.abandon()
     store.close()
-
-
-# ------------------------------------------------------------------------------- several threads
 
 
 @pytest.fixture

@@ -42,8 +42,6 @@ STIP, CLOAK = under("stip-segment"), under("cloak-segment")
 ALL_IN_LAYER_0 = {name: TEE | {"layers": 0} for name in OPERATORS[1:-1]}
 
 
-# ---------------------------------------------------------------------------- built-in policies
-
 # Of each: its arithmetic, its mask, and what leaves.
 BUILTIN: dict[str, tuple[str, str | None, set[str]]] = {
     "tee-only": ("float", None, set()),
@@ -73,9 +71,6 @@ def test_builtin_policies_place_what_their_names_say(name: str) -> None:
     assert policy.verified == (name in PROTECTED)
 
 
-# ----------------------------------------------------------------------------------- placements
-
-
 @each_row(
     ("text", "first", "last", "inside", "outside"),
     [
@@ -102,8 +97,6 @@ def test_what_is_no_range_of_layers(text: object) -> None:
     with pytest.raises(PolicyError, match=r"o_proj: layers: got .* (such as|not run backwards)"):
         policy_of({"o_proj": {**TEE, "layers": text}})
 
-
-# -------------------------------------------------------------------------------------- refused
 
 Changes = dict[str, Any]
 
@@ -293,8 +286,6 @@ def test_a_policy_written_in_python_is_refused_by_an_error_of_ours() -> None:
     with pytest.raises(PolicyError, match=r"^policy: name: got nothing, expected a value$"):
         Policy(summary="s", operators=dict.fromkeys(OPERATORS, "tee"))  # type: ignore[call-arg]
 
-
-# --------------------------------------------------------------------------------- policy files
 
 TEXT = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
 
