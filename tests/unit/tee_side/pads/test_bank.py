@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from protocol.errors import PadBankError
 from tee_side.protect.pads import bank as bank_module
 from tee_side.protect.pads import bank_format
-from tee_side.protect.pads.bank import BankFile, read_bank_status
+from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Keys, Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
@@ -51,39 +50,6 @@ def _refused(folder: Path, *parts: str) -> None:
         reopen(folder)
 
 
-def test_what_a_token_needs_is_on_disk_before_it_is_handed_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nonces are counted first, then records, then the index; a pad is handed out after both."""
-    calls: list[str] = []
-
-    def watch(name: str, path_of: Callable[..., str]) -> None:
-        real = getattr(os, name)
-
-        def call(*given: Any) -> Any:
-            path = Path(path_of(*given))
-            beside = "bank folder" if path == tmp_path else path.name
-            beside = "witness folder" if beside.startswith("tsqp-") else beside
-            calls.append(f"{name} {re.sub('[0-9a-f]{32}.', '', beside)}")
-            return real(*given)
-
-        monkeypatch.setattr(os, name, call)
-
-    with create(tmp_path, block=1) as bank:
-        for name in ("fsync", "pwrite"):
-            watch(name, lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}"))
-        watch("replace", lambda _source, target: str(target))
-        fill(bank, 2)
-        index = ["fsync bank.index.new", "replace bank.index", "fsync bank folder"]
-        witness = ["fsync witness.new", "replace witness", "fsync witness folder"]
-        records = ["pwrite bank"] * 2 * len(LAYOUT.sites) + ["fsync bank"]
-        assert calls == [*index, *witness, *records, *index, *witness]
-        calls.clear()
-        bank.take(2)
-        assert calls == [*index, *witness]
-        assert read_bank_status(place(tmp_path)).next_index == 2
-
-
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     umask = os.umask(0)
     create(tmp_path).close()
@@ -94,16 +60,13 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 @each_row("name", NAMES)
 def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
-    for kind in ("file", "dangling link"):
-        folder = tmp_path / name / kind
-        folder.mkdir(parents=True)
-        if kind == "file":
-            (folder / name).write_bytes(b"precious")
-        else:
-            (folder / name).symlink_to(folder / "nowhere")
-        with pytest.raises(PadBankError, match=_message(f"{folder}/{name}", "an existing file")):
-            create(folder)
-        assert [path.name for path in folder.iterdir()] == [name]
+    """Not even a link that dangles."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / name).symlink_to(folder / "nowhere")
+    with pytest.raises(PadBankError, match=_message(f"{folder}/{name}", "an existing file")):
+        create(folder)
+    assert [path.name for path in folder.iterdir()] == [name]
 
 
 @each_row(
@@ -111,15 +74,10 @@ def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
     [
         ({"model_digest": "c" * 64, "model": "other"}, "bank: model: got pads for tiny, expected"),
         ({"linear_digest": "d" * 64}, "bank: model: got pads for tiny, whose files have changed"),
-        # Another option, or a bank from when options were not written down.
         ({"mask": "pad bits=8"}, "bank: mask: got pad, expected pad bits=8"),
         (
             {"sites": (LAYOUT.sites[0], SiteShape(1, "qkv_proj", 2, 6))},
             "bank: layout, layer 1 qkv_proj: got 2 -> 5, expected 2 -> 6",
-        ),
-        (
-            {"sites": (*LAYOUT.sites, SiteShape(1, "down_proj", 1, 1))},
-            "bank: layout, layer 1 down_proj: got no pads, expected 1 -> 1",
         ),
     ],
 )
@@ -140,7 +98,6 @@ def test_a_bank_of_something_else_is_refused_and_not_left_locked(
     [
         (b"\xff\xfe\x00", ("bank.key: got another file",)),
         (b"tsqp-pad-bank-key 2 " + b"0" * 64 + b"\n", ("another file", "-key 1 and 64 hex")),
-        (b"tsqp-pad-bank-key 1 " + b"0" * 62 + b"\n", ("another file", "64 hex digits")),
         (b"tsqp-pad-bank-key 1 " + b"g" * 64 + b"\n", ("64 hex digits",)),
         (b"tsqp-pad-bank-key 1 " + b"0" * 64 + b"\n", ("bank: key id", "bank.key", "expected")),
     ],
@@ -297,10 +254,7 @@ def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content[:11] + b"\x01" + content[12:])
     _refused(tmp_path, "bank: version", "got 1, expected 3 (make a new bank")
     path.write_bytes(content)
-    index.write_bytes(state[:11] + b"\x01" + state[12:])
-    _refused(tmp_path, "bank.index: version", "got 1, expected 3 (make a new bank")
-    # The last is as it was before nonces were counted.
-    for wrong in (b"", state[:-1], state + b"\0", state[:60] + state[68:]):
+    for wrong in (b"", state[:-1], state + b"\0"):
         index.write_bytes(wrong)
         _refused(tmp_path, f"{index}: got", f"expected an index of {len(state)} bytes")
     index.write_bytes(state)
@@ -361,7 +315,6 @@ def test_random_nonces_have_a_limit_and_those_of_lost_batches_count(
 
 def test_one_process_has_a_bank_at_a_time_until_its_batch_has_ended(tmp_path: Path) -> None:
     bank = create(tmp_path)
-    _refused(tmp_path, f"{tmp_path}/bank: got a bank in use by process {os.getpid()},")
     # A copy of the file would use the same pads.
     for suffix in ("", ".index"):
         shutil.copy(tmp_path / f"bank{suffix}", tmp_path / f"copy{suffix}")

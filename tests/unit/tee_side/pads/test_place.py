@@ -57,8 +57,6 @@ def test_a_key_or_index_on_the_banks_own_file_system_is_refused(
         _create(refused)
     named = "key" if beside == "both" else beside
     assert caught.value.where == str(files[named])
-    for part in (f"--bank-{named} FILE", "--bank-key-beside-bank", "recorded traffic"):
-        assert part in str(caught.value)
     assert not [*(tmp_path / beside).iterdir(), *memory.glob(f"{beside}*")]
     # Nor does such a bank open, whoever put the files there.
     _create(BankPlace(tmp_path / beside / "bank", **files, beside_bank=True))
@@ -154,32 +152,23 @@ def test_a_witness_that_cannot_be_written_costs_its_pads_and_nothing_else(
         assert bank.take(1) == range(2, 3)
 
 
-@each_row("kind", ["link", "folder", "mode", "another bank's", "cut"])
+@each_row("kind", ["link", "mode", "another bank's", "cut"])
 def test_a_witness_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
     ours, other = tmp_path / kind / "a", tmp_path / kind / "b"
     for folder in (ours, other):
         folder.mkdir(parents=True)
         create(folder).close()
     witness = _witness(ours)
-    content = witness.read_bytes()
     if kind == "mode":
         witness.chmod(0o644)
     elif kind == "cut":
-        witness.write_bytes(content[:-1])
+        witness.write_bytes(witness.read_bytes()[:-1])
     elif kind == "another bank's":
         shutil.copy(_witness(other), witness)
-    else:
-        witness.unlink()
-    if kind == "link":
-        (other / "elsewhere").write_bytes(content)
-        (other / "elsewhere").chmod(0o600)  # but for the link it could be ours
-        witness.symlink_to(other / "elsewhere")
-    elif kind == "folder":
-        witness.mkdir()
+    else:  # but for the link it could be ours
+        witness.symlink_to(shutil.move(witness, other / "elsewhere"))
     with pytest.raises(PadBankError, match=re.escape(str(witness))):
         reopen(ours)
-    if kind == "folder":
-        witness.rmdir()
 
 
 def test_another_users_witness_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +197,6 @@ def test_the_place_of_a_witness_is_one_that_only_this_user_writes_to(
     for mode, witness, said in (
         (0o720, memory / "w", own),
         (0o702, memory / "w", own),
-        (0o777, memory / "w", own),
         (0o700, Path("/dev/shm/w"), f"/dev/shm: got drwxrwxrwt, expected {own}"),
         # It would witness nothing beside bank or index.
         (0o700, tmp_path / "w", r"--bank-witness .*could be put back"),

@@ -24,6 +24,7 @@ SITES = frozenset(site.number for site in LAYOUT.sites)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+
 class Checked:
     """One store, and in plain sets what it may hand out.
 
