@@ -79,28 +79,9 @@ def test_what_is_written_is_read() -> None:
         assert Claims.decode(_packed(**changed)) == Claims(**{**GOOD, **changed})
 
 
-def test_each_field_is_in_the_digest() -> None:
-    others: dict[str, Any] = {
-        "purpose": "key",
-        "nonce": b"o" * 32,
-        "time": 1_780_000_001,
-        "hpke_suite": "x25519",
-        "hpke_key": b"o",
-        # The same keys of other owners.
-        "curve_keys": {"service 1": _DIGEST, "runner": _DIGEST},
-        "plugins": {"a.py": _DIGEST},
-        "gpus": {"0": _DIGEST},
-        "attested_services": "snp",
-        "version": "0.1.1",
-    }
-    digests = {report_data(_packed())}
-    for name in GOOD:
-        digests.add(report_data(Claims(**{**GOOD, name: others.get(name, b"o" * 32)}).encode()))
-    assert len(digests) == 1 + len(GOOD)
-
-
 _NO_KEY = "got a value of type bytes, expected a public key of Ed25519, and no point of small"
 _LONG = "claims: got undecodable msgpack"
+_OTHER = "claims: got another encoding, expected names in order"
 
 
 @each_row(
@@ -114,7 +95,7 @@ _LONG = "claims: got undecodable msgpack"
             for name in GOOD
             if name != "gpus"
         ),
-        (_packed(gpus=...), "claims: got another encoding, expected names in order"),
+        (_packed(gpus=...), _OTHER),
         (_packed(**{_SECRET: 1}), "claims: got an unknown field, expected only those of the"),
         (_packed(purpose="any"), "claims.purpose: got a string of 3 characters, expected"),
         (_packed(receipt_key=bytes(32)), f"claims.receipt_key: {_NO_KEY}"),
@@ -130,29 +111,17 @@ _LONG = "claims: got undecodable msgpack"
         (_packed(version="v" * 257), _LONG),
         (_packed(curve_keys={f"{_SECRET}.x": None}), "claims.curve_keys: got None, expected"),
         (_packed(curve_keys={f"{n}": _DIGEST for n in range(257)}), _LONG),
+        # The same in another order, and with a longer form of a length or number.
+        (msgpack.packb(dict(reversed(_in_order(GOOD).items()))), _OTHER),
+        (msgpack.packb(_in_order(GOOD) | {"curve_keys": GOOD["curve_keys"]}), _OTHER),
+        (_packed().replace(b"\xc4\x20" + b"n" * 32, b"\xc5\x00\x20" + b"n" * 32), _OTHER),
+        (_packed(time=5).replace(b"\xa4time\x05", b"\xa4time\xcc\x05"), _OTHER),
     ],
 )
 def test_refused(data: bytes, text: str) -> None:
     with pytest.raises(EvidenceError, match=f"^{re.escape(text)}") as caught:
         Claims.decode(data)
     assert _SECRET not in str(caught.value)
-
-
-@each_row(
-    "data",
-    [
-        msgpack.packb(dict(reversed(_in_order(GOOD).items()))),
-        msgpack.packb(_in_order(GOOD) | {"curve_keys": GOOD["curve_keys"]}),
-        # A longer form of a length, and of a number.
-        _packed().replace(b"\xc4\x20" + b"n" * 32, b"\xc5\x00\x20" + b"n" * 32),
-        _packed(time=5).replace(b"\xa4time\x05", b"\xa4time\xcc\x05"),
-    ],
-)
-def test_another_encoding_of_the_same_is_refused(data: bytes) -> None:
-    assert data not in (_packed(), _packed(time=5))
-    text = "^claims: got another encoding, expected names in order$"
-    with pytest.raises(EvidenceError, match=text):
-        Claims.decode(data)
 
 
 EVIDENCE: dict[str, Any] = {
@@ -191,7 +160,6 @@ def _twice() -> bytes:
         (_evidence(**{_SECRET: 1}), "evidence: got an unknown field, expected only those"),
         (_evidence(kind=_SECRET), "evidence.kind: got a string of 19 characters, expected 'snp'"),
         (_evidence(certificates=[b"", _SECRET]), "evidence.certificates: got a string of 19"),
-        (_evidence(certificates=[b""] * 65), _UNDECODABLE),
     ],
 )
 def test_evidence_of_another_form_is_refused(data: bytes, text: str) -> None:
@@ -293,16 +261,8 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
     assert (receipt.model, receipt.policy) == (digests["model"], digests["policy"])
     # Its certificate has the same claims, and another identity no key of them.
     stated, tls_key = read_certificate(made.certificate)
-    certified, fresh, other = (
-        Claims.decode(one).model_dump(exclude={"time"})
-        for one in (
-            stated.claims,
-            made.state(bytes(32)).claims,
-            identities.identity().state(b"").claims,
-        )
-    )
-    assert certified["tls_key"] == tls_key
-    assert certified == fresh | {"nonce": b""}
+    certified, other = Claims.decode(stated.claims), identities.identity().state(b"")
+    assert certified.tls_key == tls_key
+    assert certified == claims.model_copy(update={"nonce": b"", "time": certified.time})
     for name in ("tls_key", "hpke_key", "receipt_key"):
-        assert other.pop(name) != certified.pop(name)
-    assert other == certified
+        assert getattr(Claims.decode(other.claims), name) != getattr(certified, name)

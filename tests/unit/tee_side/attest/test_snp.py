@@ -21,24 +21,22 @@ from tee_side.attest.snp_report import (
 from tests.kit import snp_chain as made
 from tests.kit.evidence import SNP_VECTORS, SnpVector, read_vector
 from tests.kit.rows import each_row
-from tests.kit.snp_chain import ARK_KEY, ASK_KEY, NOW, Chain, make_chain, make_report
+from tests.kit.snp_chain import ASK_KEY, NOW, Chain, make_chain, make_report
 
 # Of P-384.
 _ORDER = 2**384 - 1388124618062372383947042015309946732620727252194336364173
 _CHIP = "AMD leaf: got another chip id, expected the report's in a VCEK"
 
 
-def _verify(report: bytes, chain: Chain | None = None, crl: bytes | None = None) -> VerifiedSnp:
+def _verify(report: bytes, chain: Chain | None = None) -> VerifiedSnp:
     chain = chain or make_chain()
     with chain.pinned():
-        return verify_snp(report, chain.certificates, NOW, crl)
+        return verify_snp(report, chain.certificates, NOW)
 
 
-def _refuses(
-    text: str, report: bytes, chain: Chain | None = None, crl: bytes | None = None
-) -> None:
+def _refuses(text: str, report: bytes, chain: Chain | None = None) -> None:
     with pytest.raises(EvidenceError) as refused:
-        _verify(report, chain, crl)
+        _verify(report, chain)
     assert str(refused.value).startswith(text)
 
 
@@ -50,17 +48,6 @@ def _with_signature(report: bytes, r: int, s: int) -> bytes:
 def _signature(report: bytes) -> tuple[int, int]:
     r, s = report[SIGNED_BYTES:][:72], report[SIGNED_BYTES + 72 :][:72]
     return int.from_bytes(r, "little"), int.from_bytes(s, "little")
-
-
-def test_report_certificates_and_list_are_all_verified() -> None:
-    revoking, empty = (
-        made.signed(made.crl_body("milan", revoked), ARK_KEY) for revoked in ([2], [])
-    )
-    _refuses("AMD ASK: got a certificate that is revoked", make_report(), crl=revoking)
-    assert _verify(make_report(), crl=empty).revocation_checked
-    assert not _verify(make_report()).revocation_checked
-    with pytest.raises(EvidenceError, match="AMD root: got another certificate"):
-        verify_snp(make_report(), make_chain().certificates, NOW)
 
 
 @each_row("product", ["milan", "genoa", "turin"])
@@ -89,9 +76,6 @@ def test_an_empty_chip_id_in_a_leaf_is_none() -> None:
 
 def test_every_part_is_signed_by_the_key_of_the_leaf() -> None:
     report, wrong = make_report(), "SNP report: got a wrong signature, expected the leaf's"
-    for at in range(0, SIGNED_BYTES, 48):
-        changed = report[:at] + bytes((report[at] ^ 0x40,)) + report[at + 1 :]
-        _refuses("", changed)
     r, s = _signature(report)
     other = _signature(make_report(vmpl=1))
     _refuses(wrong, make_report(key=ec.derive_private_key(7, ec.SECP384R1())))

