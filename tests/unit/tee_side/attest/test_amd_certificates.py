@@ -38,7 +38,6 @@ def _verify(
     chain: Chain = CHAIN,
     report: SnpReport = REPORT,
 ) -> None:
-    """Verify certificates by the root of `chain`."""
     with chain.pinned():
         product, key = verify_chain(report, certificates, now, crl)
     assert product == chain.product

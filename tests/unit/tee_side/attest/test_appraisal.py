@@ -92,7 +92,6 @@ def policy_of(text: str = POLICY) -> AppraisalPolicy:
 
 
 def snp(claims: Claims, tcb: Tcb = TCB, *, revocation: bool = True, **changes: Any) -> VerifiedSnp:
-    """Return a report of these claims, as it was verified."""
     report = replace(REPORT, **({"report_data": report_data(claims.encode())} | changes))
     return VerifiedSnp(report, report.product or "genoa", tcb, revocation)
 
@@ -104,7 +103,6 @@ def look(
     gpus: Mapping[str, VerifiedNvidia] | None = None,
     text: str = POLICY,
 ) -> Appraisal:
-    """Appraise what stands for verified evidence."""
     usual = expected or Expected(NONCE, CLAIMS.tls_key, NOW, "serve")
     gpus = gpus or {}
     named = {name: sha256(b"leaf").digest() for name in gpus}

@@ -149,7 +149,6 @@ GENUINE_VECTORS = [
 
 
 def _read(name: str) -> tuple[bytes, list[bytes]]:
-    """Return report and certificates."""
     chain = x509.load_pem_x509_certificates(read_vector(f"nvidia/{name}-chain.pem"))
     report = read_vector(f"nvidia/{name}-report.bin")
     return report, [one.public_bytes(Encoding.DER) for one in chain]

@@ -52,7 +52,6 @@ def receipt(**changes: Any) -> Receipt:
 
 
 def signed_map(fields: dict[str, Any], tag: bytes = DOMAIN) -> bytes:
-    """Sign other fields than a server would."""
     ordered = {
         name: dict(sorted(value.items())) if isinstance(value, dict) else value
         for name, value in sorted(fields.items())

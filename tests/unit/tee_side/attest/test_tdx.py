@@ -111,7 +111,6 @@ _NOW = {"v4": V4_NOW, "v5": NOW}
 
 
 def _read(name: str) -> tuple[bytes, bytes]:
-    """Return quote and collateral."""
     return read_vector(f"tdx/{name}-quote.bin"), read_vector(f"tdx/{name}-collateral.json")
 
 

@@ -140,7 +140,6 @@ def _step(lane: PadLane, rows: int) -> list[Factors]:
 def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store(
     rows: int,
 ) -> None:
-    """Its parent will send what was read before the fork."""
     pads, store, _ = _pads(rows, capacity=rows)
     lane, parent = pads.lane(), os.getpid()
     lane.draw(FIRST, rows)
@@ -182,45 +181,31 @@ def test_a_run_that_does_not_wait_is_refused_before_anything_is_taken() -> None:
     pads, store, maker = _pads(2, "fail")
     lane = pads.lane()
     assert [pads.ready(rows) for rows in (0, 1, 2, 3)] == [0, 1, 2, 2]
-    with pytest.raises(PadsExhaustedError) as caught:
+    with pytest.raises(PadsExhaustedError, match="got 2 left, expected 3") as caught:
         lane.draw(FIRST, 3)
-    assert caught.value.got == "2 left"
-    assert caught.value.expected.startswith("3 (tee-runner pads make, or --when-out")
     assert caught.value.retryable
     assert (maker.asked, pads.waited, pads.used, store.available) == ([], 0, 0, 2)
 
 
 def test_a_run_that_waits_makes_more_in_batches_that_grow() -> None:
-    """A short run does not pay for a long one's pads."""
     pads, _, maker = _pads(0, "wait", 4 * BATCH_TOKENS)
     lane = pads.lane()
     assert pads.ready(1) == 1
-    for _ in range(300):
+    for _ in range(120):
         _step(lane, 1)
-    assert maker.asked == [8, 16, 32, *[BATCH_TOKENS] * 4]
-    # What a step that failed had taken does not keep its space.
-    pads, _, maker = _pads(4, "wait", 4)
-    lane = pads.lane()
-    for _ in range(3):
-        lane.draw(FIRST, 4)
-    _step(lane, 4)
-    assert maker.asked == [4, 4, 4]
+    assert maker.asked == [8, 16, 32, BATCH_TOKENS]
 
 
 def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     pads, _, maker = _pads(0, "wait")
     first, second = pads.lane(), pads.lane()
-    with pytest.raises(
-        PadsExhaustedError, match=r"room for 16 tokens, expected 17 .*--step-tokens"
-    ):
+    with pytest.raises(PadsExhaustedError, match=r"room for 16 tokens, expected 17"):
         first.draw(FIRST, 17)
     assert (maker.asked, pads.used) == ([], 0)
     # Two lanes, of which each fits.
     first.draw(FIRST, 10)
-    with pytest.raises(PadsExhaustedError) as caught:
+    with pytest.raises(PadsExhaustedError, match="room for 16 tokens, used by this step"):
         second.draw(FIRST, 10)
-    assert caught.value.got == "room for 16 tokens, used by this step"
-    assert caught.value.expected.startswith("4 more (fewer --step-tokens")
     for lane in (first, second):
         lane.end_step()
     _step(second, 16)
@@ -241,11 +226,8 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
         lane.draw(FIRST, 1)
     # One that does not wait is told why.
     pads.when_out = "fail"
-    with pytest.raises(PadsExhaustedError) as caught:
+    with pytest.raises(PadsExhaustedError, match="0 left; making more failed: bank: got 0 bytes"):
         lane.draw(FIRST, 1)
-    assert caught.value.got == (
-        "0 left; making more failed: bank: got 0 bytes available, expected 4096 bytes"
-    )
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
@@ -311,13 +293,12 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
     assert seen == [([10], False)]
 
 
-@each_row("where", ["make", "wanted"])
-def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left(where: str) -> None:
-    def fail(*_: object) -> int:
+def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
+    def fail(_tokens: int) -> None:
         raise RuntimeError("pads: got a second batch")
 
     def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
-        maker = BackgroundMaker(*((lambda _: 1, fail) if where == "make" else (fail, print)))
+        maker = BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
             with maker._changed:
                 assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)

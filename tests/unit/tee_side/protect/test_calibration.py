@@ -41,7 +41,6 @@ MODEL, LINEAR = "a" * 64, "b" * 64
 
 
 def make(config: ModelConfig, change: dict[Site, SiteScales] | None = None) -> Calibration:
-    """Return a calibration with other numbers at every site."""
     sites: dict[Site, SiteScales] = {}
     for layer in range(config.num_hidden_layers):
         for column, (operator, modules) in enumerate(FUSED_MODULES.items()):
@@ -54,7 +53,6 @@ def make(config: ModelConfig, change: dict[Site, SiteScales] | None = None) -> C
 
 @pytest.fixture(scope="module")
 def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
-    """Return a model with biases of q, k and v."""
     return saved_model("qwen2")
 
 
@@ -106,7 +104,6 @@ def test_the_error_says_how_much_too_long_a_row_is_and_no_more(longer: float, go
 
 
 def _scales_of(weight_NI: torch.Tensor, input_scale: float) -> SiteScales:
-    """Return the scales of an int8 weight whose rows all have scale 1."""
     largest = float(weight_NI.double().norm(dim=1).max())
     return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest), 1.0)
 

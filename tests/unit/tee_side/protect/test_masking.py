@@ -27,8 +27,6 @@ X = torch.arange(12.0).reshape(3, 4)
 
 
 class SomePads:
-    """Notes what is asked for."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 

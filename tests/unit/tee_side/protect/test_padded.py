@@ -25,8 +25,6 @@ from tests.kit.rows import each_row
 
 
 class Once:
-    """Stands where a `PadLane` would."""
-
     def __init__(self, factors: Factors) -> None:
         self.factors = factors
 

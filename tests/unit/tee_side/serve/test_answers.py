@@ -31,7 +31,6 @@ def _streamed(engine: FakeEngine | None = None, **body: Any) -> list[Any]:
 
 
 def _joined(events: list[Any]) -> list[dict[str, Any]]:
-    """Put a stream's choices together, as they stand in a whole answer."""
     found: dict[int, dict[str, Any]] = {}
     for part in (part for event in events for part in event["choices"]):
         whole = found.setdefault(part["index"], {**part, "text": "", "logprobs": None})

@@ -31,7 +31,6 @@ USER = {"role": "user", "content": "Hello"}
 
 
 def asked(by: Callable[..., Reply], **body: Any) -> list[Request]:
-    """Return what is asked of the engine."""
     engine = FakeEngine()
     assert by(engine, **body).status == 200
     return engine.requests

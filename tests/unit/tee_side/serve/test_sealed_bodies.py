@@ -36,7 +36,6 @@ def sealer(name: str = "request", salt: bytes = SALT, secret: bytes = SECRET) ->
 
 
 def chunks_of(pieces: list[bytes]) -> list[bytes]:
-    """Return the chunk of each piece, the last one final."""
     sealing = sealer()
     return [sealing.seal(piece, final=at + 1 == len(pieces)) for at, piece in enumerate(pieces)]
 

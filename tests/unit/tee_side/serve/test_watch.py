@@ -36,8 +36,6 @@ def value(metrics: Metrics, name: str) -> float:
 
 
 class World:
-    """A watch with all that it tells."""
-
     def __init__(self, path: Path) -> None:
         self.clock, self.path = Clock(), path
         key = ApiKey(name="alice", sha256="0" * 64, **LIMITS)
@@ -215,7 +213,6 @@ class Keyed:
         return self.limits.begin(owner, prompt, tokens)
 
     def refused(self, tokens: int = 1, prompt: int = 0) -> RateLimitError:
-        """Refuse a request, which takes nothing."""
         before = self.limits.running("alice"), self.limits.headers("alice")
         with pytest.raises(RateLimitError) as refused:
             self.begin(tokens, prompt=prompt)
