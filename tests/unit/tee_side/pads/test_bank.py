@@ -194,17 +194,6 @@ def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
             bank.factors(bank.take(1), 0)
 
 
-def test_a_slots_earlier_record_does_not_open(tmp_path: Path) -> None:
-    with create(tmp_path, capacity=2, block=1) as bank:
-        fill(bank, 2)
-        old = (tmp_path / "bank").read_bytes()
-        use(bank, bank.take(2))
-        fill(bank, 2)
-    (tmp_path / "bank").write_bytes(old)
-    with reopen(tmp_path) as bank, pytest.raises(PadBankError, match="pad 2"):
-        use(bank, bank.take(1))
-
-
 @each_row("way", ["factors", "all_factors", "start"])
 def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path, way: str) -> None:
     """Whether its site is read alone, ahead of its turn with all others, or by threads."""

@@ -26,17 +26,6 @@ from tests.kit.rows import each_row
 Models = Callable[..., SavedModel]
 
 
-def test_a_layout_has_each_site_once_with_the_sizes_of_the_model(saved_model: Models) -> None:
-    config = read_config(saved_model().directory)
-    layout, last = PadLayout.of(config), config.num_hidden_layers - 1
-    # Of the LM heads that each layer might have, there is one.
-    assert [site.number for site in layout.sites] == [
-        n for n in range(5 * last + 5) if n % 5 != 4 or n == 5 * last + 4
-    ]
-    some = PadLayout.of(config, [(1, "down_proj"), (0, "o_proj")])  # in any order
-    assert [str(site) for site in some.sites] == ["layer 0 o_proj", "layer 1 down_proj"]
-
-
 # More rows than a block of digits, and fewer.
 @each_row("count", [1, 40])
 def test_factors_are_the_exact_products_of_the_services_own_integers(

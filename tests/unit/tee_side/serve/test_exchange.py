@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import EndpointError, LimitError, PromptError
-from tee_side.engine.request import Delivery, NewToken, PromptRead
+from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
 from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.app import create_app
 from tee_side.serve.limits import RateLimitError
@@ -195,10 +195,19 @@ async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_o
     await task
 
 
+class Together(FakeEngine):
+    """Delivers all tokens of a prompt in one piece."""
+
+    def _script(self, request: Request) -> list[Delivery]:
+        parts = super()._script(request)
+        tokens = tuple(token for part in parts for token in part.tokens)
+        return [Delivery(tokens, parts[0].prompt, ended=True)]
+
+
 def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:
     says, body = [300, 301, 302], _body(True, max_tokens=3, n=2, prompt=[[5], [6]])
     whole, paced = (
-        _ask(FakeEngine(says=says, at_once=True), body, tempo_s=tempo_s)[0]
+        _ask(Together(says=says, at_once=True), body, tempo_s=tempo_s)[0]
         for tempo_s in (0.0, 0.001)
     )
     assert (len(whole.writes), len(paced.writes)) == (2, 4)

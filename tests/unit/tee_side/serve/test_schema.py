@@ -216,7 +216,7 @@ IS_JSON = {"content-type": "application/json"}
 def test_no_error_quotes_the_input_or_a_lone_surrogate(caplog: pytest.LogCaptureFixture) -> None:
     """Of every field of every endpoint with the canary in it, in some forms."""
     caplog.set_level(logging.DEBUG)
-    forms: list[Any] = [CANARY, [CANARY], {CANARY: CANARY}, [[CANARY]], [{CANARY: [CANARY]}]]
+    forms: list[Any] = [CANARY, {CANARY: CANARY}, [CANARY, [CANARY], {CANARY: [CANARY]}]]
     app, refused = create_app(serving()), {}
     for path, (schema_of, body) in ENDPOINTS.items():
         for name in [*schema_of.model_fields, CANARY]:
@@ -224,7 +224,7 @@ def test_no_error_quotes_the_input_or_a_lone_surrogate(caplog: pytest.LogCapture
                 reply = call(app, "POST", path, body | {name: form})
                 if reply.status != 200:
                     refused[path, name, number] = reply
-    assert len(refused) > 300
+    assert len(refused) > 150
     assert {reply.status for reply in refused.values()} == {400}
     assert all(reply.error()["message"] and reply.text.isascii() for reply in refused.values())
     words = ("Seekrit", "4711", "ud83d")
