@@ -314,6 +314,11 @@ LINES: list[tuple[dict[Operator, Mask | None], str]] = [
         f" to be broken, {APART}",
     ),
     (
+        {"attn_values": None, "o_proj": Pad()},
+        f"the GPU sees attention probabilities and values in the clear - {RECOVERED};"
+        " activations under pad, not known to be broken",
+    ),
+    (
         dict.fromkeys(OPERATORS),
         "the GPU sees the token ids, hidden states, queries and keys, attention probabilities and"
         " values, attention outputs, MLP activations, the logits in the clear - the token ids and"
