@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,10 +179,8 @@ def test_what_a_guest_of_snp_must_be(changes: dict[str, Any], step: str, got: st
 
 _CONFIDENTIAL = POLICY.replace("production", "gpu-confidential")
 _NO_SERVICES = POLICY.replace(f'["{"73" * 32}"]', "[]")
-_CERTIFICATE, _FILE = (
-    Expected(b"", CLAIMS.tls_key, NOW, "serve"),
-    Expected(None, None, NOW, "serve"),
-)
+_CERTIFICATE = Expected(b"", CLAIMS.tls_key, NOW, "serve")
+_FILE = Expected(None, None, NOW, "serve")
 _LATE = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
 
 
@@ -291,10 +290,8 @@ without = partial(str.replace, POLICY)
         (without("[tdx]", "[simulated]\nmeasurements = 'any'\n[tdx]"), ""),
     ],
 )
-def test_a_policy_that_leaves_out_or_adds_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, text: str, where: str
-) -> None:
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
+def test_a_policy_that_leaves_out_or_adds_is_refused(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "appraisal.toml"
     assert text != POLICY
     path.write_text(text)
     with pytest.raises(SettingsError) as refused:

@@ -149,7 +149,7 @@ def test_a_witness_that_cannot_be_written_costs_its_pads_and_nothing_else(
         assert bank.take(1) == range(2, 3)
 
 
-@each_row("kind", ["link", "mode", "another bank's", "cut"])
+@each_row("kind", ["link", "pipe", "mode", "another bank's", "cut"])
 def test_a_witness_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
     ours, other = tmp_path / kind / "a", tmp_path / kind / "b"
     for folder in (ours, other):
@@ -162,6 +162,9 @@ def test_a_witness_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> Non
         witness.write_bytes(witness.read_bytes()[:-1])
     elif kind == "another bank's":
         shutil.copy(_witness(other), witness)
+    elif kind == "pipe":
+        witness.unlink()
+        os.mkfifo(witness, 0o600)
     else:  # but for the link it could be ours
         witness.symlink_to(shutil.move(witness, other / "elsewhere"))
     with pytest.raises(PadBankError, match=re.escape(str(witness))):

@@ -131,10 +131,8 @@ CHANGES: dict[str, Sequence[int | bytes]] = {
 
 
 @each_row("what", CHANGES)
-def test_records_cannot_be_removed_moved_or_repeated(
-    tmp_path_factory: pytest.TempPathFactory, what: str
-) -> None:
-    path = tmp_path_factory.mktemp("log") / "audit.log"
+def test_records_cannot_be_removed_moved_or_repeated(path: Path, what: str) -> None:
+    path.unlink(missing_ok=True)
     for start in (0, 3, 6):
         write(path, start, start + 1, start + 2)
     found = pieces(path)
@@ -238,9 +236,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @each_row("room", [0, 100])
 def test_a_full_disk_ends_nothing_and_its_records_follow_later(
-    tmp_path_factory: pytest.TempPathFactory, disk: Disk, room: int
+    path: Path, disk: Disk, room: int
 ) -> None:
-    path = tmp_path_factory.mktemp("log") / "audit.log"
+    path.unlink(missing_ok=True)
     log = AuditLog(path, KEY, utc=utc)
     disk.room = room
     for number in range(5):
@@ -289,6 +287,7 @@ def test_a_sync_a_second_and_one_at_the_end(path: Path, disk: Disk) -> None:
         clock.wait(1)
         log.sync()
         assert (disk.syncs, log.errors) == (syncs, 1)
+    log.close()
     log.close()
     assert disk.syncs == 5
 

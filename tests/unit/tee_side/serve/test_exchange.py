@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import EndpointError, LimitError, PromptError
@@ -46,26 +45,14 @@ def _outcomes(watch: FakeWatch) -> list[str]:
     return [outcome for outcome, *_ in watch.ended]
 
 
-@dataclass
-class Held:
-    engine: FakeEngine
-    watch: FakeWatch
-    asked: Connection
-
-    async def status(self) -> int:
-        await self.asked.changed.wait()
-        return self.asked.reply.status
-
-
 @asynccontextmanager
-async def _held(body: dict[str, Any], **more: Any) -> AsyncIterator[Held]:
+async def _held(body: dict[str, Any]) -> AsyncIterator[tuple[FakeEngine, FakeWatch, Connection]]:
     """Ask, and go on when the engine is asked; at the end the client leaves."""
     engine, watch = FakeEngine(hold=True), FakeWatch()
-    app = create_app(serving(engine, watch=watch, **more))
+    app = create_app(serving(engine, watch=watch))
     async with connected(app, "POST", PATH, body) as asked:
         await engine.submitted.wait()
-        engine.submitted.clear()
-        yield Held(engine, watch, asked)
+        yield engine, watch, asked
 
 
 @each_row("stream", [False, True])
@@ -117,11 +104,12 @@ def test_what_could_never_run_is_refused_before_it_is_accounted_for() -> None:
 
 @in_a_loop
 async def test_an_error_of_one_prompt_cancels_the_others() -> None:
-    async with _held(_body(False, prompt=[[5], [6]])) as held:
-        first, second = held.engine.open
-        held.engine.step(Delivery(error=GONE, ended=True))
-        assert await held.status() == 503
-        assert (held.engine.cancelled, held.engine.open) == ([second], [])
+    async with _held(_body(False, prompt=[[5], [6]])) as (engine, _, asked):
+        first, second = engine.open
+        engine.step(Delivery(error=GONE, ended=True))
+        await asked.changed.wait()
+        assert asked.reply.status == 503
+        assert (engine.cancelled, engine.open) == ([second], [])
         assert first.request.prompt_ids == (5,)
 
 
@@ -163,15 +151,17 @@ def test_prompts_of_a_request_wait_for_places(
 
 @in_a_loop
 async def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_again() -> None:
-    async with _held(_body(False, prompt=[[at + 1] * 2 for at in range(20)])) as held:
-        held.engine.step(TOKEN)
+    body = _body(False, prompt=[[at + 1] * 2 for at in range(20)])
+    async with _held(body) as (engine, watch, asked):
+        engine.step(TOKEN)
         refused = LimitError("KV memory", got="much", expected="less")
-        held.engine.step(Delivery(error=refused, ended=True), ticket=1)
-        assert await held.status() == 503
-        assert len(held.engine.requests) == 16
+        engine.step(Delivery(error=refused, ended=True), ticket=1)
+        await asked.changed.wait()
+        assert asked.reply.status == 503
+        assert len(engine.requests) == 16
     # Only what was asked of the engine counts.
-    assert held.watch.ended == [("LimitError", 32, 1)]
-    assert held.engine.open == []
+    assert watch.ended == [("LimitError", 32, 1)]
+    assert engine.open == []
 
 
 @in_a_loop
@@ -193,6 +183,11 @@ async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_o
     assert (task.done(), engine.open) == (False, [])
     resume.set()
     await task
+    # Before anything was written as well.
+    async with _held(_body(False)) as (engine, watch, asked):
+        engine.step(TOKEN)
+    assert (len(engine.cancelled), engine.open) == (1, [])
+    assert (watch.ended, asked.reply.status) == ([("cancelled", 2, 1)], 0)
 
 
 class Together(FakeEngine):

@@ -128,6 +128,7 @@ def _json_schema(**form: Any) -> dict[str, Any]:
         ({"guided_grammar": "root ::= x"}, "grammar", "root ::= x"),
         ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", {}),
         ({"response_format": {"type": "json_object"}}, "json_object", {}),
         (_json_schema(json_schema={"name": "n", "schema": {"b": 2}}), "json_schema", {"b": 2}),
         ({"response_format": {"type": "text"}}, None, None),

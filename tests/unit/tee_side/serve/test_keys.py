@@ -76,10 +76,8 @@ GOOD = f'sha256 = "{"0" * 64}"'
         (f"[keys.a]\n{GOOD}\n[keys.b]\n{GOOD}", "b: sha256: got the key of a"),
     ],
 )
-def test_a_bad_file_is_refused_and_not_quoted(
-    tmp_path_factory: pytest.TempPathFactory, text: str, message: str
-) -> None:
-    path = write(tmp_path_factory.mktemp("keys") / "keys.toml", text)
+def test_a_bad_file_is_refused_and_not_quoted(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "keys.toml", text)
     with pytest.raises(KeyFileError) as refused:
         ApiKeys(path)
     assert str(refused.value).startswith(f"{path}: ")
