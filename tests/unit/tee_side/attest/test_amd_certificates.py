@@ -294,10 +294,3 @@ def test_a_leaf_and_its_intermediate_are_of_the_kind_and_product_of_the_report()
     genoa = made.name("SEV-Genoa")
     ask = replace(made.ask_body("milan"), subject=genoa)
     refuses("vcek", _NAMES, replace(made.leaf_body(), issuer=genoa), ask)
-
-
-def test_a_turin_has_a_fifth_version() -> None:
-    chain, report = make_chain("turin"), _report("turin")
-    for encoded, text in ((None, _BYTES), (b"\x02\x01\x00", _TCB)):
-        leaf = made.leaf_body("turin", changed={f"{made.AMD}.3.9": encoded}).signed(ASK_KEY)
-        _refuses(text, (leaf, chain.ask, chain.ark), chain=chain, report=report)

@@ -87,22 +87,11 @@ def test_no_bit_of_a_receipt_can_be_changed() -> None:
             changed[at] ^= bit
             with pytest.raises(EvidenceError, match="another signature"):
                 verify(bytes(changed), PUBLIC)
+    with pytest.raises(EvidenceError, match="another signature"):
+        verify(signed, PUBLIC[::-1])
     for other in (b"", signed[:-1], signed[1:], signed + b"\0", signed[:64], signed[-64:]):
         with pytest.raises(EvidenceError, match="another signature"):
             verify(other, PUBLIC)
-
-
-@each_row(
-    ("key", "said"),
-    [
-        (PUBLIC[::-1], "receipt: got another signature, expected the key's"),
-        (PUBLIC[:-1], "receipt key: got another, expected a public key of Ed25519, and no point"),
-        (b"", "receipt key: got none, expected a public key of Ed25519, and no point of small"),
-    ],
-)
-def test_another_key_is_none(key: bytes, said: str) -> None:
-    with pytest.raises(EvidenceError, match=f"^{said}"):
-        verify(sign(receipt()), key)
 
 
 # The y of all points of order 8 and less on edwards25519, as no encoder writes them too. Under such
@@ -120,6 +109,9 @@ def test_a_point_of_small_order_is_no_key(y: int) -> None:
             verify(sign(receipt()), key)
         with pytest.raises(ValueError, match=r"receipt_key\n.*no point of small order"):
             Claims(**GOOD | {"receipt_key": key})
+    for key in (PUBLIC[:-1], b""):
+        with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
+            verify(sign(receipt()), key)
 
 
 def test_a_receipt_that_was_made_without_a_secret_is_refused() -> None:

@@ -177,16 +177,6 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     assert torch.equal(factors.u, product(SECOND, factors.r))
 
 
-def test_a_run_that_does_not_wait_is_refused_before_anything_is_taken() -> None:
-    pads, store, maker = _pads(2, "fail")
-    lane = pads.lane()
-    assert [pads.ready(rows) for rows in (0, 1, 2, 3)] == [0, 1, 2, 2]
-    with pytest.raises(PadsExhaustedError, match="got 2 left, expected 3") as caught:
-        lane.draw(FIRST, 3)
-    assert caught.value.retryable
-    assert (maker.asked, pads.waited, pads.used, store.available) == ([], 0, 0, 2)
-
-
 def test_a_run_that_waits_makes_more_in_batches_that_grow() -> None:
     pads, _, maker = _pads(0, "wait", 4 * BATCH_TOKENS)
     lane = pads.lane()

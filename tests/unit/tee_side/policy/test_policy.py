@@ -12,10 +12,9 @@ from pydantic import ValidationError
 from protocol.errors import PolicyError
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
-from tee_side.words import OPERATORS, Operator
+from tee_side.words import OPERATORS
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_mix import RowMix
@@ -298,64 +297,56 @@ APART = "as long as the two services do not collude and their links are encrypte
 PUBLIC = "broken where the weights are public (tsqp masks says how)"
 SHUFFLED = "the token ids of prompt and answer themselves, in random order among dummies"
 
-LINES: list[tuple[dict[Operator, Mask | None], str]] = [
-    ({"o_proj": Pad()}, f"{UNIFORM}{HONEST}"),
-    ({"o_proj": Pad(), "down_proj": Shares()}, f"{EACH}, {APART}{HONEST}"),
-    (
-        {
-            "embedding": RowPermutation(),
-            "attn_scores": None,
-            "attn_values": RowMix(),
-            "o_proj": Pad(),
-            "down_proj": Shares(),
-        },
-        f"the GPU sees {SHUFFLED} (row-permutation); queries and keys in the clear - {RECOVERED};"
-        f" activations under row-mix, which is {PUBLIC}; activations under pad, shares, not known"
-        f" to be broken, {APART}",
-    ),
-    (
-        {"attn_values": None, "o_proj": Pad()},
-        f"the GPU sees attention probabilities and values in the clear - {RECOVERED};"
-        " activations under pad, not known to be broken",
-    ),
-    (
-        dict.fromkeys(OPERATORS),
-        "the GPU sees the token ids, hidden states, queries and keys, attention probabilities and"
-        " values, attention outputs, MLP activations, the logits in the clear - the token ids and"
-        " the logits: the prompt and the answer themselves",
-    ),
-]
-
-
-@each_row(("masks", "line"), LINES)
-def test_what_a_policy_discloses_is_complete_and_worst_first(
-    masks: dict[Operator, Mask | None], line: str
-) -> None:
-    integer = any(mask is not None and mask.arithmetic == "int8" for mask in masks.values())
-    placed = {operator: CLEAR | {"mask": mask or "none"} for operator, mask in masks.items()}
-    said = policy_of(placed, arithmetic="int8" if integer else "float").leakage_summary() or ""
-    assert said == f"policy n: {line}"
-
-
 EXACT = "; results are verified, and a service that lies is asked no more"
 NEARLY = (
     "; results are verified within a tolerance, and a service that lies by more is asked no more"
 )
 WITHIN = "the GPU sees activations under unbroken, pad, not known to be broken; lengths and timing"
+PADS, SHARES = under(Pad()), under(Shares())
+CHECKED = under(Pad(), verify="freivalds")
 
 
-def test_results_are_said_to_be_verified_only_where_all_of_them_are() -> None:
-    checked, believed = under(Pad(), verify="freivalds"), under(Pad())
-    # Under a mask of floats a lie within the tolerance is accepted.
-    within = under(Unbroken(), verify="freivalds")
-    for placed, line in (
-        ({"o_proj": checked, "down_proj": checked}, UNIFORM + EXACT),
-        ({"o_proj": checked, "down_proj": believed}, UNIFORM + HONEST),
-        ({"o_proj": checked, "attn_scores": within}, WITHIN + NEARLY),
-    ):
-        policy = policy_of(placed, **INT8)
-        assert policy.leakage_summary() == f"policy n: {line}"
-        assert policy.verified
+@each_row(
+    ("placed", "line"),
+    [
+        ({"o_proj": PADS, "down_proj": SHARES}, f"{EACH}, {APART}{HONEST}"),
+        (
+            {
+                "embedding": under(RowPermutation()),
+                "attn_scores": CLEAR,
+                "attn_values": under(RowMix()),
+                "o_proj": PADS,
+                "down_proj": SHARES,
+            },
+            f"the GPU sees {SHUFFLED} (row-permutation); queries and keys in the clear -"
+            f" {RECOVERED}; activations under row-mix, which is {PUBLIC}; activations under pad,"
+            f" shares, not known to be broken, {APART}",
+        ),
+        (
+            {"attn_values": CLEAR, "o_proj": PADS},
+            f"the GPU sees attention probabilities and values in the clear - {RECOVERED};"
+            " activations under pad, not known to be broken",
+        ),
+        (
+            {"embedding": CLEAR, "lm_head": CLEAR},
+            "the GPU sees the token ids, the logits in the clear - the token ids and the logits:"
+            " the prompt and the answer themselves",
+        ),
+        # Verified are all results or none.
+        ({"o_proj": CHECKED, "down_proj": CHECKED}, UNIFORM + EXACT),
+        ({"o_proj": CHECKED, "down_proj": PADS}, UNIFORM + HONEST),
+        # Under a mask of floats a lie within the tolerance is accepted.
+        (
+            {"o_proj": CHECKED, "attn_scores": under(Unbroken(), verify="freivalds")},
+            WITHIN + NEARLY,
+        ),
+    ],
+)
+def test_what_a_policy_discloses_is_complete_and_worst_first(placed: Changes, line: str) -> None:
+    arithmetic = "int8" if "o_proj" in placed else "float"
+    policy = policy_of(placed, arithmetic=arithmetic)
+    assert policy.leakage_summary() == f"policy n: {line}"
+    assert policy.verified == any(one == CHECKED for one in placed.values())
 
 
 def test_links_in_the_clear_are_said_to_give_everything_away() -> None:
