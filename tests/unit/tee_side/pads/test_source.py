@@ -243,11 +243,11 @@ def test_a_run_that_waits_and_the_background_make_pads_in_turns(tmp_path: Path) 
         pads = Pads(Pad(), bank, cast(PadMaker, Maker()), "wait")
         lane = pads.lane()
         with pads.filling() as tell_load:
-            for step in range(100):
+            for step in range(50):
                 tell_load(LOADS[step % 2])
                 for factors, site in zip(_step(lane, 1 + step % 50), SITES, strict=True):
                     assert torch.equal(factors.u, product(site, factors.r))
-        assert pads.used == sum(1 + step % 50 for step in range(100))
+        assert pads.used == sum(1 + step % 50 for step in range(50))
 
 
 def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
