@@ -67,6 +67,15 @@ def test_a_body_beyond_the_bound_is_413_by_its_length_or_by_what_came(chunk: int
     assert long.error()["type"] == "exceed_context_size_error"
 
 
+def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    assert call(serving(), "OPTIONS", PATH, None, asked).status == 405
+    app = create_app(serving(authorise=authorise), allow_origins=["https://example.org"])
+    assert call(app, "OPTIONS", PATH, None, asked).status == 200
+    other = asked | {"origin": "https://example.com"}
+    assert call(app, "OPTIONS", PATH, None, other).status == 400
+
+
 @each_row(
     ("path", "body"),
     [

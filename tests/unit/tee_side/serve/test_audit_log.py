@@ -324,7 +324,7 @@ def test_a_key_is_read_from_a_file_and_from_a_descriptor_and_not_quoted(tmp_path
         read_key_from(reader)
     with pytest.raises(KeyFileError, match="got mode 0640, expected 0600"):
         read_key(write_key(good, 0o640))
-    for text in ("", KEY.hex(), good[:-2]):
+    for text in ("", KEY.hex(), good[:-2], f"{good}\n"):
         with pytest.raises(KeyFileError) as by_file:
             read_key(write_key(text))
         with pytest.raises(KeyFileError) as by_descriptor:
