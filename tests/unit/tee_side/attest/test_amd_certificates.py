@@ -38,7 +38,6 @@ def _verify(
     chain: Chain = CHAIN,
     report: SnpReport = REPORT,
 ) -> None:
-    """Verify certificates by the root of `chain`."""
     with chain.pinned():
         product, key = verify_chain(report, certificates, now, crl)
     assert product == chain.product
@@ -73,12 +72,9 @@ def test_chains_of_every_product_and_kind_are_accepted() -> None:
     # The algorithm's last field, which is at its default, may be written.
     long = replace(made.ask_body("milan"), algorithm=made.PSS_LONG).signed(ARK_KEY)
     _verify((_leaf(algorithm=made.PSS_LONG), long, ARK))
-    # Versions above 127 take two bytes; a fifth one is read of a Turin alone.
-    for microcode in (127, 128, 255):
-        tcb = made.TCB._replace(microcode=microcode)
-        leaf = made.leaf_body(tcb=tcb).signed(ASK_KEY)
-        _verify((leaf, ASK, ARK), report=_report(tcb=tcb))
-    _verify((_version(9, b"\x02\x01\x07"), ASK, ARK))
+    # Versions above 127 take two bytes.
+    tcb = made.TCB._replace(microcode=128)
+    _verify((made.leaf_body(tcb=tcb).signed(ASK_KEY), ASK, ARK), report=_report(tcb=tcb))
 
 
 def test_three_certificates_in_order_to_a_root_that_is_pinned_to_the_byte() -> None:
@@ -94,8 +90,6 @@ def test_three_certificates_in_order_to_a_root_that_is_pinned_to_the_byte() -> N
         _refuses("AMD root: got another certificate", (LEAF, ASK, other))
     with pytest.raises(EvidenceError, match="AMD root: got another certificate"):
         verify_chain(REPORT, CHAIN.certificates, NOW)
-    no_certificate = replace(CHAIN, ark=b"\x30\x00")
-    _refuses(_BYTES, no_certificate.certificates, chain=no_certificate)
     _refuses("AMD root: got that of milan, expected genoa", report=_report("genoa"))
 
 
@@ -129,9 +123,7 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
     two = f"{of} two signature algorithms" if where == "leaf" else _BYTES
     rows = [
         (good + b"\0", _BYTES),
-        (good[:-1], _BYTES),
-        # Lengths that are not the shortest, inside and around.
-        (b"\x30\x83\0" + good[2:], _BYTES),
+        # A length that is not the shortest.
         (parts(b"\x30\x83\0" + body[2:], algorithm, bits(signature)), _BYTES),
         (parts(body, algorithm, bits(signature), bits(signature)), _BYTES),
         (made.sequence(bytes(8189)), f"{of} 8193 bytes, expected 8192 at most"),
@@ -152,9 +144,7 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
     ]
     for encoded, text in rows:
         _refuses(text, **given(encoded))
-
-
-def test_the_algorithm_of_a_leaf_is_no_other_of_its_fields() -> None:
+    # Its algorithm is no other of its fields.
     sha1 = made.sequence(made.oid("1.2.840.113549.1.1.5"), made.element(5))
     extra = made.leaf_body("milan", changed={f"{made.AMD}.77": made.PSS_SHORT})
     leaf = made.signed(replace(extra, algorithm=sha1).encoded(), ASK_KEY)
@@ -259,14 +249,11 @@ def _extended(*encoded: bytes) -> bytes:
 @each_row(
     ("leaf", "text"),
     [
-        (_leaf(version=b""), _BYTES),
         (_leaf(version=made.element(0xA0, made.integer(1))), "AMD leaf: got another version"),
-        (_leaf(version=made.element(0xA0, made.integer(3))), "AMD leaf: got another version"),
         (_leaf(serial=b"\x02\x02\0\0"), _BYTES),
         *((_leaf(issuer=made.name(one)), _NAMES) for one in ("SEV-Genoa", "SEV-VLEK-Milan", "ARK")),
         # The country as text of another type.
         (_leaf(subject=_NAMED.replace(b"\x13\x02", b"\x0c\x02")), _NAMES),
-        (_leaf(validity=made.sequence(made.time(made.BEGINS))), _BYTES),
         (_leaf(validity=_validity(made.BEGINS, b"440230000000Z")), _BYTES),
         (_leaf(validity=_validity(made.BEGINS, b"20440101000000.5Z")), "AMD leaf: got a part of a"),
         *((_leaf(subject=made.name(one)), _NAMES) for one in ("SEV-VLEK", "SEV-VCEK ")),
@@ -276,13 +263,11 @@ def _extended(*encoded: bytes) -> bytes:
         (_extended(extension(f"{made.AMD}.3.1", b"\2\1\0") * 2), _TWICE),
         *((_leaf(extensions={f"{made.AMD}.3.{number}": None}), _BYTES) for number in (1, 2, 3, 8)),
         (_version(3, b"\x02\x02\x00\x18"), _BYTES),
-        (_version(8, b"\x04\x01\xdb"), _BYTES),
         (_version(8, b"\x02\x01\xdb"), _TCB),
         (_leaf(extensions={f"{made.AMD}.4": None}), _CHIP_ID),
         (_leaf(extensions={f"{made.AMD}.4": made.chip_id_of("milan") + b"\0"}), _CHIP_ID),
         (_leaf(key=made.public(ASK_KEY)), _KEY),
         (_leaf(key=made.public(ec.derive_private_key(5, ec.SECP256R1()))), _KEY),
-        (_leaf(key=made.public(made.LEAF_KEY)[:-1] + b"\0"), _BYTES),
     ],
 )
 def test_another_leaf_is_refused(leaf: bytes, text: str) -> None:
@@ -309,10 +294,3 @@ def test_a_leaf_and_its_intermediate_are_of_the_kind_and_product_of_the_report()
     genoa = made.name("SEV-Genoa")
     ask = replace(made.ask_body("milan"), subject=genoa)
     refuses("vcek", _NAMES, replace(made.leaf_body(), issuer=genoa), ask)
-
-
-def test_a_turin_has_a_fifth_version() -> None:
-    chain, report = make_chain("turin"), _report("turin")
-    for encoded, text in ((None, _BYTES), (b"\x02\x01\x00", _TCB)):
-        leaf = made.leaf_body("turin", changed={f"{made.AMD}.3.9": encoded}).signed(ASK_KEY)
-        _refuses(text, (leaf, chain.ask, chain.ark), chain=chain, report=report)

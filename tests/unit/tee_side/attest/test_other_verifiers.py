@@ -20,7 +20,7 @@ from tee_side.attest.snp_report import SIGNED_BYTES
 from tests.kit.evidence import SNP_VECTORS, SnpVector, read_vector
 
 # The serial number of every VCEK is 0.
-pytestmark = pytest.mark.filterwarnings("ignore:Parsed a serial number")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Parsed a serial number")]
 
 
 def _ours(report: bytes, leaf: bytes, of: SnpVector) -> bool:

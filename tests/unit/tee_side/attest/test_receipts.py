@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -53,7 +52,6 @@ def receipt(**changes: Any) -> Receipt:
 
 
 def signed_map(fields: dict[str, Any], tag: bytes = DOMAIN) -> bytes:
-    """Sign other fields than a server would."""
     ordered = {
         name: dict(sorted(value.items())) if isinstance(value, dict) else value
         for name, value in sorted(fields.items())
@@ -67,21 +65,6 @@ def signed_bytes(packed: bytes, tag: bytes = DOMAIN) -> bytes:
 
 def sign(said: Receipt) -> bytes:
     return signed_bytes(said.encode())
-
-
-def missing_in(chain: Sequence[bytes]) -> list[int]:
-    """Return the places of receipts that do not follow the one before them."""
-    found, before = [], bytes(32)
-    for at, signed in enumerate(chain):
-        if verify(signed, PUBLIC).previous != before:
-            found.append(at)
-        before = hashlib.sha256(signed).digest()
-    return found
-
-
-def chain_of(count: int) -> list[bytes]:
-    chain = ReceiptChain(KEY, DIGESTS["model"], DIGESTS["policy"], lambda: 1_764_000_000.9)
-    return [chain.sign(**ANSWER) for _ in range(count)]
 
 
 def test_a_receipt_is_a_map_and_a_signature_of_its_own_kind() -> None:
@@ -104,22 +87,11 @@ def test_no_bit_of_a_receipt_can_be_changed() -> None:
             changed[at] ^= bit
             with pytest.raises(EvidenceError, match="another signature"):
                 verify(bytes(changed), PUBLIC)
+    with pytest.raises(EvidenceError, match="another signature"):
+        verify(signed, PUBLIC[::-1])
     for other in (b"", signed[:-1], signed[1:], signed + b"\0", signed[:64], signed[-64:]):
         with pytest.raises(EvidenceError, match="another signature"):
             verify(other, PUBLIC)
-
-
-@each_row(
-    ("key", "said"),
-    [
-        (PUBLIC[::-1], "receipt: got another signature, expected the key's"),
-        (PUBLIC[:-1], "receipt key: got another, expected a public key of Ed25519, and no point"),
-        (b"", "receipt key: got none, expected a public key of Ed25519, and no point of small"),
-    ],
-)
-def test_another_key_is_none(key: bytes, said: str) -> None:
-    with pytest.raises(EvidenceError, match=f"^{said}"):
-        verify(sign(receipt()), key)
 
 
 # The y of all points of order 8 and less on edwards25519, as no encoder writes them too. Under such
@@ -137,6 +109,9 @@ def test_a_point_of_small_order_is_no_key(y: int) -> None:
             verify(sign(receipt()), key)
         with pytest.raises(ValueError, match=r"receipt_key\n.*no point of small order"):
             Claims(**GOOD | {"receipt_key": key})
+    for key in (PUBLIC[:-1], b""):
+        with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
+            verify(sign(receipt()), key)
 
 
 def test_a_receipt_that_was_made_without_a_secret_is_refused() -> None:
@@ -162,7 +137,6 @@ def test_a_receipt_that_was_made_without_a_secret_is_refused() -> None:
         ({"sampling": {"top_k": "secret"}}, "receipt.sampling"),
         ({"time": 2**37}, "receipt.time"),
         ({"seed": 1.5}, "receipt.seed"),
-        ({"prompt_tokens": None}, "receipt.prompt_tokens"),
         ({"secret": 1}, "receipt"),
         ({"previous": bytes(Receipt.max_bytes)}, "receipt"),
     ],
@@ -177,20 +151,12 @@ def test_what_is_signed_and_no_receipt_is_refused_and_not_repeated(
 
 
 def test_a_server_signs_one_after_another() -> None:
-    chain = chain_of(4)
-    found = [verify(signed, PUBLIC) for signed in chain]
+    chain = ReceiptChain(KEY, DIGESTS["model"], DIGESTS["policy"], lambda: 1_764_000_000.9)
+    signed = [chain.sign(**ANSWER) for _ in range(4)]
+    found = [verify(one, PUBLIC) for one in signed]
     assert [one.sequence for one in found] == [0, 1, 2, 3]
-    assert found[0].previous == bytes(32)
-    assert missing_in(chain) == []
+    before = [bytes(32), *(hashlib.sha256(one).digest() for one in signed)]
+    assert [one.previous for one in found] == before[:-1]
     assert {one.time for one in found} == {1_764_000_000}
     assert {(one.model, one.policy) for one in found} == {(DIGESTS["model"], DIGESTS["policy"])}
     assert {one.prompt_tokens for one in found} == {3}
-
-
-@each_row("at", range(4))
-def test_a_receipt_that_is_missing_twice_there_or_moved_is_noticed(at: int) -> None:
-    chain = chain_of(5)
-    assert missing_in(chain[:at] + chain[at + 1 :]) == [at]
-    assert missing_in([*chain[: at + 1], *chain[at:]]) == [at + 1]
-    moved = [*chain[:at], chain[at + 1], chain[at], *chain[at + 2 :]]
-    assert missing_in(moved)[0] == at

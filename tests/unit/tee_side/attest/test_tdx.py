@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -101,18 +99,13 @@ def test_collateral_is_text_and_the_library_an_extra(monkeypatch: pytest.MonkeyP
         verify_tdx(b"", b"", NOW)
 
 
-# Genuine ones. Lists of firmware and of revoked certificates end 30 days after they were made.
-
+# Lists of firmware and of revoked certificates end 30 days after they were made.
 V4_NOW = datetime(2025, 6, 20, 10, 16, 3, tzinfo=UTC)
 LATER = datetime(2026, 11, 21, tzinfo=UTC)
-# Where what begins in a quote, of which all before the chain is signed, or is a signature or key:
-# the size of its signatures, the kind of the outer one, the size of the chain, the chain.
-_PLACES = {"v4": (632, 764, 1254, 1258), "v5": (702, 834, 1324, 1328)}
 _NOW = {"v4": V4_NOW, "v5": NOW}
 
 
 def _read(name: str) -> tuple[bytes, bytes]:
-    """Return quote and collateral."""
     return read_vector(f"tdx/{name}-quote.bin"), read_vector(f"tdx/{name}-collateral.json")
 
 
@@ -121,12 +114,17 @@ def _read(name: str) -> tuple[bytes, bytes]:
     [("v4", "91eb2b44", "44c0197b", "9a9d48e7"), ("v5", "7348651a", "5c8daf76", "945eaacf")],
 )
 def test_genuine_quotes_are_accepted(name: str, mrtd: str, rtmr0: str, report_data: str) -> None:
-    found = verify_tdx(*_read(name), _NOW[name])
+    quote, collateral = _read(name)
+    found = verify_tdx(quote, collateral, _NOW[name])
     assert found.status == "UpToDate"
     assert found.mrtd.hex().startswith(mrtd)
     assert found.rtmr[0].hex().startswith(rtmr0)
     assert found.report_data.hex().startswith(report_data)
-    assert [len(one) for one in (found.mrtd, *found.rtmr, found.report_data)] == [48] * 5 + [64]
+    # In what is signed, signatures, keys and the chain.
+    for place in (100, 600, 720, 800, 1100, 1510):
+        other = quote[:place] + bytes([quote[place] ^ 1]) + quote[place + 1 :]
+        with pytest.raises(EvidenceError):
+            verify_tdx(other, collateral, _NOW[name])
 
 
 @each_row(
@@ -143,27 +141,3 @@ def test_other_quotes_are_refused(quote: str, collateral: str, now: datetime, go
     with pytest.raises(EvidenceError) as refused:
         verify_tdx(*given, now)
     assert refused.value.got == got
-
-
-def _ignored(name: str, quote: bytes) -> set[int]:
-    """Return the places of bytes that `dcap-qvl` need not look at (see tee_side.attest.tdx)."""
-    auth_size, outer_kind, chain_size, chain = _PLACES[name]
-    root = [found.start() for found in re.finditer(b"-----BEGIN", quote)][2]
-    lines = {place for place in range(chain, root) if quote[place] == ord("\n")}
-    sizes = {auth_size, chain_size}
-    return sizes | {outer_kind, outer_kind + 1} | lines | {*range(root, len(quote))}
-
-
-@each_row("name, first", [("v4", 0), ("v5", 7)])
-def test_a_byte_is_noticed_but_those_that_are_listed(name: str, first: int) -> None:
-    quote, collateral = _read(name)
-    expected = verify_tdx(quote, collateral, _NOW[name])
-    _, kind, _, chain = _PLACES[name]
-    accepted = set()
-    for place in (*range(first, chain, 14), *range(chain + first, len(quote), 70), kind):
-        other = quote[:place] + bytes([quote[place] ^ 1 << place % 8]) + quote[place + 1 :]
-        with suppress(EvidenceError):
-            assert verify_tdx(other, collateral, _NOW[name]) == expected
-            accepted.add(place)
-    assert accepted <= _ignored(name, quote)
-    assert kind in accepted  # guards the test

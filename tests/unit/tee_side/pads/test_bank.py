@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from protocol.errors import PadBankError
 from tee_side.protect.pads import bank as bank_module
 from tee_side.protect.pads import bank_format
-from tee_side.protect.pads.bank import BankFile, read_bank_status
+from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Keys, Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
@@ -38,7 +37,6 @@ NAMES = ("bank", "bank.index", "bank.key")
 
 
 def _message(*parts: str) -> str:
-    """Pattern: these parts, in this order."""
     return ".*".join(re.escape(part) for part in parts)
 
 
@@ -51,45 +49,6 @@ def _refused(folder: Path, *parts: str) -> None:
         reopen(folder)
 
 
-# ---------------------------------------------------------------------------- the order on disk
-
-
-def test_what_a_token_needs_is_on_disk_before_it_is_handed_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nonces are counted first, then records, then the index; a pad is handed out after both."""
-    calls: list[str] = []
-
-    def watch(name: str, path_of: Callable[..., str]) -> None:
-        real = getattr(os, name)
-
-        def call(*given: Any) -> Any:
-            path = Path(path_of(*given))
-            beside = "bank folder" if path == tmp_path else path.name
-            beside = "witness folder" if beside.startswith("tsqp-") else beside
-            calls.append(f"{name} {re.sub('[0-9a-f]{32}.', '', beside)}")
-            return real(*given)
-
-        monkeypatch.setattr(os, name, call)
-
-    with create(tmp_path, block=1) as bank:
-        for name in ("fsync", "pwrite"):
-            watch(name, lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}"))
-        watch("replace", lambda _source, target: str(target))
-        fill(bank, 2)
-        index = ["fsync bank.index.new", "replace bank.index", "fsync bank folder"]
-        witness = ["fsync witness.new", "replace witness", "fsync witness folder"]
-        records = ["pwrite bank"] * 2 * len(LAYOUT.sites) + ["fsync bank"]
-        assert calls == [*index, *witness, *records, *index, *witness]
-        calls.clear()
-        bank.take(2)
-        assert calls == [*index, *witness]
-        assert read_bank_status(place(tmp_path)).next_index == 2
-
-
-# ------------------------------------------------------------------------- create, open, status
-
-
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     umask = os.umask(0)
     create(tmp_path).close()
@@ -100,16 +59,13 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 @each_row("name", NAMES)
 def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
-    for kind in ("file", "dangling link"):
-        folder = tmp_path / name / kind
-        folder.mkdir(parents=True)
-        if kind == "file":
-            (folder / name).write_bytes(b"precious")
-        else:
-            (folder / name).symlink_to(folder / "nowhere")
-        with pytest.raises(PadBankError, match=_message(f"{folder}/{name}", "an existing file")):
-            create(folder)
-        assert [path.name for path in folder.iterdir()] == [name]
+    """Not even a link that dangles."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / name).symlink_to(folder / "nowhere")
+    with pytest.raises(PadBankError, match=_message(f"{folder}/{name}", "an existing file")):
+        create(folder)
+    assert [path.name for path in folder.iterdir()] == [name]
 
 
 @each_row(
@@ -117,15 +73,10 @@ def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
     [
         ({"model_digest": "c" * 64, "model": "other"}, "bank: model: got pads for tiny, expected"),
         ({"linear_digest": "d" * 64}, "bank: model: got pads for tiny, whose files have changed"),
-        # Another option, or a bank from when options were not written down.
         ({"mask": "pad bits=8"}, "bank: mask: got pad, expected pad bits=8"),
         (
             {"sites": (LAYOUT.sites[0], SiteShape(1, "qkv_proj", 2, 6))},
             "bank: layout, layer 1 qkv_proj: got 2 -> 5, expected 2 -> 6",
-        ),
-        (
-            {"sites": (*LAYOUT.sites, SiteShape(1, "down_proj", 1, 1))},
-            "bank: layout, layer 1 down_proj: got no pads, expected 1 -> 1",
         ),
     ],
 )
@@ -146,7 +97,6 @@ def test_a_bank_of_something_else_is_refused_and_not_left_locked(
     [
         (b"\xff\xfe\x00", ("bank.key: got another file",)),
         (b"tsqp-pad-bank-key 2 " + b"0" * 64 + b"\n", ("another file", "-key 1 and 64 hex")),
-        (b"tsqp-pad-bank-key 1 " + b"0" * 62 + b"\n", ("another file", "64 hex digits")),
         (b"tsqp-pad-bank-key 1 " + b"g" * 64 + b"\n", ("64 hex digits",)),
         (b"tsqp-pad-bank-key 1 " + b"0" * 64 + b"\n", ("bank: key id", "bank.key", "expected")),
     ],
@@ -163,9 +113,6 @@ def test_a_key_that_is_another_or_that_others_can_reach_is_refused(
         key.chmod(mode)
         _refused(tmp_path, "bank.key: mode", "expected -rw-------")
     key.chmod(0o600)
-
-
-# ------------------------------------------------------------------------------------ two banks
 
 
 def test_two_banks_with_one_key_share_nothing(
@@ -199,9 +146,6 @@ def test_each_purpose_has_a_key_of_its_own_and_none_shows_in_messages() -> None:
     assert not any(repr(key) in shown or key.hex() in shown for key in secret)
 
 
-# ------------------------------------------------------------------------------------ tampering
-
-
 def test_every_byte_of_header_and_index_counts(tmp_path: Path) -> None:
     with create(tmp_path, capacity=2) as bank:
         fill(bank, 2)
@@ -212,7 +156,7 @@ def test_every_byte_of_header_and_index_counts(tmp_path: Path) -> None:
         written = content[:4096].rstrip(b"\0")
         # Behind the header are zeros up to a page.
         zeros = range(len(written), min(4096, len(content)), 61)
-        for position in (*range(len(written)), *zeros):
+        for position in (*range(64), *range(64, len(written), 3), *zeros):
             changed = bytearray(content)
             changed[position] ^= 1 << position % 8
             path.write_bytes(changed)
@@ -233,32 +177,20 @@ def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
         for site in (0, 1):
             batch.put(site, torch.zeros(2, 3, dtype=torch.int32))
         batch.commit()
-    content = (tmp_path / "bank").read_bytes()
+    path, index = tmp_path / "bank", tmp_path / "bank.index"
+    content, state = path.read_bytes(), index.read_bytes()
     records = [content[4096 + i * size : 4096 + (i + 1) * size] for i in range(4)]
-    assert len(b"".join(records)) == len(content) - 4096
-    copy = BankPlace.at(tmp_path / "copy", tmp_path / "bank.key", beside_bank=True)
     for other in (1, 2, 3):  # another site, another index, both
         swapped = list(records)
         swapped[0], swapped[other] = swapped[other], swapped[0]
-        (tmp_path / "copy").write_bytes(content[:4096] + b"".join(swapped))
-        shutil.copy(tmp_path / "bank.index", tmp_path / "copy.index")
+        path.write_bytes(content[:4096] + b"".join(swapped))
+        index.write_bytes(state)
         new_boot(tmp_path)
         with (
-            BankFile.open(copy, purpose) as bank,
+            BankFile.open(place(tmp_path), purpose) as bank,
             pytest.raises(PadBankError, match="pad 0, layer 0 qkv_proj"),
         ):
             bank.factors(bank.take(1), 0)
-
-
-def test_a_slots_earlier_record_does_not_open(tmp_path: Path) -> None:
-    with create(tmp_path, capacity=2, block=1) as bank:
-        fill(bank, 2)
-        old = (tmp_path / "bank").read_bytes()
-        use(bank, bank.take(2))
-        fill(bank, 2)
-    (tmp_path / "bank").write_bytes(old)
-    with reopen(tmp_path) as bank, pytest.raises(PadBankError, match="pad 2"):
-        use(bank, bank.take(1))
 
 
 @each_row("way", ["factors", "all_factors", "start"])
@@ -302,17 +234,13 @@ def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
     content, state = path.read_bytes(), index.read_bytes()
     for change in (-1, 1, -4096):
         os.truncate(path, len(content) + change)
-        got = f"got {len(content) + change}"
-        _refused(tmp_path, "bank: size", got, f"expected {len(content)}")
+        _refused(tmp_path, "bank: size", f"expected {len(content)}")
     os.truncate(path, 10)
     _refused(tmp_path, "bank: got no magic bytes")
     path.write_bytes(content[:11] + b"\x01" + content[12:])
     _refused(tmp_path, "bank: version", "got 1, expected 3 (make a new bank")
     path.write_bytes(content)
-    index.write_bytes(state[:11] + b"\x01" + state[12:])
-    _refused(tmp_path, "bank.index: version", "got 1, expected 3 (make a new bank")
-    # The last is as it was before nonces were counted.
-    for wrong in (b"", state[:-1], state + b"\0", state[:60] + state[68:]):
+    for wrong in (b"", state[:-1], state + b"\0"):
         index.write_bytes(wrong)
         _refused(tmp_path, f"{index}: got", f"expected an index of {len(state)} bytes")
     index.write_bytes(state)
@@ -320,9 +248,6 @@ def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
         os.truncate(path, 4096 + 5)
         with pytest.raises(PadBankError, match=_message("pad 0", "got 5 bytes")):
             bank.factors(bank.take(1), 1)
-
-
-# --------------------------------------------------------------------------------------- nonces
 
 
 def _sealed(folder: Path) -> int:
@@ -374,12 +299,8 @@ def test_random_nonces_have_a_limit_and_those_of_lost_batches_count(
         use(bank, bank.take(2))
 
 
-# ------------------------------------------------------------------------------- one at a time
-
-
 def test_one_process_has_a_bank_at_a_time_until_its_batch_has_ended(tmp_path: Path) -> None:
     bank = create(tmp_path)
-    _refused(tmp_path, f"{tmp_path}/bank: got a bank in use by process {os.getpid()},")
     # A copy of the file would use the same pads.
     for suffix in ("", ".index"):
         shutil.copy(tmp_path / f"bank{suffix}", tmp_path / f"copy{suffix}")

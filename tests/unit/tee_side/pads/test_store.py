@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.errors import PadBankError, PadsExhaustedError
+from protocol.errors import PadsExhaustedError
 from tee_side.protect.pads import store as store_module
 from tee_side.protect.pads.store import Draw, MemoryStore, PadStore
 from tests.kit.pads import LAYOUT, create, fill, product, put_all, reopen, use
@@ -23,8 +23,6 @@ CAPACITY = 8
 SITES = frozenset(site.number for site in LAYOUT.sites)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-# ----------------------------------------------------------------------------- one after another
 
 
 class Checked:
@@ -220,9 +218,6 @@ def test_whatever_is_asked_each_pad_is_right_and_handed_out_once(
     assert len(checked.drawn) > 500  # guards the test
 
 
-# ------------------------------------------------------------------- mistakes and other processes
-
-
 @pytest.fixture(params=["memory", "bank"])
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -296,9 +291,6 @@ def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
     store.close()
 
 
-# ------------------------------------------------------------------------------- several threads
-
-
 @pytest.fixture
 def go(store: PadStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set the threads of the store wait before they read."""
@@ -330,22 +322,3 @@ def test_nothing_is_filled_again_while_a_thread_may_read_it(
         r, u = draw()
         assert torch.equal(u, product(site, r))
     assert waited
-
-
-def test_what_threads_read_is_used_up_at_once_and_their_error_comes_with_the_result(
-    store: PadStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
-        raise PadBankError("bank", got="another record than was written", expected="its tag")
-
-    indices, (first, second) = store.take(CAPACITY), LAYOUT.sites
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_read_into", refused)
-        draw = store.start(indices, first.number)
-        for again in (store.factors, store.start):
-            with pytest.raises(RuntimeError, match="index 0"):
-                again(indices, first.number)
-        with pytest.raises(PadBankError, match="another record"):
-            draw()
-    r, u = store.start(indices, second.number)()
-    assert torch.equal(u, product(second.number, r))

@@ -12,10 +12,9 @@ from pydantic import ValidationError
 from protocol.errors import PolicyError
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
-from tee_side.words import OPERATORS, Operator
+from tee_side.words import OPERATORS
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_mix import RowMix
@@ -29,20 +28,15 @@ ROWS, FEATURES = "row-permutation", "feature-permutation"
 
 
 def under(mask: object, **more: Any) -> dict[str, Any]:
-    """Return a placement under a mask, whose results are believed."""
     return {**CLEAR, "mask": mask, **more}
 
 
 def of(name: str, **options: object) -> dict[str, object]:
-    """Return a mask with options."""
     return {"name": name, **options}
 
 
 STIP, CLOAK = under("stip-segment"), under("cloak-segment")
-ALL_IN_LAYER_0 = {name: TEE | {"layers": 0} for name in OPERATORS[1:-1]}
 
-
-# ---------------------------------------------------------------------------- built-in policies
 
 # Of each: its arithmetic, its mask, and what leaves.
 BUILTIN: dict[str, tuple[str, str | None, set[str]]] = {
@@ -73,9 +67,6 @@ def test_builtin_policies_place_what_their_names_say(name: str) -> None:
     assert policy.verified == (name in PROTECTED)
 
 
-# ----------------------------------------------------------------------------------- placements
-
-
 @each_row(
     ("text", "first", "last", "inside", "outside"),
     [
@@ -95,15 +86,11 @@ def test_a_range_of_layers_includes_both_ends(
     assert LayerRange.parse(str(layers)) == layers
 
 
-@each_row(
-    "text", ["", "-", "-3", "a", "1-2-3", "1 - 2", "10000", "1-10000", "1,2", "5-3", "5-4", True]
-)
+@each_row("text", ["", "-3", "a", "1-2-3", "1 - 2", "10000", "1,2", "5-4", True])
 def test_what_is_no_range_of_layers(text: object) -> None:
     with pytest.raises(PolicyError, match=r"o_proj: layers: got .* (such as|not run backwards)"):
         policy_of({"o_proj": {**TEE, "layers": text}})
 
-
-# -------------------------------------------------------------------------------------- refused
 
 Changes = dict[str, Any]
 
@@ -112,19 +99,14 @@ REFUSED: list[tuple[Changes, Changes, str, str]] = [
     # what leaves has to say how
     *(({name: "gpu"}, {}, f"{name}: mask", "nothing") for name in OPERATORS),
     ({"o_proj": {"place": "gpu", "mask": "none"}}, {}, "o_proj: verify", "nothing"),
-    ({"o_proj": under(None)}, {}, "o_proj: mask", "None"),
-    ({"o_proj": CLEAR | {"verify": None}}, {}, "o_proj: verify", "None"),
-    # masks
     ({"o_proj": under("nope")}, {}, "o_proj: mask", "'nope'"),
     ({"o_proj": under({"dummy_rows": 3})}, {}, "o_proj: mask", "a table without a name"),
     ({"o_proj": under(of(ROWS, dummy_row=3))}, {}, f"o_proj: mask: {ROWS}: dummy_row", "3"),
-    ({"o_proj": under(of(ROWS, dummy_rows=0))}, {}, f"o_proj: mask: {ROWS}: dummy_rows", "0"),
     ({"o_proj": TEE | {"mask": "row-mix"}}, {}, "o_proj", 'mask row-mix with place = "tee"'),
     *(
         ({operator: under(mask)}, settings, operator, f"mask {mask}")
         for operator, mask, settings in (
             ("attn_scores", "row-rotation", {}),
-            ("embedding", "row-mix", {}),
             ("embedding", "pad", INT8),
             ("segment", "feature-rotation", {}),
             ("lm_head", "cloak-segment", {}),
@@ -133,13 +115,11 @@ REFUSED: list[tuple[Changes, Changes, str, str]] = [
     *(
         ({operator: under(mask)}, {"arithmetic": said}, operator, f'arithmetic = "{said}"')
         for operator, mask, said in (
-            ("lm_head", "pad", "float"),
             ("o_proj", "shares", "float"),
             ("down_proj", "row-mix", "int8"),
         )
     ),
     ({"o_proj": [under("pad", layers="4-")]}, {}, "o_proj: layers 4-", 'arithmetic = "float"'),
-    # checks
     ({"o_proj": CLEAR | {"verify": "hash"}}, {}, "o_proj: verify", "'hash'"),
     (
         {"o_proj": [TEE | {"phase": "prefill", "verify": "freivalds"}]},
@@ -149,22 +129,16 @@ REFUSED: list[tuple[Changes, Changes, str, str]] = [
         {"o_proj": under(of("feature-rotation", sigma=0.1), verify="freivalds")},
         *({}, "o_proj", 'verify = "freivalds" under feature-rotation block=128 delta=1e-05 sigma'),
     ),
-    # layers, phases, places, keys
-    ({"embedding": TEE | {"layers": 0}}, {}, "embedding: layers 0", "layers 0"),
     ({"lm_head": [TEE | {"layers": "0-"}]}, {}, "lm_head: layers 0-", "layers 0-"),
     ({"o_proj": TEE | {"phase": "warmup"}}, {}, "o_proj: phase", "'warmup'"),
     ({"o_proj": {"mask": "row-mix"}}, {}, "o_proj: place", "nothing"),
-    ({"lm_head": "cpu"}, {}, "lm_head: place", "'cpu'"),
     ({"lm_head": [TEE, {"place": "cpu"}]}, {}, "lm_head: placement 2: place", "'cpu'"),
     ({"o_proj": TEE | {"masks": "pad"}}, {}, "o_proj: masks", "'pad'"),
     ({"o_proj": []}, {}, "o_proj", "[]"),
-    ({"o_proj": [True]}, {}, "o_proj", "True"),
     ({"lm_head": [TEE, 3]}, {}, "lm_head: placement 2", "3"),
     ({"mlp": CLEAR}, {}, "operators", "'mlp'"),
     *(({name: None}, {}, "operators", f"nothing for {name}") for name in OPERATORS),
-    # the policy itself
     ({}, {"arithmetics": "int8"}, "arithmetics", "'int8'"),
-    ({}, {"arithmetic": "int4"}, "arithmetic", "'int4'"),
     ({}, {"name": "a b"}, "policy: name", "'a b'"),
     ({}, {"decode_share": 0.3}, "decode_share", 'without prefill = "stock"'),
     ({}, {"decode_share": 1.5, "prefill": "stock"}, "decode_share", "1.5"),
@@ -175,19 +149,13 @@ REFUSED: list[tuple[Changes, Changes, str, str]] = [
         {"arithmetic": "int8-dynamic"},
         *("o_proj", 'place = "gpu" with arithmetic = "int8-dynamic"'),
     ),
-    # attested services
     ({"o_proj": CLEAR | {"place": "attested"}}, {}, "o_proj", 'place = "attested"'),
-    *(
-        ({}, {"service": {"attested": kind}}, "service: attested", repr(kind))
-        for kind in ("nvidia", 1)
-    ),
+    ({}, {"service": {"attested": "nvidia"}}, "service: attested", "'nvidia'"),
     ({}, {"service": {"attested": "snp", "nonce": "none"}}, "service: nonce", "'none'"),
-    # segments
     ({"segment": TEE}, {}, "segment", 'place = "tee"'),
     ({"segment": CLEAR | {"verify": "freivalds"}}, {}, "segment", 'verify = "freivalds"'),
     ({"segment": CLEAR | {"phase": "decode"}}, {}, "segment: decode", "phase decode"),
     ({"segment": CLEAR}, INT8, "segment", 'arithmetic = "int8"'),
-    ({"segment": CLEAR | {"window": {"sinks": 4}}}, {}, "segment: window: recent", "nothing"),
     ({"segment": CLEAR | {"window": {"recent": 0}}}, {}, "segment: window: recent", "0"),
     ({"lm_head": CLEAR | {"window": {"recent": 5}}}, {}, "lm_head", "window"),
 ]
@@ -205,7 +173,6 @@ def test_a_policy_that_cannot_work_is_refused_by_its_field(
 
 # Beside a model of three layers: the same.
 MISFITS: list[tuple[Changes, str, str]] = [
-    ({"o_proj": [TEE | {"layers": "0-2"}, TEE | {"layers": 3}]}, "o_proj", "layers 3"),
     ({"o_proj": TEE | {"layers": "0-3"}}, "o_proj", "layers 0-3"),
     (
         {"qkv_proj": [TEE | {"layers": 0}, CLEAR | {"layers": 2}]},
@@ -220,7 +187,6 @@ MISFITS: list[tuple[Changes, str, str]] = [
         *("qkv_proj: layer 1", "2 placements in prefill (layers 0-1 tee; layers 1- gpu)"),
     ),
     ({"lm_head": TEE | {"phase": "decode"}}, "lm_head", "0 placements in prefill"),
-    # a server whose weights are transformed for one mask has no others
     ({"o_proj": under(FEATURES), "down_proj": CLEAR}, "down_proj", f"no mask beside {FEATURES} "),
     (
         {
@@ -229,21 +195,12 @@ MISFITS: list[tuple[Changes, str, str]] = [
         },
         *("down_proj", f"{FEATURES} block=4 beside {FEATURES} block=8"),
     ),
-    # segments
     ({"segment": CLEAR | {"layers": "0-1"}}, "qkv_proj: layer 2", "0 placements"),
     ({"segment": CLEAR, "o_proj": "tee"}, "o_proj: layer 0", "1 placements"),
     ({"segment": STIP, "lm_head": CLEAR}, "lm_head", "no mask beside stip-segment"),
     (
         {"segment": [STIP | {"layers": "0-1"}, CLEAR | {"layers": "2-"}]},
         *("segment: layers 2-", "no mask beside stip-segment"),
-    ),
-    (
-        {
-            **ALL_IN_LAYER_0,
-            "segment": STIP | {"layers": "1-"},
-            "lm_head": STIP | {"phase": "decode"},
-        },
-        *("lm_head", "0 placements in prefill"),
     ),
     (
         {
@@ -288,13 +245,9 @@ def test_a_policy_written_in_python_is_refused_by_an_error_of_ours() -> None:
     assert policy.at("o_proj", 1, "decode").mask == Shares()
     both = {"o_proj": under("shares"), "down_proj": under("pad")}
     assert policy_of(both, **INT8).services == 2
-    with pytest.raises(ValidationError, match="mask"):
-        Placement(place="gpu", verify="none")
     with pytest.raises(PolicyError, match=r"^policy: name: got nothing, expected a value$"):
         Policy(summary="s", operators=dict.fromkeys(OPERATORS, "tee"))  # type: ignore[call-arg]
 
-
-# --------------------------------------------------------------------------------- policy files
 
 TEXT = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
 
@@ -315,13 +268,7 @@ PAD = 'mask = "pad", verify = "freivalds"'
 @each_row(
     ("old", "new", "message"),
     [
-        (PAD, 'verify = "freivalds"', "policy shielded: qkv_proj: decode: mask: got nothing, "),
         (PAD, 'mask = "pad"', "policy shielded: qkv_proj: decode: verify: got nothing, expected"),
-        (
-            "arithmetic =",
-            "arithmetics =",
-            "policy shielded: arithmetics: got 'int8', expected no such key (did you mean arit",
-        ),
         (TEXT, f"a = {'9' * 5000}", "got invalid TOML ("),
     ],
 )
@@ -342,12 +289,6 @@ class Unbroken(RowMix):
     broken = False
 
 
-class Other(RowMix):
-    """Another broken mask."""
-
-    name = "other"
-
-
 UNIFORM = "the GPU sees uniform random numbers, lengths and timing"
 EACH = "each GPU service sees uniform random numbers, lengths and timing"
 HONEST = "; results are not verified, so this holds against a service that computes honestly"
@@ -356,92 +297,61 @@ APART = "as long as the two services do not collude and their links are encrypte
 PUBLIC = "broken where the weights are public (tsqp masks says how)"
 SHUFFLED = "the token ids of prompt and answer themselves, in random order among dummies"
 
-LINES: list[tuple[dict[Operator, Mask | None], str]] = [
-    ({"o_proj": Pad()}, f"{UNIFORM}{HONEST}"),
-    ({"o_proj": Shares()}, f"{EACH}, {APART}{HONEST}"),
-    ({"o_proj": Pad(), "down_proj": Shares()}, f"{EACH}, {APART}{HONEST}"),
-    (
-        {"attn_scores": Unbroken()},
-        "the GPU sees activations under unbroken, not known to be broken; lengths and timing"
-        f"{HONEST}",
-    ),
-    (
-        {"attn_scores": RowMix(), "attn_values": Other()},
-        f"the GPU sees activations under row-mix, other, which are {PUBLIC}",
-    ),
-    (
-        {
-            "embedding": RowPermutation(),
-            "attn_scores": None,
-            "attn_values": RowMix(),
-            "o_proj": Pad(),
-            "down_proj": Shares(),
-        },
-        f"the GPU sees {SHUFFLED} (row-permutation); queries and keys in the clear - {RECOVERED};"
-        f" activations under row-mix, which is {PUBLIC}; activations under pad, shares, not known"
-        f" to be broken, {APART}",
-    ),
-    (
-        {"attn_values": None, "o_proj": Pad()},
-        f"the GPU sees attention probabilities and values in the clear - {RECOVERED};"
-        " activations under pad, not known to be broken",
-    ),
-    (
-        dict.fromkeys(OPERATORS),
-        "the GPU sees the token ids, hidden states, queries and keys, attention probabilities and"
-        " values, attention outputs, MLP activations, the logits in the clear - the token ids and"
-        " the logits: the prompt and the answer themselves",
-    ),
-]
-
-
-@each_row(("masks", "line"), LINES)
-def test_what_a_policy_discloses_is_complete_and_worst_first(
-    masks: dict[Operator, Mask | None], line: str
-) -> None:
-    integer = any(mask is not None and mask.arithmetic == "int8" for mask in masks.values())
-    placed = {operator: CLEAR | {"mask": mask or "none"} for operator, mask in masks.items()}
-    said = policy_of(placed, arithmetic="int8" if integer else "float").leakage_summary() or ""
-    assert said == f"policy n: {line}"
-
-
 EXACT = "; results are verified, and a service that lies is asked no more"
 NEARLY = (
     "; results are verified within a tolerance, and a service that lies by more is asked no more"
 )
-WITHIN = "the GPU sees activations under unbroken{}, not known to be broken; lengths and timing"
+WITHIN = "the GPU sees activations under unbroken, pad, not known to be broken; lengths and timing"
+PADS, SHARES = under(Pad()), under(Shares())
+CHECKED = under(Pad(), verify="freivalds")
 
 
 @each_row(
-    ("masks", "verified", "line"),
+    ("placed", "line"),
     [
-        ({"o_proj": Pad(), "down_proj": Pad()}, ("o_proj", "down_proj"), UNIFORM + EXACT),
-        ({"o_proj": Pad(), "down_proj": Pad()}, ("o_proj",), UNIFORM + HONEST),
-        # Under a mask of floats a lie within the tolerance is accepted.
-        ({"attn_scores": Unbroken()}, ("attn_scores",), WITHIN.format("") + NEARLY),
+        ({"o_proj": PADS, "down_proj": SHARES}, f"{EACH}, {APART}{HONEST}"),
         (
-            {"attn_scores": Unbroken(), "o_proj": Pad()},
-            *(("attn_scores", "o_proj"), WITHIN.format(", pad") + NEARLY),
+            {
+                "embedding": under(RowPermutation()),
+                "attn_scores": CLEAR,
+                "attn_values": under(RowMix()),
+                "o_proj": PADS,
+                "down_proj": SHARES,
+            },
+            f"the GPU sees {SHUFFLED} (row-permutation); queries and keys in the clear -"
+            f" {RECOVERED}; activations under row-mix, which is {PUBLIC}; activations under pad,"
+            f" shares, not known to be broken, {APART}",
+        ),
+        (
+            {"attn_values": CLEAR, "o_proj": PADS},
+            f"the GPU sees attention probabilities and values in the clear - {RECOVERED};"
+            " activations under pad, not known to be broken",
+        ),
+        (
+            {"embedding": CLEAR, "lm_head": CLEAR},
+            "the GPU sees the token ids, the logits in the clear - the token ids and the logits:"
+            " the prompt and the answer themselves",
+        ),
+        # Verified are all results or none.
+        ({"o_proj": CHECKED, "down_proj": CHECKED}, UNIFORM + EXACT),
+        ({"o_proj": CHECKED, "down_proj": PADS}, UNIFORM + HONEST),
+        # Under a mask of floats a lie within the tolerance is accepted.
+        (
+            {"o_proj": CHECKED, "attn_scores": under(Unbroken(), verify="freivalds")},
+            WITHIN + NEARLY,
         ),
     ],
 )
-def test_results_are_said_to_be_verified_only_where_all_of_them_are(
-    masks: dict[Operator, Mask], verified: tuple[Operator, ...], line: str
-) -> None:
-    placed: dict[str, Any] = {
-        name: CLEAR | {"mask": mask, "verify": "freivalds" if name in verified else "none"}
-        for name, mask in masks.items()
-    }
-    policy = policy_of(placed, arithmetic="int8" if "o_proj" in masks else "float")
+def test_what_a_policy_discloses_is_complete_and_worst_first(placed: Changes, line: str) -> None:
+    arithmetic = "int8" if "o_proj" in placed else "float"
+    policy = policy_of(placed, arithmetic=arithmetic)
     assert policy.leakage_summary() == f"policy n: {line}"
-    assert policy.verified == bool(verified)
+    assert policy.verified == any(one == CHECKED for one in placed.values())
 
 
 def test_links_in_the_clear_are_said_to_give_everything_away() -> None:
-    beside = {"attn_scores": CLEAR | {"mask": Unbroken()}, "o_proj": CLEAR | {"mask": Shares()}}
-    for policy in (load_policy("two-server"), policy_of(beside, arithmetic="int8")):
-        line = policy.leakage_summary(links_encrypted=False) or ""
-        assert "an observer of both links, which are NOT encrypted, reads prompt and answer" in line
-        assert "as long as" not in line
+    line = load_policy("two-server").leakage_summary(links_encrypted=False) or ""
+    assert "an observer of both links, which are NOT encrypted, reads prompt and answer" in line
+    assert "as long as" not in line
     shielded = load_policy("shielded")
     assert shielded.leakage_summary(links_encrypted=False) == shielded.leakage_summary()

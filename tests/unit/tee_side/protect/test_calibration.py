@@ -41,7 +41,6 @@ MODEL, LINEAR = "a" * 64, "b" * 64
 
 
 def make(config: ModelConfig, change: dict[Site, SiteScales] | None = None) -> Calibration:
-    """Return a calibration with other numbers at every site."""
     sites: dict[Site, SiteScales] = {}
     for layer in range(config.num_hidden_layers):
         for column, (operator, modules) in enumerate(FUSED_MODULES.items()):
@@ -54,16 +53,12 @@ def make(config: ModelConfig, change: dict[Site, SiteScales] | None = None) -> C
 
 @pytest.fixture(scope="module")
 def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
-    """Return a model with biases of q, k and v."""
     return saved_model("qwen2")
 
 
 @pytest.fixture(scope="module")
 def config(model: SavedModel) -> ModelConfig:
     return read_config(model.directory)
-
-
-# ---------------------------------------------------------------------------- encode and decode
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -95,10 +90,8 @@ def test_a_row_that_is_not_finite_or_far_too_large_is_refused(kernels: str, valu
     for row in range(3):
         x_TI = torch.ones(3, 8)
         x_TI[row, 5] = value
-        with using_kernels(kernels), pytest.raises(ActivationRangeError) as caught:
+        with using_kernels(kernels), pytest.raises(ActivationRangeError, match="down_proj in la"):
             IntegerSites(integers, {}, torch.float32)[2, "down_proj"].encode(x_TI)
-        assert caught.value.where == "down_proj in layer 2: length of an input row"
-        assert "calibrate" in caught.value.expected
 
 
 @each_row(("longer", "got"), [(1.01, 2), (1.99, 2), (2.01, 3), (77.5, 78)])
@@ -111,7 +104,6 @@ def test_the_error_says_how_much_too_long_a_row_is_and_no_more(longer: float, go
 
 
 def _scales_of(weight_NI: torch.Tensor, input_scale: float) -> SiteScales:
-    """Return the scales of an int8 weight whose rows all have scale 1."""
     largest = float(weight_NI.double().norm(dim=1).max())
     return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest), 1.0)
 
@@ -126,19 +118,16 @@ def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> No
     below = math.floor(0.99 * MAX_SUM / (127 * size))
     x_int = scales.encode(torch.full((1, size), float(below)))
     assert int(x_int.long().sum() * 127) <= MAX_SUM
-    # Weights that are all zero still bound the inputs.
     with pytest.raises(ActivationRangeError):
         SiteScales(1.0, torch.ones(1), norm_limit(0.0), 0.0).encode(torch.tensor([[2.0**31]]))
-
-
-# -------------------------------------------------------------------------------- ring and file
 
 
 def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfig) -> None:
     fits = SiteScales(1.0, torch.ones(config.hidden_size), HEADROOM * 12, 12.0)
     make(config, {(2, "down_proj"): fits}).check_ring()
+    small = replace(fits, norm_limit=HEADROOM * 12 * 0.9)
     with pytest.raises(CalibrationError, match=r"got 2\^31\.2 for down_proj in layer 2"):
-        make(config, {(2, "down_proj"): replace(fits, norm_limit=HEADROOM * 12 * 0.9)}).check_ring()
+        make(config, {(2, "down_proj"): small}).check_ring()
 
 
 def test_the_file_gives_back_what_was_saved(tmp_path: Path, config: ModelConfig) -> None:
@@ -176,23 +165,17 @@ METADATA = {
     ("metadata", "tensors", "said"),
     [
         ({"version": "2"}, {}, "version: got '2', expected 1"),
-        ({"version": "11"}, {}, "version: got '11', expected 1"),
-        ({"version": None}, {}, "version: got nothing, expected 1"),
         ({"format": "tsqp-pads"}, {}, "format: got 'tsqp-pads', expected tsqp-calibration"),
         ({"linear_digest": None}, {}, "linear_digest: got nothing, expected 64 hexadecimal"),
         ({"tokens": "many"}, {}, "tokens: got 'many', expected a number"),
         ({"colour": "red"}, {}, "metadata 'colour': got an unknown key"),
         ({}, {NAME: None}, f"{NAME}: got no such tensor, expected F32 "),
         ({}, {NAME: torch.ones(47)}, f"{NAME}: got F32 .47., expected F32 .48."),
-        ({}, {NAME: torch.ones(48).half()}, f"{NAME}: got F16 .48., expected F32 .48."),
         ({}, {NAME: torch.linspace(0, 1, 48)}, f"{NAME}: got 0, expected positive"),
-        ({}, {NAME: torch.full((48,), math.nan)}, f"{NAME}: got nan, expected positive"),
         ({}, {NAME: torch.full((48,), math.inf)}, f"{NAME}: got inf, expected positive"),
         ({}, {"9.o_proj.weight_scale": torch.ones(48)}, "a tensor that the model does not expl"),
-        ({}, {"norm_limit": torch.full((3, 4), math.inf).double()}, "norm_limit: got inf"),
         ({}, {"norm_limit": torch.full((3, 4), 2.0**31).double()}, "norm_limit: got 2.147.*at mos"),
         ({}, {"input_scale": torch.ones(2, 4).double()}, r"input_scale: got F64 \[2, 4\]"),
-        ({}, {"max_norm": -torch.ones(3, 4).double()}, "max_norm: got -1"),
         ({}, {"max_norm": torch.full((3, 4), 1e9).double()}, "ring Z_2.32: got 2"),
     ],
 )
@@ -213,18 +196,14 @@ def test_a_file_that_is_not_this_models_is_refused(
 
 
 def test_a_damaged_or_missing_or_other_file_is_refused(tmp_path: Path, config: ModelConfig) -> None:
-    for name, content in (("a", b""), ("b", b"\x80\x02pickle"), ("c", b"\x10" + bytes(7) + b"{}")):
-        (tmp_path / name).write_bytes(content)
-    for name in ("a", "b", "c", "missing"):
+    (tmp_path / "a").write_bytes(b"\x80\x02pickle")
+    for name in ("a", "missing"):
         with pytest.raises(CalibrationError, match="expected a file made by tsqp calibrate"):
             Calibration.load(tmp_path / name, config, MODEL)
     save_calibration(make(config), tmp_path / "a")
     pinned = Manifest(version=1, files={"config.json": MODEL}, tensors={})
     with pytest.raises(ManifestError, match="calibration"):
         Calibration.load(tmp_path / "a", config, MODEL, manifest=pinned)
-
-
-# ----------------------------------------------------------------------------- weights and biases
 
 
 def test_weights_that_the_file_was_not_made_from_are_refused(
@@ -239,11 +218,8 @@ def test_weights_that_the_file_was_not_made_from_are_refused(
     with pytest.raises(CalibrationError, match="qkv_proj in layer 0: weight scales"):
         calibration.check_weights((0, "qkv_proj"), scales.weight_scale * 1.01, largest)
     checkpoint = Checkpoint(model.directory)
-    head, scale = (
-        load_quantized(checkpoint, config, 2, "lm_head"),
-        load_head_scale(checkpoint, config),
-    )
-    sites = IntegerSites(calibration, {}, torch.float32, scale)
+    head = load_quantized(checkpoint, config, 2, "lm_head")
+    sites = IntegerSites(calibration, {}, torch.float32, load_head_scale(checkpoint, config))
     sites.check_weights((2, "lm_head"), head)
     with pytest.raises(CalibrationError, match="lm_head: weight scales"):
         sites.check_weights((2, "lm_head"), replace(head, scale=head.scale * 2))

@@ -36,9 +36,6 @@ def _is_even(values: torch.Tensor, cells: int) -> bool:
     return len(counts) == cells and abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-# -------------------------------------------------------------------------------- the generator
-
-
 def test_bytes_are_counter_mode_and_elements_are_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = Randomness(KEY)
     assert generator.bytes(5) + generator.bytes(0) + generator.bytes(59) == _blocks(KEY, 0, 4)
@@ -68,7 +65,7 @@ def test_derived_generators_are_unrelated_repeatable_and_leave_the_parent_alone(
         assert sum(a == b for a, b in zip(one, other, strict=True)) < 8
     assert Randomness(KEY).derive(b"a").bytes(64) == parent.derive(b"a").bytes(64) == streams[0]
     assert streams[-1] == _blocks(KEY, 0, 4)
-    # RFC 5869, test case 1, first 32 of its 42 bytes.
+    # RFC 5869, test case 1.
     salt, info = bytes(range(13)), bytes(range(0xF0, 0xFA))
     expected = "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
     assert derive_key(b"\x0b" * 22, info, salt).hex() == expected
@@ -82,9 +79,6 @@ def test_a_forked_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(RuntimeError):
                 call()
     assert generator.bytes(16) == _blocks(KEY, 0, 1)
-
-
-# -------------------------------------------------------------------------------- distributions
 
 
 def test_normal_has_its_distribution_and_is_finite_at_both_ends() -> None:
@@ -102,9 +96,6 @@ def test_normal_has_its_distribution_and_is_finite_at_both_ends() -> None:
         assert float(drawn.abs().max()) < limit
 
 
-# ----------------------------------------------------------------------------------- keystreams
-
-
 @given(index=st.integers(0, 2**64 - 1), site=st.integers(0, 2**32 - 1), count=st.integers(0, 100))
 def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, count: int) -> None:
     stream, expected = Keystream(KEY), _blocks(KEY, index << 64 | site << 32, 7)
@@ -115,10 +106,10 @@ def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, co
         assert rows.numpy().tobytes() == expected[:24] + following[:24]
 
 
-BEYOND = [(2**64, 0, 4), (-1, 0, 4), (0, 2**32, 4), (0, -1, 4), (0, 0, MAX_KEYSTREAM_BYTES + 1)]
-
-
-@each_row(("index", "site", "count"), BEYOND)
+@each_row(
+    ("index", "site", "count"),
+    [(2**64, 0, 4), (-1, 0, 4), (0, 2**32, 4), (0, -1, 4), (0, 0, MAX_KEYSTREAM_BYTES + 1)],
+)
 def test_keystream_refuses_counters_that_would_meet(index: int, site: int, count: int) -> None:
     with pytest.raises(ValueError, match="keystream: got"):
         Keystream(KEY).bytes(index, site, count)

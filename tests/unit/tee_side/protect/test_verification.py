@@ -69,14 +69,13 @@ def _with(y: torch.Tensor, row: int, column: int, value: torch.Tensor | float) -
 
 
 def _check_with(s_kO: torch.Tensor, weight_OI: torch.Tensor) -> ExactCheck:
-    """Return a check with secrets of our choice."""
     product_kI = s_kO.long() @ weight_OI.long()
     low_kI = product_kI.to(torch.int32)
     return ExactCheck(s_kO, low_kI, ((product_kI - low_kI) >> 32).to(torch.int32))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@each_row("shape", [(320, 96), (7, 300), (2, 2), (1024, 33), (2**16, 3), (2**17 + 3, 3)])
+@each_row("shape", [(7, 300), (2, 2), (1024, 33), (2**17 + 3, 3)])
 def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
     kernels: str, shape: tuple[int, int]
 ) -> None:
@@ -99,31 +98,30 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@each_row("value", [None, -(2**31), 2**31 - 1])
+@each_row(
+    ("value", "outputs"),
+    [(None, 2**14), (-(2**31), 2**14 + 1), (2**31 - 1, 2**14 + 1), (-(2**31), 131_071)],
+)
 def test_the_check_is_exact_at_the_largest_numbers_that_there_are(
-    kernels: str, value: int | None
+    kernels: str, value: int | None, outputs: int
 ) -> None:
     """Secrets at either end or drawn, x at the bound of the range check, y at the ends of 32 bits.
 
     The largest sums, which wrap at 2^64.
     """
-    for outputs in (2**14, 2**14 + 1, 131_071):
-        weight = torch.full((outputs, 1), 127, dtype=torch.int8)
-        drawn = ExactCheck.draw(weight, Randomness())
-        secrets = torch.full_like(drawn.vectors_kO, value or 0)
-        for sign in (1, -1):
-            with using_kernels(kernels):
-                check = drawn if value is None else _check_with(secrets, weight)
-                # |x w| < 2^31, as near as whole numbers get.
-                x = torch.tensor([[sign * (LIMIT // 127)]], dtype=torch.int32)
-                y = torch.full((1, outputs), int(x) * 127, dtype=torch.int32)
-                assert check.holds(x, y)
-                assert not check.holds(x, _with(y, 0, outputs - 1, y[0, -1] + 1))
-                for extreme in (-(2**31), LIMIT):
-                    assert not check.holds(x, torch.full_like(y, extreme))
-
-
-# ---------------------------------------------------------------------------------- the secrets
+    weight = torch.full((outputs, 1), 127, dtype=torch.int8)
+    drawn = ExactCheck.draw(weight, Randomness())
+    secrets = torch.full_like(drawn.vectors_kO, value or 0)
+    for sign in (1, -1):
+        with using_kernels(kernels):
+            check = drawn if value is None else _check_with(secrets, weight)
+            # |x w| < 2^31, as near as whole numbers get.
+            x = torch.tensor([[sign * (LIMIT // 127)]], dtype=torch.int32)
+            y = torch.full((1, outputs), int(x) * 127, dtype=torch.int32)
+            assert check.holds(x, y)
+            assert not check.holds(x, _with(y, 0, outputs - 1, y[0, -1] + 1))
+            for extreme in (-(2**31), LIMIT):
+                assert not check.holds(x, torch.full_like(y, extreme))
 
 
 def test_secrets_are_uniform_fresh_and_as_many_as_is_promised() -> None:
@@ -153,16 +151,8 @@ def model(saved_model: Models) -> SavedModel:
     return saved_model("llama")
 
 
-# ------------------------------------------------------------------------- results are checked
-
-
-@each_row(
-    ("name", "verify"),
-    [(n, v) for n in ("shielded", "tsqp", "attention-in-tee") for v in ("freivalds", "none")],
-)
-def test_results_are_believed_only_where_the_policy_says_so(
-    model: SavedModel, name: str, verify: Any
-) -> None:
+@each_row("verify", ["none", "freivalds"])
+def test_results_are_believed_only_where_the_policy_says_so(model: SavedModel, verify: Any) -> None:
     """An object that is named, at all operators that leave: no check is merely missing."""
     given: dict[Operator, object] = {}
     make = CallPlan.__init__
@@ -171,15 +161,12 @@ def test_results_are_believed_only_where_the_policy_says_so(
         given[settings["operator"]] = settings["check"]
         make(self, **settings)
 
-    policy = with_results(name, verify)
+    policy = with_results("shielded", verify)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CallPlan, "__init__", noted)
         model.tee(policy).logits(token_ids(3), phase="decode")
     assert given.keys() == {operator for operator, _ in policy.leaving()}
     assert {isinstance(one, Unverified) for one in given.values()} == {verify == "none"}
-
-
-# ------------------------------------------------------------------------------------- secrets
 
 
 def _verified(policy: Policy) -> list[Site]:
@@ -234,16 +221,9 @@ def test_two_runs_have_no_secret_in_common_and_micro_batches_of_one_share_theirs
         assert float(equal.double().mean()) < 0.1
     tees[0].assembly.lanes(lambda _layer: tees[0].channels)
     assert tees[0].assembly._secrets is first
-    # Weights that stay are not read again for them.
-    assert tees[0].assembly._held
-    assert first.weights.held is tees[0].assembly._held
-
-
-# --------------------------------------------------------------------- refused before it starts
 
 
 def _without(model: SavedModel, folder: Path, names: Sequence[str]) -> SavedModel:
-    """Return a copy of a model without some tensors."""
     tensors = load_file(model.directory / "model.safetensors")
     shutil.copytree(model.directory, folder)
     left = {name: tensor for name, tensor in tensors.items() if name not in names}
@@ -253,17 +233,16 @@ def _without(model: SavedModel, folder: Path, names: Sequence[str]) -> SavedMode
     return found
 
 
-@each_row("policy", ["shielded-prefill", "two-server"])
 def test_a_directory_without_the_weights_is_refused_before_anything_is_sent(
-    model: SavedModel, policy: str, tmp_path: Path
+    model: SavedModel, tmp_path: Path
 ) -> None:
     missing = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"]
     services = [LoopbackChannel(model.directory) for _ in range(2)]
-    light = _without(model, tmp_path / policy, missing)
+    light = _without(model, tmp_path / "light", missing)
     with pytest.raises(PolicyError) as caught:
-        light.tee(policy, channels=services)
-    assert caught.value.where == f'policy {policy}: verify = "freivalds"'
-    assert caught.value.got == f"no {missing[0]} and 1 more in {tmp_path / policy}"
+        light.tee("two-server", channels=services)
+    assert caught.value.where == 'policy two-server: verify = "freivalds"'
+    assert caught.value.got == f"no {missing[0]} and 1 more in {tmp_path / 'light'}"
     assert not any(channel.requests for channel in services)
     # Only what is verified is needed.
     config, checkpoint = read_config(light.directory), Checkpoint(light.directory)

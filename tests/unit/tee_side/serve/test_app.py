@@ -22,7 +22,6 @@ from tests.kit.rows import each_row
 from tests.kit.serve import Clock, FakeEngine, FakeWatch, authorise, call, in_a_loop, serving
 from tsqp.client.attested_tls import read_answer
 
-ORIGIN = {"origin": "https://example.org"}
 PATH = "/v1/completions"
 
 
@@ -69,25 +68,18 @@ def test_a_body_beyond_the_bound_is_413_by_its_length_or_by_what_came(chunk: int
 
 
 def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:
-    preflight = ORIGIN | {
-        "access-control-request-method": "POST",
-    }
-    name = "access-control-allow-origin"
-    assert call(serving(), "OPTIONS", PATH, None, preflight).status == 405
-    assert name not in call(serving(), "GET", "/health", None, ORIGIN).headers
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    assert call(serving(), "OPTIONS", PATH, None, asked).status == 405
     app = create_app(serving(authorise=authorise), allow_origins=["https://example.org"])
-    reply = call(app, "OPTIONS", PATH, None, preflight)
-    assert (reply.status, reply.headers[name]) == (200, ORIGIN["origin"])
-    other = preflight | {"origin": "https://example.com"}
+    assert call(app, "OPTIONS", PATH, None, asked).status == 200
+    other = asked | {"origin": "https://example.com"}
     assert call(app, "OPTIONS", PATH, None, other).status == 400
 
 
 @each_row(
     ("path", "body"),
     [
-        (PATH, {"prompt": "a"}),
         (PATH, {"prompt": "a", "guided_regex": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ("/v1/embeddings", {"input": "a"}),
         ("/tokenize", {"prompt": "a"}),
     ],
@@ -153,7 +145,6 @@ async def test_while_16_wait_for_the_hardware_none_more_does(
         return state(nonce)
 
     monkeypatch.setattr(made, "state", slow)
-
     attestation = Attestation(made, Clock())
     waiting = [asyncio.create_task(_asked(attestation)) for _ in range(16)]
     await asyncio.sleep(0)  # the turn in which they begin

