@@ -126,13 +126,12 @@ class _Target:
         return torch.stack(found)
 
 
-def _check(tees: list[Tee], random: Random, *, targets: int, companies: int, most: int) -> None:
-    """Compare requests in company, on the last of `tees` first, with them alone on the first."""
-    for _ in range(targets):
-        target = _Target(tees[0], random, most)
-        for number in range(companies):
-            found = target.in_company(tees[-1 - number % len(tees)], random)
-            assert torch.equal(_bits(found), _bits(target.alone)), f"company {number}"
+def _check(tees: list[Tee], random: Random, *, companies: int, most: int) -> None:
+    """Compare a request in company, on the last of `tees` first, with it alone on the first."""
+    target = _Target(tees[0], random, most)
+    for number in range(companies):
+        found = target.in_company(tees[-1 - number % len(tees)], random)
+        assert torch.equal(_bits(found), _bits(target.alone)), f"company {number}"
 
 
 @each_row(("architecture", "dtype"), zip(ARCHITECTURES, cycle(DTYPES)))
@@ -142,17 +141,16 @@ def test_a_request_gives_the_same_bits_in_any_company(
     kind, settings = ARCHITECTURES[architecture]
     model = saved_model(kind, **settings)
     tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 3)]
-    _check(tees, Random(architecture + dtype), targets=1, companies=1, most=110)
+    _check(tees, Random(architecture + dtype), companies=1, most=110)
 
 
 @each_row("policy", ["shielded", "shielded-prefill", "two-server", "tee-only-int8"])
 def test_what_computes_the_products_changes_no_bit(saved_model: Models, policy: str) -> None:
-    """Pads, shares, another service, another start."""
     model = saved_model("llama", **CONTEXT)
     dynamic = policy == "tee-only-int8"
     alone = model.tee(policy if dynamic else "quantized-clear", "bfloat16")
     company = model.tee(policy, "bfloat16", step_tokens=600, micro_batches=2)
-    _check([alone, company], Random(policy), targets=1, companies=1, most=40)
+    _check([alone, company], Random(policy), companies=1, most=40)
 
 
 def test_without_a_compiler_a_request_gives_the_same_bits_in_any_company(
@@ -161,7 +159,7 @@ def test_without_a_compiler_a_request_gives_the_same_bits_in_any_company(
     kind, settings = ARCHITECTURES["sliding window"]
     with using_kernels("torch"):
         tee = saved_model(kind, **settings).tee("quantized-clear", "bfloat16")
-        _check([tee], Random(0), targets=1, companies=1, most=100)
+        _check([tee], Random(0), companies=1, most=100)
 
 
 @pytest.mark.slow
@@ -171,8 +169,8 @@ def test_a_request_gives_the_same_bits_in_many_companies(saved_model: Models, ke
         model, dtype = saved_model(kind, **settings), DTYPES[number % 3]
         with using_kernels(kernels):
             tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 2)]
-            _check(tees, Random(kernels + kind), targets=1, companies=3, most=200)
+            _check(tees, Random(kernels + kind), companies=3, most=200)
     for policy, dtype in product(("quantized-clear", "tee-only-int8"), DTYPES):
         with using_kernels(kernels):
             tee = assemble(model_directory("demo"), policy, dtype)
-            _check([tee], Random(kernels + policy), targets=1, companies=2, most=200)
+            _check([tee], Random(kernels + policy), companies=2, most=200)

@@ -33,13 +33,11 @@ class FailingChannel(LoopbackChannel):
     lost = ""
 
     def submit(self, request: messages.Request, timeout_s: float | None = None) -> int:
-        """Lose the chosen one before it is sent."""
         if self.lost == "request":
             self._lose(len(self.requests))
         return super().submit(request, timeout_s)
 
     def wait(self, request_id: int) -> Exchange:
-        """Lose the reply to the chosen one."""
         exchange = super().wait(request_id)
         if self.lost == "reply":
             self._lose(request_id - 1)

@@ -13,12 +13,7 @@ from protocol.channel import Exchange
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.source import WhenOut
-from tests.equivalence.tolerances import (
-    FLOAT32_STEPS,
-    INTEGER_STEPS,
-    Tolerance,
-    masked_logits,
-)
+from tests.equivalence.tolerances import FLOAT32_STEPS, INTEGER_STEPS, Tolerance, masked_logits
 from tests.kit.model import LoopbackChannel, SavedModel, token_ids
 from tests.kit.rows import each_row
 
@@ -46,7 +41,6 @@ def _steps(policy: Policy) -> Tolerance:
 def _run(
     engine: Engine, requests: Sequence[tuple[list[int], int]]
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Generate for all at once; return tokens and logits of each."""
     sequences = [
         engine.add(prompt, max_new_tokens=new, eos_token_ids=frozenset())
         for prompt, new in requests
@@ -119,9 +113,6 @@ def test_a_step_in_parts_computes_what_one_part_computes(
     assert runs[0] == runs[1]
 
 
-# -------------------------------------------------------------------------- what overlaps
-
-
 class Recording(LoopbackChannel):
     """Notes how many requests are under way whenever a reply is waited for."""
 
@@ -145,9 +136,6 @@ def test_while_one_part_is_computed_a_request_of_the_other_is_under_way(
     # first has ended. Of shielded-prefill the LM head leaves.
     waits = 2 * (4 * 3 + (name == "shielded-prefill"))
     assert channel.under_way == [1, *[2] * (waits - 3), 1, 1]
-
-
-# --------------------------------------------------------------------------------- pads
 
 
 # Of nine sequences, a token each.

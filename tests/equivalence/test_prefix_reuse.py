@@ -30,7 +30,6 @@ def _request(ids: list[int], **settings: object) -> Request:
 
 
 def _answers(engine: Engine, request: Request) -> list[tuple[list[int], torch.Tensor]]:
-    """Return tokens and logits of each sample."""
     sequences = engine.admit(request)
     seen: list[list[torch.Tensor]] = [[] for _ in sequences]
     while engine.running:
@@ -97,9 +96,6 @@ def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
         assert engine.kv_bytes <= 2 * one
     assert engine.prefixes.nbytes == 2 * one
     _answers(engine, _request(SHARED, samples=2))
-
-
-# --------------------------------------------------------------------------------------- samples
 
 
 @each_row(("policy", "prompt"), zip(POLICIES, (1, 2, 40), strict=True))

@@ -31,29 +31,33 @@ from tee_side.model.segment import Sessions
 from tee_side.policy.placement import Policy
 from tests.equivalence.test_architectures import VARIANTS
 from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, POLICY_LOGITS
-from tests.kit.model import ARCHITECTURES, LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.model import (
+    ARCHITECTURES,
+    CLEAR,
+    LoopbackChannel,
+    SavedModel,
+    Tee,
+    policy_of,
+    token_ids,
+)
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
 SEGMENTS = ("clear-segment", "stip-segment", "cloak-segment")
-CLEAR = {"place": "gpu", "mask": "none", "verify": "none"}
 INNER = ("qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj", "down_proj")
 
 
-def cut_policy(*segments: dict[str, Any], **alone: Any) -> Policy:
-    """Return a policy with segments; `alone`: where the operators beside them are."""
-    operators = {"embedding": "tee", "lm_head": "tee", "segment": list(segments)}
-    operators |= dict.fromkeys(INNER, alone) if alone else {}
-    return Policy.model_validate({"name": "n", "summary": "s", "operators": operators})
-
-
 # The second of three layers stays; the others are a segment each.
-PARTIAL = cut_policy(CLEAR | {"layers": 0}, CLEAR | {"layers": 2}, place="tee", layers=1)
+PARTIAL = policy_of(
+    {
+        "segment": [CLEAR | {"layers": 0}, CLEAR | {"layers": 2}],
+        **{inner: {"place": "tee", "layers": 1} for inner in INNER},
+    }
+)
 
 
 def generated(engine: Engine, prompt: list[int], tokens: int, **more: Any) -> list[Sequence]:
-    """Generate for one request to its end, and return its samples."""
     sequences = engine.admit(
         Wanted(prompt_ids=tuple(prompt), max_new_tokens=tokens, stop_ids=frozenset(), **more)
     )
@@ -76,7 +80,6 @@ class Forgetful(LoopbackChannel):
         self.before = before
 
     def answer(self, request: Request) -> Response:
-        """Forget, and answer."""
         if len(self.requests) - 1 in self.before:
             assert self._handler.sessions is not None
             self._handler.sessions.close()
@@ -148,9 +151,6 @@ def test_a_segment_is_cut_where_another_service_has_the_next_layer(saved_model: 
     assert asked == [{(0, 0, False)}, {(1, 2, True)}]
 
 
-# ------------------------------------------------------------------------------ what gets lost
-
-
 @each_row(
     ("before", "policy"),
     [((1,), PARTIAL), ((2, 3), "clear-segment"), ((9, 12, 15), PARTIAL)],
@@ -201,7 +201,6 @@ class Amnesia(LoopbackChannel):
         self.now_and_then = now_and_then
 
     def answer(self, request: Request) -> Response:
-        """Refuse whatever is not a beginning, or all of it."""
         if parts_of(request)[:, 2].any() or not self.now_and_then:
             code = ErrorCode.UNKNOWN_SESSION
             raise ProtocolError("a test", got="a session", expected="none", code=code)
@@ -218,7 +217,6 @@ def steps_to_the_end(engine: Engine) -> None:
 
 
 def refusing(engine: Engine) -> list[tuple[Sequence, TsqpError]]:
-    """Have an engine go on with others; return what it refused."""
     refused: list[tuple[Sequence, TsqpError]] = []
 
     def refuse(sequence: Sequence, error: TsqpError) -> None:
@@ -253,7 +251,7 @@ def test_a_row_that_is_sent_again_has_the_same_noise(saved_model: Models) -> Non
     """What a service loses on purpose gives it no second copy of a row to average."""
     model, prompt = saved_model("llama"), token_ids(20)
     noisy = {"place": "gpu", "mask": {"name": "cloak-segment", "sigma": 1e-3}, "verify": "none"}
-    policy = cut_policy(noisy)
+    policy = policy_of({"segment": [noisy]})
     assert policy.feature_mask is not None
     served = SavedModel(model.provisioned(policy.feature_mask)[0], model.reference)
     service = Forgetful(served, 4, 9)
@@ -296,12 +294,9 @@ def test_noise_depends_on_the_row_too(saved_model: Models) -> None:
 
 
 class Small(LoopbackChannel):
-    """A service with memory for two sequences."""
-
     code = ErrorCode.SESSIONS_FULL
 
     def answer(self, request: Request) -> Response:
-        """Refuse a third."""
         if parts_of(request)[:, 3].count_nonzero() > 2:
             raise ProtocolError("a test", got="three", expected="two", code=self.code)
         return super().answer(request)

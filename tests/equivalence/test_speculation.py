@@ -31,8 +31,6 @@ SAMPLINGS = {
 
 @dataclass
 class Answer:
-    """What came of one request, and what it cost."""
-
     sequence: Running
     logits_NV: torch.Tensor
     counts: Counts
@@ -43,7 +41,6 @@ class Answer:
 
 
 def _tee(models: Models, policy: str, dtype: str = "float32") -> Tee:
-    """Return a trusted side whose pads are plenty."""
     tee = models("llama").tee(policy, dtype)
     for pads in tee.assembly.pads.values():
         assert pads._maker is not None
@@ -117,9 +114,6 @@ def test_right_guesses_save_steps_and_wrong_ones_are_made(saved_model: Models) -
     assert found.counts.generated == alone.counts.generated == NEW_TOKENS
 
 
-# ------------------------------------------------------------------------------ where it ends
-
-
 def _inside(tee: Tee) -> list[int]:
     """Return after how many tokens an answer may end within what was guessed right."""
     settings = EngineSettings(step_tokens=64, speculative_tokens=4)
@@ -156,7 +150,6 @@ def test_a_length_a_stop_token_and_a_stop_string_end_within_guesses(
 
 
 def _words(directory: Path) -> Tokenizer:
-    """Return a tokenizer whose every token is a word."""
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
