@@ -30,7 +30,6 @@ def _request(ids: list[int], **settings: object) -> Request:
 
 
 def _answers(engine: Engine, request: Request) -> list[tuple[list[int], torch.Tensor]]:
-    """Return tokens and logits of each sample."""
     sequences = engine.admit(request)
     seen: list[list[torch.Tensor]] = [[] for _ in sequences]
     while engine.running:
@@ -51,7 +50,7 @@ def _assert_same(
 def test_with_and_without_reuse_answers_are_the_same(
     saved_model: Models, policy: str, dtype: str
 ) -> None:
-    tee = saved_model("llama").tee(policy, dtype)
+    tee = saved_model("llama", num_hidden_layers=2).tee(policy, dtype)
     texts = [SHARED, [*SHARED[:30], 5, 6, 7], [*SHARED, 9], SHARED]
     engine, reused = _engine(tee, prefix_reuse=True), []
     for ids in texts:
@@ -66,7 +65,7 @@ def test_with_and_without_reuse_answers_are_the_same(
 
 def test_a_conversation_finds_what_was_said_in_it(saved_model: Models) -> None:
     """Prompt and answer, but for the last token, which is never fed back."""
-    tee = saved_model("llama").tee("quantized-clear")
+    tee = saved_model("llama", num_hidden_layers=2).tee("quantized-clear")
     engine = _engine(tee, prefix_reuse=True)
     ((first, _),) = _answers(engine, _request(SHARED))
     longer = _request([*SHARED, *first, 1, 2, 3])
@@ -76,7 +75,7 @@ def test_a_conversation_finds_what_was_said_in_it(saved_model: Models) -> None:
 
 
 def test_what_is_read_of_a_prompt_is_not_left_out(saved_model: Models) -> None:
-    tee = saved_model("llama").tee("quantized-clear")
+    tee = saved_model("llama", num_hidden_layers=2).tee("quantized-clear")
     engine = _engine(tee, prefix_reuse=True)
     _answers(engine, _request(SHARED))
     (sequence,) = engine.admit(_request(SHARED, prompt_logprobs=0))
@@ -88,7 +87,7 @@ def test_what_is_read_of_a_prompt_is_not_left_out(saved_model: Models) -> None:
 
 
 def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
-    tee = saved_model("llama").tee("quantized-clear")
+    tee = saved_model("llama", num_hidden_layers=2).tee("quantized-clear")
     one = _engine(tee).admit(_request(SHARED))[0].cache.nbytes
     engine = _engine(tee, prefix_reuse=True, max_kv_bytes=2 * one)
     for seed in range(4):
@@ -99,14 +98,11 @@ def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
     _answers(engine, _request(SHARED, samples=2))
 
 
-# --------------------------------------------------------------------------------------- samples
-
-
 @each_row(("policy", "prompt"), zip(POLICIES, (1, 2, 40), strict=True))
 def test_samples_are_the_same_requests_alone_with_seeds_of_their_own(
     saved_model: Models, policy: str, prompt: int
 ) -> None:
-    tee = saved_model("llama").tee(policy)
+    tee = saved_model("llama", num_hidden_layers=2).tee(policy)
     ids, engine = token_ids(prompt, seed=3), _engine(tee)
     found = _answers(engine, _request(ids, samples=3, sampling=WARM))
     # The prompt is computed once for all samples; its last step gives each its first token.

@@ -31,8 +31,6 @@ SAMPLINGS = {
 
 @dataclass
 class Answer:
-    """What came of one request, and what it cost."""
-
     sequence: Running
     logits_NV: torch.Tensor
     counts: Counts
@@ -42,9 +40,8 @@ class Answer:
         return self.sequence.token_ids
 
 
-def _tee(models: Models, policy: str, dtype: str = "float32", **overrides: Any) -> Tee:
-    """Return a trusted side whose pads are plenty."""
-    tee = models("llama", **overrides).tee(policy, dtype)
+def _tee(models: Models, policy: str, dtype: str = "float32") -> Tee:
+    tee = models("llama").tee(policy, dtype)
     for pads in tee.assembly.pads.values():
         assert pads._maker is not None
         pads._maker.fill(pads._store, pads._store.capacity)
@@ -90,15 +87,13 @@ def _assert_same(found: Answer, expected: Answer, tolerance: Tolerance | None = 
     [
         ("tee-only", "float32", "greedy"),
         ("shielded", "bfloat16", "seed"),
-        ("quantized-clear", "float32", "seed"),
-        ("quantized-clear", "bfloat16", "greedy"),
         ("quantized-clear", "float16", "seed"),
     ],
 )
 def test_with_and_without_guesses_answers_are_the_same(
     saved_model: Models, policy: str, dtype: str, sampling: str
 ) -> None:
-    prompts = [REPEATED, token_ids(9, seed=4) * 3, token_ids(7, seed=5)]
+    prompts = [REPEATED, token_ids(9, seed=4) * 3]
     wanted = {"sampling": SAMPLINGS[sampling]}
     expected = [
         _answers(_tee(saved_model, policy, dtype), 0, [prompt], **wanted)[0] for prompt in prompts
@@ -117,9 +112,6 @@ def test_right_guesses_save_steps_and_wrong_ones_are_made(saved_model: Models) -
     assert 0 < found.counts.accepted < found.counts.drafted
     assert alone.counts.steps - found.counts.steps == found.counts.accepted
     assert found.counts.generated == alone.counts.generated == NEW_TOKENS
-
-
-# ------------------------------------------------------------------------------ where it ends
 
 
 def _inside(tee: Tee) -> list[int]:
@@ -142,7 +134,7 @@ def test_a_length_a_stop_token_and_a_stop_string_end_within_guesses(
 ) -> None:
     tee, tokenizer = _tee(saved_model, "quantized-clear"), _words(tmp_path)
     (whole,) = _answers(tee, 0)
-    for place in _inside(tee):
+    for place in _inside(tee)[:2]:
         last = whole.ids[place - 1]
         for wanted, reason in (
             ({"max_new_tokens": place}, "length"),
@@ -158,7 +150,6 @@ def test_a_length_a_stop_token_and_a_stop_string_end_within_guesses(
 
 
 def _words(directory: Path) -> Tokenizer:
-    """Return a tokenizer whose every token is a word."""
     import tokenizers
     from tokenizers import models, pre_tokenizers
 

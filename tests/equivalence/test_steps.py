@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle, product
-
-import torch
+from itertools import cycle
 
 from tee_side.engine.engine import Engine
 from tests.equivalence.tolerances import FLOAT32_STEPS
@@ -18,7 +16,7 @@ Models = Callable[..., SavedModel]
 WINDOWS = {"mistral": {"sliding_window": 5}}
 
 
-@each_row(("kind", "chunk"), product(ARCHITECTURES, (1, 3, 7, 22)))
+@each_row(("kind", "chunk"), [*zip(ARCHITECTURES, (22, 3, 7, 1), strict=True), ("mistral", 1)])
 def test_prefill_in_chunks_equals_prefill_at_once(
     saved_model: Models, kind: str, chunk: int
 ) -> None:
@@ -40,21 +38,6 @@ def test_sequences_in_one_batch_equal_each_alone(
     for sequence, (prompt, new) in zip(sequences, requests, strict=True):
         assert sequence.token_ids == model.greedy(prompt, new)
         assert sequence.finish_reason == "length"
-
-
-def test_logits_in_one_batch_equal_each_alone(saved_model: Models) -> None:
-    model = saved_model("qwen3")
-    tee = assemble(model.directory, "tsqp")
-    prompts = [token_ids(length, seed=length) for length in (2, 17, 9)]
-    engine = tee.engine()
-    sequences = [engine.add(prompt, max_new_tokens=5) for prompt in prompts]
-    seen: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
-    while engine.running:
-        for sampled in engine.step():
-            seen[id(sampled.sequence)].append(sampled.logits_V)
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        expected = model.logits([*prompt, *sequence.token_ids[:-1]])[len(prompt) - 1 :]
-        FLOAT32_STEPS.check(torch.stack(seen[id(sequence)]), expected)
 
 
 def _finish(engine: Engine) -> None:

@@ -19,11 +19,8 @@ LEFT_TO_DECODE = 32
 
 
 def _policy() -> Policy:
-    policy = load_policy("shielded-prefill")
     stock = {"name": "from-stock", "prefill": "stock", "decode_share": 0.25}
-    return Policy.model_validate(
-        {name: getattr(policy, name) for name in policy.model_fields_set} | stock
-    )
+    return load_policy("shielded-prefill").model_copy(update=stock)
 
 
 def _stocked(
@@ -37,7 +34,6 @@ def _stocked(
 
 
 def _logits(tee: Tee, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int]]:
-    """Return the logits of a generation, and how many requests each of its steps made."""
     engine = tee.engine(STEP_TOKENS)
     sequence = engine.add(prompt, max_new_tokens=NEW_TOKENS, eos_token_ids=frozenset())
     logits, asked, before = [], [], 0
@@ -75,10 +71,3 @@ def test_each_step_of_a_long_prompt_asks_anew(saved_model: Models) -> None:
     # The last eight find what is left to decode, and no more.
     assert [count > 0 for count in asked] == [True, True, False, True, True, True]
     assert torch.equal(found, _logits(model.tee("quantized-clear"), prompt)[0])
-
-
-def test_a_prompt_is_not_waited_for(saved_model: Models) -> None:
-    tee = _stocked(saved_model("llama"), 8)
-    (pads,) = tee.assembly.pads.values()
-    _logits(tee)
-    assert (pads.waited, pads.in_tee, pads.left) == (0, 1, 5)

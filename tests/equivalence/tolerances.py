@@ -18,7 +18,6 @@ class Tolerance:
     reason: str
 
     def check(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise AssertionError, with the largest difference, if they are further apart."""
         torch.testing.assert_close(
             actual, expected, rtol=0.0, atol=self.atol, msg=lambda text: f"{text}\n{self.reason}"
         )
@@ -35,48 +34,29 @@ FLOAT32_STEPS = Tolerance(
     "The same numbers in other batch shapes: the matrix library blocks its sums by shape.",
 )
 
+_SHUFFLED = Tolerance(
+    1e-4,
+    "A shuffle of rows changes no number; one of features, or of the inner axis of an attention"
+    " product, changes the order of its sums. Measured at most 2e-5.",
+)
+_ROTATED = Tolerance(
+    2e-4,
+    "A float32 rotation on each side of every product, and weights rounded to float32 after"
+    " theirs. Measured at most 3e-5.",
+)
+_MIXED = Tolerance(
+    3e-4,
+    "Rows cross up to four times as large, mixed or with noise as large as they are, or behind two"
+    " products with an orthogonal matrix, in float32. Measured at most 4e-5.",
+)
+
 # Of each float policy, against transformers in float32: what its masks add to `FLOAT32_LOGITS`.
 POLICY_LOGITS: dict[str, Tolerance] = {
-    "tee-only": FLOAT32_LOGITS,
-    "tsqp": FLOAT32_LOGITS,
-    "attention-in-tee": FLOAT32_LOGITS,
-    "tsqp-permuted": Tolerance(
-        1e-4,
-        "A shuffle of rows changes no number; one of the inner axis of an attention product changes"
-        " the order of its sums. Measured at most 2e-5.",
-    ),
-    "stip": Tolerance(
-        1e-4,
-        "The same products, added up in the order of shuffled features. Measured at most 2e-5.",
-    ),
-    "cloak": Tolerance(
-        2e-4,
-        "A float32 rotation on each side of every product, and weights rounded to float32 after"
-        " theirs. Measured at most 3e-5.",
-    ),
-    "row-mix": Tolerance(
-        3e-4,
-        "Rows cross up to four times as large, mixed, in float32; the mixture is undone in float64."
-        " Measured at most 4e-5.",
-    ),
-    "row-rotation": Tolerance(
-        3e-4, "Two float32 products with an orthogonal matrix. Measured at most 4e-5."
-    ),
-    "float-noise": Tolerance(
-        3e-4,
-        "The reply carries the rounding of noise as large as the input. Measured at most 3e-5.",
-    ),
-    "clear-segment": FLOAT32_LOGITS,
-    "attested-segment": FLOAT32_LOGITS,
-    "stip-segment": Tolerance(
-        1e-4,
-        "The same sums in the order of shuffled features. Measured at most 1e-5.",
-    ),
-    "cloak-segment": Tolerance(
-        2e-4,
-        "Weights are rounded to float32 once more, rotated with the gains in them. Measured at most"
-        " 2e-5.",
-    ),
+    **dict.fromkeys(("tee-only", "tsqp", "attention-in-tee"), FLOAT32_LOGITS),
+    **dict.fromkeys(("clear-segment", "attested-segment"), FLOAT32_LOGITS),
+    **dict.fromkeys(("tsqp-permuted", "stip", "stip-segment"), _SHUFFLED),
+    **dict.fromkeys(("cloak", "cloak-segment"), _ROTATED),
+    **dict.fromkeys(("row-mix", "row-rotation", "float-noise"), _MIXED),
 }
 
 INTEGER_LOGITS = Tolerance(
@@ -94,7 +74,6 @@ INTEGER_STEPS = Tolerance(
 
 
 def masked_logits(policy: str) -> Tolerance:
-    """Return the tolerance of a built-in policy, against the same arithmetic without masks."""
     return POLICY_LOGITS.get(policy, INTEGER_LOGITS)
 
 

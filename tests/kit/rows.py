@@ -15,13 +15,16 @@ def each_row(
     names: str | tuple[str, ...],
     rows: Iterable[Any],
     ids: Callable[[Any], str] | Iterable[str] | None = None,
+    *,
+    slow: Iterable[Any] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test for every row, as `pytest.mark.parametrize` does, in one case.
 
     Arguments are those of `parametrize`. Every row is a subtest: those that follow one that failed
-    run, and a failure names its row. Fixtures are made once, for all rows together.
+    run, and a failure names its row. Fixtures are made once, for all rows together. `slow`: rows of
+    a case of their own, with the mark.
     """
-    rows = list(rows)
+    rows, more = list(rows), list(slow)
     several = isinstance(names, tuple) or "," in names
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     labels = ids if ids is None or callable(ids) else list(ids)
@@ -41,7 +44,8 @@ def each_row(
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(subtests: pytest.Subtests, **fixtures: Any) -> None:
-            for position, row in enumerate(rows):
+            chosen = fixtures.pop("_rows") if more else rows
+            for position, row in enumerate(chosen):
                 torch.manual_seed(0)
                 with subtests.test(label(position, row)):
                     test(**fixtures, **dict(zip(keys, values(row), strict=True)))
@@ -49,9 +53,16 @@ def each_row(
         signature = inspect.signature(test)
         kept = [value for name, value in signature.parameters.items() if name not in keys]
         added = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
+        chosen = [inspect.Parameter("_rows", inspect.Parameter.KEYWORD_ONLY)] if more else []
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*(value.replace(kind=added.kind) for value in kept), added]
+            parameters=[*(value.replace(kind=added.kind) for value in kept), added, *chosen]
         )
-        return run
+        if not more:
+            return run
+        cases = [
+            pytest.param(rows, id="fast"),
+            pytest.param(more, id="slow", marks=pytest.mark.slow),
+        ]
+        return pytest.mark.parametrize("_rows", cases)(run)
 
     return decorate

@@ -40,7 +40,6 @@ from tests.kit.rows import each_row
 Models = Callable[..., SavedModel]
 
 ONE, TWO = (ClientKeys(b"secret", public) for public in (b"one", b"two"))
-PROMPTS = ([1, 5, 9, 13], [2, 7, 11, 200, 3, 8, 250])
 
 
 class Connected(LoopbackChannel):
@@ -58,7 +57,6 @@ class Connected(LoopbackChannel):
 
 @pytest.fixture
 def opened() -> list[Connected]:
-    """Every connection that runners have opened."""
     return []
 
 
@@ -92,40 +90,17 @@ def _settings(
 
 
 def _generate(runner: Runner, new_tokens: int = 6) -> GenerationResult:
-    generation = runner.generate(PROMPTS[0], max_new_tokens=new_tokens, with_text=False)
+    generation = runner.generate([1, 5, 9, 13], max_new_tokens=new_tokens, with_text=False)
     list(generation)
     return generation.result()
 
 
 def _without(model: SavedModel, folder: Path, part: str) -> Path:
-    """Return the model's directory without the weights that are named so."""
     shutil.copytree(model.directory, folder)
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     save_file({name: tensor for name, tensor in tensors.items() if part not in name}, weights)
     return folder
-
-
-def test_generations_iterated_in_turns_each_get_their_own_tokens(saved_model: Models) -> None:
-    model = saved_model("llama")
-    with Runner(_settings(model, "tee-only")) as runner:
-        generations = [
-            runner.generate(prompt, max_new_tokens=12, with_text=False) for prompt in PROMPTS
-        ]
-        # In turns: what one of them steps must not be lost to the other.
-        for _ in zip(*(generation.steps() for generation in generations), strict=True):
-            pass
-        results = [generation.result() for generation in generations]
-        with pytest.raises(PromptError, match="stop strings"):
-            runner.generate([1], max_new_tokens=1, stop=["x"], with_text=False)
-        with pytest.raises(ModelError, match=r"tokenizer\.json"):
-            runner.generate([1], max_new_tokens=1)
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        assert result.token_ids == model.greedy(prompt, 12)
-        assert (result.usage.total_tokens, result.text) == (len(prompt) + 12, None)
-
-
-# ------------------------------------------------------------------------------------- services
 
 
 def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
@@ -171,10 +146,11 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
     stays = replace(given, policy=load_policy("tee-only"), masks=MaskSettings())
     with Runner(stays) as runner:
         assert _generate(runner).rpc.count == 0
+        with pytest.raises(PromptError, match="stop strings"):
+            runner.generate([1], max_new_tokens=1, stop=["x"], with_text=False)
+        with pytest.raises(ModelError, match=r"tokenizer\.json"):
+            runner.generate([1], max_new_tokens=1)
     assert len(opened) == 2
-
-
-# ---------------------------------------------------------------------------------------- refused
 
 
 @each_row(
@@ -234,9 +210,6 @@ def test_a_tee_whose_int8_products_saturate_is_refused(
         assembly._check_own_kernels.cache_clear()
         with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
             Runner(_settings(saved_model("llama"), policy, loopback))
-
-
-# ------------------------------------------------------------------------------------------- pads
 
 
 def test_idle_time_is_used_to_make_pads_and_a_run_without_any_is_told(

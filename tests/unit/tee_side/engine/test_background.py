@@ -61,8 +61,6 @@ def tee(saved_model: Models) -> Tee:
 
 @dataclass
 class Client:
-    """What came of one request."""
-
     deliveries: list[Delivery] = field(default_factory=list)
     ticket: Ticket | None = None
 
@@ -194,9 +192,6 @@ def test_owners_take_turns_by_the_tokens_that_they_were_given(tee: Tee) -> None:
     assert ends == ["a0", "b0", "b1", "a1"]
 
 
-# ----------------------------------------------------------------------------------- cancelling
-
-
 def test_one_that_is_cancelled_gives_its_place_back_or_is_never_run(tee: Tee) -> None:
     engine = _engine(tee, max_sequences=2)
     with _running(engine, start=False) as running:
@@ -235,9 +230,6 @@ def test_what_was_under_way_to_one_that_is_cancelled_is_not_delivered(
         assert cancelled.deliveries == []
 
 
-# ------------------------------------------------------------------------------------- refusing
-
-
 def test_no_more_wait_than_are_allowed_to_and_no_owner_keeps_others_out(tee: Tee) -> None:
     with _running(_engine(tee, max_waiting=3), start=False) as running:
         ours = [running.ask(replace(_request(n), owner="bob")) for n in range(3)]
@@ -249,9 +241,6 @@ def test_no_more_wait_than_are_allowed_to_and_no_owner_keeps_others_out(tee: Tee
         _assert_same(tee, _request(2), running.answer(_request(2)))
     assert [type(client.error) for client in ours] == [type(None), type(None), QueueFullError]
     _assert_same(tee, replace(_request(7), owner="carol"), other)
-
-
-# --------------------------------------------------------------------------------------- errors
 
 
 def _failing_for(engine: Engine, poisoned: Request, error: Exception) -> None:
@@ -355,9 +344,6 @@ def test_closing_ends_the_thread_and_every_request(tee: Tee) -> None:
     for client in clients:
         assert isinstance(client.error, EngineError)
         assert client.ends == 1
-
-
-# -------------------------------------------------------------------------------- pads and state
 
 
 def test_one_that_gets_no_pads_ends_with_all_its_samples_and_others_go_on(

@@ -112,11 +112,7 @@ def test_a_request_that_cannot_run_is_refused_before_anything_runs(
     assert engine.running == ()
 
 
-# ---------------------------------------------------------------------------- memory for KV caches
-
-
 def _limited(tee: Tee, tokens: int) -> Engine:
-    """An engine with room for the KV caches of so many tokens."""
     limit = kv_bytes(tee.model.config, tokens, tee.model.dtype)
     return Engine(tee.model, tee.lanes, EngineSettings(max_kv_bytes=limit))
 

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from pydantic import ValidationError
 from transformers import (
     LogitsProcessorList,
@@ -20,13 +20,7 @@ from transformers import (
 )
 
 from tee_side.engine.logprobs import MAX_TOP, logprobs_of
-from tee_side.engine.sampling import (
-    Sampler,
-    SamplingSettings,
-    penalize,
-    settings_of_sample,
-    warp,
-)
+from tee_side.engine.sampling import Sampler, SamplingSettings, penalize, settings_of_sample, warp
 from tests.kit.rows import each_row
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40).map(torch.tensor)
@@ -36,7 +30,6 @@ OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penal
 def _transformers_scores(
     logits: torch.Tensor, previous: list[int], settings: SamplingSettings
 ) -> torch.Tensor:
-    """In the order in which `generate` puts its processors."""
     processors = LogitsProcessorList()
     if settings.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
@@ -60,6 +53,7 @@ def _our_scores(
 
 # Each alone, and all together; temperature with them all.
 @pytest.mark.parametrize("alone", [*OFF, "temperature", "all"])
+@settings(max_examples=40)
 @given(
     logits=LOGITS,
     settings=st.builds(
@@ -91,9 +85,6 @@ def test_scores_are_those_of_transformers(
     # One of the most likely always stays, and what was cut off is never drawn.
     assert scores[survivors].max() == scores.max()
     assert survivors[Sampler(settings, len(previous)).sample(logits, previous)]
-
-
-# ---------------------------------------------------------------------------------- what is drawn
 
 
 def _draw(settings: SamplingSettings, count: int = 30) -> list[int]:
@@ -162,8 +153,6 @@ def test_penalties_and_bias_are_those_of_openai_over_the_generated_tokens_only(
 
 
 class _Only:
-    """Allows one token after another."""
-
     def __init__(self, ids: list[int]) -> None:
         self._ids = ids
 
@@ -195,9 +184,6 @@ def test_a_grammar_hides_before_everything_else_and_takes_what_was_drawn(
     assert (ids, left) == ([0, 4, 2, 4], [])
 
 
-# ---------------------------------------------------------------------------------------- refused
-
-
 @each_row(
     "wrong",
     [
@@ -224,9 +210,6 @@ def test_settings_out_of_range_or_unknown_are_refused(wrong: dict[str, object]) 
     with pytest.raises(ValidationError) as caught:
         SamplingSettings.model_validate(wrong)
     assert "input_value" not in str(caught.value)
-
-
-# ------------------------------------------------------------------------------ log-probabilities
 
 
 @given(

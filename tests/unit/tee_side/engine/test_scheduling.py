@@ -22,11 +22,8 @@ from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
-# --------------------------------------------------------------------------- whose turn it is
-
 
 def _queue(*requests: str, limit: int = 100) -> WaitingQueue[str]:
-    """Return a queue of requests; the first letter is the owner."""
     queue: WaitingQueue[str] = WaitingQueue(limit)
     for request in requests:
         queue.add(request[0], request)
@@ -76,12 +73,7 @@ def test_a_full_queue_takes_a_place_from_the_owner_with_most_and_no_more() -> No
         _queue("b1", "b2", "c1", limit=3).add("c", "c2")
 
 
-# ---------------------------------------------------------------------------- the rows of a step
-
-
 class Guesses:
-    """Has a guess for every token that it is asked for."""
-
     def propose(self, most: int) -> list[int]:
         return [7] * most
 
@@ -101,7 +93,6 @@ class Bench:
         return found
 
     def stock(self, tokens: int) -> None:
-        """Have pads for so many tokens."""
         assert self.pads._maker is not None
         store = self.pads._store
         if (missing := tokens - store.available) > 0:
@@ -110,13 +101,11 @@ class Bench:
             store.release(store.take(-missing))
 
     def prompt(self, tokens: int, owner: str = "", **wanted: Any) -> None:
-        """Admit a request whose prompt is to be computed."""
         given: dict[str, Any] = {"max_new_tokens": 20, "stop_ids": frozenset(), **wanted}
         request = Request(prompt_ids=tuple(token_ids(tokens)), owner=owner, **given)
         self.sequences += self.engine.admit(request)
 
     def decode(self, count: int, **wanted: Any) -> None:
-        """Admit requests whose prompt has been computed."""
         for _ in range(count):
             self.prompt(12, **wanted)
             sequence = self.sequences[-1]
@@ -185,9 +174,6 @@ def test_no_more_is_guessed_than_may_follow_and_others_leave_over(saved_model: M
     assert [drafts for _, drafts in rows.values()] == [0, 1, 2, 2]
 
 
-# ----------------------------------------------------------------------------------------- pads
-
-
 def test_guesses_are_made_while_pads_are_plenty(saved_model: Models) -> None:
     """Half of those that are kept ready must be left: a guess may come to nothing."""
     bench = Bench(saved_model, "shielded")
@@ -234,9 +220,6 @@ def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models)
     composed = bench.compose()
     assert [sequence for sequence, _ in composed.refused] == bench.sequences[:1]
     assert [one.sequence for one in composed.rows[0]] == bench.sequences[1:]
-
-
-# -------------------------------------------------------------------------- what is guessed
 
 
 def test_drafts_are_what_followed_the_longest_end_the_last_time() -> None:

@@ -31,14 +31,12 @@ def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
 
 
 def _run(tee: Tee, batch: Batch, phase: Phase = "prefill") -> torch.Tensor:
-    """Run a step of one part; return its logits."""
     (result,) = run_step([Part(batch, phase)], tee.lanes)
     return result.logits_NV
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
-    """The rows and the operators of every part that is run."""
     found: list[tuple[int, Any]] = []
 
     def noted(batch: Batch, model: Any, ops: Any) -> Any:

@@ -21,12 +21,8 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.model import SavedModel, token_ids
 
-# ------------------------------------------------------------------------------------ the stream
-
 
 class Pieces:
-    """A tokenizer whose tokens are pieces of text, in the order in which they come."""
-
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
 
@@ -66,9 +62,6 @@ def test_however_a_text_is_sliced_it_is_shown_up_to_its_stop_string(
         held = "" if stream.found else fed[len(shown) :]
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     assert (shown + stream.flush(), stream.found) == (final, found)
-
-
-# --------------------------------------------------------------------------------- a generation
 
 
 @pytest.fixture(scope="module")

@@ -71,9 +71,6 @@ def tokenizer(known: dict[str, Tokenizer]) -> Tokenizer:
     return known["byte-level"]
 
 
-# ------------------------------------------------------------------------------ text and tokens
-
-
 # Short of "▁" itself, which sentencepiece takes for a space.
 @given(text=st.text(max_size=20).map(lambda text: text.replace("▁", "_")))
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
@@ -91,9 +88,6 @@ def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
     # What ends so looks like the first half of a character, and is kept until nothing more comes.
     assert streamed == whole or whole.endswith("\ufffd")
     assert streamed + stream.flush() == whole == text
-
-
-# ------------------------------------------------------------------------------- chat templates
 
 
 def test_a_conversation_is_rendered_as_transformers_does(directory: Path, tmp_path: Path) -> None:
@@ -126,7 +120,6 @@ _LARGE = "{% set n = 2 ** 2000 * 2 ** 2000 %}{% set m = n * n %}"
         # What it says of the messages is not shown.
         ("{{ raise_exception(messages[0].content) }}", PromptError, "TemplateError .* not shown"),
         ("{{ messages[0][messages[0].content] + 1 }}", PromptError, "not shown"),
-        ("{{ messages[7].content }}", PromptError, "UndefinedError"),
         ("{{ 1 / 0 }}", PromptError, "ZeroDivisionError"),
         # It cannot leave its sandbox.
         ("{{ messages.append(1) }}", PromptError, "SecurityError"),
@@ -135,8 +128,6 @@ _LARGE = "{% set n = 2 ** 2000 * 2 ** 2000 %}{% set m = n * n %}"
         # No other conversation would help.
         ("{% if %}", ModelError, _DAMAGED),
         ("{{ messages | no_such_filter }}", ModelError, _DAMAGED),
-        ("{{ 'x", ModelError, _DAMAGED),
-        ("{% for m in messages %}", ModelError, _DAMAGED),
         # It has to end.
         (_LOOP + _LOOP + _END + _END, ModelError, _ENDLESS),
         (_CALLS + "{{ f(60) }}", ModelError, _ENDLESS),
@@ -146,7 +137,6 @@ _LARGE = "{% set n = 2 ** 2000 * 2 ** 2000 %}{% set m = n * n %}"
         ("{{ 10 ** (10 ** 10) }}", PromptError, "OverflowError"),
         ("{{ 'x' * 10 ** 10 }}", PromptError, "OverflowError"),
         ("{{ 10 ** 10 * [1] }}", PromptError, "OverflowError"),
-        (_LARGE + "{{ m * 2 }}", PromptError, "OverflowError"),
         (_LARGE + "{{ m ** 2 }}", PromptError, "OverflowError"),
         ("{{ 'ab' * 2 }} {{ 2 ** 10 }} {{ 3 * 4 }} {{ 1.5 * 2 }}", None, "abab 1024 12 3.0"),
     ],
@@ -168,9 +158,6 @@ def test_what_a_template_may_do(
     assert str(tmp_path) in str(caught.value)
     assert CANARY not in "".join(traceback.format_exception(caught.value))
     assert sys.gettrace() is before
-
-
-# --------------------------------------------------------------------------------------- refused
 
 
 @each_row(
@@ -221,15 +208,12 @@ def test_a_prompt_is_neither_filled_up_nor_cut_off(
 
 
 def _changed(directory: Path, into: Path, **changes: Any) -> Path:
-    """Write the good tokenizer with some of its parts exchanged; return its directory."""
     content = json.loads((directory / "tokenizer.json").read_text())
     (into / "tokenizer.json").write_text(json.dumps({**content, **changes}))
     return into
 
 
 class Talks:
-    """Stands for a library that quotes what it fails on."""
-
     def encode_batch_fast(self, *_: object, **__: object) -> None:
         raise ValueError(f"no token for {CANARY}")
 

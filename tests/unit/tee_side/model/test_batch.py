@@ -21,7 +21,6 @@ def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
 
 
 def _caches(config: ModelConfig, *lengths: int) -> list[KVCache]:
-    """Return caches that hold so many tokens already."""
     caches = []
     for length in lengths:
         caches.append(KVCache(config, 64, torch.float32))

@@ -24,9 +24,6 @@ def _rows(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, 2, 16, generator=torch.Generator().manual_seed(seed))
 
 
-# ------------------------------------------------------------------------------- rows of a step
-
-
 def test_what_was_committed_stays_and_the_rest_is_written_over(config: ModelConfig) -> None:
     """Layer by layer, and as views of the cache."""
     cache = KVCache(config, 10, torch.float32)
@@ -81,9 +78,6 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig) -> None:
     cache.commit(4)
     with refused:
         cache.append(0, _rows(1, 1), _rows(1, 1))
-
-
-# -------------------------------------------------------------------------------------- memory
 
 
 def test_its_memory_is_its_own_and_goes_with_the_last_view(

@@ -17,11 +17,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from tee_side.model.forward import logits
-from tee_side.model.local_operators import (
-    LocalOperators,
-    load_local_operators,
-    sites_here,
-)
+from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
 from tee_side.model.operators import Operators, place
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
@@ -54,9 +50,6 @@ def _local(model: SavedModel, policy: Policy, dtype: torch.dtype = torch.float32
     return load_local_operators(parts, sites=sites, integers=integers, held={})
 
 
-# ----------------------------------------------------------------------- what is held
-
-
 def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Models) -> None:
     config = read_config(saved_model("llama").directory)
     policy = _policy(
@@ -80,9 +73,6 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
     assert sites_here(load_policy("shielded-prefill"), config.num_hidden_layers) == []
     assert not _local(saved_model("llama"), load_policy("tsqp"))
     assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12 + 1
-
-
-# ----------------------------------------------------------------------------- integers
 
 
 @pytest.mark.usefixtures("torch_kernels")

@@ -25,7 +25,6 @@ STEPS = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 @pytest.fixture(params=KERNELS)
 def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Torch's operators, or compiled ones."""
     with using_kernels(request.param):
         yield local_ops if request.param == "torch" else compiled_ops
 
@@ -40,7 +39,6 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Compare with what float64 gives."""
     assert (found.shape, found.dtype) == (exact.shape, dtype)
     bound = STEPS[dtype] * float(exact.abs().max())
     return bool(((found.double() - exact).abs() <= bound).all())
@@ -100,8 +98,6 @@ def test_causal_mask_hides_the_future_and_what_is_outside_the_window(
         assert mask.tolist() == expected
 
 
-# ------------------------------------------------------------------------------------ attention
-
 # Query heads, the key/value heads that they share, head dim.
 SHAPES = ((6, 2, 16), (8, 1, 40), (4, 4, 18), (2, 2, 64), (1, 1, 24), (6, 3, 24))
 
@@ -118,7 +114,6 @@ SIZES = [
 def _attended(
     q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Attention in float64: [T, H * C]."""
     T, H, C = q_THC.shape
     K, S, _ = k_KSC.shape
     query_T1, key_1S = torch.arange(S - T, S)[:, None], torch.arange(S)[None]

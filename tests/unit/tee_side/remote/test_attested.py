@@ -36,7 +36,6 @@ WHERE = "tcp://gpu:1"
 
 
 def claims(**changes: Any) -> Claims:
-    """Return what a service claims."""
     usual: dict[str, Any] = dict.fromkeys(("tls_key", "model", "policy", "settings"), NONE) | {
         "purpose": "service",
         "receipt_key": None,
@@ -54,14 +53,12 @@ def claims(**changes: Any) -> Claims:
 
 
 def statement(measurement: bytes = MEASUREMENT, **said: Any) -> bytes:
-    """Return what a simulated service states."""
     stated = claims(**said).encode()
     evidence = simulate(report_data(stated), measurement).encode()
     return Statement(claims=stated, evidence=evidence).encode()
 
 
 def asking(attested: Any = "simulated") -> ServiceAppraisal:
-    """Return what appraises a simulated service of one measurement."""
     policy = AppraisalPolicy.development().model_dump()
     policy["simulated"] = {"measurements": [MEASUREMENT.hex()]}
     return ServiceAppraisal(
@@ -102,7 +99,6 @@ def test_a_service_that_does_not_prove_what_it_is_is_refused(
 
 
 def _policy() -> Policy:
-    """Return a policy of attested services."""
     return policy_of({"o_proj": CLEAR | {"place": "attested"}}, service={"attested": "simulated"})
 
 

@@ -44,9 +44,6 @@ HEAD = PreparedRequest(
 )
 
 
-# ------------------------------------------------------------------- with a model of its own
-
-
 class Cutting(LoopbackChannel):
     """A service that cuts its part out of what one that has all columns would answer."""
 
@@ -54,7 +51,6 @@ class Cutting(LoopbackChannel):
     config: Any
 
     def answer(self, request: Request) -> Response:
-        """Compute the true reply, and cut it."""
         reply = super().answer(request)
         if not isinstance(reply, TensorReply) or isinstance(request, MatmulRequest):
             return reply
@@ -106,7 +102,8 @@ def _over(directory: Path, parts: int, **lying: Any) -> tuple[Any, list[PartOf]]
 def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
     saved_model: Models, policy: str, parts: int, at: int, liar: int, change: Change | None
 ) -> None:
-    model = saved_model("qwen2" if policy == "quantized-clear" else "llama")
+    kind = "qwen2" if policy == "quantized-clear" else "llama"
+    model = saved_model(kind, num_hidden_layers=2)
     chosen = with_results(policy, "freivalds")
     lying = {"liar": liar, "at": at, "change": change or (lambda y: y + 1)}
     shares = [
@@ -123,9 +120,6 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
     ((_, error),) = shares[0][1][liar].distrusted
     assert isinstance(error, ReplyError if change else VerificationError)
     assert error.where.endswith(f" part-{liar} (columns {liar}/{parts})")
-
-
-# ------------------------------------------------------------------------------- over services
 
 
 def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
@@ -175,7 +169,6 @@ def test_what_a_request_is_parted_into_ends_with_it(message: Any) -> None:
 
 
 def _waiting(world: World) -> int:
-    """Return how many requests are under way, over whichever connection."""
     opened = sum(len(one._waiting) for one in world.opened if not one.closed)
     return opened + sum(len(group._in_flight) for made in world.made for group in made._groups)
 

@@ -41,18 +41,15 @@ MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected=
 
 
 def _lone(world: World) -> tuple[FakeService, Any]:
-    """Return a service, and the channel to it."""
     (service,) = world.add("a")
     return service, world.replicas("a")
 
 
 def _pair(world: World) -> tuple[FakeService, FakeService, Any]:
-    """Return two services that stand in for each other, and the channel over them."""
     return (*world.add("a", "b"), world.replicas("a", "b"))
 
 
 def _segment(start: int) -> SegmentRequest:
-    """Return a request about one row of a session, behind so many tokens."""
     return SegmentRequest(
         first_layer=0,
         last_layer=1,
@@ -60,9 +57,6 @@ def _segment(start: int) -> SegmentRequest:
         parts=from_torch(torch.tensor([[1, 2, start, 1, start + 1, 0, 0]])),
         outputs=from_torch(torch.tensor([0])),
     )
-
-
-# ------------------------------------------------------------------------------- a healthy run
 
 
 def test_a_healthy_run_asks_one_service_alone(world: World) -> None:
@@ -93,9 +87,6 @@ def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> N
     assert replicas.call(ask(elements=25)).endpoint == "a"
     with pytest.raises(OversizedRequestError):
         world.replicas("a").submit(ask(elements=27))
-
-
-# ------------------------------------------------------------------------------------ failover
 
 
 @each_row(
@@ -262,22 +253,6 @@ def test_each_request_has_its_own_deadline_and_is_sent_again_with_what_is_left_o
     assert b.given_s == pytest.approx([1.0], abs=0.1)
 
 
-# ------------------------------------------------------------------------------ what is raised
-
-
-def test_what_each_of_several_said_is_one_line(world: World) -> None:
-    a, b, replicas = _pair(world)
-    a.answers, b.answers = deque([BROKEN]), deque([OTHER_METHOD])
-    with pytest.raises(ReplyError) as caught:
-        replicas.call(ask())
-    assert str(caught.value) == (
-        "LMHead at a and b: got a: error reply INTERNAL; b: Linear,"
-        " expected one of them that answers"
-    )
-    # Each was asked once: what a service refuses it refuses again.
-    assert (len(a.got), len(b.got)) == (1, 1)
-
-
 @each_row("order", list(permutations(range(3))))
 def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple[int, ...]) -> None:
     """A wrong result must not be reported as something less."""
@@ -286,9 +261,6 @@ def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple
         said = {str(index): kinds[index] for index in order if index >= gravest}
         said["other"] = BROKEN
         assert type(aggregate_errors("LMHead", said, None)) is type(kinds[gravest])
-
-
-# --------------------------------------------------------------------------------- quarantine
 
 
 def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> None:
@@ -347,9 +319,6 @@ def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: Worl
     assert replicas.wait(ids[2]).endpoint == "b"
 
 
-# --------------------------------------------------------------------------------------- names
-
-
 def test_a_caught_liar_is_not_asked_under_another_name(world: World, clock: Any) -> None:
     _, b, c = world.add("a", "b", "c")
     replicas = world.replicas("a", "b", "c")
@@ -361,9 +330,6 @@ def test_a_caught_liar_is_not_asked_under_another_name(world: World, clock: Any)
     assert replicas.call(ask()).endpoint == "c"
     assert len(b.got) == 1
     assert b.events[-1] == "Init"
-
-
-# ---------------------------------------------------------------------------------- interrupted
 
 
 def test_an_interrupt_leaves_nothing_behind(world: World) -> None:

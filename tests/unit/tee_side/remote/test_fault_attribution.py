@@ -21,10 +21,7 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.integer import exact_product
-from protocol.messages import (
-    Request,
-    RingLinearRequest,
-)
+from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
@@ -62,12 +59,6 @@ def _verified(operator: Operator, mask: Mask | None = None, **settings: Any) -> 
     return policy_of({operator: placed}, arithmetic=arithmetic, **settings)
 
 
-# --------------------------------------------------------------------------- which are to blame
-
-
-# ------------------------------------------------------------------------------- in which time
-
-
 class Slow(Lying):
     """Takes ten seconds a reply, of a clock that the test has, and stands for many services."""
 
@@ -79,17 +70,14 @@ class Slow(Lying):
         self.given: list[float | None] = []
 
     def submit(self, request: Request, timeout_s: float | None = None, **_: Any) -> int:
-        """Note how long it may take."""
         self.given.append(timeout_s)
         return super().submit(request, timeout_s)
 
     def wait(self, request_id: int) -> Exchange:
-        """Let time pass."""
         self._clock.now += 10.0
         return super().wait(request_id)
 
     def answer(self, request: Request) -> Any:
-        """Lie each time, whatever it was told."""
         self.told, self.distrusted = [*getattr(self, "told", []), *self.distrusted], []
         return super().answer(request)
 
@@ -111,7 +99,6 @@ def _call(
     operator: Any = "o_proj",
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    """Call an operator of layer 1 once."""
     tee = model.tee(policy, channels=list(channels))
     (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s)
     size = 96 if operator == "o_proj" else 48
@@ -228,8 +215,6 @@ def test_what_cannot_be_found_out_spares_no_liar_and_what_is_ours_bars_no_servic
         assert record.fields == fields  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------- claims that are computed once more
-
 GATE_UP = (1, "gate_up_proj")
 MODULES: Any = ("gate_proj", "up_proj")
 
@@ -243,7 +228,6 @@ def _check(model: SavedModel, *, held: bool) -> LinearCheck:
 
 
 def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -> Claim:
-    """Return a request for layer 1, and the right answer."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
     request = RingLinearRequest(layer_idx=1, module_names=names, elements=from_torch(x))

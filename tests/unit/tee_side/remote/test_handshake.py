@@ -29,7 +29,6 @@ def _check(directory: Path, dtype: str = "float32", **settings: Any) -> ServiceC
 
 
 def _said(directory: Path) -> InitReply:
-    """Return what a service says that has this model."""
     reply = LoopbackChannel(directory).call(InitRequest()).response
     assert isinstance(reply, InitReply)
     return reply
@@ -48,9 +47,6 @@ def good(ours: Path) -> InitReply:
 @pytest.fixture(scope="module")
 def check(ours: Path, good: InitReply) -> ServiceCheck:
     return _check(ours, linear=good.linear_digest)
-
-
-# ------------------------------------------------------------------------------------ the model
 
 
 YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}}
@@ -77,8 +73,6 @@ Change = Callable[[InitReply], dict[str, Any]]
 
 
 def _norm(name: str, **changes: Any) -> Change:
-    """Return a change of a norm; without any it is missing."""
-
     def change(good: InitReply) -> dict[str, Any]:
         norms = dict(good.norm_weights)
         norm = norms.pop(name, norms["final_norm"])
@@ -90,7 +84,6 @@ def _norm(name: str, **changes: Any) -> Change:
 
 
 def _of(field: str, **changes: Any) -> Change:
-    """Return a change of a part of the reply."""
     return lambda good: {field: getattr(good, field).model_copy(update=changes)}
 
 
@@ -100,16 +93,11 @@ FIRST = "layer_0_input_layernorm"
 @each_row(
     ("change", "field"),
     [
-        *(
-            (_of("config", **{name: value}), name)
-            for name, value in (
-                ("num_layers", 2),
-                ("hidden_size", 36),
-                ("num_heads", 4),
-                ("num_kv_heads", 3),
-                ("head_dim", 8),
-            )
-        ),
+        (_of("config", num_layers=2), "num_layers"),
+        (_of("config", hidden_size=36), "hidden_size"),
+        (_of("config", num_heads=4), "num_heads"),
+        (_of("config", num_kv_heads=3), "num_kv_heads"),
+        (_of("config", head_dim=8), "head_dim"),
         (_norm("final_norm"), "final_norm"),
         (_norm("final_norm", weight=from_torch(torch.ones(3))), "final_norm"),
         (_norm("final_norm", weight=from_torch(torch.ones(48))), "final_norm"),
@@ -140,7 +128,6 @@ def test_a_service_that_says_something_else_is_refused_by_field(
 
 
 def test_rounding_is_no_difference_and_a_hundredth_is(check: ServiceCheck, good: InitReply) -> None:
-    """Two processors have computed them."""
     norm = torch.frombuffer(
         bytearray(good.norm_weights["final_norm"].weight.data), dtype=torch.float32
     )
@@ -151,9 +138,6 @@ def test_rounding_is_no_difference_and_a_hundredth_is(check: ServiceCheck, good:
         check.verify("there", good.model_copy(update=far(good)))
     with pytest.raises(ReplyError, match="Init reply from there: got TensorReply"):
         check.verify("there", TensorReply(output=from_torch(torch.ones(1))))
-
-
-# -------------------------------------------------------------------- provisioning, layers, parts
 
 
 @each_row(

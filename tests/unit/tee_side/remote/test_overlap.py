@@ -65,13 +65,11 @@ class Recorder:
 
 
 async def _ask(*channels: Any) -> list[int]:
-    """Ask each once, and return the numbers of the replies."""
     found = await ask(channels, ASKED, [SENT] * len(channels), 7.0)
     return [exchange.bytes_sent for exchange in found]
 
 
 async def _asking(channel: Recorder, times: int, name: str = "") -> list[int]:
-    """Ask so many times, and return the numbers of the replies."""
     got: list[int] = []
     for _ in range(times):
         channel.order.append(f"compute {name}")
@@ -98,7 +96,6 @@ def test_nothing_is_sent_after_the_vm_was_resumed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_second_begins_behind_the_second_turn_of_the_first_and_then_they_alternate() -> None:
-    """The order of turns, to the last event."""
     channel = Recorder()
     found = run_overlapped([_asking(channel, 3, "a"), _asking(channel, 3, "b")])
     assert found == [[1, 2, 4], [3, 5, 6]]
@@ -133,9 +130,6 @@ def test_requests_side_by_side_are_waited_for_together_and_in_order() -> None:
         with pytest.raises(DeadlineExceededError):
             run(_ask(one, two))
         assert order == expected
-
-
-# --------------------------------------------------------------------------------------- errors
 
 
 @each_row(

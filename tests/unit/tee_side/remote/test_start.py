@@ -126,6 +126,3 @@ def test_a_process_that_was_stopped_looks_at_what_has_come_before_giving_up(
     found = world.replicas("a", "b")
     assert [one.session is not None for one in found.members] == [True] * 2
     assert looks["a"] == 2
-
-
-# ----------------------------------------------------------------------------- what people hear
