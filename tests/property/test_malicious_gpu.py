@@ -15,6 +15,7 @@ import random
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -38,7 +39,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol import pending
 from protocol.errors import DeadlineExceededError, ErrorCode, ProtocolError, TsqpError
-from protocol.messages import HealthRequest, InitRequest, Response, Timing
+from protocol.messages import HealthRequest, InitRequest, Response
 from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer
 from tee_side import runner as runner_module
@@ -112,15 +113,14 @@ class Process:
         opened = open_request([memoryview(bytearray(f)) for f in frames], MAX_BYTES)
         request = read_request(opened)
         memory, compute = self.memory, self._compute
+        response: Response | ErrorCode
         try:
             response = compute(request)
         except ProtocolError as error:
-            refusal = encode_reply(Form.FRAMED, opened.request_id, opened.method, error.code)
-            return [[bytes(frame) for frame in refusal]]
-        if isinstance(request, InitRequest):
-            timing = Timing(queue_us=0, compute_us=0)
-            good = encode_reply(Form.FRAMED, opened.request_id, "Init", response, timing)
-            return [[bytes(frame) for frame in good]]
+            response = error.code
+        if isinstance(response, ErrorCode) or isinstance(request, InitRequest):
+            honest = encode_reply(Form.FRAMED, opened.request_id, opened.method, response)
+            return [[bytes(frame) for frame in honest]]
         occasion = Occasion(
             client, request, opened.request_id, response, compute, memory, self.chance
         )
@@ -218,20 +218,14 @@ def _right_answer(folder: Path, policy: str, prompt: int) -> tuple[list[int], to
     model, weights, _ = _models(folder)
     world = World(Clock(), {})
     world.at = {endpoint: Process(weights, 0) for endpoint in ENDPOINTS}
-    with Patching(world, Witness()), _open_run(model, policy, ENDPOINTS) as run:
+    with _patched(world, Witness()), _open_run(model, policy) as run:
         return _generate(run, prompt)
 
 
-@cache
-def _services(policy: str) -> int:
-    return load_policy(policy).services
-
-
-def _open_run(model: SavedModel, policy: str, endpoints: Sequence[str]) -> Runner:
-    chosen = load_policy(policy)
-    gpu = tuple(endpoints)
+def _open_run(model: SavedModel, policy: str) -> Runner:
+    chosen, gpu = load_policy(policy), ENDPOINTS
     if chosen.services > 1:
-        gpu = tuple(f"{endpoint},share={1 + n % 2}" for n, endpoint in enumerate(endpoints))
+        gpu = tuple(f"{endpoint},share={1 + n % 2}" for n, endpoint in enumerate(ENDPOINTS))
     return Runner(
         RunnerSettings(
             model.directory,
@@ -271,15 +265,10 @@ class Witness:
             self.pads.add(pad)
 
 
-class Patching:
-    """A context in which runners live in a world, under the eyes of a witness."""
-
-    def __init__(self, world: World, witness: Witness) -> None:
-        self._world, self._witness = world, witness
-        self._patch = pytest.MonkeyPatch()
-
-    def __enter__(self) -> None:
-        patch, world, witness = self._patch, self._world, self._witness
+@contextmanager
+def _patched(world: World, witness: Witness) -> Iterator[None]:
+    """Have runners live in a world, under the eyes of a witness."""
+    with pytest.MonkeyPatch.context() as patch:
         for module in (pending, member, replicas, connected):
             patch.setattr(module, "time", world.clock)
         # A game that is played again ends the same: whether a bit that is flipped below a pad comes
@@ -318,9 +307,7 @@ class Patching:
         patch.setattr(PadStore, "all_factors", read_all)
         patch.setattr(linear_module, "carry_out", called)
         patch.setattr(replicas.Replicas, "wait", waited)
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
+        yield
 
 
 endpoints = st.sampled_from(ENDPOINTS)
@@ -339,8 +326,9 @@ class MaliciousGpu(RuleBasedStateMachine):
         self.model, self.weights, self.other = _models(self.folder)
         self.world = World(Clock(), {})
         self.witness = Witness()
-        self.patching = Patching(self.world, self.witness)
-        self.patching.__enter__()
+        self.services = load_policy(self.policy).services
+        self.stack = ExitStack()
+        self.stack.enter_context(_patched(self.world, self.witness))
         self.run: Runner | None = None
         self.wrong: list[str] = []
         self.seed = 0
@@ -348,7 +336,7 @@ class MaliciousGpu(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.run is not None:
             self.run.close()
-        self.patching.__exit__()
+        self.stack.close()
 
     def _process(self, weights: ServiceWeights | None = None) -> Process:
         self.seed += 1
@@ -366,7 +354,7 @@ class MaliciousGpu(RuleBasedStateMachine):
         try:
             if self.run is None:
                 self.world.session += 1
-                self.run = _open_run(self.model, self.policy, ENDPOINTS)
+                self.run = _open_run(self.model, self.policy)
             tokens, logits = _generate(self.run, prompt)
         except TsqpError as error:
             self.ended[type(error).__name__] += 1
@@ -441,11 +429,11 @@ class MaliciousGpu(RuleBasedStateMachine):
     @invariant()
     def what_is_sent_again_is_the_same(self) -> None:
         """As many different tensors as products, a share each; not one more for all retries."""
-        assert len(self.world.ring) <= self.witness.products * _services(self.policy)
+        assert len(self.world.ring) <= self.witness.products * self.services
 
     @invariant()
     def nobody_saw_both_shares(self) -> None:
-        if _services(self.policy) == 1:
+        if self.services == 1:
             return
         for process in self.world.at.values():
             if process is not None:

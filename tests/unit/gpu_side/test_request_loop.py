@@ -360,23 +360,22 @@ def test_a_drain_finishes_what_was_picked_up_and_has_an_end(
     assert said[1:] == rest
 
 
-class Flood(Listener):
-    def receive(self) -> Incoming | None:
-        return incoming_request(1)
-
-    def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
-        return True
+def _flood() -> Listener:
+    listener: Any = Listener()
+    listener.receive = lambda: incoming_request(1)
+    listener.wait = lambda **_: True
+    return listener
 
 
 def test_a_client_that_goes_on_sending_cannot_keep_the_service_from_stopping() -> None:
-    listener, state = Flood(), ServiceState()
+    listener, state = _flood(), ServiceState()
     with stop_signal() as stop:
         run_loop(listener, _stopping(stop, 20), state, stop)
     # What waited was finished in spite of it.
     finished = [error for _, error in listener.outcomes if error is None]
     assert len(finished) == 19 + state.queue.limits.requests
     # Nor one that begins when a service stops that was idle for long.
-    loop, listener = make_loop(lambda request: RESULT), Flood()
+    loop, listener = make_loop(lambda request: RESULT), _flood()
     loop._began_ns = time.perf_counter_ns() - 10**15
     with stop_signal() as stop:
         stop.request(signal.SIGTERM, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -58,10 +58,8 @@ def _sessions(
     return Sessions(settings, 0, clock=clock or Clock())
 
 
-@contextmanager
-def _running(sessions: Sessions, client: bytes, *parts: Part) -> Iterator[list[SessionCache]]:
-    with sessions.running(client, LAYERS, parts, SHAPE, Window()) as caches:
-        yield caches
+def _running(sessions: Sessions, client: bytes, *parts: Part) -> Any:
+    return sessions.running(client, LAYERS, parts, SHAPE, Window())
 
 
 def _write(cache: SessionCache, start: int, tokens: range) -> None:

@@ -7,7 +7,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -321,31 +321,25 @@ def _others_go_on(listener: StreamListener, endpoint: str) -> None:
         assert open_request(take(listener).frames, 1000).request_id == 7
 
 
-def _file(kind: str) -> int:
-    if kind == "no memfd":
-        return os.open("/dev/null", os.O_RDWR)
-    areas = Areas(1, PAGE, PAGE)
-    if kind == "unsealed":
-        return memfd(areas, seals=0)
-    return memfd(areas, head=bytes(32) if kind == "no head" else None)
+SEGMENT = Areas(1, PAGE, PAGE)
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "said"),
+    ("made", "count", "said"),
     [
-        ("good", 0, ATTACH),
-        ("good", 2, ATTACH),
-        ("good", 1, b"\xff"),
-        ("good", 1, message(INIT)),
-        ("unsealed", 1, ATTACH),
-        ("no head", 1, ATTACH),
-        ("no memfd", 1, ATTACH),
+        (lambda: memfd(SEGMENT), 0, ATTACH),
+        (lambda: memfd(SEGMENT), 2, ATTACH),
+        (lambda: memfd(SEGMENT), 1, b"\xff"),
+        (lambda: memfd(SEGMENT), 1, message(INIT)),
+        (lambda: memfd(SEGMENT, seals=0), 1, ATTACH),
+        (lambda: memfd(SEGMENT, head=bytes(32)), 1, ATTACH),
+        (lambda: os.open("/dev/null", os.O_RDWR), 1, ATTACH),
     ],
 )
 def test_what_hands_over_no_segment_is_refused(
-    listener: StreamListener, endpoint: str, kind: str, count: int, said: bytes
+    listener: StreamListener, endpoint: str, made: Callable[[], int], count: int, said: bytes
 ) -> None:
-    file = _file(kind)
+    file = made()
     before = len(os.listdir("/proc/self/fd"))
     with attach(endpoint, [file] * count, said) as raw:
         assert is_dropped(listener, raw)
