@@ -127,6 +127,7 @@ def serving(by: Identity, answer: Answer | None = None) -> Iterator[AttestedServ
         context.load_cert_chain(*names)
         server = AttestedServer(listening.getsockname()[1])
         threads: list[threading.Thread] = []
+        connections: list[socket.socket] = []
 
         def accept() -> None:
             while True:
@@ -138,7 +139,9 @@ def serving(by: Identity, answer: Answer | None = None) -> Iterator[AttestedServ
                 threads[-1].start()
 
         def carry(plain: socket.socket) -> None:
+            connections.append(plain)
             with suppress(OSError), context.wrap_socket(plain, server_side=True) as near:
+                connections.append(near)
                 near.settimeout(30)
                 while (request := _request(near)) and server.received.extend(request) is None:
                     near.sendall(_reply(request, answer or by.state, server.asked))
@@ -149,6 +152,10 @@ def serving(by: Identity, answer: Answer | None = None) -> Iterator[AttestedServ
             yield server
         finally:
             listening.shutdown(socket.SHUT_RDWR)
+            # What a client has left open would be waited for.
+            for one in connections:
+                with suppress(OSError):
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)
             for thread in threads:
                 thread.join(30)
 
