@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle, product
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 from tests.equivalence.tolerances import BFLOAT16_ERROR_RATIO, BFLOAT16_LOGITS, FLOAT32_LOGITS
-from tests.kit.model import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
+from tests.kit.model import ARCHITECTURES, POLICIES, Models, SavedModel, assemble, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 QWEN2_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 

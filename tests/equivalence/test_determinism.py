@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, product
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +15,9 @@ from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
 from tests.kit.kernels import KERNELS, using_kernels
-from tests.kit.model import SavedModel, Tee, assemble
+from tests.kit.model import Models, Tee, assemble
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
-
-Models: TypeAlias = Callable[..., SavedModel]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -142,15 +140,6 @@ def test_a_request_gives_the_same_bits_in_any_company(
     model = saved_model(kind, **settings)
     tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 3)]
     _check(tees, Random(architecture + dtype), companies=1, most=110)
-
-
-@each_row("policy", ["shielded", "shielded-prefill", "two-server", "tee-only-int8"])
-def test_what_computes_the_products_changes_no_bit(saved_model: Models, policy: str) -> None:
-    model = saved_model("llama", **CONTEXT)
-    dynamic = policy == "tee-only-int8"
-    alone = model.tee(policy if dynamic else "quantized-clear", "bfloat16")
-    company = model.tee(policy, "bfloat16", step_tokens=600, micro_batches=2)
-    _check([alone, company], Random(policy), companies=1, most=40)
 
 
 def test_without_a_compiler_a_request_gives_the_same_bits_in_any_company(

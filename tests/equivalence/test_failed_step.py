@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
 
@@ -14,10 +13,8 @@ from protocol.errors import DeadlineExceededError
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.policy.placement import builtin_policies, load_policy
 from tests.equivalence.tolerances import masked_logits
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 PROMPTS = (5, 2)
 NEW_TOKENS = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,10 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.tensors import to_torch
 from tee_side.assembly import MaskSettings
 from tee_side.words import Site
-from tests.kit.model import LoopbackChannel, SavedModel, assemble, token_ids
+from tests.kit.model import LoopbackChannel, Models, SavedModel, assemble, token_ids
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.cli.program import model_directory
 
-Models = Callable[..., SavedModel]
 HALF_RING = 2**31
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.source import WhenOut
 from tests.equivalence.tolerances import FLOAT32_STEPS, INTEGER_STEPS, Tolerance, masked_logits
-from tests.kit.model import LoopbackChannel, SavedModel, token_ids
+from tests.kit.model import LoopbackChannel, Models, finish, stocked, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 LAYERS = {"num_hidden_layers": 2}
 # A sliding window smaller than a part; a RoPE whose frequencies change with the length.
@@ -107,8 +105,7 @@ def test_a_step_in_parts_computes_what_one_part_computes(
             prompt = token_ids(length, seed=length)
             sequences.append(engine.add(prompt, max_new_tokens=3, eos_token_ids=frozenset()))
             engine.step()
-        while engine.running:
-            engine.step()
+        finish(engine)
         runs.append([sequence.token_ids for sequence in sequences])
     assert runs[0] == runs[1]
 
@@ -154,10 +151,7 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
     model = saved_model("llama", **LAYERS)
     expected_tokens, expected = _run(model.tee("quantized-clear").engine(), ONE_EACH)
     tee = model.tee("shielded-prefill", micro_batches=2, when_out=when_out)
-    (pads,) = tee.assembly.pads.values()
-    assert pads._maker is not None
-    if tokens:
-        pads._maker.fill(pads._store, tokens)
+    pads = stocked(tee, tokens)
     found_tokens, found = _run(tee.engine(), ONE_EACH)
     assert found_tokens == expected_tokens
     for one, other in zip(found, expected, strict=True):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
 from tee_side.engine.sampling import SamplingSettings
-from tests.kit.model import SavedModel, Tee, token_ids
+from tests.kit.model import Models, Tee, finish, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("quantized-clear", "shielded", "shielded-prefill")
@@ -79,8 +75,7 @@ def test_what_is_read_of_a_prompt_is_not_left_out(saved_model: Models) -> None:
     engine = _engine(tee, prefix_reuse=True)
     _answers(engine, _request(SHARED))
     (sequence,) = engine.admit(_request(SHARED, prompt_logprobs=0))
-    while engine.running:
-        engine.step()
+    finish(engine)
     assert (sequence.reused_tokens, engine.prefixes.hits) == (0, 0)
     assert sequence.reader is not None
     assert len(sequence.reader.result().logprobs) == len(SHARED) - 1

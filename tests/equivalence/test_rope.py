@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.model.config import read_config
 from protocol.model.rope import rope_frequencies
 from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
-from tests.kit.model import SIZES, SavedModel, assemble, token_ids
+from tests.kit.model import SIZES, Models, assemble, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 CONTEXT = 128
 SHORT = [1.0 + 0.1 * i for i in range(8)]

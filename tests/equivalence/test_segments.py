@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,16 @@ from tee_side.policy.placement import Policy
 from tests.equivalence.test_architectures import VARIANTS
 from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, POLICY_LOGITS
 from tests.kit.model import (
-    ARCHITECTURES,
     CLEAR,
     LoopbackChannel,
+    Models,
     SavedModel,
     Tee,
+    finish,
     policy_of,
     token_ids,
 )
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 SEGMENTS = ("clear-segment", "stip-segment", "cloak-segment")
 INNER = ("qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj", "down_proj")
@@ -61,8 +59,7 @@ def generated(engine: Engine, prompt: list[int], tokens: int, **more: Any) -> li
     sequences = engine.admit(
         Wanted(prompt_ids=tuple(prompt), max_new_tokens=tokens, stop_ids=frozenset(), **more)
     )
-    while engine.running:
-        engine.step()
+    finish(engine)
     return sequences
 
 
@@ -107,21 +104,6 @@ def test_logits_equal_transformers_at_every_position(
     POLICY_LOGITS[name].check(torch.cat(found), expected)
 
 
-@each_row(("kind", "name"), zip(ARCHITECTURES, cycle(SEGMENTS)))
-def test_sequences_of_a_batch_have_the_tokens_that_each_has_alone(
-    saved_model: Models, kind: str, name: str
-) -> None:
-    """Prompts of several chunks beside decoded tokens; one request a step, whatever is in it."""
-    model = saved_model(kind, **({"sliding_window": 7} if kind == "mistral" else {}))
-    tee, prompts = model.tee(name), [token_ids(6 + 9 * seed, seed=seed) for seed in range(3)]
-    engine = tee.engine(step_tokens=8)
-    sequences = [engine.add(p, max_new_tokens=8, eos_token_ids=frozenset()) for p in prompts]
-    while engine.running:
-        engine.step()
-    assert [s.token_ids for s in sequences] == [model.greedy(prompt, 8) for prompt in prompts]
-    assert len(tee.channels[0].requests) == engine.counts.steps
-
-
 def test_layers_between_segments_keep_their_keys_in_the_tee(saved_model: Models) -> None:
     model, ids = saved_model("qwen3"), token_ids(30)
     tee = model.tee(PARTIAL)
@@ -149,6 +131,8 @@ def test_a_segment_is_cut_where_another_service_has_the_next_layer(saved_model: 
         for service in services
     ]
     assert asked == [{(0, 0, False)}, {(1, 2, True)}]
+    # One request a step of six tokens.
+    assert [len(service.requests) for service in services] == [4, 4]
 
 
 @each_row(
@@ -164,8 +148,7 @@ def test_lost_sessions_are_computed_again_to_the_same_tokens(
     service = Forgetful(model, *before)
     engine = model.tee(policy, channels=[service]).engine(step_tokens=16)
     sequences = [engine.add(p, max_new_tokens=12, eos_token_ids=frozenset()) for p in prompts]
-    while engine.running:
-        engine.step()
+    finish(engine)
     assert [s.token_ids for s in sequences] == [model.greedy(prompt, 12) for prompt in prompts]
     assert all(one < len(service.requests) for one in before)
 
@@ -318,8 +301,7 @@ def test_a_service_without_memory_for_all_keeps_those_that_came_first(
                 engine.step()
             assert (caught.value.code, caught.value.retryable, refused) == (code, False, [])
             continue
-        while engine.running:
-            engine.step()
+        finish(engine)
         ((third, error),) = refused
         assert third is sequences[2]
         assert isinstance(error, LimitError)

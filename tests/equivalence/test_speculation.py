@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,8 @@ from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sequence as Running
 from tee_side.engine.tokenizer import Tokenizer
 from tests.equivalence.tolerances import FLOAT32_STEPS, Tolerance
-from tests.kit.model import SavedModel, Tee, token_ids
+from tests.kit.model import Models, Tee, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 # What is guessed is what followed the last tokens before.
 REPEATED = token_ids(6) * 4

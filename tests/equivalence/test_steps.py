@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle
 
-from tee_side.engine.engine import Engine
 from tests.equivalence.tolerances import FLOAT32_STEPS
-from tests.kit.model import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
+from tests.kit.model import ARCHITECTURES, POLICIES, Models, assemble, finish, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 # A window smaller than the prompt makes chunks see different parts of the cache.
 WINDOWS = {"mistral": {"sliding_window": 5}}
@@ -34,12 +30,7 @@ def test_sequences_in_one_batch_equal_each_alone(
     requests = [(token_ids(length, seed=length), 4 + length % 5) for length in (1, 3, 19, 8)]
     engine = tee.engine(step_tokens)
     sequences = [engine.add(prompt, max_new_tokens=new) for prompt, new in requests]
-    _finish(engine)
+    finish(engine)
     for sequence, (prompt, new) in zip(sequences, requests, strict=True):
         assert sequence.token_ids == model.greedy(prompt, new)
         assert sequence.finish_reason == "length"
-
-
-def _finish(engine: Engine) -> None:
-    while engine.running:
-        engine.step()

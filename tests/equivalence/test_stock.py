@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import torch
 
-from tee_side.policy.placement import Policy, load_policy
-from tests.kit.model import SavedModel, Tee, token_ids
+from tee_side.policy.placement import load_policy
+from tests.kit.model import Models, Tee, stocked, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 PROMPT, NEW_TOKENS, STEP_TOKENS = token_ids(13), 4, 16
 # A quarter of the 128 tokens that pads are kept ready for in memory.
 LEFT_TO_DECODE = 32
 
 
-def _policy() -> Policy:
-    stock = {"name": "from-stock", "prefill": "stock", "decode_share": 0.25}
-    return load_policy("shielded-prefill").model_copy(update=stock)
-
-
-def _stocked(
-    model: SavedModel, tokens: int, micro_batches: int = 1, step_tokens: int = STEP_TOKENS
-) -> Tee:
-    tee = model.tee(_policy(), step_tokens=step_tokens, micro_batches=micro_batches)
-    (pads,) = tee.assembly.pads.values()
-    assert pads._maker is not None
-    pads._maker.fill(pads._store, tokens)
-    return tee
+STOCK = load_policy("shielded-prefill").model_copy(
+    update={"name": "from-stock", "prefill": "stock", "decode_share": 0.25}
+)
 
 
 def _logits(tee: Tee, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int]]:
@@ -49,8 +36,8 @@ def test_a_prompt_leaves_where_decode_keeps_its_share(
     saved_model: Models, spare: int, micro_batches: int
 ) -> None:
     model = saved_model("llama")
-    tee = _stocked(model, LEFT_TO_DECODE + len(PROMPT) + spare, micro_batches)
-    (pads,) = tee.assembly.pads.values()
+    tee = model.tee(STOCK, step_tokens=STEP_TOKENS, micro_batches=micro_batches)
+    pads = stocked(tee, LEFT_TO_DECODE + len(PROMPT) + spare)
     found, asked = _logits(tee)
     token = 3 * 4 + 1
     if spare < 0:
@@ -66,7 +53,8 @@ def test_a_prompt_leaves_where_decode_keeps_its_share(
 
 def test_each_step_of_a_long_prompt_asks_anew(saved_model: Models) -> None:
     model, prompt = saved_model("llama"), token_ids(40)
-    tee = _stocked(model, LEFT_TO_DECODE + 2 * STEP_TOKENS)
+    tee = model.tee(STOCK, step_tokens=STEP_TOKENS)
+    stocked(tee, LEFT_TO_DECODE + 2 * STEP_TOKENS)
     found, asked = _logits(tee, prompt)
     # The last eight find what is left to decode, and no more.
     assert [count > 0 for count in asked] == [True, True, False, True, True, True]

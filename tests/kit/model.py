@@ -37,6 +37,7 @@ from tee_side.observer import Observers
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.masks.mask import FeatureMask
+from tee_side.protect.pads.source import Pads
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, Phase, Verify
 from tsqp.calibrate import calibrate_on, save_calibration
@@ -359,6 +360,25 @@ class SavedModel:
     @cached_property
     def _greedy(self) -> dict[tuple[int, ...], list[int]]:
         return {}
+
+
+# The fixture `saved_model`.
+Models = Callable[..., SavedModel]
+
+
+def finish(engine: Engine) -> None:
+    """Run every sequence to its end."""
+    while engine.running:
+        engine.step()
+
+
+def stocked(tee: Tee, tokens: int) -> Pads:
+    """Make pads for so many tokens, and return their source."""
+    (pads,) = tee.assembly.pads.values()
+    assert pads._maker is not None
+    if tokens:
+        pads._maker.fill(pads._store, tokens)
+    return pads
 
 
 # How an operator leaves in the clear, and is believed.

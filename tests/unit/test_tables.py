@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.kit.rows import each_row
 
 
@@ -39,3 +41,12 @@ def test_rows_after_one_that_failed_run_and_the_one_is_named() -> None:
         ["1, 'x'", "2, 'y'", "3, 'z'"],
         ["2, 'y'"],
     )
+
+    # The slow ones are a case of their own.
+    @each_row("a", [1], slow=[1, 2])
+    def other(a: int) -> None:
+        raise NotImplementedError
+
+    fast, slow = other.pytestmark[0].args[1]  # type: ignore[attr-defined]
+    assert (fast.values, slow.values) == (([1],), ([1, 2],))
+    assert (fast.marks, slow.marks) == ((), (pytest.mark.slow,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise, product
 from typing import Any, cast
@@ -14,10 +14,8 @@ from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, Place, TeeStage
-from tests.kit.model import SavedModel, token_ids
+from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 # In the clear, by module, under a row mask, under a feature mask, with pads, in shares.
 NAMES = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,8 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.remote.reply_size import largest_reply
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import OPERATORS
-from tests.kit.model import LoopbackChannel, SavedModel, with_results
+from tests.kit.model import LoopbackChannel, Models, SavedModel, with_results
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 ONE, TWO = (ClientKeys(b"secret", public) for public in (b"one", b"two"))
 

@@ -28,10 +28,8 @@ from tee_side.engine.request import Delivery, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.waiting import QueueFullError
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.model import LoopbackChannel, Models, Tee, finish, stocked, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 # A test that waits for what never comes fails.
 WAIT_S = 60.0
@@ -136,8 +134,7 @@ def _assert_same(tee: Tee, request: Request, client: Client) -> None:
     """Hold what every request that ended well was promised: the tokens that it gets alone."""
     engine = _engine(tee)
     sequences = engine.admit(request)
-    while engine.running:
-        engine.step()
+    finish(engine)
     assert client.error is None
     first, *others = client.deliveries
     assert first.prompt is not None
@@ -351,9 +348,7 @@ def test_one_that_gets_no_pads_ends_with_all_its_samples_and_others_go_on(
 ) -> None:
     """Of its samples, one had pads and is in the step under way."""
     padded, probe, first_token = saved_model("llama").tee("shielded", when_out="fail"), 1, 1
-    (pads,) = padded.assembly.pads.values()
-    assert pads._maker is not None
-    pads._maker.fill(pads._store, probe + first_token + 1)
+    stocked(padded, probe + first_token + 1)
     with _running(_engine(padded), start=False) as running:
         short, refused = _request(1, 2), _request(2, 6, samples=2)
         clients = [running.ask(request) for request in (short, refused)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from tee_side.engine.engine import Engine, EngineSettings, Sequence
 from tee_side.engine.request import Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.model.kv_cache import KVCache, kv_bytes
-from tests.kit.model import SavedModel, Tee, assemble, token_ids
+from tests.kit.model import Models, SavedModel, Tee, assemble, finish, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 PROMPT = token_ids(6)
 
@@ -32,11 +29,6 @@ def model(saved_model: Models) -> SavedModel:
 @pytest.fixture(scope="module")
 def tee(model: SavedModel) -> Tee:
     return assemble(model.directory)
-
-
-def _finish(engine: Engine) -> None:
-    while engine.running:
-        engine.step()
 
 
 def test_generation_ends_at_its_length_or_a_token_that_ends_it(
@@ -62,7 +54,7 @@ def test_generation_ends_at_its_length_or_a_token_that_ends_it(
     ):
         engine = asked.engine()
         sequence = engine.add(PROMPT, max_new_tokens=most, eos_token_ids=given)
-        _finish(engine)
+        finish(engine)
         assert (sequence.token_ids, sequence.finish_reason) == expected, name
 
 
@@ -75,7 +67,7 @@ def test_generation_ends_where_the_context_is_full(
     sequence = engine.add(token_ids(prompt), max_new_tokens=1000)
     # The last token is never fed back, so it needs no place.
     assert sequence.cache.capacity == 31
-    _finish(engine)
+    finish(engine)
     assert sequence.token_ids == short.greedy(token_ids(prompt), new)
     assert sequence.finish_reason == "length"
 
@@ -154,7 +146,7 @@ def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how
     with pytest.raises(LimitError):
         engine.add(PROMPT, max_new_tokens=4)
     third = engine.add(PROMPT, max_new_tokens=3)
-    _finish(engine)
+    finish(engine)
     assert second.token_ids == model.greedy(PROMPT[::-1], 7)
     assert third.token_ids == model.greedy(PROMPT, 3)
     assert first.cache.nbytes == 0
@@ -189,7 +181,7 @@ def test_no_more_sequences_run_than_have_a_row_in_each_step(tee: Tee) -> None:
     admitted: list[list[Sequence]] = engine.admit_waiting()
     assert [len(sequences) for sequences in admitted] == [1]
     assert (engine.admit_waiting(), len(engine.waiting)) == ([], 2)
-    _finish(engine)
+    finish(engine)
     assert [len(sequences) for sequences in engine.admit_waiting()] == [2]
 
 
@@ -199,6 +191,6 @@ def test_a_kept_prefix_is_its_owners_and_salts_alone(tee: Tee) -> None:
     for owner, salt in (("me", "a"), ("me", ""), ("you", "a"), ("me", "a")):
         request = Request(prompt_ids=tuple(token_ids(20)), max_new_tokens=2, owner=owner, salt=salt)
         (sequence,) = engine.admit(request)
-        _finish(engine)
+        finish(engine)
         reused[owner, salt, len(reused)] = sequence.reused_tokens
     assert list(reused.values()) == [0, 0, 0, 19]

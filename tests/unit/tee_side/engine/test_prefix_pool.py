@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ import torch
 from protocol.model.config import ModelConfig, read_config
 from tee_side.engine.prefix_pool import PrefixPool
 from tee_side.model.kv_cache import KVCache, kv_bytes
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 
 MINE = ("me", "")
 IDS = list(range(100, 140))
 
 
 @pytest.fixture(scope="module")
-def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
+def config(saved_model: Models) -> ModelConfig:
     return read_config(saved_model("llama").directory)
 
 

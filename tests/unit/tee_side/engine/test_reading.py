@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 from tee_side.engine import reading
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import PromptRead, Request
-from tests.kit.model import SavedModel, Tee, token_ids
-
-Models = Callable[..., SavedModel]
+from tests.kit.model import Models, Tee, finish, token_ids
 
 PROMPT = token_ids(25)
 
@@ -27,8 +24,7 @@ def _three_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def _read(tee: Tee, step_tokens: int = 512, prompt: Any = PROMPT, **wanted: Any) -> PromptRead:
     engine = Engine(tee.model, tee.lanes, EngineSettings(step_tokens=step_tokens))
     (sequence,) = engine.admit(Request(prompt_ids=tuple(prompt), max_new_tokens=0, **wanted))
-    while engine.running:
-        engine.step()
+    finish(engine)
     assert sequence.reader is not None
     return sequence.reader.result()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -17,10 +16,8 @@ from tee_side.engine.sequence import Sequence
 from tee_side.engine.waiting import WaitingQueue
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import Pads
-from tests.kit.model import SavedModel, token_ids
+from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 
 def _queue(*requests: str, limit: int = 100) -> WaitingQueue[str]:

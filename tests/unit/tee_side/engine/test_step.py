@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from tee_side.engine.step import Part, run_step
 from tee_side.model.batch import Batch
 from tee_side.model.forward import forward
 from tee_side.words import Phase
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
-
-Models = Callable[..., SavedModel]
+from tests.kit.model import LoopbackChannel, Models, Tee, token_ids
 
 
 def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:

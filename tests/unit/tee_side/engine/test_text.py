@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.kit.model import SavedModel, token_ids
+from tests.kit.model import Models, token_ids
 
 
 class Pieces:
@@ -65,9 +65,7 @@ def test_however_a_text_is_sliced_it_is_shown_up_to_its_stop_string(
 
 
 @pytest.fixture(scope="module")
-def runner(
-    saved_model: Callable[..., SavedModel], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Runner]:
+def runner(saved_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """A model with 256 byte tokens: it writes broken UTF-8, and stops in the middle of it."""
     path = tmp_path_factory.mktemp("text") / "model"
     shutil.copytree(saved_model("llama", vocab_size=256).directory, path)

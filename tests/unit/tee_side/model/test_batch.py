@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -12,11 +10,11 @@ from hypothesis import given
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 
 
 @pytest.fixture(scope="module")
-def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
+def config(saved_model: Models) -> ModelConfig:
     return read_config(saved_model("llama").directory)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ import torch
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model import kv_cache
 from tee_side.model.kv_cache import KVCache, kv_bytes
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 
 
 @pytest.fixture(scope="module")
-def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
+def config(saved_model: Models) -> ModelConfig:
     return read_config(saved_model("llama").directory)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +25,8 @@ from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS, PHASES, Phase
-from tests.kit.model import CLEAR, SavedModel, policy_of
+from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 
 def _policy(operators: dict[str, Any] | None = None, arithmetic: str = "float") -> Policy:

@@ -17,11 +17,9 @@ from tee_side.remote.linear import RemoteLinear
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator
 from tests.kit.lie import Change, Lying, generate, is_of
-from tests.kit.model import CLEAR, LoopbackChannel, SavedModel, policy_of
+from tests.kit.model import CLEAR, LoopbackChannel, Models, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_permutation import RowPermutation
-
-Models = Callable[..., SavedModel]
 
 CHANGES: dict[str, Change] = {
     "one row more": lambda output: torch.cat((output, output[..., :1, :]), -2),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +29,8 @@ from tee_side.remote.services.columns import ColumnParts, Joined
 from tee_side.remote.services.plan import ReplicaGroup
 from tests.kit.fakes import World, wrong
 from tests.kit.lie import Change, Lying, generate
-from tests.kit.model import LoopbackChannel, SavedModel, with_results
+from tests.kit.model import LoopbackChannel, Models, with_results
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 SHAPE = (3, 4)
 # Of a vocabulary of 8, each of two parts has as many columns as the fakes' replies have.

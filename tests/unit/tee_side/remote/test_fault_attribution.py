@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +37,9 @@ from tee_side.remote.fault_attribution import find_liars
 from tee_side.remote.overlap import run
 from tee_side.words import Operator
 from tests.kit.lie import Change, Lying
-from tests.kit.model import CLEAR, SavedModel, policy_of
+from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_mix import RowMix
-
-Models = Callable[..., SavedModel]
 
 
 @pytest.fixture(scope="module")

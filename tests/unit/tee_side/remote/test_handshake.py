@@ -16,10 +16,8 @@ from protocol.model.config import read_config
 from protocol.tensors import from_torch, torch_dtype
 from tee_side.model.layers import load_tee_model
 from tee_side.remote.handshake import ServiceCheck
-from tests.kit.model import LoopbackChannel, SavedModel
+from tests.kit.model import LoopbackChannel, Models
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 
 def _check(directory: Path, dtype: str = "float32", **settings: Any) -> ServiceCheck:
