@@ -39,6 +39,7 @@ class Proxy:
     ) -> None:
         self._server, self._context, self._say = server, context, say
         self._tunnels: set[socket.socket] = set()
+        self._cuts = 0
         self._guard, self._over = threading.Lock(), threading.Event()
         self._places = threading.Semaphore(_MOST)
         self.proved = prove(server, context)
@@ -79,19 +80,23 @@ class Proxy:
 
     def _carry(self, near: socket.socket) -> None:
         with near:
+            cuts = self._cuts
             try:
                 host, port = self._server
                 plain = socket.create_connection((host, port), _CONNECT_S)
                 with self._context.wrap_socket(plain, server_hostname=host) as far:
-                    self._carry_both(near, far)
+                    self._carry_both(near, far, cuts)
             except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
                 self._say(f"refused: {_words(error)}")
             finally:
                 self._places.release()
 
-    def _carry_both(self, near: socket.socket, far: ssl.SSLSocket) -> None:
+    def _carry_both(self, near: socket.socket, far: ssl.SSLSocket, cuts: int) -> None:
         both = {near, far}
         with self._guard:
+            # All others were cut while this one was being set up.
+            if self._cuts != cuts:
+                return
             self._tunnels |= both
         try:
             with suppress(OSError):
@@ -112,6 +117,7 @@ class Proxy:
 
     def _cut(self) -> None:
         with self._guard:
+            self._cuts += 1
             for one in self._tunnels:
                 cut(one)
 

@@ -339,3 +339,19 @@ def test_connections_are_cut_and_refused_when_the_server_proves_nothing_any_more
     reason = "new evidence: nonce" if lies else "RuntimeError"
     assert any(line.startswith(f"connections are cut: {reason}") for line in said)
     assert not lies or any("refused: new evidence: nonce" in line for line in said)
+
+
+def test_a_connection_that_is_set_up_while_all_are_cut_carries_nothing(
+    honest: Identity, policy: AppraisalPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(honest) as server, proxied(server, policy) as (proxy, _said):
+        carry = proxy._carry_both
+
+        def late(*given: Any) -> None:
+            proxy.close()
+            carry(*given)
+
+        monkeypatch.setattr(proxy, "_carry_both", late)
+        with connected(proxy) as near, suppress(ConnectionResetError):
+            near.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert near.recv(1) == b""
