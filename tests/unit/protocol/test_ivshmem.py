@@ -259,9 +259,15 @@ def test_only_a_segment_of_this_client_within_the_memory_is_taken(
         with ours, theirs:
             theirs.send(said)
             if expected is None:
+                # A reply to an earlier client is none to this one.
+                replied = 192 + 64 * areas.slots
+                with memory.open("r+b") as file:
+                    file.seek(replied)
+                    file.write(b"\1")
                 lane = DeviceMemory(str(memory)).attach(ours, in_use=False)
                 assert (lane.slots, lane._incoming, lane._room) == areas
-                assert memory.read_bytes()[40:44] == SESSION
+                content = memory.read_bytes()
+                assert (content[40:44], content[replied]) == (SESSION, 0)
                 continue
             with pytest.raises(ProtocolError, match=f"shared memory: {expected}") as info:
                 DeviceMemory(str(memory)).attach(ours, in_use=False)
@@ -302,3 +308,18 @@ def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(
                 break
         assert len(listener._sharing) == 1
     assert listener.clients_refused == 0
+
+
+def test_a_virtual_machine_that_writes_over_all_is_dropped_and_comes_back(
+    listener: StreamListener, endpoint: str, memory: Path
+) -> None:
+    _lay_out(memory, Areas(SLOTS, PAGE, PAGE))
+    with _attach(endpoint) as raw:
+        _until_taken(listener, memory)
+        with memory.open("r+b") as file:
+            file.write(b"\xff" * SIZE)
+        raw.send(bytes(4))
+        assert is_dropped(listener, raw)
+    memory.write_bytes(bytes(SIZE))
+    with IvshmemChannel(endpoint, timeout_s=20) as channel:
+        assert not _call(channel, listener)
