@@ -40,6 +40,14 @@ def test_all_connections_of_a_key_are_one_client() -> None:
     assert _taken(queue) == [("e", 4), ("a", 0), ("b", 1), ("c", 2)]
 
 
+def test_what_was_taken_makes_room_for_its_client() -> None:
+    queue = FairQueue(QueueLimits(bytes=100))
+    queue.put(_message("a", 1, 60))
+    queue.put(_message("a", 2, 40))
+    assert queue.take().received_ns == 1
+    assert queue.put(_message("a", 3, 60)) == ()
+
+
 NUMBER = QueueLimits(requests=5, total_requests=6)
 FEW = QueueLimits(bytes=100, total_bytes=400)
 FEWER = QueueLimits(bytes=100, total_bytes=300)
