@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import click
 import msgpack
@@ -33,14 +33,12 @@ import numpy as np
 import torch
 
 from protocol.encoding import decode_reply
-from protocol.errors import TsqpError
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.pending import NOT_PUT
 from protocol.stream import StreamChannel
 from tee_side.engine import background
 from tee_side.engine.engine import Engine
 from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
-from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.pads.store import PadStore
 from tee_side.protect.verification import ExactCheck
 from tee_side.remote import linear
@@ -580,88 +578,73 @@ class Served:
         until(healthy)
 
 
-def note_secrets(session: Served) -> None:
-    """Keep what a layer reads, and every key, at the moment at which they are made."""
-    call, made = linear.carry_out, PadStore.__init__
+def around(
+    call: Callable[..., Any],
+    *,
+    before: Callable[..., object] = lambda *_: None,
+    after: Callable[..., object] = lambda *_: None,
+) -> Callable[..., Any]:
+    """Return what calls it; `before` gets its arguments, and `after` its result and those."""
 
-    def _call(plan: CallPlan, x_TI: torch.Tensor) -> Any:
-        def noted(x_TI: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-            if plan.operator == "qkv_proj":
-                session.canaries.add_activation(x_TI[-1])
-                if not encoded.is_floating_point():
-                    session.canaries.add_activation(encoded[-1])
-            return encoded
+    def called(*arguments: Any, **more: Any) -> Any:
+        before(*arguments)
+        found = call(*arguments, **more)
+        after(found, *arguments)
+        return found
 
-        def hide(x_TI: torch.Tensor) -> Padded | None:
-            masked = plan.padded.hide(x_TI) if plan.padded else None
-            if masked is not None:
-                noted(x_TI, masked.encoded)
-            return masked
-
-        padded = plan.padded and cast("PaddedSite", SimpleNamespace(hide=hide))
-        encode = lambda x_TI: noted(x_TI, plan.encode(x_TI))  # noqa: E731
-        return call(replace(plan, encode=encode, padded=padded), x_TI)
-
-    def make(store: Any, layout: Any, capacity: int, key: bytes, **settings: Any) -> None:
-        session.canaries.add("key", key)
-        made(store, layout, capacity, key, **settings)
-
-    def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
-            check = draw(*arguments)
-            products = check.low_kI if isinstance(check, ExactCheck) else check._products
-            secret = products.flatten()[:4].contiguous()
-            session.canaries.add("key", secret.view(torch.uint8).numpy().tobytes())
-            return check
-
-        return noted
-
-    linear.carry_out = _call
-    PadStore.__init__ = make  # type: ignore[method-assign]
-    for check in (ExactCheck, FloatCheck):
-        check.draw = staticmethod(noting(check.draw))  # type: ignore[attr-defined]
+    return called
 
 
 def stand_in(session: Served) -> None:
-    """Stand in the server's code, where it is to fail, and see every token."""
-    deliver, sample, quarantine = exchange.Exchange._deliver, Engine._sample, Member.quarantine
+    """Stand in the server's code, where it is to fail, and where tokens and secrets are made."""
+    call = linear.carry_out
 
-    def before(where: str, call: Callable[..., Any]) -> Any:
-        def called(*arguments: Any, **more: Any) -> Any:
-            session.fail(where)
-            return call(*arguments, **more)
+    def carry_out(plan: CallPlan, x_TI: torch.Tensor) -> Any:
+        def note(encoded: torch.Tensor) -> None:
+            if not encoded.is_floating_point():
+                session.canaries.add_activation(encoded[-1])
 
-        return called
+        if plan.operator != "qkv_proj":
+            return call(plan, x_TI)
+        session.canaries.add_activation(x_TI[-1])
+        padded: Any = plan.padded
+        if padded is not None:
+            hide = around(padded.hide, after=lambda masked, _: note(masked.encoded))
+            padded = SimpleNamespace(hide=hide)
+        encode = around(plan.encode, after=lambda encoded, _: note(encoded))
+        return call(replace(plan, encode=encode, padded=padded), x_TI)
 
-    def delivered(*arguments: Any) -> None:
-        deliver(*arguments)
-        # What is delivered would be waited for.
-        session.fail(CRASHES[2])
-
-    def sampled(*arguments: Any) -> Any:
-        found = sample(*arguments)
-        session.sampled.append(found.token_id)
-        return found
-
-    def quarantined(member: Member, error: TsqpError) -> None:
-        quarantine(member, error)
-        session.quarantined.append(member)
+    def secret(products: torch.Tensor) -> None:
+        first = products.flatten()[:4].contiguous()
+        session.canaries.add("key", first.view(torch.uint8).numpy().tobytes())
 
     def log_everything(_level: str) -> None:
         configure("debug")
         logging.getLogger().setLevel(logging.DEBUG)
 
-    for owner, name, replaced in (
-        (Member, "quarantine", quarantined),
-        (generating, "engine_requests", before(CRASHES[0], generating.engine_requests)),
-        (answers.StreamedAnswer, "add", before(CRASHES[1], answers.StreamedAnswer.add)),
-        (exchange.Exchange, "_deliver", delivered),
-        (Engine, "step", before(CRASHES[3], Engine.step)),
-        (Engine, "_sample", sampled),
-        (running, "configure", log_everything),
-        (background, "_PROBE_S", 0.05),  # seconds after every other fault would be most of the time
-    ):
-        setattr(owner, name, replaced)
+    fails = [lambda *_, where=where: session.fail(where) for where in CRASHES]
+    befores: Sequence[tuple[Any, str, Callable[..., object]]] = (
+        (generating, "engine_requests", fails[0]),
+        (answers.StreamedAnswer, "add", fails[1]),
+        (Engine, "step", fails[3]),
+        (PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),
+    )
+    afters: Sequence[tuple[Any, str, Callable[..., object]]] = (
+        # What is not delivered would be waited for.
+        (exchange.Exchange, "_deliver", fails[2]),
+        (Engine, "_sample", lambda found, *_: session.sampled.append(found.token_id)),
+        (Member, "quarantine", lambda _, member, __: session.quarantined.append(member)),
+        (ExactCheck, "draw", lambda check, *_: secret(check.low_kI)),
+        (FloatCheck, "draw", lambda check, *_: secret(check._products)),
+    )
+    for owner, name, told in befores:
+        setattr(owner, name, around(getattr(owner, name), before=told))
+    for owner, name, told in afters:
+        setattr(owner, name, around(getattr(owner, name), after=told))
+    linear.carry_out = carry_out
+    running.configure = log_everything
+    # Seconds after every other fault would be most of the time.
+    background._PROBE_S = 0.05
 
 
 def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics: str) -> None:
@@ -672,7 +655,6 @@ def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics
     session = Served(Path(folder), int(seed), gpu.split(","), metrics.split(","))
     session.forget()
     session.faults.install()
-    note_secrets(session)
     stand_in(session)
     firsts = range(0, int(count), int(block))
     for number, first in enumerate(firsts):
