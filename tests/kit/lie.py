@@ -46,7 +46,7 @@ from tee_side.model.operators import MicroBatchOperators
 from tee_side.words import Operator
 from tests.kit.demo import DEMO, prompt
 from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
-from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, expanded, token_ids
+from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, token_ids
 from tests.kit.service import Closing
 
 _WAIT_MS = 50
@@ -183,16 +183,14 @@ class Lying(LoopbackChannel):
     def __init__(
         self,
         directory: Path,
-        change: Change,
-        picks: Callable[[Request], bool] = lambda _request: True,
-        *,
+        *lie: Any,
         at: int | None = 0,
         others: bool = False,
         dtype: str = "float32",
     ) -> None:
         super().__init__(directory, dtype)
         self._others = others
-        self.tell(change, picks, at=at)
+        self.tell(*lie, at=at)
 
     def tell(
         self,
@@ -226,30 +224,20 @@ class Lying(LoopbackChannel):
             raise error
 
 
-def site_of(request: Request) -> tuple[int, str] | None:
-    """Return the layer (-1: none) and the first module of a request for a product with weights."""
-    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
-        return request.layer_idx, request.module_names[0]
-    return (-1, "lm_head") if isinstance(request, RingLMHeadRequest | LMHeadRequest) else None
-
-
 def is_of(operator: Operator, request: Request) -> bool:
     """Say whether a request is one of an operator, by the sizes of `tests.kit.model`."""
     if isinstance(request, MatmulRequest):
         scores = request.a.shape[-1] == SIZES["head_dim"]
         return operator == ("attn_scores" if scores else "attn_values")
-    if (site := site_of(request)) is None:
-        return operator == "embedding"
-    return site[1] in FUSED_MODULES.get(operator, (operator,))
+    if isinstance(request, RingLMHeadRequest | LMHeadRequest):
+        return operator == "lm_head"
+    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
+        return request.module_names[0] in FUSED_MODULES.get(operator, ())
+    return operator == "embedding"
 
 
 def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
     return tee.greedy(PROMPT, new_tokens)
-
-
-def bytes_of(request: Request) -> bytes:
-    """Return the ring elements that a service gets or makes of a seed."""
-    return bytes(expanded(request).elements.data)
 
 
 class Outcome(NamedTuple):
