@@ -1,8 +1,8 @@
 """Rows: a service that holds the right key and lies in every way there is, and wrong results.
 
-Sessions of the demo model under verified policies, to services that compute and lie once a step.
-Whatever the lie is, a step ends with the right logits, bit by bit, or with an error in which this
-lie may end, and the next one is right again.
+Sessions under verified policies, of the demo model or in short of a small one, to services that
+compute and lie once a step. Whatever the lie is, a step ends with the right logits, bit by bit, or
+with an error in which this lie may end, and the next one is right again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from protocol.model.weights import CPU, load_linear
 from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
 from tee_side.model.layers import load_tee_model
+from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.remote.handshake import ServiceCheck
@@ -59,7 +61,7 @@ from tests.kit.lies import (
     Lie,
     surely_wrong,
 )
-from tests.kit.model import LoopbackChannel, assemble
+from tests.kit.model import LoopbackChannel, SavedModel, assemble, make_model
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 # Every lie but those of Init.
@@ -203,13 +205,13 @@ class Parties(NamedTuple):
 
 
 @contextmanager
-def parties(*, over_shm: bool) -> Iterator[Parties]:
+def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
     """Set everything up: over CURVE, or over shared memory, which has no keys."""
     public, secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     service_keys = None if over_shm else ServiceKeys(secret, frozenset({client_public}))
     keys = None if over_shm else ClientKeys(client_secret, public)
-    config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
+    config, checkpoint = read_config(directory), Checkpoint(directory)
     norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
     digest = linear_digest(config, checkpoint)
     check = ServiceCheck(config, checkpoint, norms, arithmetic="int8", linear=digest)
@@ -222,7 +224,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
         binds = [f"shm://{folder}/{n}" if over_shm else "tcp://127.0.0.1:*" for n in range(2)]
         services = [
             stack.enter_context(
-                MaliciousService(operators_of(DEMO), bind, seed=seed, keys=service_keys)
+                MaliciousService(operators_of(directory), bind, seed=seed, keys=service_keys)
             )
             for seed, bind in enumerate(binds)
         ]
@@ -249,7 +251,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
                     return list(connected.at(0))
 
         def party(policy: str, connect: Any, liars: int = 1, **how: int) -> Party:
-            victim = Victim(policy, connect, **how)
+            victim = Victim(policy, connect, directory=directory, **how)
             stack.callback(victim.close)
             before = services[0].requests
             victim.step()
@@ -284,10 +286,20 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
     service.tell_init(None)
 
 
-def lie_so_often(count: int, *, over_shm: bool) -> Found:
+def small_model(directory: Path) -> Path:
+    """Make a model with the demo's tokens, in the fewest layers that can be swapped."""
+    size = read_config(DEMO).vocab_size
+    made = SavedModel(directory, make_model(directory, num_hidden_layers=2, vocab_size=size))
+    made.calibration.rename(directory / CALIBRATION_FILE)
+    return directory
+
+
+def lie_so_often(count: int, full: bool, *, over_shm: bool) -> Found:
     """Tell so many lies: a tenth, and each of its own once, by Init, to the handshake."""
     chance, tally = random.Random(30), Tally()
-    with parties(over_shm=over_shm) as to:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        directory = DEMO if full else small_model(Path(folder, "model"))
+        to = stack.enter_context(parties(directory, over_shm=over_shm))
         lie_to_handshake(max(count // 10, len(INIT_LIES)), to, tally)
         for lie in itertools.cycle(LIES):
             if tally.told.total() >= count:
@@ -314,7 +326,7 @@ def lie_so_often(count: int, *, over_shm: bool) -> Found:
     minutes=10,
 )
 def malicious_service(count: int, full: bool) -> Found:
-    return lie_so_often(count, over_shm=False)
+    return lie_so_often(count, full, over_shm=False)
 
 
 @Row(
@@ -327,7 +339,7 @@ def malicious_service(count: int, full: bool) -> Found:
     minutes=2,
 )
 def malicious_shm(count: int, full: bool) -> Found:
-    return lie_so_often(count, over_shm=True)
+    return lie_so_often(count, full, over_shm=True)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

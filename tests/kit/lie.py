@@ -20,7 +20,6 @@ from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from gpu_side.weights import load_weights
 from protocol.channel import Channel, Exchange
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
@@ -46,7 +45,7 @@ from tee_side.model.operators import MicroBatchOperators
 from tee_side.words import Operator
 from tests.kit.demo import DEMO, prompt
 from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
-from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, token_ids
+from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, served_weights, token_ids
 from tests.kit.service import Closing
 
 _WAIT_MS = 50
@@ -55,8 +54,7 @@ _REMEMBERED = 200
 
 
 def operators_of(directory: Path) -> RequestHandler:
-    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
-    return RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
+    return RequestHandler(served_weights(directory, "float32"), DEFAULT_MAX_MESSAGE_BYTES)
 
 
 class MaliciousService(Closing):
@@ -264,12 +262,13 @@ class Victim:
         policy: str,
         connect: Callable[[], Sequence[Channel]],
         *,
+        directory: Path = DEMO,
         sequences: int = 1,
         micro_batches: int = 1,
     ) -> None:
         self._connect, self._micro_batches = connect, micro_batches
         self._channels: Sequence[Any] = connect()
-        tee = assemble(DEMO, policy, channels=list(self._channels), step_tokens=64)
+        tee = assemble(directory, policy, channels=list(self._channels), step_tokens=64)
         self.assembly = tee.assembly
         self._engine = Engine(tee.model, self._lanes(), EngineSettings(step_tokens=64))
         chance = random.Random(7)
