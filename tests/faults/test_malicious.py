@@ -345,8 +345,6 @@ def malicious_shm(count: int, full: bool) -> Found:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Honest checks for each wrong result: 1,000,000 in all.
 _HONEST_FOR_EACH = 100
-
-
 Holds = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
@@ -389,9 +387,6 @@ def _in_floats(x_TI: torch.Tensor, weight: torch.Tensor) -> Arithmetic:
     return Arithmetic(x_TI.to(weight.dtype), lambda x_TI: linear(x_TI, weight), draw)
 
 
-Products = dict[tuple[Site, str], Arithmetic]
-
-
 def _inputs(policy: str) -> dict[Site, torch.Tensor]:
     """Return what a policy that hides nothing sends for some text, by site."""
     channel = LoopbackChannel(DEMO)
@@ -406,10 +401,10 @@ def _inputs(policy: str) -> dict[Site, torch.Tensor]:
     return found
 
 
-def load_products() -> Products:
+def load_products() -> dict[tuple[Site, str], Arithmetic]:
     config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     integers, floats = _inputs("quantized-clear"), _inputs("attention-in-tee")
-    found: Products = {}
+    found: dict[tuple[Site, str], Arithmetic] = {}
     for site, x_TI in integers.items():
         quantized = load_quantized(checkpoint, config, *site).weight
         found[site, "int8"] = _in_integers(x_TI, quantized)

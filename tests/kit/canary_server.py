@@ -17,10 +17,10 @@ import signal
 import socket
 import string
 import tempfile
-import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -437,21 +437,9 @@ class Served:
 
     def serve_a_block(self, count: int, number: int) -> None:
         """Serve in this thread, and ask in another, which ends the server."""
-        failed: list[BaseException] = []
         self.policy = POLICIES[number % len(POLICIES)]
         before = len(self.log.read_text(encoding="utf-8"))
-
-        def ask() -> None:
-            try:
-                self._ask_a_block(count, before)
-            except BaseException as error:  # noqa: BLE001 - raised in the main thread
-                failed.append(error)
-            finally:
-                os.kill(os.getpid(), signal.SIGINT)
-
         policy, _, bank = self.policy.partition(" with a ")
-        asking = threading.Thread(target=ask)
-        asking.start()
         arguments = [
             *(str(self.folder / "model"), "--port", "0", "--policy", policy, "--prefix-reuse"),
             *("--api-keys", str(self._keys), "--request-timeout-s", "0.5", "--speculative=ngram"),
@@ -461,11 +449,11 @@ class Served:
         if bank:
             arguments += ["--bank", str(self.folder / "bank" / "bank"), "--bank-key-beside-bank"]
             arguments += ["--when-out", "wait"]
-        with suppress(KeyboardInterrupt, click.Abort):
+        with ThreadPoolExecutor(1) as pool, suppress(KeyboardInterrupt, click.Abort):
+            asking = pool.submit(self._ask_a_block, count, before)
+            asking.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
             serve.main(arguments, standalone_mode=False)
-        asking.join()
-        for error in failed:
-            raise error
+        asking.result()
         self.search()
 
     def _ask_a_block(self, count: int, log_begins: int) -> None:

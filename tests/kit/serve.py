@@ -181,10 +181,6 @@ class FakeWatch:
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     receipts: list[bytes | None] = field(default_factory=list)
 
-    @property
-    def running(self) -> int:
-        return len(self.begun) - len(self.ended)
-
     def request(self) -> FakeWatch:
         return self
 

@@ -257,12 +257,6 @@ def crl_body(
     )
 
 
-def tcb_word(tcb: Tcb, product: Product) -> bytes:
-    if product == "turin":
-        return bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
-    return bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))
-
-
 def make_report(
     product: Product = "milan",
     kind: SigningKey = "vcek",
@@ -279,7 +273,10 @@ def make_report(
     key: ec.EllipticCurvePrivateKey = LEAF_KEY,
 ) -> bytes:
     """Return a report that is signed. `changed`: bytes by where they lie, before it is."""
-    word = tcb_word(tcb or tcb_of(product), product)
+    tcb = tcb or tcb_of(product)
+    word = bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))
+    if product == "turin":
+        word = bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
     fields = {
         0x00: version.to_bytes(4, "little"),
         0x08: policy.to_bytes(8, "little"),
