@@ -234,9 +234,6 @@ def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
             most = OVERSIZED_BYTES // 2
             return open_channel(endpoint, timeout_s=deadline[0], max_message_bytes=most, keys=keys)
 
-        def shares() -> list[Channel]:
-            return [dial(endpoint) for endpoint in endpoints]
-
         def with_spare() -> list[Channel]:
             group = ReplicaGroup(1, 0, layers - 1, endpoints)
             options = ConnectOptions(dial, check.verify, timeout_s=deadline[0])
@@ -260,7 +257,7 @@ def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
 
         usual = [
             party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2),
-            party("two-server", shares, liars=2),
+            party("two-server", lambda: [dial(one) for one in endpoints], liars=2),
             party("shielded", with_spare),
         ]
         yield Parties(usual, services, dial, check)
@@ -270,7 +267,7 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
     """Lie in so many Init replies: none of them may pass the handshake."""
     service, *_ = to.services
     for lie in itertools.islice(itertools.cycle(INIT_LIES), count):
-        service.tell_init(lie)
+        service.lying_init = lie
         began, error = time.monotonic(), None
         channel = to.dial(service.endpoint)
         try:
@@ -283,7 +280,7 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
         if outcome.accepted:
             tally.blame("accepted", lie, outcome)
         tally.note(lie, outcome, outcome.seconds - _DEADLINE_S)
-    service.tell_init(None)
+    service.be_honest()
 
 
 def small_model(directory: Path) -> Path:

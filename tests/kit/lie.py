@@ -44,7 +44,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.words import Operator
 from tests.kit.demo import DEMO, prompt
-from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
+from tests.kit.lies import REORDERED, Lie, Memory, Occasion
 from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, served_weights, token_ids
 from tests.kit.service import Closing
 
@@ -61,7 +61,8 @@ class MaliciousService(Closing):
     """A service in a thread of its own; use as a context manager.
 
     `told`: lies that were told so far. `requests`: how many came, Init and Health not among them.
-    `operators`: what computes, and has the service's name for itself: one for each service.
+    `lying_init`: told in every Init reply. `operators`: what computes, and has the service's name
+    for itself: one for each service.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MaliciousService(Closing):
         self._operators = operators
         self._chance = random.Random(seed)
         self._plan: tuple[Lie, int] | None = None
-        self._lying_init: Lie | None = None
+        self.lying_init: Lie | None = None
         self._stop = threading.Event()
         self.listener = open_listener(endpoint, keys=keys)
         self.endpoint = self.listener.endpoint
@@ -93,14 +94,10 @@ class MaliciousService(Closing):
         """Lie once, when so many further requests have been answered rightly."""
         self._plan = (lie, self.requests + after + 1)
 
-    def tell_init(self, lie: Lie | None) -> None:
-        """Lie in every Init reply from now on, or in none."""
-        self._lying_init = lie
-
     def be_honest(self) -> None:
         """Lie no more. A reply that is late still comes."""
         self._plan = None
-        self._lying_init = None
+        self.lying_init = None
         self.memory.held = None
 
     def _run(self) -> None:
@@ -134,7 +131,10 @@ class MaliciousService(Closing):
         lie = self._due(request)
         owed, memory.owed = memory.owed, []
         messages = [occasion.encoded()] if lie is None else lie.tell(occasion)
-        self._remember(client, occasion.encoded(), result)
+        if isinstance(result, TensorReply):
+            memory.earlier.append((client, occasion.encoded()))
+            memory.results.append(occasion.output)
+            del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]
         # Before it is sent: a test that gets the reply may look.
         self.told += lie is not None
         for message in (*owed, *messages):
@@ -142,7 +142,7 @@ class MaliciousService(Closing):
 
     def _due(self, request: Request) -> Lie | None:
         if isinstance(request, InitRequest):
-            return self._lying_init
+            return self.lying_init
         self.requests += 1
         if self._plan is None or self.requests < self._plan[1]:
             return None
@@ -158,13 +158,6 @@ class MaliciousService(Closing):
                 status="ready", uptime_s=time.monotonic(), queued_requests=0, queued_bytes=0
             )
         return self._operators.apply(request)[0]
-
-    def _remember(self, client: bytes, frames: Frames, result: Response) -> None:
-        memory = self.memory
-        if isinstance(result, TensorReply):
-            memory.earlier.append((client, frames))
-            memory.results.append(to_torch(result.output).clone())
-            del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
