@@ -68,7 +68,7 @@ class _Entry:
 
 @dataclass
 class FakeKernel:
-    """A kernel. `provider`: empty for none; `largest_read`: bytes that one read returns at most.
+    """A kernel. `largest_read`: bytes that one read returns at most.
 
     `writable`: whether this user may make directories. `faults`: for each call the errors of its
     first times: "mkdir", or "open" or "read" with the name of a file.
@@ -113,8 +113,6 @@ class FakeKernel:
             _fail(errno.ENOENT)
         if not self.writable:
             _fail(errno.EACCES)
-        if not self.provider:
-            _fail(errno.ENXIO)
         path = f"{dir}/{prefix}{len(self.made)}"
         self.entries[path] = _Entry()
         self.made.append(path)
