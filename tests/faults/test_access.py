@@ -11,8 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest.mock import PropertyMock, patch
 
@@ -45,39 +44,20 @@ CLIENTS = ("no key", "NULL", "PLAIN", "random", "revoked", "another service", "r
 _UNSERVED_S, _SERVED_S = 0.3, 20.0
 
 
-class Client:
-    """A raw client of one kind. `pair`: its own key, public and secret; `server`: the service's."""
-
-    def __init__(self, kind: str, endpoint: str, pair: tuple[bytes, bytes], server: bytes) -> None:
-        self.kind = kind
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        if kind == "PLAIN":
-            self._socket.plain_username = self._socket.plain_password = b"admin"
-        elif kind != "NULL":
-            self._socket.curve_serverkey = server
-            self._socket.curve_publickey, self._socket.curve_secretkey = pair
-        self._socket.connect(endpoint)
-
-    def ask(self) -> None:
-        """Send a request, or leave it in the queue of a connection that never comes."""
-        self._socket.send_multipart(encode_request(InitRequest(), 1, 10_000), zmq.NOBLOCK)
-
-    def is_served(self, within_s: float) -> bool:
-        """Wait for a reply, and say whether there was one."""
-        if not self._socket.poll(int(1000 * within_s)):
-            return False
-        self._socket.recv_multipart()
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+def set_keys(
+    kind: str, dealer: zmq.Socket[bytes], pair: tuple[bytes, bytes], server: bytes
+) -> None:
+    """Set the keys of a client of one kind: its own, public and secret, and the service's."""
+    dealer.linger = 0
+    if kind == "PLAIN":
+        dealer.plain_username = dealer.plain_password = b"admin"
+    elif kind != "NULL":
+        dealer.curve_serverkey = server
+        dealer.curve_publickey, dealer.curve_secretkey = pair
 
 
-@contextmanager
-def doorkeeper(service: MaliciousService, state: str) -> Iterator[None]:
+def disable_keeper(service: MaliciousService, state: str, stack: ExitStack) -> None:
+    """Have what looks at keys die at the first one, or never answer, until the stack ends."""
     handler, closing = service.listener._zap_handler, threading.Event()
     assert handler is not None
 
@@ -87,15 +67,12 @@ def doorkeeper(service: MaliciousService, state: str) -> Iterator[None]:
         closing.wait()
         return [b""]
 
-    with ExitStack() as stack:
-        stack.callback(closing.set)
-        if state != "up":
-            stack.enter_context(patch.object(handler, "_answer", fail))
-            # A listener that sees its handler dead ends. This one does not see it: ZeroMQ itself
-            # has to let no client in.
-            unseen = PropertyMock(return_value=False)
-            stack.enter_context(patch.object(ZapHandler, "failed", unseen, create=True))
-        yield
+    stack.enter_context(patch.object(handler, "_answer", fail))
+    # A listener that sees its handler dead ends. This one does not see it: ZeroMQ itself has to let
+    # no client in.
+    unseen = PropertyMock(return_value=False)
+    stack.enter_context(patch.object(ZapHandler, "failed", unseen, create=True))
+    stack.callback(closing.set)
 
 
 def served(operators: RequestHandler, state: str, stack: ExitStack) -> dict[str, bool]:
@@ -103,21 +80,24 @@ def served(operators: RequestHandler, state: str, stack: ExitStack) -> dict[str,
     own, right, revoked, random, unknown = (zmq.curve_keypair() for _ in range(5))
     keys = ServiceKeys(own[1], frozenset({right[0], revoked[0]}))
     service = stack.enter_context(MaliciousService(operators, keys=keys))
-    stack.enter_context(doorkeeper(service, state))
+    if state != "up":
+        disable_keeper(service, state, stack)
     service.listener.allow(frozenset({right[0]}))
     pairs = {"random": random, "revoked": revoked, "another service": right, "right": right}
-    clients = []
+    context, dealers = stack.enter_context(zmq.Context()), {}
     for kind in CLIENTS:
         server = unknown[0] if kind == "another service" else own[0]
-        pair = pairs.get(kind, (b"0" * 40, b"0" * 40))
-        clients.append(client := Client(kind, service.endpoint, pair, server))
-        stack.callback(client.close)
-        client.ask()
+        dealers[kind] = dealer = stack.enter_context(context.socket(zmq.DEALER))
+        set_keys(kind, dealer, pairs.get(kind, (b"0" * 40, b"0" * 40)), server)
+        dealer.connect(service.endpoint)
+        # Without a connection it stays in the queue.
+        dealer.send_multipart(encode_request(InitRequest(), 1, 10_000), zmq.NOBLOCK)
     # The one that is to be served first: meanwhile the others have time to get in, too.
-    found = {"right": clients[-1].is_served(_SERVED_S if state == "up" else _UNSERVED_S)}
+    right_s = _SERVED_S if state == "up" else _UNSERVED_S
+    found = {"right": bool(dealers.pop("right").poll(int(1000 * right_s)))}
     until = time.monotonic() + _UNSERVED_S
-    for one in clients[:-1]:
-        found[one.kind] = one.is_served(max(0.0, until - time.monotonic()))
+    for kind, dealer in dealers.items():
+        found[kind] = bool(dealer.poll(max(0, int(1000 * (until - time.monotonic())))))
     return found
 
 

@@ -1,8 +1,8 @@
 """Rows: a service that holds the right key and lies in every way there is, and wrong results.
 
-Sessions of the demo model under verified policies, to services that compute and lie once a step.
-Whatever the lie is, a step ends with the right logits, bit by bit, or with an error in which this
-lie may end, and the next one is right again.
+Sessions under verified policies, of the demo model or in short of a small one, to services that
+compute and lie once a step. Whatever the lie is, a step ends with the right logits, bit by bit, or
+with an error in which this lie may end, and the next one is right again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from protocol.model.weights import CPU, load_linear
 from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
 from tee_side.model.layers import load_tee_model
+from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.remote.handshake import ServiceCheck
@@ -59,7 +61,7 @@ from tests.kit.lies import (
     Lie,
     surely_wrong,
 )
-from tests.kit.model import LoopbackChannel, assemble
+from tests.kit.model import LoopbackChannel, SavedModel, assemble, make_model
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 # Every lie but those of Init.
@@ -203,13 +205,13 @@ class Parties(NamedTuple):
 
 
 @contextmanager
-def parties(*, over_shm: bool) -> Iterator[Parties]:
+def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
     """Set everything up: over CURVE, or over shared memory, which has no keys."""
     public, secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     service_keys = None if over_shm else ServiceKeys(secret, frozenset({client_public}))
     keys = None if over_shm else ClientKeys(client_secret, public)
-    config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
+    config, checkpoint = read_config(directory), Checkpoint(directory)
     norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
     digest = linear_digest(config, checkpoint)
     check = ServiceCheck(config, checkpoint, norms, arithmetic="int8", linear=digest)
@@ -222,7 +224,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
         binds = [f"shm://{folder}/{n}" if over_shm else "tcp://127.0.0.1:*" for n in range(2)]
         services = [
             stack.enter_context(
-                MaliciousService(operators_of(DEMO), bind, seed=seed, keys=service_keys)
+                MaliciousService(operators_of(directory), bind, seed=seed, keys=service_keys)
             )
             for seed, bind in enumerate(binds)
         ]
@@ -231,9 +233,6 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
         def dial(endpoint: str) -> PendingChannel:
             most = OVERSIZED_BYTES // 2
             return open_channel(endpoint, timeout_s=deadline[0], max_message_bytes=most, keys=keys)
-
-        def shares() -> list[Channel]:
-            return [dial(endpoint) for endpoint in endpoints]
 
         def with_spare() -> list[Channel]:
             group = ReplicaGroup(1, 0, layers - 1, endpoints)
@@ -249,7 +248,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
                     return list(connected.at(0))
 
         def party(policy: str, connect: Any, liars: int = 1, **how: int) -> Party:
-            victim = Victim(policy, connect, **how)
+            victim = Victim(policy, connect, directory=directory, **how)
             stack.callback(victim.close)
             before = services[0].requests
             victim.step()
@@ -258,7 +257,7 @@ def parties(*, over_shm: bool) -> Iterator[Parties]:
 
         usual = [
             party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2),
-            party("two-server", shares, liars=2),
+            party("two-server", lambda: [dial(one) for one in endpoints], liars=2),
             party("shielded", with_spare),
         ]
         yield Parties(usual, services, dial, check)
@@ -268,7 +267,7 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
     """Lie in so many Init replies: none of them may pass the handshake."""
     service, *_ = to.services
     for lie in itertools.islice(itertools.cycle(INIT_LIES), count):
-        service.tell_init(lie)
+        service.lying_init = lie
         began, error = time.monotonic(), None
         channel = to.dial(service.endpoint)
         try:
@@ -281,13 +280,23 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
         if outcome.accepted:
             tally.blame("accepted", lie, outcome)
         tally.note(lie, outcome, outcome.seconds - _DEADLINE_S)
-    service.tell_init(None)
+    service.be_honest()
 
 
-def lie_so_often(count: int, *, over_shm: bool) -> Found:
+def small_model(directory: Path) -> Path:
+    """Make a model with the demo's tokens, in the fewest layers that can be swapped."""
+    size = read_config(DEMO).vocab_size
+    made = SavedModel(directory, make_model(directory, num_hidden_layers=2, vocab_size=size))
+    made.calibration.rename(directory / CALIBRATION_FILE)
+    return directory
+
+
+def lie_so_often(count: int, full: bool, *, over_shm: bool) -> Found:
     """Tell so many lies: a tenth, and each of its own once, by Init, to the handshake."""
     chance, tally = random.Random(30), Tally()
-    with parties(over_shm=over_shm) as to:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        directory = DEMO if full else small_model(Path(folder, "model"))
+        to = stack.enter_context(parties(directory, over_shm=over_shm))
         lie_to_handshake(max(count // 10, len(INIT_LIES)), to, tally)
         for lie in itertools.cycle(LIES):
             if tally.told.total() >= count:
@@ -314,7 +323,7 @@ def lie_so_often(count: int, *, over_shm: bool) -> Found:
     minutes=10,
 )
 def malicious_service(count: int, full: bool) -> Found:
-    return lie_so_often(count, over_shm=False)
+    return lie_so_often(count, full, over_shm=False)
 
 
 @Row(
@@ -327,14 +336,12 @@ def malicious_service(count: int, full: bool) -> Found:
     minutes=2,
 )
 def malicious_shm(count: int, full: bool) -> Found:
-    return lie_so_often(count, over_shm=True)
+    return lie_so_often(count, full, over_shm=True)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Honest checks for each wrong result: 1,000,000 in all.
 _HONEST_FOR_EACH = 100
-
-
 Holds = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
@@ -377,9 +384,6 @@ def _in_floats(x_TI: torch.Tensor, weight: torch.Tensor) -> Arithmetic:
     return Arithmetic(x_TI.to(weight.dtype), lambda x_TI: linear(x_TI, weight), draw)
 
 
-Products = dict[tuple[Site, str], Arithmetic]
-
-
 def _inputs(policy: str) -> dict[Site, torch.Tensor]:
     """Return what a policy that hides nothing sends for some text, by site."""
     channel = LoopbackChannel(DEMO)
@@ -394,10 +398,10 @@ def _inputs(policy: str) -> dict[Site, torch.Tensor]:
     return found
 
 
-def load_products() -> Products:
+def load_products() -> dict[tuple[Site, str], Arithmetic]:
     config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     integers, floats = _inputs("quantized-clear"), _inputs("attention-in-tee")
-    found: Products = {}
+    found: dict[tuple[Site, str], Arithmetic] = {}
     for site, x_TI in integers.items():
         quantized = load_quantized(checkpoint, config, *site).weight
         found[site, "int8"] = _in_integers(x_TI, quantized)

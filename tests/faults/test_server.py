@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
@@ -143,6 +143,7 @@ class Clients:
             return Reply()
         if reply.left:
             self.counts["left"] += 1
+            self.counts["left at once"] += leave is not None and leave.after_s is not None
         elif reply.status in (429, 503):
             self.counts[f"refused {reply.status}"] += 1
             error = json.loads(reply.body)["error"]
@@ -217,17 +218,17 @@ def _as_sent(before: Mapping[str, float], after: Mapping[str, float], of: Counte
     """Say whether the counters are what was sent; of those that left, what they may be."""
     more = {name: after[name] - before[name] for name in after}
     done, ended = of["right"], more["ended_stop"] + more["ended_length"]
+    known = ended + more["ended_abort"]
+    beyond = more["generation_tokens"] - of["tokens"], more["prompt_tokens"] - of["prompt_tokens"]
     # One that leaves before the request is read is not counted; one that leaves late may have had
     # it all.
     agrees = (
-        done <= ended <= ended + more["ended_abort"] <= done + of["left"]
+        done <= ended
+        and done + of["left"] - of["left at once"] <= known <= done + of["left"]
         and not more["ended_error"]
-        and more["generation_tokens"] >= of["tokens"]
-        and more["prompt_tokens"] >= of["prompt_tokens"]
+        and min(beyond) >= 0
+        and (of["left"] > 0 or not any(beyond))
     )
-    if not of["left"]:
-        tokens = more["generation_tokens"], more["prompt_tokens"]
-        agrees = agrees and tokens == (of["tokens"], of["prompt_tokens"])
     if not agrees:
         note(f"counters: got {more} more, expected {of}")
     return agrees
@@ -328,7 +329,7 @@ async def _leave_so_often(
 
     Return whether the counters agree, and how long it took until the place had another client.
     """
-    chance, free_s, over, at_once = random.Random(1), list[float](), False, 0
+    chance, free_s, over = random.Random(1), list[float](), False
     new_tokens, jobs = (400, 8) if full else (80, _OTHERS)
     await stay.learn([(COMPLETIONS, long_fields(new_tokens, chance)) for _ in range(jobs)])
     *_, short = await stay.learn([(COMPLETIONS, long_fields(1, chance))])
@@ -362,20 +363,14 @@ async def _leave_so_often(
                     task.cancel()
                 await asyncio.wait([task])
                 leavers.counts["left"] += task.cancelled()
-            at_once += leave is not None and leave.after_s is not None
             began = time.monotonic()
             await stay.ask(short)
             free_s.append(time.monotonic() - began)
         over = True
     after = await stay.until(is_idle)
-    more = {name: after[name] - before[name] for name in after}
-    # One that leaves before it is read was never there.
-    left = leavers.counts["left"]
-    agrees = more["ended_stop"] + more["ended_length"] == stay.counts["right"]
-    agrees = agrees and left - at_once <= more["ended_abort"] <= left and not more["ended_error"]
-    if not agrees:
-        note(f"counters: got {more} more, expected {left} left, {stay.counts}")
-    return agrees, free_s
+    aborted, counts = after["ended_abort"] - before["ended_abort"], stay.counts + leavers.counts
+    agrees = aborted >= counts["left"] - counts["left at once"]
+    return agrees and _as_sent(before, after, counts), free_s
 
 
 @Row(
@@ -498,71 +493,68 @@ _PATIENT_S, _IMPATIENT_S, _IMPATIENT_SHORT_S = 60.0, 1.0, 0.3
 _AWAY_S, _AWAY_SHORT_S = 5.0, 0.1
 
 
-@dataclass
-class Killing:
-    """Kills services under streams. `hits`: which some stream had in use; `back_s`: until right."""
+class Killed(NamedTuple):
+    """`hits`: which some stream had in use; `back_s`: until right again.
 
-    full: bool
-    counts: Counter[str] = field(default_factory=Counter)
-    hits: int = 0
-    back_s: list[float] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
-    _chance: random.Random = field(default_factory=lambda: random.Random(3))
+    `as_due`: there were errors where they may be, and nowhere else.
+    """
 
-    async def run(self, many: Clients, kills: int, patient: bool) -> bool:
-        """Kill the services of a server in turn; say whether there were errors where they may be.
+    hits: int
+    back_s: list[float]
+    as_due: bool
 
-        With a second service, or where the server waits longer than its only one is away, every
-        stream goes on. One that waits for less ends each request by one typed error at most.
-        """
-        if not self.jobs:
-            chance, (some, more) = random.Random(4), (16, 8) if self.full else (4, 4)
-            asked = [any_fields(n, 40, chance) for n in range(some)]
-            asked += [(COMPLETIONS, long_fields(40, chance)) for _ in range(more)]
-            self.jobs = await many.learn(asked)
-        begun: set[int] = set()
-        over = False
 
-        async def client(number: int) -> None:
-            chance = random.Random(number)
-            while not over:
-                job, streamed = chance.choice(self.jobs), chance.random() < 0.75
-                reply = await many.ask(job, streamed=streamed, on_events=lambda: begun.add(number))
-                begun.discard(number)
-                await asyncio.sleep(_LOOK_S if reply.status == 503 else 0)
+async def _kill(many: Clients, kills: int, full: bool, patient: bool, jobs: list[Job]) -> Killed:
+    """Kill the services of a server in turn, under streams.
 
-        def errors() -> int:
-            return many.counts["broken"] + many.counts["refused 503"]
+    With a second service, or where the server waits longer than its only one is away, every stream
+    goes on. One that waits for less ends each request by one typed error at most.
+    """
+    if not jobs:
+        chance, (some, more) = random.Random(4), (16, 8) if full else (4, 4)
+        asked = [any_fields(n, 40, chance) for n in range(some)]
+        asked += [(COMPLETIONS, long_fields(40, chance)) for _ in range(more)]
+        jobs += await many.learn(asked)
+    chance, begun, back_s = random.Random(3), set[int](), list[float]()
+    hits, over = 0, False
 
-        async with asyncio.TaskGroup() as group:
-            for number in range(_STREAMS):
-                group.create_task(client(number))
-            for number in range(kills):
-                await until(lambda: begun, _LOOK_S / 5)
-                await asyncio.sleep(self._chance.uniform(0, 0.1))
-                at, known = number % len(many.services), errors()
-                lost, streaming = many.logged("service_lost"), bool(begun)
-                many.services[at].kill()
-                if len(many.services) == 1:
-                    await many.until_health(503)
-                if patient:
-                    most_s = _AWAY_S if self.full else _AWAY_SHORT_S
-                    await asyncio.sleep(self._chance.uniform(0, most_s))
-                else:
-                    # /health says 503 as soon as a step waits; here it is to wait in vain.
-                    await until(lambda known=known: errors() > known)  # type: ignore[misc]
-                dead = many.services[at]
-                many.services[at] = await asyncio.to_thread(many.workers.restart, dead)
-                began, right = time.monotonic(), many.counts["right"]
-                await many.until_health(200)
-                await until(lambda right=right: many.counts["right"] > right)  # type: ignore[misc]
-                self.back_s.append(time.monotonic() - began)
-                # The other one of two was in use since the last time.
-                self.hits += streaming and many.logged("service_lost") > lost
-            over = True
-        await many.until(is_idle)
-        self.counts += many.counts
-        return (errors() == 0) == patient
+    async def client(number: int) -> None:
+        chance = random.Random(number)
+        while not over:
+            job, streamed = chance.choice(jobs), chance.random() < 0.75
+            reply = await many.ask(job, streamed=streamed, on_events=lambda: begun.add(number))
+            begun.discard(number)
+            await asyncio.sleep(_LOOK_S if reply.status == 503 else 0)
+
+    def errors() -> int:
+        return many.counts["broken"] + many.counts["refused 503"]
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(_STREAMS):
+            group.create_task(client(number))
+        for number in range(kills):
+            await until(lambda: begun, _LOOK_S / 5)
+            await asyncio.sleep(chance.uniform(0, 0.1))
+            at, known = number % len(many.services), errors()
+            lost, streaming = many.logged("service_lost"), bool(begun)
+            many.services[at].kill()
+            if len(many.services) == 1:
+                await many.until_health(503)
+            if patient:
+                await asyncio.sleep(chance.uniform(0, _AWAY_S if full else _AWAY_SHORT_S))
+            else:
+                # /health says 503 as soon as a step waits; here it is to wait in vain.
+                await until(lambda known=known: errors() > known)  # type: ignore[misc]
+            many.services[at] = await asyncio.to_thread(many.workers.restart, many.services[at])
+            began, right = time.monotonic(), many.counts["right"]
+            await many.until_health(200)
+            await until(lambda right=right: many.counts["right"] > right)  # type: ignore[misc]
+            back_s.append(time.monotonic() - began)
+            # The other one of two was in use since the last time.
+            hits += streaming and many.logged("service_lost") > lost
+        over = True
+    await many.until(is_idle)
+    return Killed(hits, back_s, (errors() == 0) == patient)
 
 
 @Row(
@@ -576,29 +568,30 @@ class Killing:
 )
 def serving_faults(count: int, full: bool) -> Found:
     """Kill so often: a third with a second service, and two thirds the only one."""
-    killing, ends = Killing(full), list[bool]()
+    jobs, counts, killed = list[Job](), Counter[str](), list[Killed]()
     impatient_s = _IMPATIENT_S if full else _IMPATIENT_SHORT_S
     for number, links in enumerate((("unix", "shm"), ("shm",), ("unix",))):
         patient = number < 2
         kills = count // 3 if number else count - 2 * (count // 3)
         timeout_s = str(_PATIENT_S if patient else impatient_s)
         with clients(full, "--request-timeout-s", timeout_s, links=links) as many:
-            ends.append(asyncio.run(killing.run(many, kills, patient)))
-    counts = killing.counts
+            killed.append(asyncio.run(_kill(many, kills, full, patient, jobs)))
+        counts += many.counts
     wrong = sum(counts[kind] for kind in ("wrong", "hung", "untyped"))
+    hits, back_s = sum(one.hits for one in killed), [s for one in killed for s in one.back_s]
     return Found(
         {
-            "killed under streams": f"{killing.hits} of {count}",
+            "killed under streams": f"{hits} of {count}",
             "right": counts["right"],
             "ended by one typed error": counts["broken"],
             "refused meanwhile": counts["refused 503"],
             "wrong": wrong,
-            "p95 until right again, s": percentile(killing.back_s, 95),
+            "p95 until right again, s": percentile(back_s, 95),
         },
         {
-            "every one hits": killing.hits == len(killing.back_s) == count,
+            "every one hits": hits == len(back_s) == count,
             "none wrong": counts["right"] > 0 and not wrong,
-            "errors where no service was there, and only there": all(ends),
+            "errors where no service was there, and only there": all(one.as_due for one in killed),
         },
     )
 

@@ -1,7 +1,7 @@
 """A server whose every secret is known, and which fails; a thread of its process is the client.
 
 Prompts and answers, as text and as token ids; what the model's layers read; keys of pads, of the
-bank, and the vectors that results are verified with. `Places` says where they are looked for.
+bank, and the vectors that results are verified with. `PLACES` are where they are looked for.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import signal
 import socket
 import string
 import tempfile
-import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import click
 import msgpack
@@ -33,14 +33,12 @@ import numpy as np
 import torch
 
 from protocol.encoding import decode_reply
-from protocol.errors import TsqpError
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.pending import NOT_PUT
 from protocol.stream import StreamChannel
 from tee_side.engine import background
 from tee_side.engine.engine import Engine
 from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
-from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.pads.store import PadStore
 from tee_side.protect.verification import ExactCheck
 from tee_side.remote import linear
@@ -69,23 +67,21 @@ FAULTS = (
     "no reply",
 )
 _SHARED = Path("/dev/shm")
-# Of an answer: a short one stands in a log by chance.
 _ANSWER_CHARACTERS = 8
 _WINDOW = 6
 _HEAD_BYTES, _BITS = 4, 20
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
-@dataclass
 class Canaries:
     """What is looked for: patterns by kind. Text is compared without spaces."""
 
-    patterns: list[tuple[str, bytes]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.patterns: list[tuple[str, bytes]] = []
 
-    def add_prompt(self, words: Sequence[str], ids: Sequence[int]) -> None:
-        for word in words:
-            self._add_bytes("prompt", word.encode())
-        self.add_ids(ids)
+    def add(self, kind: str, *contents: bytes) -> None:
+        for content in contents:
+            self.patterns += [(kind, content), (kind, content.hex().encode())]
 
     def add_ids(self, ids: Sequence[int]) -> None:
         last = len(ids) - _WINDOW
@@ -93,12 +89,6 @@ class Canaries:
             window = list(ids[start : start + _WINDOW])
             self.patterns.append(("token ids", torch.tensor(window).numpy().tobytes()))
             self.patterns.append(("token ids", ",".join(map(str, window)).encode()))
-
-    def add_answer(self, said: str, token_ids: Sequence[int]) -> None:
-        """Look for an answer, if it is long and not the same again and again."""
-        if len(said) >= _ANSWER_CHARACTERS and len(set(said)) > _ANSWER_CHARACTERS // 2:
-            self._add_bytes("answer", said.encode())
-            self.add_ids(token_ids)
 
     def add_activation(self, row: torch.Tensor) -> None:
         """Look for the beginning of a row, in its own bytes and as people print it."""
@@ -109,32 +99,22 @@ class Canaries:
                 text = ",".join(f"{value:.4f}" for value in first.tolist())
                 self.patterns.append(("activation", text.encode()))
 
-    def add_secret(self, secret: bytes) -> None:
-        self._add_bytes("key", secret)
-
-    def _add_bytes(self, kind: str, content: bytes) -> None:
-        self.patterns += [(kind, content), (kind, content.hex().encode())]
-
     def found_in(self, content: bytes) -> list[str]:
-        found = self._places_in(content) | self._places_in(content.translate(None, b" \n\t\r"))
-        return [self.patterns[place][0] for place in sorted(found)]
-
-    def _places_in(self, content: bytes) -> set[int]:
-        """Return which patterns stand there: one pass over it for all that begin with a head."""
+        """Return the kinds of what stands there: one pass over it for all patterns."""
+        content += bytes(2 * _HEAD_BYTES) + content.translate(None, b" \n\t\r")
         heads: dict[bytes, list[int]] = {}
         for place, (_, pattern) in enumerate(self.patterns):
             heads.setdefault(pattern[:_HEAD_BYTES], []).append(place)
-        short = [head for head in heads if len(head) < _HEAD_BYTES]
-        found = {place for head in short if head in content for place in heads.pop(head)}
         may_begin = np.zeros(1 << _BITS, dtype=np.bool_)
         may_begin[_hashed(b"".join(heads))] = True
-        for offset in range(min(_HEAD_BYTES, len(content))):
+        found = set()
+        for offset in range(_HEAD_BYTES):
             for at in np.flatnonzero(may_begin[_hashed(content, offset)]).tolist():
                 start = offset + at * _HEAD_BYTES
                 for place in heads.get(content[start : start + _HEAD_BYTES], ()):
                     if content.startswith(self.patterns[place][1], start):
                         found.add(place)
-        return found
+        return [self.patterns[place][0] for place in sorted(found)]
 
 
 def _hashed(content: bytes, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -144,82 +124,22 @@ def _hashed(content: bytes, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint
     return (heads * np.uint32(2654435761)) >> np.uint32(32 - _BITS)
 
 
-class Places:
-    """Everywhere that the secrets may not be; each is looked at from where it was left."""
-
-    def __init__(self, folder: Path, metrics: Sequence[str]) -> None:
-        self.errors: list[str] = []
-        self.fetch: Callable[[str], bytes] = _fetch
-        self._folder, self._metrics = folder, metrics
-        self._read: dict[Path, int] = {}
-        self._shared = set(_SHARED.iterdir())
-
-    def contents(self) -> Iterator[tuple[str, bytes]]:
-        for path in sorted((self._folder / "logs").iterdir()):
-            with path.open("rb") as file:
-                # A little from before: a line may have been written in two halves.
-                file.seek(max(0, self._read.get(path, 0) - 4096))
-                content = file.read()
-                self._read[path] = file.tell()
-            yield "runner log" if path.name == "runner.log" else "service log", content
-        for url in self._metrics:
-            yield "metrics", self.fetch(url)
-        yield "errors", "\n".join(self.errors).encode("utf-8", "backslashreplace")
-        self.errors.clear()
-        for name in ("work", "home", "tmp", "bank"):
-            for path in sorted((self._folder / name).rglob("*")):
-                # Keys are in their own files, rightly; nothing else is.
-                if path.is_file() and path.name != "bank.key":
-                    yield "disk", path.read_bytes()
-        for path in set(_SHARED.iterdir()) - self._shared:
-            with suppress(OSError):
-                if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
-                    yield "shared memory", path.read_bytes()
-
-    def plants(self, ids: Sequence[int], row: torch.Tensor, key: bytes) -> dict[str, Any]:
-        """Return what puts a secret into each place but the runner's log; "" cleans up."""
-        shared = _SHARED / f"tsqp-canary-{os.getpid()}"
-        content = torch.tensor(ids).numpy().tobytes()
-
-        def append() -> None:
-            with (self._folder / "logs" / "service-0.log").open("a", encoding="utf-8") as file:
-                file.write(f"ids={ids[:9]}\n")
-
-        return {
-            "service log": append,
-            "metrics": lambda: setattr(self, "fetch", lambda _: b'x="%s"' % str(row).encode()),
-            "errors": lambda: self.errors.append(key.hex()),
-            "disk": lambda: (self._folder / "tmp" / "x").write_bytes(content),
-            "shared memory": lambda: shared.write_bytes(row.numpy().tobytes()),
-            "": lambda: shared.unlink(missing_ok=True),
-        }
-
-
-def _fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        content: bytes = answer.read()
-    return content
-
-
 class Faults:
-    """Makes one request of a generation go wrong.
+    """Makes one request of a generation go wrong. `count`: its requests so far.
 
     `made`: how often, by policy, fault and which request of its generation, from 1.
     """
 
     def __init__(self, choose: random.Random) -> None:
         self._choose = choose
-        self._left = -1
-        self._fault = self._policy = self._secret = ""
-        self._at = self.count = 0
-        self._on_reply: tuple[Any, int] | None = None
         self.made: Counter[tuple[str, str, int]] = Counter()
+        self.arm("", "", -1)
 
-    def arm(self, policy: str, fault: str, at: int, secret: str) -> None:
+    def arm(self, policy: str, fault: str, at: int, secret: str = "") -> None:
         """Let the request with this number, counted from now on, go wrong; "" for none."""
-        self._policy, self._fault, self._secret = policy, fault, secret
-        self._left = self._at = at
-        self.count, self._on_reply = 0, None
+        self._which, self._secret = (policy, fault, at), secret
+        self._fault, self.count = fault, 0
+        self._on_reply: tuple[Any, int] | None = None
 
     def install(self) -> None:
         """Stand between the runner and its transport."""
@@ -236,11 +156,17 @@ class Faults:
             if faults._on_reply is None:
                 take(channel, *request)
 
-        def _send(channel: Any, method: str, frames: Any, size: int, timeout_s: float) -> int:
+        def _send(channel: Any, method: str, frames: Any, *more: Any) -> int:
+            fault = ""
             if method not in ("Init", "Health"):
-                frames = faults.sending(channel, frames)
-            sent = send(channel, method, frames, size, timeout_s)
-            if faults._left == 0 and faults._fault == "lost connection":
+                faults.count += 1
+                fault = faults._fault if faults.count == faults._which[2] else ""
+            if "request" in fault:
+                frames = faults._changed_request(*frames)
+            elif fault not in ("", "lost connection"):
+                faults._on_reply = channel, channel._last_id
+            sent = send(channel, method, frames, *more)
+            if fault == "lost connection":
                 faults._done()
                 channel._socket.shutdown(socket.SHUT_RDWR)
             return sent
@@ -253,52 +179,43 @@ class Faults:
             # Of several that are on their way, the one to the request that was counted.
             if faults._on_reply != (channel, decode_reply(frames).request_id):
                 return received
-            changed = faults._received(frames)
-            return changed and (changed, when)
+            changed = faults._changed_reply(*frames)
+            return changed and ([memoryview(frame) for frame in changed], when)
 
         for replaced in (_put, _take, _send, _receive):
             setattr(StreamChannel, replaced.__name__, replaced)
 
-    def _done(self) -> None:
-        self.made[self._policy, self._fault, self._at] += 1
-        self._fault, self._left, self._on_reply = "", -1, None
+    def _done(self) -> str:
+        """Count the fault, which is over, and return it."""
+        self.made[self._which] += 1
+        self._fault, self._on_reply = "", None
+        return self._which[1]
 
-    def sending(self, channel: Any, frames: list[Any]) -> list[Any]:
-        self.count += 1
-        if self._left > 0:
-            self._left -= 1
-        if self._left != 0 or not self._fault or self._on_reply is not None:
-            return frames
-        header, *rest = [bytes(frame) for frame in frames]
-        if self._fault == "cut request":
-            rest = [frame[:-1] for frame in rest]
-        elif self._fault == "garbled request":
-            at = self._choose.randrange(len(header))
-            header = header[:at] + bytes([header[at] ^ 0x55]) + header[at + 1 :]
-        elif self._fault.startswith("request with"):
-            fields = msgpack.unpackb(header)
-            fields["request"][self._secret[:40]] = self._secret[:100]
-            header = msgpack.packb(fields)
-        else:
-            if self._fault != "lost connection":
-                self._on_reply = channel, channel._last_id
-            return frames
-        self._done()
-        return [header, *rest]
+    def _flipped(self, frame: bytes, bits: int) -> bytearray:
+        flipped = bytearray(frame)
+        flipped[self._choose.randrange(len(frame))] ^= bits
+        return flipped
 
-    def _received(self, frames: list[Any]) -> list[memoryview] | None:
-        *rest, last = [bytearray(frame) for frame in frames]
-        fault = self._fault
-        self._done()
+    def _changed_request(self, header: bytes, *rest: bytes) -> list[bytes]:
+        fault = self._done()
+        if fault == "cut request":
+            return [header, *(bytes(frame)[:-1] for frame in rest)]
+        if fault == "garbled request":
+            return [bytes(self._flipped(header, 0x55)), *rest]
+        fields = msgpack.unpackb(header)
+        fields["request"][self._secret[:40]] = self._secret[:100]
+        return [msgpack.packb(fields), *rest]
+
+    def _changed_reply(self, *frames: bytes) -> list[bytearray] | None:
+        fault = self._done()
         if fault == "no reply":
             return None
+        *rest, last = map(bytearray, frames)
         if fault == "cut reply":
-            del last[-1:]
-        elif fault == "garbled reply":
-            rest[0][self._choose.randrange(len(rest[0]))] ^= 0x55
-        else:
-            last[self._choose.randrange(len(last))] ^= 0x11
-        return [memoryview(frame) for frame in (*rest, last)]
+            return [*rest, last[:-1]]
+        if fault == "garbled reply":
+            return [self._flipped(rest[0], 0x55), *rest[1:], last]
+        return [*rest, self._flipped(last, 0x11)]
 
 
 # What a block of prompts runs under.
@@ -314,7 +231,6 @@ _TEMPLATE = """\
 {{ m.content }} {% endfor %}"""
 _WAIT_S = 60.0
 Body = Mapping[str, Any]
-_JSON = {"content-type": "application/json"}
 log = logging.getLogger("tee_side")
 
 
@@ -369,13 +285,15 @@ def right_requests(text: str, ids: Sequence[int]) -> list[tuple[str, Body]]:
 
 
 class Served:
-    """Asks a server of this process, and keeps what is secret of it."""
+    """Asks a server of this process, and keeps what is secret of it.
+
+    `errors`: what was said to clients, but for right answers.
+    """
 
     def __init__(self, folder: Path, seed: int, gpu: Sequence[str], metrics: Sequence[str]) -> None:
-        self.folder, self.gpu = folder, gpu
+        self.folder, self.gpu, self._metrics = folder, gpu, metrics
         self.choose = random.Random(seed)
         self.faults = Faults(self.choose)
-        self.places = Places(folder, metrics)
         self.tokenizer = Tokenizer(folder / "model")
         self.canaries = self._previous = Canaries()
         # What is told at the end. `requests`: how many a generation takes, by policy.
@@ -383,11 +301,14 @@ class Served:
         self.told: dict[str, Counter[str]] = {name: Counter() for name in names}
         self.armed: Counter[str] = Counter()
         self.patterns = 0
-        self.policy = ""
+        self.policy = self.address = self.crash = ""
         self.key = f"{PREFIX}{random.Random(seed).randbytes(24).hex()}"
-        self.own = {**_JSON, "authorization": f"Bearer {self.key}"}
-        self.address, self.crash = "", ""
+        self.own = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
         self.log = folder / "logs" / "runner.log"
+        self.errors: list[bytes] = []
+        # How far the files are read, and what is of others.
+        self._read: Counter[Path] = Counter()
+        self._shared = set(_SHARED.iterdir())
         self.sampled: list[int] = []
         # Services that are asked no more, after what was done to their replies here.
         self.quarantined: list[Member] = []
@@ -402,12 +323,39 @@ class Served:
             path.chmod(0o600)
         (folder / "model" / TEMPLATE_FILE).write_text(_TEMPLATE, encoding="utf-8")
 
+    def fetch(self, url: str) -> bytes:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            content: bytes = answer.read()
+        return content
+
+    def contents(self) -> Iterator[tuple[str, bytes]]:
+        """Yield what is new everywhere that the secrets may not be."""
+        for path in sorted((self.folder / "logs").iterdir()):
+            with path.open("rb") as file:
+                # A little from before: a line may have been written in two halves.
+                file.seek(max(0, self._read[path] - 4096))
+                content = file.read()
+                self._read[path] = file.tell()
+            yield "runner log" if path == self.log else "service log", content
+        for url in self._metrics:
+            yield "metrics", self.fetch(url)
+        yield "errors", b"\n".join(self.errors)
+        self.errors.clear()
+        for name in ("work", "home", "tmp", "bank"):
+            for path in sorted((self.folder / name).rglob("*")):
+                if path.is_file() and path.name != "bank.key":
+                    yield "disk", path.read_bytes()
+        for path in set(_SHARED.iterdir()) - self._shared:
+            with suppress(OSError):
+                if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+                    yield "shared memory", path.read_bytes()
+
     def search(self) -> None:
         """Look everywhere for what was secret since the last time, and count it as a hit.
 
         And in logs for what was secret before: a line may be written long after what it is about.
         """
-        for place, content in self.places.contents():
+        for place, content in self.contents():
             kinds = self.canaries.found_in(content)
             if place in PLACES[:2]:
                 kinds += self._previous.found_in(content)
@@ -420,8 +368,7 @@ class Served:
         self._previous, self.canaries = self.canaries, Canaries()
         for row in Checkpoint(self.folder / "model").rows(EMBEDDING, 32, 128):
             self.canaries.add_activation(row)
-        self.canaries.add_secret(self.key.encode())
-        self.canaries.add_secret(self._audit_key.read_bytes().strip())
+        self.canaries.add("key", self.key.encode(), self._audit_key.read_bytes().strip())
 
     def found(self) -> dict[str, Any]:
         told = {name: dict(counts) for name, counts in self.told.items()}
@@ -430,14 +377,29 @@ class Served:
         return {**told, "faults": faults, "patterns": patterns, "planted": planted}
 
     def _plant(self) -> dict[str, bool]:
+        """Put a secret into each place, and say of each whether it is found there."""
         self.forget()
         ids = self.tokenizer.encode("an answer that no one else knows")
         row, key = torch.arange(1.5, 9.5), b"\x01\x9f\x33" * 10
-        self.canaries.add_prompt(["qvxzkjwphm"], ids)
-        self.canaries.add_secret(key)
+        self.canaries.add("prompt", b"qvxzkjwphm")
+        self.canaries.add_ids(ids)
+        self.canaries.add("key", key)
         self.canaries.add_activation(row)
-        puts = self.places.plants(ids, row, key)
-        puts["runner log"] = lambda: log.warning("x", extra={"fields": {"y": "qvxz kjw phm"}})
+        shared = _SHARED / f"tsqp-canary-{os.getpid()}"
+        content = torch.tensor(ids).numpy().tobytes()
+
+        def append() -> None:
+            with (self.folder / "logs" / "service-0.log").open("a", encoding="utf-8") as file:
+                file.write(f"ids={ids[:9]}\n")
+
+        puts: dict[str, Callable[[], object]] = {
+            "runner log": lambda: log.warning("x", extra={"fields": {"y": "qvxz kjw phm"}}),
+            "service log": append,
+            "metrics": lambda: setattr(self, "fetch", lambda _: b'x="%s"' % str(row).encode()),
+            "errors": lambda: self.errors.append(key.hex().encode()),
+            "disk": lambda: (self.folder / "tmp" / "x").write_bytes(content),
+            "shared memory": lambda: shared.write_bytes(row.numpy().tobytes()),
+        }
         self.search()
         found: dict[str, bool] = {}
         try:
@@ -447,7 +409,7 @@ class Served:
                 self.search()
                 found[place] = any(hit.endswith(f" in {place}") for hit in self.told["hits"])
         finally:
-            puts[""]()
+            shared.unlink(missing_ok=True)
         return found
 
     def prompt(self) -> tuple[str, list[int]]:
@@ -455,7 +417,8 @@ class Served:
         words = ["".join(self.choose.choices(string.ascii_lowercase, k=10)) for _ in range(3)]
         text = " ".join(words)
         ids = self.tokenizer.encode(text)
-        self.canaries.add_prompt(words, ids)
+        self.canaries.add("prompt", *(word.encode() for word in words))
+        self.canaries.add_ids(ids)
         return text, ids
 
     def next_fault(self) -> tuple[str, int]:
@@ -474,21 +437,9 @@ class Served:
 
     def serve_a_block(self, count: int, number: int) -> None:
         """Serve in this thread, and ask in another, which ends the server."""
-        failed: list[BaseException] = []
         self.policy = POLICIES[number % len(POLICIES)]
         before = len(self.log.read_text(encoding="utf-8"))
-
-        def ask() -> None:
-            try:
-                self._ask_a_block(count, before)
-            except BaseException as error:  # noqa: BLE001 - raised in the main thread
-                failed.append(error)
-            finally:
-                os.kill(os.getpid(), signal.SIGINT)
-
         policy, _, bank = self.policy.partition(" with a ")
-        asking = threading.Thread(target=ask)
-        asking.start()
         arguments = [
             *(str(self.folder / "model"), "--port", "0", "--policy", policy, "--prefix-reuse"),
             *("--api-keys", str(self._keys), "--request-timeout-s", "0.5", "--speculative=ngram"),
@@ -498,11 +449,11 @@ class Served:
         if bank:
             arguments += ["--bank", str(self.folder / "bank" / "bank"), "--bank-key-beside-bank"]
             arguments += ["--when-out", "wait"]
-        with suppress(KeyboardInterrupt, click.Abort):
+        with ThreadPoolExecutor(1) as pool, suppress(KeyboardInterrupt, click.Abort):
+            asking = pool.submit(self._ask_a_block, count, before)
+            asking.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
             serve.main(arguments, standalone_mode=False)
-        asking.join()
-        for error in failed:
-            raise error
+        asking.result()
         self.search()
 
     def _ask_a_block(self, count: int, log_begins: int) -> None:
@@ -557,10 +508,14 @@ class Served:
         status = self._post("/v1/completions", fields | {"stream": streamed})
         made = self.faults.count
         # What was not reached is for no later request.
-        self.faults.arm(self.policy, "", -1, "")
+        self.faults.arm("", "", -1)
         self.canaries.add_ids([*ids[-4:], *self.sampled])
         if new_tokens > NEW_TOKENS:
-            self.canaries.add_answer(self.tokenizer.decode(self.sampled), self.sampled)
+            said = self.tokenizer.decode(self.sampled)
+            # A short one, or the same again and again, stands in a log by chance.
+            if len(said) >= _ANSWER_CHARACTERS and len(set(said)) > _ANSWER_CHARACTERS // 2:
+                self.canaries.add("answer", said.encode())
+                self.canaries.add_ids(self.sampled)
         elif status == 200:
             # After a fault there are more.
             known = self.told["requests"][self.policy]
@@ -577,7 +532,7 @@ class Served:
         try:
             connection.request(method, path, content, headers)
             reply = connection.getresponse()
-            self.places.errors += [f"{name}: {value}" for name, value in reply.getheaders()]
+            self.errors += [f"{name}: {value}".encode() for name, value in reply.getheaders()]
             said, status = reply.read(), reply.status
         except http.client.IncompleteRead as broken:
             said, status = broken.partial, 500
@@ -586,13 +541,9 @@ class Served:
         finally:
             connection.close()
         events = [line for line in said.split(b"\n\n") if line.startswith(b'data: {"error"')]
-        if status == 200 and events:
-            status = 500
-        for text in [said] if status != 200 and not said.startswith(b"data: ") else events:
-            self.places.errors.append(text.decode("utf-8", "replace"))
-        if path == "/metrics":
-            self.places.errors.append(said.decode())
-        return status
+        right = status == 200 and path != "/metrics"
+        self.errors += events if right or said.startswith(b"data: ") else [said]
+        return 500 if status == 200 and events else status
 
     def _bad_protocol(self, word: str) -> None:
         host, port = self.address.split(":")
@@ -600,7 +551,7 @@ class Served:
             with socket.create_connection((host, int(port)), timeout=_WAIT_S) as connection:
                 connection.sendall(f"{line}\r\n\r\n".encode())
                 with suppress(OSError):
-                    self.places.errors.append(connection.recv(4096).decode("utf-8", "replace"))
+                    self.errors.append(connection.recv(4096))
 
     def _until_healthy(self) -> None:
         """Wait until a token can be made again, by services that are innocent."""
@@ -615,88 +566,73 @@ class Served:
         until(healthy)
 
 
-def note_secrets(session: Served) -> None:
-    """Keep what a layer reads, and every key, at the moment at which they are made."""
-    call, made = linear.carry_out, PadStore.__init__
+def around(
+    call: Callable[..., Any],
+    *,
+    before: Callable[..., object] = lambda *_: None,
+    after: Callable[..., object] = lambda *_: None,
+) -> Callable[..., Any]:
+    """Return what calls it; `before` gets its arguments, and `after` its result and those."""
 
-    def _call(plan: CallPlan, x_TI: torch.Tensor) -> Any:
-        def noted(x_TI: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-            if plan.operator == "qkv_proj":
-                session.canaries.add_activation(x_TI[-1])
-                if not encoded.is_floating_point():
-                    session.canaries.add_activation(encoded[-1])
-            return encoded
+    def called(*arguments: Any, **more: Any) -> Any:
+        before(*arguments)
+        found = call(*arguments, **more)
+        after(found, *arguments)
+        return found
 
-        def hide(x_TI: torch.Tensor) -> Padded | None:
-            masked = plan.padded.hide(x_TI) if plan.padded else None
-            if masked is not None:
-                noted(x_TI, masked.encoded)
-            return masked
-
-        padded = plan.padded and cast("PaddedSite", SimpleNamespace(hide=hide))
-        encode = lambda x_TI: noted(x_TI, plan.encode(x_TI))  # noqa: E731
-        return call(replace(plan, encode=encode, padded=padded), x_TI)
-
-    def make(store: Any, layout: Any, capacity: int, key: bytes, **settings: Any) -> None:
-        session.canaries.add_secret(key)
-        made(store, layout, capacity, key, **settings)
-
-    def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
-            check = draw(*arguments)
-            products = check.low_kI if isinstance(check, ExactCheck) else check._products
-            secret = products.flatten()[:4].contiguous()
-            session.canaries.add_secret(secret.view(torch.uint8).numpy().tobytes())
-            return check
-
-        return noted
-
-    linear.carry_out = _call
-    PadStore.__init__ = make  # type: ignore[method-assign]
-    for check in (ExactCheck, FloatCheck):
-        check.draw = staticmethod(noting(check.draw))  # type: ignore[attr-defined]
+    return called
 
 
 def stand_in(session: Served) -> None:
-    """Stand in the server's code, where it is to fail, and see every token."""
-    deliver, sample, quarantine = exchange.Exchange._deliver, Engine._sample, Member.quarantine
+    """Stand in the server's code, where it is to fail, and where tokens and secrets are made."""
+    call = linear.carry_out
 
-    def before(where: str, call: Callable[..., Any]) -> Any:
-        def called(*arguments: Any, **more: Any) -> Any:
-            session.fail(where)
-            return call(*arguments, **more)
+    def carry_out(plan: CallPlan, x_TI: torch.Tensor) -> Any:
+        def note(encoded: torch.Tensor) -> None:
+            if not encoded.is_floating_point():
+                session.canaries.add_activation(encoded[-1])
 
-        return called
+        if plan.operator != "qkv_proj":
+            return call(plan, x_TI)
+        session.canaries.add_activation(x_TI[-1])
+        padded: Any = plan.padded
+        if padded is not None:
+            hide = around(padded.hide, after=lambda masked, _: note(masked.encoded))
+            padded = SimpleNamespace(hide=hide)
+        encode = around(plan.encode, after=lambda encoded, _: note(encoded))
+        return call(replace(plan, encode=encode, padded=padded), x_TI)
 
-    def delivered(*arguments: Any) -> None:
-        deliver(*arguments)
-        # What is delivered would be waited for.
-        session.fail(CRASHES[2])
-
-    def sampled(*arguments: Any) -> Any:
-        found = sample(*arguments)
-        session.sampled.append(found.token_id)
-        return found
-
-    def quarantined(member: Member, error: TsqpError) -> None:
-        quarantine(member, error)
-        session.quarantined.append(member)
+    def secret(products: torch.Tensor) -> None:
+        first = products.flatten()[:4].contiguous()
+        session.canaries.add("key", first.view(torch.uint8).numpy().tobytes())
 
     def log_everything(_level: str) -> None:
         configure("debug")
         logging.getLogger().setLevel(logging.DEBUG)
 
-    for owner, name, replaced in (
-        (Member, "quarantine", quarantined),
-        (generating, "engine_requests", before(CRASHES[0], generating.engine_requests)),
-        (answers.StreamedAnswer, "add", before(CRASHES[1], answers.StreamedAnswer.add)),
-        (exchange.Exchange, "_deliver", delivered),
-        (Engine, "step", before(CRASHES[3], Engine.step)),
-        (Engine, "_sample", sampled),
-        (running, "configure", log_everything),
-        (background, "_PROBE_S", 0.05),  # seconds after every other fault would be most of the time
-    ):
-        setattr(owner, name, replaced)
+    fails = [lambda *_, where=where: session.fail(where) for where in CRASHES]
+    befores: Sequence[tuple[Any, str, Callable[..., object]]] = (
+        (generating, "engine_requests", fails[0]),
+        (answers.StreamedAnswer, "add", fails[1]),
+        (Engine, "step", fails[3]),
+        (PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),
+    )
+    afters: Sequence[tuple[Any, str, Callable[..., object]]] = (
+        # What is not delivered would be waited for.
+        (exchange.Exchange, "_deliver", fails[2]),
+        (Engine, "_sample", lambda found, *_: session.sampled.append(found.token_id)),
+        (Member, "quarantine", lambda _, member, __: session.quarantined.append(member)),
+        (ExactCheck, "draw", lambda check, *_: secret(check.low_kI)),
+        (FloatCheck, "draw", lambda check, *_: secret(check._products)),
+    )
+    for owner, name, told in befores:
+        setattr(owner, name, around(getattr(owner, name), before=told))
+    for owner, name, told in afters:
+        setattr(owner, name, around(getattr(owner, name), after=told))
+    linear.carry_out = carry_out
+    running.configure = log_everything
+    # Seconds after every other fault would be most of the time.
+    background._PROBE_S = 0.05
 
 
 def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics: str) -> None:
@@ -707,7 +643,6 @@ def be_process(folder: str, count: str, block: str, seed: str, gpu: str, metrics
     session = Served(Path(folder), int(seed), gpu.split(","), metrics.split(","))
     session.forget()
     session.faults.install()
-    note_secrets(session)
     stand_in(session)
     firsts = range(0, int(count), int(block))
     for number, first in enumerate(firsts):

@@ -3,8 +3,8 @@
 It does what Linux does (drivers/virt/coco, fs/configfs), without hardware and without waiting:
 
 - files appear with `mkdir`; there are fewer of them for TDX;
-- `generation` rises by one with each write; a report is made when it is read and out of date;
-- binary files are written when they are closed, and an error of that is lost;
+- `generation` rises by one with each write; a report is made when it is read;
+- binary files are written when they are closed;
 - a read may return less than was asked for;
 - each call can be told to fail, and another writer to come in between (`faults`, `intrusions`).
 """
@@ -16,7 +16,6 @@ import errno
 import io
 import os
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
@@ -28,7 +27,7 @@ from tee_side.attest import attesters
 from tee_side.attest.attesters import REPORTS, SEV_GUEST
 
 PAGE = 4096
-INVALID_LENGTH, BUSY = 1 << 32, 2 << 32
+BUSY = 2 << 32
 GUIDS = {
     "VCEK": UUID("63da758d-e664-4564-adc5-f4b93be8accd"),
     "VLEK": UUID("a8074bc2-a25a-483e-aae6-39c045a0b8a1"),
@@ -39,27 +38,8 @@ GUIDS = {
 
 # A read-write ioctl of type S, number 2, with the 32 bytes of snp_guest_request_ioctl.
 _GET_EXT_REPORT = 3 << 30 | 32 << 16 | ord("S") << 8 | 2
-_MOST_TABLE_BYTES = 4 * PAGE
-_OTHERS = b"\xee" * 64
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("msg_version", ctypes.c_uint8),
-        ("req_data", ctypes.c_uint64),
-        ("resp_data", ctypes.c_uint64),
-        ("exitinfo2", ctypes.c_uint64),
-    )
-
-
-class _Request(ctypes.Structure):
-    _fields_ = (
-        ("user_data", ctypes.c_uint8 * 64),
-        ("vmpl", ctypes.c_uint32),
-        ("rsvd", ctypes.c_uint8 * 28),
-        ("certs_address", ctypes.c_uint64),
-        ("certs_len", ctypes.c_uint32),
-    )
+_CALL = struct.Struct("<B7xQQQ")  # snp_guest_request_ioctl
+_REQUEST = struct.Struct("<64sI28xQI4x")  # snp_ext_report_req
 
 
 def snp_report(data: bytes, vmpl: int = 0, key: int = 0) -> bytes:
@@ -83,17 +63,15 @@ def certificate_table(certificates: Sequence[tuple[str, bytes]]) -> bytes:
 @dataclass
 class _Entry:
     generation: int = 0
-    made_for: int = -1
     inblob: bytes = b""
-    report: bytes = b""
 
 
 @dataclass
 class FakeKernel:
-    """A kernel. `provider`: empty for none; `largest_read`: bytes that one read returns at most.
+    """A kernel. `largest_read`: bytes that one read returns at most.
 
     `writable`: whether this user may make directories. `faults`: for each call the errors of its
-    first times: "mkdir", "rmdir", or "open", "read" or "commit" with the name of a file.
+    first times: "mkdir", or "open" or "read" with the name of a file.
     `ioctl_faults`: the same of the ioctl, with `exitinfo2`. `intrusions`: names of files; before
     the next read of one, another writer writes.
     """
@@ -106,7 +84,7 @@ class FakeKernel:
     table: bytes = b""
     status: int = 0
     largest_read: int = PAGE
-    faults: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    faults: dict[str, list[int]] = field(default_factory=dict)
     ioctl_faults: list[tuple[int, int]] = field(default_factory=list)
     intrusions: list[str] = field(default_factory=list)
     entries: dict[str, _Entry] = field(default_factory=dict)
@@ -123,8 +101,8 @@ class FakeKernel:
 
     def fail(self, call: str) -> None:
         """Raise the next error that this call was told to have."""
-        if self.faults[call]:
-            _fail(self.faults[call].pop(0))
+        if errors := self.faults.get(call):
+            _fail(errors.pop(0))
 
     def access(self, path: str, mode: int) -> bool:
         return (path, mode) == (REPORTS, os.W_OK) and self.configfs and self.writable
@@ -135,15 +113,12 @@ class FakeKernel:
             _fail(errno.ENOENT)
         if not self.writable:
             _fail(errno.EACCES)
-        if not self.provider:
-            _fail(errno.ENXIO)
         path = f"{dir}/{prefix}{len(self.made)}"
         self.entries[path] = _Entry()
         self.made.append(path)
         return path
 
     def rmdir(self, path: str) -> None:
-        self.fail("rmdir")
         if self.entries.pop(path, None) is None:
             _fail(errno.ENOENT)
 
@@ -154,14 +129,12 @@ class FakeKernel:
             if (mode, buffering) != ("r+b", 0):
                 _fail(errno.ESPIPE)
             return cast(IO[Any], _File(self, name))
-        readable, writable = ["generation", "provider", "outblob"], ["inblob"]
+        read = ["generation", "provider", "outblob"]
         if self.provider == "sev_guest":
-            readable.append("auxblob")
-        if folder not in self.entries or (mode == "rb" and name not in (*readable, *writable)):
+            read.append("auxblob")
+        # A file that is not there cannot be made.
+        if folder not in self.entries or name not in (read if mode == "rb" else ["inblob"]):
             _fail(errno.ENOENT)
-        if name not in (readable if mode == "rb" else writable):
-            # A file that is not there cannot be made.
-            _fail(errno.EACCES)
         raw = _File(self, name)
         raw.entry = self.entries[folder]
         buffered: Any = io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
@@ -171,17 +144,14 @@ class FakeKernel:
         self.fail(f"read {name}")
         if name in self.intrusions:
             self.intrusions.remove(name)
-            self.store(entry, _OTHERS)
+            self.store(entry, b"\xee" * 64)
         if name == "generation":
             return b"%d\n" % entry.generation
         if name == "provider":
             return self.provider.encode() + b"\n"
         if not entry.inblob:
             _fail(errno.EINVAL)
-        if entry.made_for != entry.generation:
-            entry.report = self.report(entry.inblob, 0)
-            entry.made_for = entry.generation
-        return entry.report if name == "outblob" else self.table
+        return self.report(entry.inblob, 0) if name == "outblob" else self.table
 
     def store(self, entry: _Entry, data: bytes) -> None:
         """Write what a report is to have in it."""
@@ -189,25 +159,21 @@ class FakeKernel:
         entry.generation += 1
 
     def ioctl(self, device: IO[Any], code: int, argument: bytearray) -> int:
-        call = _Call.from_buffer(argument)
-        request = _Request.from_address(call.req_data)
         if device.closed or code != _GET_EXT_REPORT:
             _fail(errno.ENOTTY)
-        call.exitinfo2 = 0xFF
+        version, request_at, response_at, _ = _CALL.unpack(argument)
+        request = ctypes.string_at(request_at, _REQUEST.size)
+        data, vmpl, table_at, size = _REQUEST.unpack(request)
         if self.ioctl_faults:
-            error, call.exitinfo2 = self.ioctl_faults.pop(0)
+            error, exitinfo2 = self.ioctl_faults.pop(0)
+            _CALL.pack_into(argument, 0, version, request_at, response_at, exitinfo2)
             _fail(error)
-        size, pages = request.certs_len, -(-len(self.table) // PAGE)
-        if call.msg_version != 1 or size % PAGE or size > max(_MOST_TABLE_BYTES, pages * PAGE):
+        if version != 1 or size % PAGE or not len(self.table) <= size <= 4 * PAGE:
             _fail(errno.EINVAL)
-        if size < len(self.table):
-            call.exitinfo2, request.certs_len = INVALID_LENGTH, pages * PAGE
-            _fail(errno.EIO)
-        report = b"" if self.status else self.report(bytes(request.user_data), request.vmpl)
+        report = b"" if self.status else self.report(data, vmpl)
         head = struct.pack("<II24x", self.status, len(report))
-        response, table = (head + report).ljust(4000, b"\0"), self.table.ljust(size, b"\0")
-        ctypes.memmove(call.resp_data, response, len(response))
-        ctypes.memmove(request.certs_address, table, len(table))
+        ctypes.memmove(response_at, (head + report).ljust(4000, b"\0"), 4000)
+        ctypes.memmove(table_at, self.table.ljust(size, b"\0"), size)
         return 0
 
 
@@ -240,16 +206,11 @@ class _File(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        self._kernel.opened -= 1
-        if self._written:
-            try:
-                self._kernel.fail(f"commit {self._name}")
-            except OSError:
-                return
-            self._kernel.store(self.entry, self._written)
+        if not self.closed:
+            super().close()
+            self._kernel.opened -= 1
+            if self._written:
+                self._kernel.store(self.entry, self._written)
 
 
 def _fail(error: int) -> None:

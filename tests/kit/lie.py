@@ -20,7 +20,6 @@ from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from gpu_side.weights import load_weights
 from protocol.channel import Channel, Exchange
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
@@ -45,8 +44,8 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.words import Operator
 from tests.kit.demo import DEMO, prompt
-from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
-from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, expanded, token_ids
+from tests.kit.lies import REORDERED, Lie, Memory, Occasion
+from tests.kit.model import SIZES, LoopbackChannel, Tee, assemble, served_weights, token_ids
 from tests.kit.service import Closing
 
 _WAIT_MS = 50
@@ -55,15 +54,15 @@ _REMEMBERED = 200
 
 
 def operators_of(directory: Path) -> RequestHandler:
-    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
-    return RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
+    return RequestHandler(served_weights(directory, "float32"), DEFAULT_MAX_MESSAGE_BYTES)
 
 
 class MaliciousService(Closing):
     """A service in a thread of its own; use as a context manager.
 
     `told`: lies that were told so far. `requests`: how many came, Init and Health not among them.
-    `operators`: what computes, and has the service's name for itself: one for each service.
+    `lying_init`: told in every Init reply. `operators`: what computes, and has the service's name
+    for itself: one for each service.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class MaliciousService(Closing):
         self._operators = operators
         self._chance = random.Random(seed)
         self._plan: tuple[Lie, int] | None = None
-        self._lying_init: Lie | None = None
+        self.lying_init: Lie | None = None
         self._stop = threading.Event()
         self.listener = open_listener(endpoint, keys=keys)
         self.endpoint = self.listener.endpoint
@@ -95,14 +94,10 @@ class MaliciousService(Closing):
         """Lie once, when so many further requests have been answered rightly."""
         self._plan = (lie, self.requests + after + 1)
 
-    def tell_init(self, lie: Lie | None) -> None:
-        """Lie in every Init reply from now on, or in none."""
-        self._lying_init = lie
-
     def be_honest(self) -> None:
         """Lie no more. A reply that is late still comes."""
         self._plan = None
-        self._lying_init = None
+        self.lying_init = None
         self.memory.held = None
 
     def _run(self) -> None:
@@ -136,7 +131,10 @@ class MaliciousService(Closing):
         lie = self._due(request)
         owed, memory.owed = memory.owed, []
         messages = [occasion.encoded()] if lie is None else lie.tell(occasion)
-        self._remember(client, occasion.encoded(), result)
+        if isinstance(result, TensorReply):
+            memory.earlier.append((client, occasion.encoded()))
+            memory.results.append(occasion.output)
+            del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]
         # Before it is sent: a test that gets the reply may look.
         self.told += lie is not None
         for message in (*owed, *messages):
@@ -144,7 +142,7 @@ class MaliciousService(Closing):
 
     def _due(self, request: Request) -> Lie | None:
         if isinstance(request, InitRequest):
-            return self._lying_init
+            return self.lying_init
         self.requests += 1
         if self._plan is None or self.requests < self._plan[1]:
             return None
@@ -161,13 +159,6 @@ class MaliciousService(Closing):
             )
         return self._operators.apply(request)[0]
 
-    def _remember(self, client: bytes, frames: Frames, result: Response) -> None:
-        memory = self.memory
-        if isinstance(result, TensorReply):
-            memory.earlier.append((client, frames))
-            memory.results.append(to_torch(result.output).clone())
-            del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]
-
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 PROMPT = token_ids(7)
@@ -183,16 +174,14 @@ class Lying(LoopbackChannel):
     def __init__(
         self,
         directory: Path,
-        change: Change,
-        picks: Callable[[Request], bool] = lambda _request: True,
-        *,
+        *lie: Any,
         at: int | None = 0,
         others: bool = False,
         dtype: str = "float32",
     ) -> None:
         super().__init__(directory, dtype)
         self._others = others
-        self.tell(change, picks, at=at)
+        self.tell(*lie, at=at)
 
     def tell(
         self,
@@ -226,30 +215,20 @@ class Lying(LoopbackChannel):
             raise error
 
 
-def site_of(request: Request) -> tuple[int, str] | None:
-    """Return the layer (-1: none) and the first module of a request for a product with weights."""
-    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
-        return request.layer_idx, request.module_names[0]
-    return (-1, "lm_head") if isinstance(request, RingLMHeadRequest | LMHeadRequest) else None
-
-
 def is_of(operator: Operator, request: Request) -> bool:
     """Say whether a request is one of an operator, by the sizes of `tests.kit.model`."""
     if isinstance(request, MatmulRequest):
         scores = request.a.shape[-1] == SIZES["head_dim"]
         return operator == ("attn_scores" if scores else "attn_values")
-    if (site := site_of(request)) is None:
-        return operator == "embedding"
-    return site[1] in FUSED_MODULES.get(operator, (operator,))
+    if isinstance(request, RingLMHeadRequest | LMHeadRequest):
+        return operator == "lm_head"
+    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
+        return request.module_names[0] in FUSED_MODULES.get(operator, ())
+    return operator == "embedding"
 
 
 def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
     return tee.greedy(PROMPT, new_tokens)
-
-
-def bytes_of(request: Request) -> bytes:
-    """Return the ring elements that a service gets or makes of a seed."""
-    return bytes(expanded(request).elements.data)
 
 
 class Outcome(NamedTuple):
@@ -276,12 +255,13 @@ class Victim:
         policy: str,
         connect: Callable[[], Sequence[Channel]],
         *,
+        directory: Path = DEMO,
         sequences: int = 1,
         micro_batches: int = 1,
     ) -> None:
         self._connect, self._micro_batches = connect, micro_batches
         self._channels: Sequence[Any] = connect()
-        tee = assemble(DEMO, policy, channels=list(self._channels), step_tokens=64)
+        tee = assemble(directory, policy, channels=list(self._channels), step_tokens=64)
         self.assembly = tee.assembly
         self._engine = Engine(tee.model, self._lanes(), EngineSettings(step_tokens=64))
         chance = random.Random(7)

@@ -142,6 +142,17 @@ def _header(change: Callable[[Fields, Fields, Occasion], object]) -> Callable[[O
     return tell
 
 
+def _frame(at: int, change: Callable[[Occasion, bytes], bytes]) -> Callable[[Occasion], Any]:
+    """Send the good reply with a frame that is changed."""
+
+    def tell(occasion: Occasion) -> list[Frames]:
+        frames = occasion.encoded()
+        frames[at] = change(occasion, frames[at])
+        return [frames]
+
+    return tell
+
+
 def _replayed(o: Occasion) -> list[Frames]:
     own = [frames for client, frames in o.memory.earlier if client == o.client]
     o.memory.had["replayed"] += bool(own)
@@ -262,12 +273,6 @@ _EITHER = (ReplyError, VerificationError)
 _ID = (ProtocolError, DeadlineExceededError)
 
 REORDERED = Lie("reordered", _swapped, _EITHER, silent=True, harmless=True)
-_FLIPPED = Lie(
-    "bit flipped in the header",
-    lambda o: [[o.flipped(o.encoded()[0]), *o.encoded()[1:]]],
-    (*_ID, ReplyError),
-    harmless=True,
-)
 # In shared memory the second, which goes over the socket, may be seen first.
 _SECOND = Lie(
     "right, then wrong",
@@ -283,14 +288,12 @@ _BEFORE = Lie(
 )
 
 WIRE_LIES = (
-    Lie("truncated header", lambda o: [[o.cut(o.encoded()[0]), *o.encoded()[1:]]]),
-    Lie("truncated tensor", lambda o: [[*o.encoded()[:-1], o.cut(o.encoded()[-1])]]),
-    _FLIPPED,
+    Lie("truncated header", _frame(0, Occasion.cut)),
+    Lie("truncated tensor", _frame(-1, Occasion.cut)),
     Lie(
-        "bit flipped in the tensor",
-        lambda o: [[*o.encoded()[:-1], o.flipped(o.encoded()[-1])]],
-        _WRONG,
+        "bit flipped in the header", _frame(0, Occasion.flipped), (*_ID, ReplyError), harmless=True
     ),
+    Lie("bit flipped in the tensor", _frame(-1, Occasion.flipped), _WRONG),
     Lie("replayed", _replayed, (), silent=True),
     Lie("cross-session", _cross_session),
     Lie("cross-session, this id", _adopted, _EITHER),
@@ -322,7 +325,7 @@ WIRE_LIES = (
         _header(lambda _, t, o: t.update(frame=o.pick(0, 2, -1, 2**40, "1", None, True))),
     ),
     Lie("garbage", _garbage),
-    Lie("deep or large containers", lambda o: [[o.pick(*_BOMBS), *o.encoded()[1:]]]),
+    Lie("deep or large containers", _frame(0, lambda o, _: o.pick(*_BOMBS))),
     Lie("unknown field", _header(lambda f, t, o: o.pick(f, f["response"], t).update(trusted=True))),
     Lie("missing field", _header(_missing_field)),
     Lie(
@@ -431,12 +434,8 @@ RESULT_LIES = (
 )
 # Lies that tell of something that has to be there: `Memory.had` says how often it was.
 CROSS_SESSION = tuple(lie for lie in WIRE_LIES if lie.name.startswith("cross-session"))
-NEEDY = (
-    *(lie for lie in WIRE_LIES if lie.name == "replayed"),
-    *CROSS_SESSION,
-    REORDERED,
-    *RESULT_LIES[-2:],
-)
+NEEDY = (*(lie for lie in WIRE_LIES if lie.name == "replayed"), *CROSS_SESSION, REORDERED)
+NEEDY += RESULT_LIES[-2:]
 
 
 # Returns fields of an Init reply that are another model's, or nonsense.

@@ -106,7 +106,7 @@ def _files(directory: Path) -> tuple[tuple[Path, int], ...]:
     return tuple(sorted((file, file.stat().st_mtime_ns) for file in directory.iterdir()))
 
 
-def _served_weights(directory: Path, dtype: str) -> ServiceWeights:
+def served_weights(directory: Path, dtype: str) -> ServiceWeights:
     """Load weights once for all tests: a service changes none. Not where a file has changed."""
     return _loaded(_files(directory), directory, dtype, native.choice())
 
@@ -151,7 +151,7 @@ class LoopbackChannel(RecordingChannel):
     """
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
-        super().__init__(_served_weights(directory, dtype), "loopback")
+        super().__init__(served_weights(directory, dtype), "loopback")
         self.requests: list[Request] = []
         self.one_connection = False
         self.max_reply_bytes: int | None = None

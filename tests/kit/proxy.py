@@ -7,7 +7,6 @@ a connection that stays open, whose bytes are not read and whose other end has g
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -116,10 +115,6 @@ class Proxy(Closing):
         try:
             if self._is_tcp:
                 service = await asyncio.open_connection(*self._address.split(":"))
-                for end in (writer, service[1]):
-                    end.get_extra_info("socket").setsockopt(
-                        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-                    )
             else:
                 service = await asyncio.open_unix_connection(self._address)
         except OSError:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
@@ -141,22 +141,17 @@ class FakeEngine:
 
     def _script(self, request: Request) -> list[Delivery]:
         ids = list(self.says[: request.max_new_tokens])
-        found = [
-            Delivery(
-                tuple(self._token(request, sample, ids, at) for sample in range(request.samples))
-            )
+        tokens = [
+            tuple(self._token(request, sample, ids, at) for sample in range(request.samples))
             for at in range(len(ids))
         ]
+        found = [
+            Delivery(each, self._read(request) if not at else None)
+            for at, each in enumerate(tokens or [()])
+        ]
         if self.error is not None:
-            found = found[: self.fail_after]
-        first = found[0] if found else Delivery()
-        found[:1] = [Delivery(first.tokens, self._read(request))]
-        if self.error is not None:
-            if self.fail_after == 0:
-                found = []
-            return [*found, Delivery(error=self.error, ended=True)]
-        last = found[-1]
-        return [*found[:-1], Delivery(last.tokens, last.prompt, ended=True)]
+            return [*found[: self.fail_after], Delivery(error=self.error, ended=True)]
+        return [*found[:-1], replace(found[-1], ended=True)]
 
     def _token(self, request: Request, sample: int, ids: Sequence[int], at: int) -> NewToken:
         last = at + 1 == len(ids)
@@ -185,10 +180,6 @@ class FakeWatch:
     events: list[int] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     receipts: list[bytes | None] = field(default_factory=list)
-
-    @property
-    def running(self) -> int:
-        return len(self.begun) - len(self.ended)
 
     def request(self) -> FakeWatch:
         return self
@@ -279,14 +270,24 @@ class Reply:
 
 
 class Connection:
-    """One request to an app; the test may leave before it is answered."""
+    """One request to an app, which the test may leave. A body that is no bytes is sent as JSON."""
 
     def __init__(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], chunk: int
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        chunk: int = 2**30,
     ) -> None:
         self.reply = Reply()
         self.changed = asyncio.Event()
         self._left = asyncio.Event()
+        sent = {**(headers or {})}
+        if body is not None and not isinstance(body, bytes):
+            sent = {"content-type": "application/json", **sent}
+            body = json.dumps(body).encode()
+        body = body or b""
         parts = [body[at : at + chunk] for at in range(0, len(body), chunk)] or [b""]
         self._messages = [
             {"type": "http.request", "body": part, "more_body": at + 1 < len(parts)}
@@ -302,7 +303,7 @@ class Connection:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
-            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+            "headers": [(k.lower().encode(), v.encode()) for k, v in sent.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8000),
         }
@@ -326,25 +327,16 @@ class Connection:
         self.changed.set()
 
 
-def connection(
-    method: str,
-    path: str,
-    body: Any = None,
-    headers: Mapping[str, str] | None = None,
-    chunk: int = 2**30,
-) -> Connection:
-    """Open a request; a body that is no bytes is sent as JSON."""
-    kind = {} if body is None or isinstance(body, bytes) else {"content-type": "application/json"}
-    content = (
-        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    )
-    return Connection(method, path, content, {**kind, **(headers or {})}, chunk)
+connection = Connection
+
+
+async def send(app: FastAPI | Sealing, to: Connection) -> Reply:
+    await app(to.scope, to.receive, to.send)
+    return to.reply
 
 
 async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
-    found = connection(*parts, **more)
-    await app(found.scope, found.receive, found.send)
-    return found.reply
+    return await send(app, connection(*parts, **more))
 
 
 @cache
@@ -380,7 +372,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 @asynccontextmanager
 async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Connection]:
     found = connection(*parts, **more)
-    task = asyncio.create_task(app(found.scope, found.receive, found.send))
+    task = asyncio.create_task(send(app, found))
     try:
         yield found
     finally:
@@ -459,11 +451,6 @@ def sealed(
     pieces = pieces or (b"",)
     parts += [direction.seal(one) for one in pieces[:-1]]
     return SealedRequest(path, secret, [*parts, direction.seal(pieces[-1], final=True)])
-
-
-async def send(app: Sealing, to: Connection) -> Reply:
-    await app(to.scope, to.receive, to.send)
-    return to.reply
 
 
 def sealing(app: Any, **changes: Any) -> Sealing:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from functools import cache
 from unittest.mock import patch
 
+from cryptography.hazmat.asn1 import encode_der
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.padding import MGF1, PSS
 from cryptography.hazmat.primitives.asymmetric.rsa import (
@@ -28,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import (
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509 import Name, ObjectIdentifier
 
 from tee_side.attest.amd_certificates import PINNED_ROOTS
 from tee_side.attest.snp_report import REPORT_BYTES, SIGNED_BYTES, Product, SigningKey, Tcb
@@ -61,35 +63,11 @@ def sequence(*elements: bytes) -> bytes:
 
 
 def integer(number: int) -> bytes:
-    return element(2, number.to_bytes(number.bit_length() // 8 + 1))
+    return encode_der(number)
 
 
 def oid(name: str) -> bytes:
-    first, second, *others = map(int, name.split("."))
-    content = bytearray()
-    for number in (40 * first + second, *others):
-        groups = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
-        content += bytes(0x80 | group for group in groups[:0:-1]) + bytes(groups[:1])
-    return element(6, bytes(content))
-
-
-def span(encoded: bytes, at: int = 0) -> tuple[int, int]:
-    """Return where the content of the element at `at` begins and ends; its length is believed."""
-    begin, size = at + 2, encoded[at + 1]
-    if size >= 0x80:
-        begin += size & 0x7F
-        size = int.from_bytes(encoded[at + 2 : begin])
-    return begin, begin + size
-
-
-def children(encoded: bytes, at: int = 0) -> list[int]:
-    """Return where the elements inside the element at `at` begin; none unless it can hold any."""
-    found = []
-    begin, end = span(encoded, at)
-    while encoded[at] & 0x20 and begin < end:
-        found.append(begin)
-        begin = span(encoded, begin)[1]
-    return found
+    return encode_der(ObjectIdentifier(name))
 
 
 def time(text: bytes) -> bytes:
@@ -98,14 +76,9 @@ def time(text: bytes) -> bytes:
 
 
 def name(common_name: str) -> bytes:
-    pairs = (
-        *(("2.5.4.11", 0x0C, "Engineering"), ("2.5.4.6", 0x13, "US")),
-        *(("2.5.4.7", 0x0C, "Santa Clara"), ("2.5.4.8", 0x0C, "CA")),
-        *(("2.5.4.10", 0x0C, "Advanced Micro Devices"), ("2.5.4.3", 0x0C, common_name)),
-    )
-    return sequence(
-        *(element(0x31, sequence(oid(o), element(tag, text.encode()))) for o, tag, text in pairs)
-    )
+    common = common_name.replace(" ", "\\ ")
+    rest = "O=Advanced Micro Devices,ST=CA,L=Santa Clara,C=US,OU=Engineering"
+    return Name.from_rfc4514_string(f"CN={common},{rest}").public_bytes()
 
 
 def extension(number: str, content: bytes, *, critical: bool = False) -> bytes:
@@ -173,19 +146,6 @@ class Body:
         return signed(self.encoded(), key, self.algorithm)
 
 
-def ark_body(product: Product) -> Body:
-    return _authority(f"ARK-{product.capitalize()}", f"ARK-{product.capitalize()}", ARK_KEY, 1)
-
-
-def ask_body(product: Product, kind: SigningKey = "vcek") -> Body:
-    """Return the ASK, or the ASVK for a VLEK, before it is signed."""
-    return _authority(f"ARK-{product.capitalize()}", _ask_name(product, kind), ASK_KEY, 2)
-
-
-def _ask_name(product: Product, kind: SigningKey) -> str:
-    return f"SEV-{'VLEK-' if kind == 'vlek' else ''}{product.capitalize()}"
-
-
 def _authority(issuer: str, subject: str, key: RSAPrivateKey, serial: int) -> Body:
     constraint = extension("2.5.29.19", sequence(element(1, b"\xff")), critical=True)
     return Body(
@@ -195,6 +155,20 @@ def _authority(issuer: str, subject: str, key: RSAPrivateKey, serial: int) -> Bo
         key=public(key),
         extensions=extensions(constraint),
     )
+
+
+def ark_body(product: Product) -> Body:
+    ark = f"ARK-{product.capitalize()}"
+    return _authority(ark, ark, ARK_KEY, 1)
+
+
+def _ask_name(product: Product, kind: SigningKey) -> str:
+    return f"SEV-{'VLEK-' if kind == 'vlek' else ''}{product.capitalize()}"
+
+
+def ask_body(product: Product, kind: SigningKey = "vcek") -> Body:
+    """Return the ASK, or the ASVK for a VLEK, before it is signed."""
+    return _authority(f"ARK-{product.capitalize()}", _ask_name(product, kind), ASK_KEY, 2)
 
 
 def tcb_of(product: Product) -> Tcb:
@@ -283,12 +257,6 @@ def crl_body(
     )
 
 
-def tcb_word(tcb: Tcb, product: Product) -> bytes:
-    if product == "turin":
-        return bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
-    return bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))
-
-
 def make_report(
     product: Product = "milan",
     kind: SigningKey = "vcek",
@@ -305,7 +273,10 @@ def make_report(
     key: ec.EllipticCurvePrivateKey = LEAF_KEY,
 ) -> bytes:
     """Return a report that is signed. `changed`: bytes by where they lie, before it is."""
-    word = tcb_word(tcb or tcb_of(product), product)
+    tcb = tcb or tcb_of(product)
+    word = bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))
+    if product == "turin":
+        word = bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
     fields = {
         0x00: version.to_bytes(4, "little"),
         0x08: policy.to_bytes(8, "little"),

@@ -12,13 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.model.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-)
+from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 SHARDS = ("a.safetensors", "b.safetensors")
@@ -89,14 +85,9 @@ class Draft:
         data = self.weights[self._data_at :] if data is None else data
         return self.raw(SINGLE_FILE, len(raw).to_bytes(8, "little") + raw + data)
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = load_file(self / SINGLE_FILE)
-        return found
-
     def shard(self) -> None:
         """Divide the weights in two files and an index."""
-        tensors, files = self.tensors, dict[str, str]()
+        tensors, files = load_file(self / SINGLE_FILE), dict[str, str]()
         (self / SINGLE_FILE).unlink()
         for number, file in enumerate(SHARDS):
             part = {name: tensors[name] for name in sorted(tensors)[number::2]}
@@ -221,12 +212,9 @@ def pickle_by_magic(d: Draft) -> Parts:
     return (SINGLE_FILE,)
 
 
-def without(name: str) -> Callable[[Draft], Parts]:
-    def remove(d: Draft) -> Parts:
-        (d / name).unlink()
-        return (d.directory.name,)
-
-    return remove
+def remove(d: Draft, name: str) -> Parts:
+    (d / name).unlink()
+    return (d.directory.name,)
 
 
 _NO_SIZES = (2**40, 2**70, 10**400, -1, 0, 48.0, 1.5, True, False, "48", "", [], {})
@@ -262,8 +250,8 @@ CASES: dict[str, Callable[[Draft], Parts]] = {
     "link outside": link_outside,
     "other kind of file": other_kind,
     "pickle by magic": pickle_by_magic,
-    "no weights": without(SINGLE_FILE),
-    "no configuration": without(CONFIG),
+    "no weights": lambda d: remove(d, SINGLE_FILE),
+    "no configuration": lambda d: remove(d, CONFIG),
 }
 
 

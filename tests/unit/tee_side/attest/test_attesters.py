@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from protocol.errors import EvidenceError
 from tee_side.attest import attesters
-from tee_side.attest.attesters import Attester, find_attester
+from tee_side.attest.attesters import find_attester
 from tee_side.attest.evidence import Evidence
 from tests.kit.fake_tsm import BUSY, PAGE, FakeKernel, certificate_table, snp_report
 from tests.kit.rows import each_row
@@ -47,23 +46,14 @@ def _sev_guest(**settings: Any) -> FakeKernel:
     return _snp(**{"configfs": False, "sev_guest": True, **settings})
 
 
-def _faults(calls: dict[str, list[int]]) -> defaultdict[str, list[int]]:
-    return defaultdict(list, calls)
-
-
-def _find(kernel: FakeKernel, **options: Any) -> Attester:
-    tdx = kernel.provider == "tdx_guest"
-    if tdx:
-        options = {"collateral": COLLATERAL, **options}
-    return find_attester(**{"kind": "tdx" if tdx else "snp", **options})
-
-
 def _attest(kernel: FakeKernel, **options: Any) -> Evidence:
     """Ask for evidence, after which nothing may be left open or behind."""
+    tdx = kernel.provider == "tdx_guest"
+    of_kind = {"kind": "tdx", "collateral": COLLATERAL} if tdx else {"kind": "snp"}
     with pytest.MonkeyPatch.context() as patch:
         kernel.install(patch)
         try:
-            attester = _find(kernel, **options)
+            attester = find_attester(**{**of_kind, **options})
             evidence = attester.attest(DATA)
         finally:
             assert (kernel.opened, kernel.entries) == (0, {})
@@ -111,7 +101,7 @@ def test_a_quote_comes_with_the_collateral_of_the_operator(monkeypatch: pytest.M
     # Without any, it is refused before the device is asked.
     kernel = _tdx()
     kernel.install(monkeypatch)
-    attester = _find(kernel, collateral=b"")
+    attester = find_attester("tdx")
     kernel.faults["read outblob"] = [errno.EIO]
     with pytest.raises(EvidenceError, match="got no collateral"):
         attester.attest(DATA)
@@ -120,14 +110,14 @@ def test_a_quote_comes_with_the_collateral_of_the_operator(monkeypatch: pytest.M
 
 @each_row("call", ["mkdir", "open inblob", "read outblob"])
 def test_a_failure_that_passes_is_tried_again(call: str) -> None:
-    kernel = _snp(faults=_faults({call: [errno.EINTR, errno.EBUSY, errno.EAGAIN]}))
+    kernel = _snp(faults={call: [errno.EINTR, errno.EBUSY, errno.EAGAIN]})
     assert _attest(kernel).report == snp_report(DATA)
     assert not kernel.faults[call]
-    kernel = _snp(faults=_faults({call: [errno.EBUSY] * 1000}))
+    kernel = _snp(faults={call: [errno.EBUSY] * 1000})
     assert "Device or resource busy" in _refusal(kernel)
     assert 1 <= sum(kernel.pauses) <= 60
     # One that stays is an error at once.
-    kernel = _snp(faults=_faults({call: [errno.EIO]}))
+    kernel = _snp(faults={call: [errno.EIO]})
     assert _refusal(kernel).startswith("snp attester: got ")
     assert kernel.pauses == []
     # A host that throttles is asked again, too.
