@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import cycle, product
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from protocol.errors import DeadlineExceededError
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.policy.placement import builtin_policies, load_policy
 from tests.equivalence.tolerances import masked_logits
-from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, token_ids
+from tests.kit.model import LoopbackChannel, Models, Tee, token_ids
 from tests.kit.rows import each_row
 
 PROMPTS = (5, 2)
@@ -30,75 +30,52 @@ class FailingChannel(LoopbackChannel):
     lost = ""
 
     def submit(self, request: messages.Request, timeout_s: float | None = None) -> int:
-        if self.lost == "request":
-            self._lose(len(self.requests))
+        self._lose("request", len(self.requests))
         return super().submit(request, timeout_s)
 
     def wait(self, request_id: int) -> Exchange:
         exchange = super().wait(request_id)
-        if self.lost == "reply":
-            self._lose(request_id - 1)
+        self._lose("reply", request_id - 1)
         return exchange
 
-    def _lose(self, number: int) -> None:
-        if number == self.fail_at:
+    def _lose(self, what: str, number: int) -> None:
+        if (what, number) == (self.lost, self.fail_at):
             self.fail_at = None
             raise DeadlineExceededError("loopback", got="no reply", expected="one")
 
 
-@dataclass
-class Failing:
-    """A policy's trusted side, and the services, of which one fails when told to."""
+def _run(tee: Tee, every: int, lost: str = "") -> tuple[torch.Tensor, int]:
+    """Generate for two sequences in chunks; return sampled logits, and RPCs of the last service.
 
-    tee: Tee
-    channel: FailingChannel
-    every: int
-
-    @classmethod
-    def of(cls, model: SavedModel, name: str, micro_batches: int) -> Failing:
-        """Of several services the last one fails; of several parts at every third RPC."""
-        policy = load_policy(name)
-        channels = model.services(policy)
-        mask = policy.feature_mask
-        channel = FailingChannel(model.provisioned(mask)[0] if mask else model.directory)
-        channels[-1] = channel
-        tee = model.tee(policy, channels=channels, micro_batches=micro_batches)
-        return cls(tee, channel, micro_batches)
-
-    def run(self, lost: str = "") -> tuple[torch.Tensor, int]:
-        """Generate for two sequences in chunks; return sampled logits, and RPCs of the service.
-
-        `lost`: each step fails at its first RPC, is repeated and fails at the next one,
-        and so on to its end; "" for steps that do not fail. RPCs are those of what succeeded.
-        """
-        channel = self.channel
-        channel.lost = lost
-        engine = self.tee.engine(step_tokens=4 * self.every)
-        for length in PROMPTS:
-            engine.add(
-                token_ids(length * self.every, seed=length),
-                max_new_tokens=NEW_TOKENS,
-                sampling=SamplingSettings(temperature=1.0, seed=length),
-            )
-        logits, rpcs, fail_at = [], 0, 0
-        while engine.running:
-            before = [(list(s.token_ids), s.cache.length) for s in engine.running]
-            begun = len(channel.requests)
-            channel.fail_at = begun + fail_at if lost else None
-            try:
-                sampled = engine.step()
-            except DeadlineExceededError:
-                fail_at += self.every
-                assert [(list(s.token_ids), s.cache.length) for s in engine.running] == before
-                # Neither service is waited for any more.
-                assert not any(channel.pending for channel in self.tee.channels)
-                continue
-            # It failed at every RPC that it has, and not at one that it has not.
-            asked = len(channel.requests) - begun
-            assert not lost or 0 <= fail_at - asked < self.every
-            rpcs, fail_at = rpcs + asked, 0
-            logits += [torch.cat((s.logits_V, torch.tensor([float(s.token_id)]))) for s in sampled]
-        return torch.stack(logits), rpcs
+    `lost`: each step fails at its first RPC, is repeated and fails `every` RPCs later, and so on to
+    its end; "" for steps that do not fail. RPCs are those of what succeeded.
+    """
+    channel: Any = tee.channels[-1]
+    channel.lost = lost
+    engine = tee.engine(step_tokens=4 * every)
+    for length in PROMPTS:
+        sampling = SamplingSettings(temperature=1.0, seed=length)
+        prompt = token_ids(length * every, seed=length)
+        engine.add(prompt, max_new_tokens=NEW_TOKENS, sampling=sampling)
+    logits, rpcs, fail_at = [], 0, 0
+    while engine.running:
+        before = [(list(s.token_ids), s.cache.length) for s in engine.running]
+        begun = len(channel.requests)
+        channel.fail_at = begun + fail_at if lost else None
+        try:
+            sampled = engine.step()
+        except DeadlineExceededError:
+            fail_at += every
+            assert [(list(s.token_ids), s.cache.length) for s in engine.running] == before
+            # Neither service is waited for any more.
+            assert not any(channel.pending for channel in tee.channels)
+            continue
+        # It failed at every RPC that it has, and not at one that it has not.
+        asked = len(channel.requests) - begun
+        assert not lost or 0 <= fail_at - asked < every
+        rpcs, fail_at = rpcs + asked, 0
+        logits += [torch.cat((s.logits_V, torch.tensor([float(s.token_id)]))) for s in sampled]
+    return torch.stack(logits), rpcs
 
 
 @each_row(
@@ -117,13 +94,16 @@ class Failing:
 def test_a_step_that_failed_at_any_rpc_can_be_repeated(
     saved_model: Models, policy: str, lost: str, micro_batches: int
 ) -> None:
-    failing = Failing.of(saved_model("llama", num_hidden_layers=2), policy, micro_batches)
-    tolerance, clear = masked_logits(policy), not load_policy(policy).masks
-    expected, rpcs = failing.run()
+    """Of several services the last one fails; of several parts not at every RPC."""
+    model, loaded = saved_model("llama", num_hidden_layers=2), load_policy(policy)
+    channels, mask = model.services(loaded), loaded.feature_mask
+    channels[-1] = FailingChannel(model.provisioned(mask)[0] if mask else model.directory)
+    tee = model.tee(loaded, channels=channels, micro_batches=micro_batches)
+    expected, rpcs = _run(tee, micro_batches)
     assert len(expected) == len(PROMPTS) * NEW_TOKENS
-    actual, same = failing.run(lost)
+    actual, same = _run(tee, micro_batches, lost)
     assert same == rpcs
-    if clear:
+    if not loaded.masks:
         assert torch.equal(actual, expected)
     assert torch.equal(actual[:, -1], expected[:, -1])
-    tolerance.check(actual, expected)
+    masked_logits(policy).check(actual, expected)

@@ -22,7 +22,7 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.tensors import to_torch
 from tee_side.assembly import MaskSettings
 from tee_side.words import Site
-from tests.kit.model import LoopbackChannel, Models, SavedModel, assemble, token_ids
+from tests.kit.model import LoopbackChannel, Models, assemble, token_ids
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.cli.program import model_directory
 
@@ -81,21 +81,17 @@ def test_every_site_of_the_demo_model_equals_int64(policy: str, clear: bool) -> 
 OUTLIERS = [3, 17, 29, 41]
 
 
-def _with_outliers(model: SavedModel, target: Path) -> Path:
-    target.mkdir()
-    (target / "config.json").write_bytes((model.directory / "config.json").read_bytes())
-    tensors = load_file(model.directory / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("layernorm.weight"):
-            tensor[OUTLIERS] *= 1000
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
 def test_outlier_channels_a_thousand_times_the_median_do_not_wrap(
     saved_model: Models, tmp_path: Path
 ) -> None:
-    directory = _with_outliers(saved_model("llama"), tmp_path / "model")
+    given, directory = saved_model("llama").directory, tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((given / "config.json").read_bytes())
+    tensors = load_file(given / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[OUTLIERS] *= 1000
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config, checkpoint = read_config(directory), Checkpoint(directory)
     ids = token_ids(48, seed=3)
     calibration = calibrate_on(config, checkpoint, [ids])

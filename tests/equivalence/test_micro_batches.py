@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from protocol.channel import Exchange
@@ -14,7 +14,17 @@ from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.source import WhenOut
 from tests.equivalence.tolerances import FLOAT32_STEPS, INTEGER_STEPS, Tolerance, masked_logits
-from tests.kit.model import LoopbackChannel, Models, finish, stocked, token_ids
+from tests.kit.model import (
+    ARCHITECTURES,
+    POLICIES,
+    LoopbackChannel,
+    Models,
+    Tee,
+    assemble,
+    finish,
+    stocked,
+    token_ids,
+)
 from tests.kit.rows import each_row
 
 LAYERS = {"num_hidden_layers": 2}
@@ -110,29 +120,25 @@ def test_a_step_in_parts_computes_what_one_part_computes(
     assert runs[0] == runs[1]
 
 
-class Recording(LoopbackChannel):
-    """Notes how many requests are under way whenever a reply is waited for."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.under_way: list[int] = []
-
-    def wait(self, request_id: int) -> Exchange:
-        self.under_way.append(self.pending)
-        return super().wait(request_id)
-
-
 @each_row("name", ["attention-in-tee", "quantized-clear", "shielded-prefill"])
 def test_while_one_part_is_computed_a_request_of_the_other_is_under_way(
     saved_model: Models, name: str
 ) -> None:
-    channel = Recording(saved_model("llama").directory)
+    under_way: list[int] = []
+    wait = LoopbackChannel.wait
+
+    def noted(channel: LoopbackChannel, request_id: int) -> Exchange:
+        under_way.append(channel.pending)
+        return wait(channel, request_id)
+
     # Parts of four and of five rows.
-    saved_model("llama").tee(name, channels=[channel], micro_batches=2).logits(token_ids(9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoopbackChannel, "wait", noted)
+        saved_model("llama").tee(name, micro_batches=2).logits(token_ids(9))
     # But for the first reply, where the second part has not begun, and the last two, where the
     # first has ended. Of shielded-prefill the LM head leaves.
     waits = 2 * (4 * 3 + (name == "shielded-prefill"))
-    assert channel.under_way == [1, *[2] * (waits - 3), 1, 1]
+    assert under_way == [1, *[2] * (waits - 3), 1, 1]
 
 
 # Of nine sequences, a token each.
@@ -162,3 +168,82 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
         assert (pads.in_tee > 0) == (tokens < 36)
     else:
         assert pads.in_tee == 0
+
+
+# A window smaller than the prompt makes chunks see different parts of the cache.
+WINDOWS = {"mistral": {"sliding_window": 5}}
+
+
+@each_row(("kind", "chunk"), [*zip(ARCHITECTURES, (22, 3, 7, 1), strict=True), ("mistral", 1)])
+def test_prefill_in_chunks_equals_prefill_at_once(
+    saved_model: Models, kind: str, chunk: int
+) -> None:
+    model, ids = saved_model(kind, **WINDOWS.get(kind, {})), token_ids(23)
+    tee = assemble(model.directory)
+    FLOAT32_STEPS.check(tee.logits(ids, chunk), tee.logits(ids))
+
+
+@each_row(("policy", "step_tokens"), zip(cycle(POLICIES), (1, 2, 3, 5, 7, 16, 512)))
+def test_sequences_in_one_batch_equal_each_alone(
+    saved_model: Models, policy: str, step_tokens: int
+) -> None:
+    model = saved_model("mistral", **WINDOWS["mistral"])
+    tee = assemble(model.directory, policy)
+    requests = [(token_ids(length, seed=length), 4 + length % 5) for length in (1, 3, 19, 8)]
+    engine = tee.engine(step_tokens)
+    sequences = [engine.add(prompt, max_new_tokens=new) for prompt, new in requests]
+    finish(engine)
+    for sequence, (prompt, new) in zip(sequences, requests, strict=True):
+        assert sequence.token_ids == model.greedy(prompt, new)
+        assert sequence.finish_reason == "length"
+
+
+PROMPT, NEW_TOKENS, STEP_TOKENS = token_ids(13), 4, 16
+# A quarter of the 128 tokens that pads are kept ready for in memory.
+LEFT_TO_DECODE = 32
+
+
+STOCK = load_policy("shielded-prefill").model_copy(
+    update={"name": "from-stock", "prefill": "stock", "decode_share": 0.25}
+)
+
+
+def _logits(tee: Tee, prompt: list[int] = PROMPT) -> tuple[torch.Tensor, list[int]]:
+    engine = tee.engine(STEP_TOKENS)
+    sequence = engine.add(prompt, max_new_tokens=NEW_TOKENS, eos_token_ids=frozenset())
+    logits, asked, before = [], [], 0
+    while sequence.finish_reason is None:
+        logits += [sampled.logits_V for sampled in engine.step()]
+        asked.append(len(tee.channels[0].requests) - before)
+        before += asked[-1]
+    return torch.stack(logits), asked
+
+
+@each_row(("spare", "micro_batches"), product((-1, 0), (1, 2)))
+def test_a_prompt_leaves_where_decode_keeps_its_share(
+    saved_model: Models, spare: int, micro_batches: int
+) -> None:
+    model = saved_model("llama")
+    tee = model.tee(STOCK, step_tokens=STEP_TOKENS, micro_batches=micro_batches)
+    pads = stocked(tee, LEFT_TO_DECODE + len(PROMPT) + spare)
+    found, asked = _logits(tee)
+    token = 3 * 4 + 1
+    if spare < 0:
+        assert asked == [0, token, token, token]
+        assert pads._store.available == LEFT_TO_DECODE + len(PROMPT) - 1 - 3
+    else:
+        # Of a prompt in two parts, one has the row that logits are wanted of.
+        assert asked[0] == micro_batches * 3 * 4 + 1
+        assert asked[1:] == [token, token, token]
+        assert pads._store.available == LEFT_TO_DECODE - 3
+    assert torch.equal(found, _logits(model.tee("quantized-clear"))[0])
+
+
+def test_each_step_of_a_long_prompt_asks_anew(saved_model: Models) -> None:
+    model, prompt = saved_model("llama"), token_ids(40)
+    tee = model.tee(STOCK, step_tokens=STEP_TOKENS)
+    stocked(tee, LEFT_TO_DECODE + 2 * STEP_TOKENS)
+    found, asked = _logits(tee, prompt)
+    # The last eight find what is left to decode, and no more.
+    assert [count > 0 for count in asked] == [True, True, False, True, True, True]
+    assert torch.equal(found, _logits(model.tee("quantized-clear"), prompt)[0])

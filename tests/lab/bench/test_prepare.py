@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +20,8 @@ from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.memory_need import PROCESS_BYTES, tee_need
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
-
-
-def test_a_process_that_dies_is_named() -> None:
-    with pytest.raises(ProcessError, match=r"^abort: got a process killed by SIGABRT, expected 0"):
-        prepare.in_fresh_process(os.abort)
 
 
 def test_a_hollow_model_is_one_for_which_zeros_are_right(

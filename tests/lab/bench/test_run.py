@@ -34,10 +34,6 @@ def settings(model: Path | None, *policies: str, **changes: Any) -> BenchSetting
     return replace(BenchSettings("c", chosen, model=model, baselines=False, plan=PLAN), **changes)
 
 
-def bench(given: BenchSettings) -> Bench:
-    return Bench(given, print)
-
-
 @pytest.mark.parametrize(
     ("policies", "changes", "message"),
     [
@@ -64,7 +60,7 @@ def test_what_cannot_work_is_refused(
     model: Path, policies: list[str], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TsqpError) as refused:
-        bench(replace(settings(model, *policies), **changes))
+        Bench(replace(settings(model, *policies), **changes), print)
     assert message in str(refused.value)
 
 
@@ -83,7 +79,7 @@ def test_an_interrupted_run_says_what_is_missing(
     monkeypatch.setattr(Bench, "_answers", lambda _self, job: broken(job))
     monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     names = ("attention-in-tee", "tsqp", "row-mix")
-    made = bench(settings(model, *names, baselines=True))
+    made = Bench(settings(model, *names, baselines=True), print)
     with pytest.raises(ProcessError):
         made.run()
     report = made.report()

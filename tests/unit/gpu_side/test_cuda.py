@@ -221,15 +221,11 @@ def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -
     assert device.reached == before
 
 
-class Client:
-    """Stands for a client's memory, which goes with it."""
-
-
 def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
     """Return a slot with room for so many rows and their result, and both."""
     memory = torch.zeros(rows * (K + N))
-    stand_in: Any = Client()
-    slot = SlotMemory(stand_in, memory.data_ptr(), memory.nbytes, memoryview(b""))
+    # A client's memory, which goes with it.
+    slot = SlotMemory(Mock(), memory.data_ptr(), memory.nbytes, memoryview(b""))
     return slot, memory[: rows * K].view(rows, K), memory[rows * K :].view(rows, N)
 
 
@@ -411,20 +407,12 @@ def test_a_device_that_does_not_reach_shared_memory_is_found_at_the_start(
         _on_cuda(weights, Device())
 
 
-def _no_compiler(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    raise OSError("canary")
-
-
-def _zeros(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(elements), len(weight), dtype=torch.int32)
-
-
 @each_row(
     ("every_tile", "said"),
     [
         (None, "int8 products on cpu: got no Triton, expected it inst"),
-        (_no_compiler, "got OSError from Triton"),
-        (_zeros, "got wrong numbers for"),
+        (Mock(side_effect=OSError("canary")), "got OSError from Triton"),
+        (lambda given, weight: exact_product(given, 0 * weight), "got wrong numbers for"),
     ],
 )
 def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said: str) -> None:
@@ -433,9 +421,6 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
         patch.setitem(sys.modules, "gpu_side.cuda.ring", ring)
         with pytest.raises(KernelError, match=said):
             check_ring(CPU)
-
-
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Pinned:
@@ -462,8 +447,8 @@ class Pinned:
         return PinnedStaging(torch.device("cpu"), empty=self.empty, record=self.record)
 
 
-@each_row("dtype", DTYPES)
-def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) -> None:
+@each_row("dtype", [torch.float32, torch.bfloat16])
+def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, sent = Pinned(), torch.randn(3, 4)
     expected = sent.clone()
     there = pinned.staging().to_device(sent, dtype)
@@ -473,10 +458,6 @@ def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) ->
     assert torch.equal(there, expected.to(dtype))
     assert torch.equal(staged, expected)
     assert pinned.events == 0
-
-
-@each_row("dtype", DTYPES)
-def test_what_comes_back_is_pinned_converted_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, output = Pinned(), torch.randn(3, 4)
     staging = pinned.staging()
     here, work = staging.to_host(output, dtype)

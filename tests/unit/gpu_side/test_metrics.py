@@ -6,7 +6,6 @@ import logging
 import urllib.request
 
 import pytest
-from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpu_side.log_limit import MAX_REASONS, REASONS, LineFilter, limited
@@ -18,13 +17,6 @@ from protocol.errors import SettingsError
 from tests.kit.rows import each_row
 
 log = logging.getLogger("gpu_service")
-
-
-def _scrape(server: MetricsServer) -> dict[str, Metric]:
-    with urllib.request.urlopen(server.url, timeout=30) as answer:
-        text = answer.read().decode()
-    assert "canary" not in text
-    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def test_what_was_counted_is_what_is_served() -> None:
@@ -56,7 +48,10 @@ def test_what_was_counted_is_what_is_served() -> None:
     }
     with MetricsServer("127.0.0.1:*", state) as server:
         for state.status, ready in (("loading", 0), ("ready", 1), ("draining", 0)):
-            found = _scrape(server)
+            with urllib.request.urlopen(server.url, timeout=30) as answer:
+                text = answer.read().decode()
+            assert "canary" not in text
+            found = {family.name: family for family in text_string_to_metric_families(text)}
             plain = {name: found[name].samples[0].value for name in (*expected, "tsqp_ready")}
             assert plain == expected | {"tsqp_ready": ready}, state.status
     assert found["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
@@ -121,9 +116,8 @@ def test_each_event_and_reason_is_limited_for_itself(caplog: pytest.LogCaptureFi
         assert len(lines._lines) <= MAX_REASONS + 1
     finally:
         log.removeFilter(lines)
-
-
-def test_failures_of_two_kinds_are_counted_apart(caplog: pytest.LogCaptureFixture) -> None:
+    # So are failures of two kinds.
+    caplog.clear()
     with limited(log):
         for error in [ValueError] * 60 + [KeyError]:
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import Mock
 
 import msgpack
@@ -123,10 +122,6 @@ WRONG_SEEDS = {"int32 [7]": 28, "int32 [9]": 36, "int64 [4]": 32, "float32 [8]":
 TOGETHER = ["v_proj k_proj q_proj", "q_proj q_proj q_proj", "up_proj gate_proj", "o_proj o_proj"]
 
 
-def _names(text: str) -> Any:
-    return text.split()
-
-
 @each_row(
     ("case", "text"),
     [
@@ -143,7 +138,7 @@ def _names(text: str) -> Any:
         (ask.ring_head(INTS[:, 1:]), "elements: got shape [2, 47], expected 48 on the last"),
         (ask.head(torch.zeros(47)), "got shape [47]"),
         *(
-            (kind(rows, *_names(names)), f"module_names: got {names}, expected one module, or")
+            (kind(rows, *str.split(names)), f"module_names: got {names}, expected one module, or")
             for kind, rows in ((ask.linear, ROWS), (ask.ring, INTS))
             for names in ("q_proj k_proj", "q_proj gate_proj", *TOGETHER)
         ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,6 @@ def models(saved_model: Callable[..., SavedModel]) -> dict[str, Path]:
 
 def _load(directory: Path, columns: Columns = (0, 1), **settings: Any) -> ServiceWeights:
     return load_weights(directory, device=CPU, dtype=torch.float32, columns=columns, **settings)
-
-
-@cache
-def _whole_model(directory: Path) -> RequestHandler:
-    return RequestHandler(_load(directory), MIB)
 
 
 def _null(directory: Path, **settings: Any) -> NullWeights:
@@ -120,7 +114,7 @@ def test_what_is_not_held_is_unavailable(
     answered: list[str],
 ) -> None:
     directory, given = models[name], dict(settings)
-    whole = _whole_model(directory)
+    whole = RequestHandler(_load(directory), MIB)
     if (holds := given.pop("holds", None)) is not None:
         directory = _provisioned(directory, tmp_path / holds, holds)
     for held in (_load(directory, **given), _null(directory, **given)):

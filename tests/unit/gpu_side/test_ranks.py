@@ -149,7 +149,9 @@ def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None
     assert ranks._stop.requested
 
 
-def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
+def test_a_rank_that_holds_other_weights_or_does_not_come_ends_the_service(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = ranks.job.load(CPU)
     said = ranks.job.holds(weights)
     others: Any = SimpleNamespace(others=[1], receive=lambda *_: (said, b""))
@@ -159,11 +161,8 @@ def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
     with pytest.raises(EndpointError, match="rank 1: got other weights than ours"):
         ranks.served(weights)
     assert ranks.failure is not None
-
-
-def test_ranks_that_do_not_come_are_a_failure_unless_it_is_told_to_stop(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Nor does one start whose ranks do not come, unless it is told to stop.
+    ranks.failure = None
     monkeypatch.setattr(head, "Group", Mock(side_effect=RuntimeError("a rank that does not come")))
     ranks._stop.requested = True
     assert not ranks.join()

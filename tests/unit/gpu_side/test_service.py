@@ -43,15 +43,12 @@ def model(saved_model: Callable[..., SavedModel]) -> Path:
     return saved_model().directory
 
 
-def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
-    return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
-
-
 def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(torch, "_int_mm", _inexact)
+    exact = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda *rows, **_: exact(*rows).clamp(-30000, 30000))
     settings = ServiceSettings(model, f"ipc://{tmp_path}/s", arithmetic="int8")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], before[1] - 1), before[1]))

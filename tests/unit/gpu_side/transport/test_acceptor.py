@@ -36,10 +36,6 @@ def _arrivals(acceptor: Acceptor) -> list[socket.socket]:
     return acceptor.arrivals()
 
 
-def _rings(acceptor: Acceptor) -> bool:
-    return bool(select.select([acceptor.ready_fd], [], [], 0)[0])
-
-
 def _is_answered(raw: socket.socket) -> bool:
     raw.sendall(PROBE)
     return raw.recv(10) == PROBE
@@ -79,7 +75,7 @@ def test_who_asks_is_no_client_and_others_wait_until_a_client_has_left(
         arrived += _arrivals(acceptor)
     # Its thread has looked a few times since: it would have let in the third by now.
     assert [_is_answered(probing[0]) for _ in range(5)] == [True] * 5
-    assert not _rings(acceptor)
+    assert not select.select([acceptor.ready_fd], [], [], 0)[0]
     acceptor.client_closed()
     for connection in (*arrived, *_arrivals(acceptor)):
         stack.enter_context(connection)

@@ -55,20 +55,13 @@ class Service:
 
     def _serve(self) -> None:
         try:
-            self._answer_all()
+            while self.listener.wait(wakeup=self._reader):
+                while (incoming := self.listener.receive()) is not None:
+                    self.clients.append(incoming.client)
+                    number = open_request(incoming.frames, 2**30).request_id
+                    self.listener.send(incoming.route, tensor_reply(number, torch.ones(2)))
         except EndpointError as error:
             self.failure = error
-
-    def _answer_all(self) -> None:
-        while self.listener.wait(wakeup=self._reader):
-            while (incoming := self.listener.receive()) is not None:
-                self.clients.append(incoming.client)
-                opened = open_request(incoming.frames, 2**30)
-                self.listener.send(incoming.route, tensor_reply(opened.request_id, torch.ones(2)))
-
-    def has_ended(self) -> bool:
-        self._thread.join(30)
-        return not self._thread.is_alive()
 
     def close(self) -> None:
         self._writer.send(b"x")
@@ -139,7 +132,7 @@ def test_where_the_zap_handler_has_died_nobody_gets_in_and_the_listener_says_so(
         for secret in (FRIEND_SECRET, STRANGER_SECRET):
             with _channel(service.endpoint, secret) as channel, pytest.raises(EndpointError):
                 channel.call(REQUEST)
-    assert service.has_ended()
+    service._thread.join(30)
     assert "no thread that lets clients in" in str(service.failure)
     assert len(service.clients) == 1
     assert "zap_handler_failed" in caplog.messages
