@@ -15,7 +15,6 @@ from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.source import WhenOut
 from tests.equivalence.tolerances import FLOAT32_STEPS, INTEGER_STEPS, Tolerance, masked_logits
 from tests.kit.model import (
-    ARCHITECTURES,
     POLICIES,
     LoopbackChannel,
     Models,
@@ -170,24 +169,12 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
         assert pads.in_tee == 0
 
 
-# A window smaller than the prompt makes chunks see different parts of the cache.
-WINDOWS = {"mistral": {"sliding_window": 5}}
-
-
-@each_row(("kind", "chunk"), [*zip(ARCHITECTURES, (22, 3, 7, 1), strict=True), ("mistral", 1)])
-def test_prefill_in_chunks_equals_prefill_at_once(
-    saved_model: Models, kind: str, chunk: int
-) -> None:
-    model, ids = saved_model(kind, **WINDOWS.get(kind, {})), token_ids(23)
-    tee = assemble(model.directory)
-    FLOAT32_STEPS.check(tee.logits(ids, chunk), tee.logits(ids))
-
-
 @each_row(("policy", "step_tokens"), zip(cycle(POLICIES), (1, 2, 3, 5, 7, 16, 512)))
 def test_sequences_in_one_batch_equal_each_alone(
     saved_model: Models, policy: str, step_tokens: int
 ) -> None:
-    model = saved_model("mistral", **WINDOWS["mistral"])
+    # A window smaller than the prompt makes chunks see different parts of the cache.
+    model = saved_model("mistral", sliding_window=5)
     tee = assemble(model.directory, policy)
     requests = [(token_ids(length, seed=length), 4 + length % 5) for length in (1, 3, 19, 8)]
     engine = tee.engine(step_tokens)
