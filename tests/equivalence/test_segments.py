@@ -190,15 +190,6 @@ class Amnesia(LoopbackChannel):
         return super().answer(request)
 
 
-def steps_to_the_end(engine: Engine) -> None:
-    """Run an engine; more steps than a service that loses everything can cause are a failure."""
-    for _ in range(200):
-        if not engine.running:
-            return
-        engine.step()
-    raise AssertionError("an engine that does not end")
-
-
 def refusing(engine: Engine) -> list[tuple[Sequence, TsqpError]]:
     refused: list[tuple[Sequence, TsqpError]] = []
 
@@ -223,10 +214,10 @@ def test_a_service_that_loses_everything_ends_the_run(
         engine = tee.engine(step_tokens=8)
         sequence = engine.add(token_ids(tokens), max_new_tokens=40, eos_token_ids=frozenset())
         with pytest.raises(SessionLostError):
-            steps_to_the_end(engine)
+            finish(engine)
         # A server goes on with others, once it has been told.
         refused = refusing(engine)
-        steps_to_the_end(engine)
+        finish(engine)
         assert [one for one, _ in refused] == [sequence]
 
 
