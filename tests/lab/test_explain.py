@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ from protocol.errors import SettingsError
 from protocol.messages import Timing
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS, PHASES, Operator, Phase
-from tests.kit.model import SavedModel, assemble, token_ids, with_results
+from tests.kit.model import Models, assemble, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
 from tsqp.operator_table import OperatorTable, OperatorTotals
-
-Models = Callable[..., SavedModel]
 
 DEMO = model_directory("demo")
 PROMPT = 21
@@ -34,14 +31,6 @@ def _explain(directory: Path, policy: Policy | str, **settings: Any) -> Explanat
     chosen = load_policy(policy) if isinstance(policy, str) else policy
     given: dict[str, Any] = {"context": 30, "prompt_tokens": 20, "step_tokens": 512, **settings}
     return explain(directory, chosen, **given)
-
-
-@pytest.fixture(scope="module")
-def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that has no weights, no tokenizer and no calibration."""
-    directory = tmp_path_factory.mktemp("config")
-    shutil.copy(DEMO / "config.json", directory)
-    return directory
 
 
 @each_row(
@@ -112,14 +101,16 @@ def test_needs(
     calibration: bool,
     key: str | None,
     padded: tuple[Phase, ...] | None,
-    config_only: Path,
+    tmp_path: Path,
 ) -> None:
-    needs = _explain(config_only, name).needs
+    # Without weights, a tokenizer and a calibration.
+    shutil.copy(DEMO / "config.json", tmp_path)
+    needs = _explain(tmp_path, name).needs
     assert (needs.services, needs.calibration, needs.key) == (services, calibration, key)
     assert [pads.phases for pads in needs.pads] == ([padded] if padded else [])
 
 
 @each_row("name", ["context", "prompt_tokens"])
-def test_more_tokens_than_the_model_can_take_are_refused(name: str, config_only: Path) -> None:
+def test_more_tokens_than_the_model_can_take_are_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
-        _explain(config_only, "tsqp", **{name: 513})
+        _explain(DEMO, "tsqp", **{name: 513})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from benchmarks.sections import SECTIONS
 from benchmarks.tables import benchmarks_page, read_results
 from protocol.errors import TsqpError
 from tee_side.policy.placement import load_policy
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.report import recorded_report, some_case
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
@@ -34,7 +34,6 @@ from tsqp.lab.bench.trace import perfetto
 from tsqp.lab.bench.units import figures
 from tsqp.processes import ProcessError
 
-Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(4,), decode=((5, 1),), generation=None, repeats=1, decode_steps=3)
 FINISHED = Finished(peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.runner import Runner
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
 from tsqp.lab.bench.collect import Collector
 from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan
@@ -29,7 +28,6 @@ from tsqp.lab.bench.memory_need import PROCESS_BYTES, tee_need
 from tsqp.lab.bench.model import Stages
 from tsqp.lab.bench.shapes import find_shape
 
-Models = Callable[..., SavedModel]
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from protocol.errors import SettingsError
 from tee_side.policy.placement import load_policy
 from tee_side.words import OPERATORS
 from tests.kit.leaks import policy_with
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tsqp.cli.main import command
 from tsqp.lab.bench.model import PadMaking, PingPong
 from tsqp.lab.bench.shapes import find_shape
@@ -256,9 +255,7 @@ PROMPT, CONTEXT = 40, 30
 
 
 @pytest.mark.slow
-def test_layers_that_differ_under_pads(
-    saved_model: Callable[..., SavedModel], tmp_path: Path
-) -> None:
+def test_layers_that_differ_under_pads(saved_model: Models, tmp_path: Path) -> None:
     # More layers than are measured.
     model = saved_model(num_hidden_layers=5).directory
     lines = [f'{name} = "tee"' for name in OPERATORS if name != "o_proj"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import repeat
 
 import pytest
@@ -20,7 +19,7 @@ from tee_side.protect.masks.mask import (
     KeyedTransform,
 )
 from tee_side.protect.randomness import Randomness
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation
@@ -204,7 +203,7 @@ def test_rotations_have_no_preferred_sign() -> None:
 
 
 @pytest.fixture
-def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
+def config(saved_model: Models) -> ModelConfig:
     return read_config(saved_model("qwen3").directory)
 
 

@@ -38,7 +38,7 @@ from protocol.shared_memory import SlotMemory, adopt, create
 from protocol.stream_wire import layout
 from protocol.tensors import to_torch
 from tests.kit import ask
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.rows import each_row
 
 CPU = torch.device("cpu")
@@ -209,7 +209,9 @@ def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.Monk
     assert device.attempts == 5
 
 
-def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -> None:
+def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, product = Device(), SimpleNamespace(in_place=Mock(side_effect=RuntimeError("canary")))
     made = device.products()
     _ask(made)
@@ -219,6 +221,16 @@ def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -
     assert device.waits == 1
     _ask(made)
     assert device.reached == before
+    # So does a device that ends without a result.
+    monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
+    slot, given, result = _slot()
+    device.done = False
+    work = made.submit("o_proj", InPlace(device), given, result, slot)
+    device.later.clear()
+    work.ends_ns()
+    device.done = True
+    with pytest.raises(RuntimeError, match="left no result"):
+        work.ends_ns()
 
 
 def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
@@ -282,21 +294,6 @@ def test_what_is_not_used_in_place_is_copied(rows: int, reached: bool, elsewhere
     assert (product.jobs, device.copies_in) == ((0, 3) if rows == 40 else (3, 0))
 
 
-def test_a_device_that_ends_without_a_result_fails_the_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
-    device = Device()
-    slot, given, result = _slot()
-    device.done = False
-    work = device.products().submit("o_proj", InPlace(device), given, result, slot)
-    device.later.clear()
-    work.ends_ns()
-    device.done = True
-    with pytest.raises(RuntimeError, match="left no result"):
-        work.ends_ns()
-
-
 def test_slots_are_reached_up_to_bounds_and_taken_back_when_their_memory_goes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -348,7 +345,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def weights(saved_model: Callable[..., SavedModel]) -> ServiceWeights:
+def weights(saved_model: Models) -> ServiceWeights:
     return load_weights(saved_model().directory, device=CPU, dtype=torch.float32)
 
 

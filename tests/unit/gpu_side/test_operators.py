@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import msgpack
@@ -18,7 +17,7 @@ from protocol.messages import InitReply, InitRequest, ModuleName, Request, Tenso
 from protocol.seed import expand
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, SavedModel
+from tests.kit.model import SIZES, Models, SavedModel
 from tests.kit.rows import each_row
 
 LIMIT = 2**26
@@ -26,7 +25,7 @@ VOCAB, HIDDEN = SIZES["vocab_size"], SIZES["hidden_size"]
 
 
 @pytest.fixture(scope="module")
-def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
+def model(saved_model: Models) -> SavedModel:
     return saved_model(attention_bias=True)
 
 

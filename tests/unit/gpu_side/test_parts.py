@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from protocol.messages import InitReply, InitRequest, Request, SegmentRequest, T
 from protocol.model.columns import Columns
 from protocol.tensors import to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, SavedModel
+from tests.kit.model import SIZES, Models, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.wire import part, segment
 
@@ -43,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def models(saved_model: Callable[..., SavedModel]) -> dict[str, Path]:
+def models(saved_model: Models) -> dict[str, Path]:
     found = {name: saved_model(**{"kind": name, **given}) for name, given in MODELS.items()}
     return {name: saved.directory for name, saved in found.items()}
 

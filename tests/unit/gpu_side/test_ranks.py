@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,7 @@ from protocol.errors import (
 from protocol.messages import EmbeddingRequest, InitReply, InitRequest, Request, TensorReply
 from protocol.tensors import Buffer, to_torch
 from tests.kit import ask
-from tests.kit.model import SIZES, SavedModel
+from tests.kit.model import SIZES, Models
 from tests.kit.rows import each_row
 from tests.kit.service import Service, running_service, until
 
@@ -62,7 +62,7 @@ def _requests(rows: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def model(saved_model: Callable[..., SavedModel]) -> Path:
+def model(saved_model: Models) -> Path:
     return saved_model(vocab_size=VOCAB, attention_bias=True).directory
 
 

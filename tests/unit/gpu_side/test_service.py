@@ -9,7 +9,6 @@ import select
 import signal
 import threading
 import urllib.request
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,7 +33,7 @@ from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.errors import KernelError, SettingsError
 from protocol.model.config import read_config
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tests.kit.service import until
 
@@ -44,7 +43,7 @@ FRIEND, OTHER = (zmq.curve_keypair()[0] for _ in range(2))
 
 
 @pytest.fixture
-def model(saved_model: Callable[..., SavedModel]) -> Path:
+def model(saved_model: Models) -> Path:
     return saved_model().directory
 
 
@@ -106,10 +105,6 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
     [
         ({}, (64, 512, 1024, 2048)),
         ({"max_message_bytes": 1}, (64, 1, 1024, 4)),
-        (
-            {"max_message_bytes": 1, "max_queued_bytes": 3, "max_queued_requests": 1024},
-            (1024, 3, 1024, 12),
-        ),
         ({"max_queued_total_bytes": 512, "max_queued_total_requests": 64}, (64, 512, 64, 512)),
         ({"max_queued_bytes": 511}, "--max-queued-mib: got 511, expected at least 512, which is"),
         ({"max_queued_total_bytes": 511}, "--max-queued-total-mib: got 511, expected at least 512"),
