@@ -54,7 +54,6 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "qwen3", {}),
     ("qwen3-attention-bias", "qwen3", {"attention_bias": True}),
     ("qwen3-window", "qwen3", QWEN2_SLIDING),
-    ("qwen3-tied", "qwen3", {"tie_word_embeddings": True}),
 ]
 
 

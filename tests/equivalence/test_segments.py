@@ -267,23 +267,20 @@ def test_noise_depends_on_the_row_too(saved_model: Models) -> None:
     assert not set(drawn(h_TD[:1].expand(3, -1).contiguous())) & set(first[1:])
 
 
-class Small(LoopbackChannel):
-    code = ErrorCode.SESSIONS_FULL
-
-    def answer(self, request: Request) -> Response:
-        if parts_of(request)[:, 3].count_nonzero() > 2:
-            raise ProtocolError("a test", got="three", expected="two", code=self.code)
-        return super().answer(request)
-
-
 def test_a_service_without_memory_for_all_keeps_those_that_came_first(
     saved_model: Models,
 ) -> None:
     """A request that is too large for it is no lack of memory."""
     model, prompts = saved_model("llama"), [token_ids(9, seed=seed) for seed in range(3)]
+
+    class Small(LoopbackChannel):
+        def answer(self, request: Request) -> Response:
+            if parts_of(request)[:, 3].count_nonzero() > 2:
+                raise ProtocolError("a test", got="three", expected="two", code=code)
+            return super().answer(request)
+
     for code in (ErrorCode.SESSIONS_FULL, ErrorCode.LIMIT_EXCEEDED):
         service = Small(model.directory)
-        service.code = code
         engine = model.tee("clear-segment", channels=[service]).engine()
         sequences = [engine.add(p, max_new_tokens=6, eos_token_ids=frozenset()) for p in prompts]
         refused = refusing(engine)

@@ -41,12 +41,11 @@ class Instant:
     """A channel whose replies are there at once, of the size that the test says."""
 
     endpoint = "instant"
+    timing: Timing | None = None
+    elapsed_ns = 1000
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self.received_bytes = 1000
-        self.timing: Timing | None = None
-        self.elapsed_ns = 1000
         self._sent_ns: dict[int, int] = {}
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
@@ -55,8 +54,8 @@ class Instant:
 
     def wait(self, request_id: int) -> Exchange:
         sent_ns = self._sent_ns[request_id]
-        size, elapsed_ns = self.received_bytes, self.elapsed_ns
-        return Exchange(REPLY, 10, size, 1, elapsed_ns, 3, self.timing, sent_ns, self.endpoint)
+        elapsed_ns, timing = self.elapsed_ns, self.timing
+        return Exchange(REPLY, 10, 1000, 1, elapsed_ns, 3, timing, sent_ns, self.endpoint)
 
     def abandon(self, request_id: int) -> None:
         """Do nothing."""

@@ -35,12 +35,6 @@ from tsqp.lab.bench.units import figures
 from tsqp.processes import ProcessError
 
 PLAN = Plan(prefill=(4,), decode=((5, 1),), generation=None, repeats=1, decode_steps=3)
-FINISHED = Finished(peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
-
-
-@pytest.fixture
-def model(saved_model: Models) -> Path:
-    return saved_model().directory
 
 
 def settings(model: Path | None, *policies: str, **changes: Any) -> BenchSettings:
@@ -71,15 +65,16 @@ def settings(model: Path | None, *policies: str, **changes: Any) -> BenchSetting
     ],
 )
 def test_what_cannot_work_is_refused(
-    model: Path, policies: list[str], changes: dict[str, Any], message: str
+    saved_model: Models, policies: list[str], changes: dict[str, Any], message: str
 ) -> None:
+    model = saved_model().directory
     with pytest.raises(TsqpError) as refused:
         Bench(replace(settings(model, *policies), **changes), print)
     assert message in str(refused.value)
 
 
 def test_an_interrupted_run_says_what_is_missing(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = ProcessError("w", got="a", expected="b")
 
@@ -87,13 +82,13 @@ def test_an_interrupted_run_says_what_is_missing(
         yield Measured(case=some_case(job.policy))
         if job.policy == "tsqp":
             raise error
-        yield FINISHED
+        yield Finished(peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
 
     # Workers that answer so, and services that are none.
     monkeypatch.setattr(Bench, "_answers", lambda _self, job: broken(job))
     monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     names = ("attention-in-tee", "tsqp", "row-mix")
-    made = Bench(settings(model, *names, baselines=True), print)
+    made = Bench(settings(saved_model().directory, *names, baselines=True), print)
     with pytest.raises(ProcessError):
         made.run()
     report = made.report()

@@ -170,7 +170,9 @@ def test_noise_is_as_large_as_was_asked_for_and_the_last_bits_of_the_input_do_no
 KEY = bytes(range(32))
 
 
-def test_signs_integers_and_permutations_are_equally_likely() -> None:
+def test_signs_integers_and_permutations_are_equally_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn = signs(Randomness(KEY), 200, 200)
     assert set(drawn.unique().tolist()) == {-1, 1}
     assert abs(float(drawn.float().mean())) < 5 / math.sqrt(drawn.numel())
@@ -184,10 +186,7 @@ def test_signs_integers_and_permutations_are_equally_likely() -> None:
     assert len(counts) == 24
     assert abs(float(((counts - 500.0) ** 2 / 500).sum()) - 23) < 5 * math.sqrt(46)
 
-
-def test_a_permutation_is_drawn_again_on_a_collision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a sort breaks ties is not random."""
-    generator = Randomness(KEY)
+    # One is drawn again on a collision: how a sort breaks ties is not random.
     draws = [torch.tensor([5, 3, 5]), torch.tensor([2, -9, 1])]
     monkeypatch.setattr(generator, "elements", lambda shape, dtype: draws.pop(0))
     assert permutation(generator, 3).tolist() == [1, 2, 0]

@@ -143,10 +143,8 @@ TOGETHER = ["v_proj k_proj q_proj", "q_proj q_proj q_proj", "up_proj gate_proj",
         ),
         (ask.seeded(2, HIDDEN, "q_proj", "k_proj"), "module_names: got q_proj k_proj, expected"),
         (ask.linear(ROWS.long(), "q_proj"), "hidden_states: got int64, expected a float dtype"),
-        (ask.linear(ROWS.int(), "q_proj"), "hidden_states: got int32, expected a float dtype"),
         (ask.head(ROWS.long()), "got int64"),
         (ask.ring(ROWS, "q_proj"), "RingLinear.elements: got float32, expected int32"),
-        (ask.ring(ROWS.long(), "q_proj"), "RingLinear.elements: got int64, expected int32"),
         (ask.ring_head(ROWS), "RingLMHead.elements: got float32, expected int32"),
         *(
             (
