@@ -8,16 +8,14 @@ from itertools import cycle, product
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 
 from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
 from tests.kit.kernels import KERNELS, using_kernels
-from tests.kit.model import Models, Tee, assemble
+from tests.kit.model import Models, Tee
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,10 +34,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         CONTEXT | {"head_dim": 18, "num_attention_heads": 3, "num_key_value_heads": 3},
     ),
-    "wide heads": (
-        "llama",
-        CONTEXT | {"head_dim": 128, "num_attention_heads": 8},
-    ),
+    "wide heads": ("llama", CONTEXT | {"head_dim": 128, "num_attention_heads": 8}),
     "RoPE by length": (
         "llama",
         {
@@ -124,42 +119,20 @@ class _Target:
         return torch.stack(found)
 
 
-def _check(tees: list[Tee], random: Random, *, companies: int, most: int) -> None:
-    """Compare a request in company, on the last of `tees` first, with it alone on the first."""
-    target = _Target(tees[0], random, most)
-    for number in range(companies):
-        found = target.in_company(tees[-1 - number % len(tees)], random)
-        assert torch.equal(_bits(found), _bits(target.alone)), f"company {number}"
-
-
-@each_row(("architecture", "dtype"), zip(ARCHITECTURES, cycle(DTYPES)))
+@each_row(
+    ("architecture", "dtype", "kernels"),
+    [
+        *zip(ARCHITECTURES, cycle(DTYPES), cycle(KERNELS[-1:])),
+        ("sliding window", "bfloat16", "torch"),
+    ],
+    slow=product(ARCHITECTURES, DTYPES, KERNELS),
+)
 def test_a_request_gives_the_same_bits_in_any_company(
-    saved_model: Models, architecture: str, dtype: str
+    saved_model: Models, architecture: str, dtype: str, kernels: str
 ) -> None:
     kind, settings = ARCHITECTURES[architecture]
-    model = saved_model(kind, **settings)
-    tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 3)]
-    _check(tees, Random(architecture + dtype), companies=1, most=110)
-
-
-def test_without_a_compiler_a_request_gives_the_same_bits_in_any_company(
-    saved_model: Models,
-) -> None:
-    kind, settings = ARCHITECTURES["sliding window"]
-    with using_kernels("torch"):
-        tee = saved_model(kind, **settings).tee("quantized-clear", "bfloat16")
-        _check([tee], Random(0), companies=1, most=100)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_request_gives_the_same_bits_in_many_companies(saved_model: Models, kernels: str) -> None:
-    for number, (kind, settings) in enumerate(ARCHITECTURES.values(), KERNELS.index(kernels)):
-        model, dtype = saved_model(kind, **settings), DTYPES[number % 3]
-        with using_kernels(kernels):
-            tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 2)]
-            _check(tees, Random(kernels + kind), companies=3, most=200)
-    for policy, dtype in product(("quantized-clear", "tee-only-int8"), DTYPES):
-        with using_kernels(kernels):
-            tee = assemble(model_directory("demo"), policy, dtype)
-            _check([tee], Random(kernels + policy), companies=2, most=200)
+    model, random = saved_model(kind, **settings), Random(architecture + dtype + kernels)
+    with using_kernels(kernels):
+        whole, cut = (model.tee("quantized-clear", dtype, micro_batches=n) for n in (1, 3))
+        target = _Target(whole, random, 110)
+        assert torch.equal(_bits(target.in_company(cut, random)), _bits(target.alone))

@@ -190,15 +190,6 @@ class Amnesia(LoopbackChannel):
         return super().answer(request)
 
 
-def steps_to_the_end(engine: Engine) -> None:
-    """Run an engine; more steps than a service that loses everything can cause are a failure."""
-    for _ in range(200):
-        if not engine.running:
-            return
-        engine.step()
-    raise AssertionError("an engine that does not end")
-
-
 def refusing(engine: Engine) -> list[tuple[Sequence, TsqpError]]:
     refused: list[tuple[Sequence, TsqpError]] = []
 
@@ -223,10 +214,10 @@ def test_a_service_that_loses_everything_ends_the_run(
         engine = tee.engine(step_tokens=8)
         sequence = engine.add(token_ids(tokens), max_new_tokens=40, eos_token_ids=frozenset())
         with pytest.raises(SessionLostError):
-            steps_to_the_end(engine)
+            finish(engine)
         # A server goes on with others, once it has been told.
         refused = refusing(engine)
-        steps_to_the_end(engine)
+        finish(engine)
         assert [one for one, _ in refused] == [sequence]
 
 
@@ -276,23 +267,20 @@ def test_noise_depends_on_the_row_too(saved_model: Models) -> None:
     assert not set(drawn(h_TD[:1].expand(3, -1).contiguous())) & set(first[1:])
 
 
-class Small(LoopbackChannel):
-    code = ErrorCode.SESSIONS_FULL
-
-    def answer(self, request: Request) -> Response:
-        if parts_of(request)[:, 3].count_nonzero() > 2:
-            raise ProtocolError("a test", got="three", expected="two", code=self.code)
-        return super().answer(request)
-
-
 def test_a_service_without_memory_for_all_keeps_those_that_came_first(
     saved_model: Models,
 ) -> None:
     """A request that is too large for it is no lack of memory."""
     model, prompts = saved_model("llama"), [token_ids(9, seed=seed) for seed in range(3)]
+
+    class Small(LoopbackChannel):
+        def answer(self, request: Request) -> Response:
+            if parts_of(request)[:, 3].count_nonzero() > 2:
+                raise ProtocolError("a test", got="three", expected="two", code=code)
+            return super().answer(request)
+
     for code in (ErrorCode.SESSIONS_FULL, ErrorCode.LIMIT_EXCEEDED):
         service = Small(model.directory)
-        service.code = code
         engine = model.tee("clear-segment", channels=[service]).engine()
         sequences = [engine.add(p, max_new_tokens=6, eos_token_ids=frozenset()) for p in prompts]
         refused = refusing(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ from protocol.errors import SettingsError
 from protocol.messages import Timing
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS, PHASES, Operator, Phase
-from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
+from tests.kit.model import Models, assemble, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
 from tsqp.operator_table import OperatorTable, OperatorTotals
-
-Models = Callable[..., SavedModel]
 
 DEMO = model_directory("demo")
 PROMPT = 21
@@ -36,15 +33,18 @@ def _explain(directory: Path, policy: Policy | str, **settings: Any) -> Explanat
     return explain(directory, chosen, **given)
 
 
-@pytest.fixture(scope="module")
-def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that has no weights, no tokenizer and no calibration."""
-    directory = tmp_path_factory.mktemp("config")
-    shutil.copy(DEMO / "config.json", directory)
-    return directory
-
-
-def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: Policy) -> None:
+@each_row(
+    ("policy", "kind"),
+    [
+        *((load_policy(name), "llama") for name in builtin_policies()),
+        # Verified floats cross without their bias.
+        (with_results("attention-in-tee", "freivalds"), "qwen2"),
+    ],
+    ids=lambda row: str(row[0].name),
+)
+def test_rpcs_and_bytes_are_those_of_a_run(policy: Policy, kind: str, saved_model: Models) -> None:
+    model, table = saved_model(kind, num_hidden_layers=2), OperatorTable()
+    tee = model.tee(policy, observer=table)
     engine = tee.engine()
     engine.add(token_ids(PROMPT), max_new_tokens=2, eos_token_ids=frozenset())
     given = {"context": PROMPT + 1, "prompt_tokens": PROMPT}
@@ -53,7 +53,7 @@ def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: 
         asked = [len(channel.requests) + 1 for channel in tee.channels]
         engine.step()
         headers = Headers(first_request_id=asked[0] if asked else 1, timing=LOOPBACK_TIMING)
-        found = _explain(directory, policy, headers=headers, **given)
+        found = _explain(model.directory, policy, headers=headers, **given)
         costs = dict.fromkeys(EVERY, Cost())
         for row in found.operators:
             told = getattr(row, phase)
@@ -63,13 +63,6 @@ def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: 
             sizes = {"bytes_sent": one.bytes_sent, "bytes_received": one.bytes_received}
             assert costs[name] == Cost(rpcs=one.round_trips, **sizes), name
         assert getattr(found, phase) == sum(costs.values(), start=Cost())
-
-
-@each_row("name", builtin_policies())
-def test_rpcs_and_bytes_are_those_of_a_run(name: str, saved_model: Models) -> None:
-    model, policy, table = saved_model(num_hidden_layers=2), load_policy(name), OperatorTable()
-    tee = model.tee(policy, observer=table)
-    _assert_like_a_run(tee, table, model.directory, policy)
     if policy.services:
         assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
 
@@ -108,23 +101,16 @@ def test_needs(
     calibration: bool,
     key: str | None,
     padded: tuple[Phase, ...] | None,
-    config_only: Path,
+    tmp_path: Path,
 ) -> None:
-    needs = _explain(config_only, name).needs
+    # Without weights, a tokenizer and a calibration.
+    shutil.copy(DEMO / "config.json", tmp_path)
+    needs = _explain(tmp_path, name).needs
     assert (needs.services, needs.calibration, needs.key) == (services, calibration, key)
     assert [pads.phases for pads in needs.pads] == ([padded] if padded else [])
 
 
 @each_row("name", ["context", "prompt_tokens"])
-def test_more_tokens_than_the_model_can_take_are_refused(name: str, config_only: Path) -> None:
+def test_more_tokens_than_the_model_can_take_are_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
-        _explain(config_only, "tsqp", **{name: 513})
-
-
-def test_verified_floats_cross_without_their_bias_as_in_a_run(
-    saved_model: Models, tmp_path: Path
-) -> None:
-    policy, table = with_results("attention-in-tee", "freivalds"), OperatorTable()
-    directory = saved_model("qwen2").directory
-    tee = assemble(directory, policy, observer=table)
-    _assert_like_a_run(tee, table, directory, policy)
+        _explain(DEMO, "tsqp", **{name: 513})

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tee_side.policy.placement import load_policy
 from tee_side.words import PROJECTIONS
-from tests.kit.service import run
+from tests.kit.model import make_model, token_ids
+from tests.kit.service import run, running_service
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import PolicyRun, Report
+from tsqp.lab.bench.published_model import PublishedClient, PublishedModel
 from tsqp.lab.explain.explanation import explain
 
 # Its processes have 240 s, of which two slow cores take half.
@@ -71,3 +74,24 @@ def test_two_policies_and_baselines(tmp_path: Path) -> None:
     assert {one.operator for one in masked} <= set(PROJECTIONS)
     assert {one.name for one in report.baselines} == {"transformers", "published"}
     assert report.ping_pong
+
+
+TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def test_it_equals_transformers_but_for_the_causal_mask(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "qwen2", num_hidden_layers=2)
+    one, longer = torch.tensor([[17], [5]]), torch.tensor([token_ids(9), token_ids(9, seed=1)])
+    with (
+        running_service(tmp_path, "tcp://127.0.0.1:*", "--threads", "1") as service,
+        PublishedClient(service.endpoint) as client,
+    ):
+        published = PublishedModel(client)
+        found, found_longer = published.forward(one), published.forward(longer)
+    everywhere = torch.zeros(2, 1, 9, 9)  # added to the scores: nothing is masked
+    expected_longer = model(longer, attention_mask=everywhere).logits[:, -1:]
+    for ours, expected in ((found, model(one).logits), (found_longer, expected_longer)):
+        assert float(expected.abs().max()) > 1.0
+        torch.testing.assert_close(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert float((found_longer - model(longer).logits[:, -1:]).abs().max()) > 0.1

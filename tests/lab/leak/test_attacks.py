@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.policy.placement import Policy
+import tsqp.lab.leak
+from tee_side.plugins import PluginError
+from tee_side.policy.placement import Policy, load_policy
 from tests.kit.leaks import (
     FIRST_PLACE,
     VOCABULARY,
@@ -28,13 +31,13 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import View, Work
+from tsqp.lab.leak.attack import AttackError, View, Work
 from tsqp.lab.leak.attacks.direct import Logits
 from tsqp.lab.leak.laboratory import weakened_policies
 from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import Recording
-from tsqp.lab.leak.registry import ATTACKS
+from tsqp.lab.leak.registry import ATTACKS, find_attacks
 from tsqp.lab.leak.trace import Trace
 
 # Tokens of two prompts, and of two answers but for the one that is sampled last.
@@ -149,32 +152,26 @@ def test_a_leak_is_read_to_the_last_token(
     assert above_chance
 
 
-@each_row(("attack", "policy"), {row[0]: row[1] for row in LEAKS}.items(), ids=" on ".join)
-def test_nothing_is_claimed_of_uniform_rows(
-    public: PublicModel, recording: Recorded, attack: str, policy: str
+@each_row(
+    ("attack", "policy", "rows"),
+    [
+        *((*row, "uniform") for row in {row[0]: row[1] for row in LEAKS}.items()),
+        *((*row, "masked") for row in HIDDEN),
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_claimed_of_uniform_rows_or_of_a_mask_that_an_attack_does_not_know(
+    public: PublicModel, recording: Recorded, attack: str, policy: str, rows: str
 ) -> None:
     """What is read elsewhere is read from the rows, and from nothing else that the attack gets."""
     played = recording(policy)
     view = first_view(public, played)
-    files = tuple(disk.encrypted for disk in played.disks)
-    view = replace(view, traces=tuple(map(uniform, view.traces)), disks=files)
+    if rows == "uniform":
+        files = tuple(disk.encrypted for disk in played.disks)
+        view = replace(view, traces=tuple(map(uniform, view.traces)), disks=files)
     counts, above_chance = read(attack, view, played)
     assert counts
     assert not above_chance, counts
-
-
-@each_row(("attack", "policy"), HIDDEN, ids=" on ".join)
-def test_a_mask_that_an_attack_does_not_know_hides_the_tokens(
-    public: PublicModel, recording: Recorded, attack: str, policy: str
-) -> None:
-    played = recording(policy)
-    counts, above_chance = read(attack, first_view(public, played), played)
-    assert counts
-    assert not above_chance, counts
-
-
-def test_every_attack_has_a_leak() -> None:
-    assert {attack for attack, _, _ in LEAKS} == set(ATTACKS.builtin)
 
 
 EMPTY: dict[str, tuple[Policy | str, Trace]] = {
@@ -237,3 +234,52 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
     (reading,) = Logits().read(view, Work())
     assert reading.tokens == range(6, 9)
     assert {index: guess[0] for index, guess in reading.guesses.items()} == {6: tops[0], 8: tops[1]}
+
+
+HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
+SAID = {"name": "'mine'", "reads": "'x'", "source": "'x'", "control": "'tsqp'", "published": "1"}
+HEAD = "from tsqp.lab.leak.attack import Attack\n"
+IMPORTED = "from tsqp.lab.leak.attacks.direct import Logits\n"
+
+
+def attack(**changed: str) -> str:
+    said = [f"    {name} = {value}" for name, value in {**SAID, **changed}.items() if value]
+    return "\n".join(["class Mine(Attack):", *said, ""])
+
+
+def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_load() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (HERE / "attacks").glob("*.py"))
+    assert {attack for attack, _, _ in LEAKS} == set(ATTACKS.builtin)
+    assert len(ATTACKS.builtin) == text.count("\n    name: ClassVar[str] = ")
+    for name in ATTACKS.names():
+        (found,) = find_attacks(name)
+        assert (found.name, inspect.isabstract(found)) == (name, False)
+        for control in filter(None, (found.control, found.integer_control)):
+            policy = load_policy(str(HERE / control) if control.endswith(".toml") else control)
+            assert policy.services
+            assert (policy.arithmetic == "int8") or control != found.integer_control
+    with pytest.raises(AttackError, match=r"'Logits', expected one of .*logits.*, or a path"):
+        find_attacks("Logits")
+
+
+@each_row(
+    ("text", "got"),
+    [
+        (IMPORTED, "no attack"),
+        ("1 +", None),
+        *((HEAD + attack(**{lacking: ""}), f"no {lacking}") for lacking in list(SAID)[1:]),
+        # Of 0 every control would work.
+        (HEAD + attack(published="0"), "published = 0"),
+        (HEAD + attack(published="1.01"), "published = 1.01"),
+    ],
+)
+def test_a_file_without_a_whole_attack_is_refused_in_one_line(
+    tmp_path: Path, text: str, got: str | None
+) -> None:
+    # A file is read once: each has a name of its own.
+    path = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises((AttackError, PluginError)) as caught:
+        find_attacks(str(path))
+    assert got in (None, caught.value.got)
+    assert "\n" not in str(caught.value)

@@ -7,17 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gpu_side.kernels import request_us
 from gpu_side.profiles import find_profile
 from gpu_side.tasks import LinearWork, Task
 from protocol.errors import SettingsError
 from tee_side.policy.placement import load_policy
+from tee_side.words import OPERATORS
+from tests.kit.leaks import policy_with
+from tests.kit.model import Models
+from tsqp.cli.main import command
 from tsqp.lab.bench.model import PadMaking, PingPong
+from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.explain.explanation import explain
 from tsqp.lab.link import Link
 from tsqp.lab.plan import run
 from tsqp.lab.plan.machine import Machine, Transport, fit_transports, read_machine
-from tsqp.lab.plan.model import Asked, Costs, Lane, Rpc, Section, Segment, Step
+from tsqp.lab.plan.model import PARTS, Asked, Costs, Lane, PlanReport, Rpc, Section, Segment, Step
 from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
 
 WORK = LinearWork(1, 2048, 2048, False)
@@ -198,3 +205,86 @@ def test_a_transport_is_a_line_through_its_round_trips() -> None:
     assert found["unix"].rtt_us == pytest.approx(50 - 0.2)
     assert found["unix"].us(2000) == pytest.approx(50)
     assert found["unix"].us(1_002_000) == pytest.approx(150)
+
+
+def test_layers_of_one_kind_are_measured_once() -> None:
+    config = find_shape("tinyllama-1.1b").config()
+    sent = {"place": "gpu", "mask": "none", "verify": "none"}
+    ends = [{"place": "tee", "layers": layers} for layers in ("0", "20-")]
+    policy = policy_with(qkv_proj=[*ends, sent | {"layers": "1-19"}], o_proj=sent)
+    kinds = run._kinds(policy, config)
+    assert kinds == [0] + [1] * 19 + [0] * 2
+    assert set(run._kinds(load_policy("shielded"), config)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["--shape", "nope"], ["--shape", "nope", "llama-3.2-1b"]),
+        ([], ["MODEL and --shape", "neither"]),
+        (["demo", "--gpu", "nope"], ["accelerator profile", "'nope'", "h100"]),
+        (["demo", "--link", "0,5"], ["link.gbps", "0"]),
+        (["demo", "--tee-cores", "0"], ["tee-cores"]),
+        (["demo", "--tensor-parallel", "2", "--columns", "2"], ["--tensor-parallel", "--columns"]),
+        (["demo", "--spin-us", "nan"], ["spin-us"]),
+        (["demo", "--context", "100000"], ["--context", "the model's context"]),
+        (["demo", "--policy", "stip"], ["policy stip", "feature-permutation", "provision"]),
+        (
+            ["--shape", "llama-3.1-8b", "--context", "100000", "--batch", "1000"],
+            ["memory", "available", "KV cache"],
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    arguments: list[str], fragments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_starts(*_arguments: object, **_settings: object) -> None:
+        raise RuntimeError("work was begun")
+
+    monkeypatch.setattr(run.Planning, "run", nothing_starts)
+    gpu = [] if "--gpu" in arguments else ["--gpu", "h100"]
+    policy = [] if "--policy" in arguments else ["--policy", "attention-in-tee"]
+    result = CliRunner().invoke(command, ["plan", *arguments, *gpu, *policy])
+    text = result.output + str(result.exception)
+    assert result.exit_code != 0
+    for fragment in fragments:
+        assert fragment in text
+
+
+PROMPT, CONTEXT = 40, 30
+
+
+@pytest.mark.slow
+def test_layers_that_differ_under_pads(saved_model: Models, tmp_path: Path) -> None:
+    # More layers than are measured.
+    model = saved_model(num_hidden_layers=5).directory
+    lines = [f'{name} = "tee"' for name in OPERATORS if name != "o_proj"]
+    lines += [
+        'o_proj = [{ place = "gpu", mask = "pad", verify = "none", layers = "0-1" },'
+        ' { place = "tee", layers = "2-" }]'
+    ]
+    path = tmp_path / "layered.toml"
+    head = 'name = "layered"\nsummary = ""\narithmetic = "int8"\n[operators]\n'
+    path.write_text(head + "\n".join(lines))
+    words = f"plan {model} --gpu h100 --tee-cores 1 --transport unix --link 10,100 --json"
+    words += f" --prompt-tokens {PROMPT} --context {CONTEXT} --policy {path}"
+    result = CliRunner().invoke(command, words.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = PlanReport.model_validate_json(result.stdout)
+    found, alone = report.policies
+    assert alone.policy == "tee-only-int8"
+    # RPCs and bytes are those that `tsqp explain` counts of the whole model.
+    sizes: dict[str, Any] = {"context": CONTEXT, "prompt_tokens": PROMPT, "step_tokens": 512}
+    told = explain(model, load_policy(str(path)), **sizes)
+    assert (found.policy, found.decode.rpcs) == (told.policy, 2)
+    assert (found.prefill.rpcs, found.decode.rpcs) == (told.prefill.rpcs, told.decode.rpcs)
+    assert found.decode.bytes_sent == pytest.approx(told.decode.bytes_sent, rel=0.01)
+    assert found.decode.bytes_received == pytest.approx(told.decode.bytes_received, rel=0.01)
+    for prediction in (found.prefill, found.decode):
+        assert [part.name for part in prediction.parts] == list(PARTS)
+    assert found.ttft_ms == pytest.approx(found.prefill.total_us / 1e3)
+    busy = {part.name: part.busy_us for part in found.decode.parts}
+    assert busy["link latency"] == pytest.approx(200)
+    assert min(busy["masks and checks"], busy["TEE weights"]) > 0
+    assert found.pads is not None
+    assert (found.pads.phases, alone.pads) == (("prefill", "decode"), None)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+from itertools import repeat
 
 import pytest
 import torch
 
 from protocol.errors import MaskError
-from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, KeyedTransform
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import light_tensors, linear_tensors
+from protocol.model.config import ModelConfig, read_config
+from tee_side.protect.masks.mask import (
+    Factors,
+    FeatureMask,
+    FeatureSite,
+    KeyedTransform,
+)
 from tee_side.protect.randomness import Randomness
+from tests.kit.model import Models
+from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.float_noise import FloatNoise
 from tsqp.lab.research.privacy import gaussian_epsilon
+from tsqp.lab.research.segment_permutation import SegmentPermutation
+from tsqp.lab.research.segment_rotation import SegmentRotation
 
 MASKS = [
     FeaturePermutation(),
@@ -51,10 +64,6 @@ def _input(site: FeatureSite, rows: int) -> torch.Tensor:
     return site.gain * x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def _weight(site: FeatureSite) -> torch.Tensor:
-    return _randn(sum(site.outputs), site.in_features, seed=4) / site.in_features**0.5
-
-
 def _served(transform: KeyedTransform, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """What the server answers: it has the transformed weights in float32."""
     (sent,) = transform.mask(x, Randomness()).sent
@@ -65,7 +74,7 @@ def _served(transform: KeyedTransform, x: torch.Tensor, weight: torch.Tensor) ->
 def test_each_module_has_a_map_of_its_own_and_keeps_its_rows(mask: FeatureMask) -> None:
     site = _site("gate_up_proj")
     x, transform = _input(site, 3), mask.transform(site)
-    gate = _weight(site)[:97]
+    gate = _randn(sum(site.outputs), site.in_features, seed=4)[:97] / site.in_features**0.5
     alike = _served(transform, x, torch.cat([gate, gate]))
     assert (alike[:, :97] - alike[:, 97:]).abs().max() > 0.5
     # With up at zero, nothing of gate may turn up in up's place.
@@ -110,8 +119,7 @@ def _hockey_stick(mu: float, epsilon: float) -> float:
     t = torch.linspace(-14.0, mu + 14, 2_000_001, dtype=torch.float64)
     p = torch.exp(-((t - mu) ** 2) / 2)
     q = torch.exp(epsilon - t**2 / 2)
-    excess = torch.trapezoid((p - q).clamp(min=0), t) / math.sqrt(2 * math.pi)
-    return float(excess)
+    return float(torch.trapezoid((p - q).clamp(min=0), t) / math.sqrt(2 * math.pi))
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-9])
@@ -125,8 +133,8 @@ def test_epsilon_is_the_smallest_one(mu: float, delta: float) -> None:
 MASK = FloatNoise(sigma=4.0)
 
 
-def _noise(rows: int, features: int) -> torch.Tensor:
-    return MASK.draw(Randomness(bytes(32)).ring(rows, features))
+def _noise(rows: int, features: int, mask: FloatNoise = MASK) -> torch.Tensor:
+    return mask.draw(Randomness(bytes(32)).ring(rows, features))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -143,8 +151,12 @@ def test_what_is_sent_is_the_number_of_its_dtype_nearest_to_the_sum(dtype: torch
     assert bool((error <= limit).all())
 
 
-def test_the_last_bits_of_the_input_do_not_cross() -> None:
+def test_noise_is_as_large_as_was_asked_for_and_the_last_bits_of_the_input_do_not_cross() -> None:
     """As they would if r had fewer bits than x."""
+    for sigma in (0.5, 4.0):
+        # 131,072 numbers: four standard errors are 0.8 %.
+        r_TI = _noise(256, 512, FloatNoise(sigma=sigma))
+        assert float(r_TI.std()) == pytest.approx(sigma, rel=0.008)
     x_TI = torch.rand(64, 512, generator=torch.Generator().manual_seed(0))
     (sent,) = MASK.mask(x_TI, Factors(_noise(64, 512), torch.zeros(64, 3))).sent
     for bits in range(2, 16):
@@ -155,8 +167,82 @@ def test_the_last_bits_of_the_input_do_not_cross() -> None:
         assert float(same.double().mean()) < 0.05, bits
 
 
-@pytest.mark.parametrize("sigma", [0.5, 4.0])
-def test_noise_has_the_standard_deviation_that_was_asked_for(sigma: float) -> None:
-    r_TI = FloatNoise(sigma=sigma).draw(Randomness(bytes(32)).ring(256, 512))
-    # 131,072 numbers: four standard errors are 0.8 %.
-    assert float(r_TI.std()) == pytest.approx(sigma, rel=0.008)
+KEY = bytes(range(32))
+
+
+def test_signs_integers_and_permutations_are_equally_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = signs(Randomness(KEY), 200, 200)
+    assert set(drawn.unique().tolist()) == {-1, 1}
+    assert abs(float(drawn.float().mean())) < 5 / math.sqrt(drawn.numel())
+    counts = torch.bincount(integers(Randomness(KEY), 7, 7000), minlength=7)
+    assert len(counts) == 7
+    # Within 5 sigma of its mean, with 6 degrees of freedom.
+    assert abs(float(((counts - 1000.0) ** 2 / 1000).sum()) - 6) < 5 * math.sqrt(12)
+    generator = Randomness(KEY)
+    orders = torch.stack([permutation(generator, 4) for _ in range(12_000)])
+    counts = orders.unique(dim=0, return_counts=True)[1]
+    assert len(counts) == 24
+    assert abs(float(((counts - 500.0) ** 2 / 500).sum()) - 23) < 5 * math.sqrt(46)
+
+    # One is drawn again on a collision: how a sort breaks ties is not random.
+    draws = [torch.tensor([5, 3, 5]), torch.tensor([2, -9, 1])]
+    monkeypatch.setattr(generator, "elements", lambda shape, dtype: draws.pop(0))
+    assert permutation(generator, 3).tolist() == [1, 2, 0]
+
+
+def test_rotations_have_no_preferred_sign() -> None:
+    """Without the sign fix the diagonal of LAPACK's Q leans to one side, and det is constant."""
+    generator = Randomness(KEY)
+    turns = torch.stack([orthogonal(generator, 3) for _ in range(2000)])
+    assert torch.allclose(turns @ turns.mT, torch.eye(3, dtype=torch.float64), atol=1e-13)
+    assert float(turns.mean(0).abs().max()) < 5 / math.sqrt(3 * 2000)
+    assert abs(float(torch.linalg.det(turns).mean())) < 5 / math.sqrt(2000)
+
+
+@pytest.fixture
+def config(saved_model: Models) -> ModelConfig:
+    return read_config(saved_model("qwen3").directory)
+
+
+def test_what_can_be_shuffled_is_and_each_layer_by_itself(config: ModelConfig) -> None:
+    # A layer whose tensors say where each of their values came from.
+    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+    prefix = "model.layers.0."
+    own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+    plain = {n: torch.arange(math.prod(s)).double().view(s) for n, s in own.items()}
+    keyed, again, other = (
+        SegmentPermutation().keyed(config, Randomness(key)) for key in (KEY, KEY, b"o" * 32)
+    )
+    first, second = keyed.layer(0, plain), keyed.layer(1, plain)
+    same, apart = again.layer(0, plain), other.layer(0, plain)
+    for name, tensor in plain.items():
+        assert not torch.equal(first[name], tensor), name
+        assert torch.equal(first[name], second[name]) == name.endswith("layernorm.weight"), name
+        assert torch.equal(same[name], first[name])
+        assert not torch.equal(apart[name], first[name])
+    assert not torch.equal(first["self_attn.rope_order"], second["self_attn.rope_order"])
+    gate, up = (first[f"mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    assert torch.equal(gate, up)
+    # Of heads, only what is within them moves.
+    C = config.head_dim
+    values_OD = first["self_attn.v_proj.weight"]
+    origin_O = values_OD.amin(1) // config.hidden_size
+    assert torch.equal(origin_O // C, torch.arange(len(origin_O)) // C)
+    assert not torch.equal(origin_O[:C] % C, origin_O[C : 2 * C] % C)
+
+
+def test_noise_is_fresh_of_the_deviation_asked_for_and_rotated_with_the_rows(
+    config: ModelConfig,
+) -> None:
+    keyed = SegmentRotation(sigma=0.5).keyed(config, Randomness(KEY))
+    quiet = SegmentRotation().keyed(config, Randomness(KEY))
+    h_TD = torch.randn(400, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    randomness = Randomness(KEY)
+    (first,), (second,) = (keyed.mask(h_TD, repeat(randomness)).sent for _ in range(2))
+    (rotated,) = quiet.mask(h_TD, repeat(randomness)).sent
+    assert (first - rotated).std().item() == pytest.approx(0.5, rel=0.02)
+    assert (first - rotated).mean().item() == pytest.approx(0, abs=0.02)
+    assert not torch.equal(first, second)
+    assert rotated.norm(dim=1) == pytest.approx(h_TD.norm(dim=1), rel=1e-5)

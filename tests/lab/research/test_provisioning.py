@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,19 +28,17 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import FeatureMask, SegmentMask
 from tee_side.protect.masks.pad import Pad
-from tee_side.words import Operator
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tsqp.cli.provision import provision as command
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.provisioning import provision
+from tsqp.lab.research.provisioning import Provisioned, provision
 from tsqp.lab.research.segment_permutation import SegmentPermutation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
-Models = Callable[..., SavedModel]
 MASKS = [FeaturePermutation(), FeatureRotation(block=20)]
 IDS = [mask.name for mask in MASKS]
 
@@ -54,17 +53,27 @@ def _left(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir())
 
 
+def _served(source: Path, mask: Any, server: Path) -> tuple[Provisioned, dict[str, torch.Tensor]]:
+    """Provision, and return what the server gets: the weights of its key, and no seed."""
+    made, found = provision(source, mask, server, server.with_suffix(".key")), {}
+    for shard in sorted(server.glob("*.safetensors")):
+        found |= load_file(shard)
+    assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
+    served = read_config(server), Checkpoint(server)
+    assert made.key.server_linear_digest == linear_digest(*served)
+    seed = made.key.seed.encode()
+    assert all(seed not in path.read_bytes() for path in server.iterdir())
+    return made, found
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=IDS)
 def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
     saved_model: Models, out: Path, mask: FeatureMask
 ) -> None:
     source, server = saved_model("qwen2").directory, out / "server"
-    made = provision(source, mask, server, out / "key")
-    config, key = read_config(source), FeatureKey.load(out / "key")
+    made, found = _served(source, mask, server)
+    config, key = read_config(source), FeatureKey.load(out / "server.key")
     originals = list(load_file(source / SINGLE_FILE).values())
-    found: dict[str, torch.Tensor] = {}
-    for shard in sorted(server.glob("*.safetensors")):
-        found |= load_file(shard)
     expected = linear_tensors(config, FUSED_MODULES)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
     for name, tensor in found.items():
@@ -73,19 +82,15 @@ def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
             assert not bool(tensor.any())
         else:
             assert not any(torch.equal(tensor, original) for original in originals), name
-    assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert _left(server) == ["config.json", *shards, INDEX_FILE, PROVISION_FILE]
-    assert _left(out) == ["key", "server"]
+    assert _left(out) == ["server", "server.key"]
     # Marker and key belong together and name the model.
     assert (key, key.mask, key.options) == (made.key, mask.name, mask.model_dump())
     assert key.model_digest == model_digest(config, Checkpoint(source))
     assert key.linear_digest == linear_digest(config, Checkpoint(source))
-    assert key.server_linear_digest == linear_digest(config, Checkpoint(server))
     marker = Provision(mask=mask.name, provision_id=key.provision_id)
     assert (read_provision(server), read_config(server)) == (marker, config)
-    seed = key.seed.encode()
-    assert all(seed not in path.read_bytes() for path in server.iterdir())
     again = provision(source, mask, out / "server2", out / "key2").key
     assert again.seed != key.seed
     assert again.server_linear_digest != key.server_linear_digest
@@ -93,10 +98,7 @@ def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
 
 class Half(FeaturePermutation):
     name: ClassVar[str] = "half"
-
-    @classmethod
-    def supports(cls, operator: Operator) -> bool:
-        return operator == "o_proj"
+    supports: ClassVar[Any] = "o_proj".__eq__
 
 
 @pytest.mark.parametrize(
@@ -203,10 +205,8 @@ def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
     biases = {} if kind == "qwen3" else {"attention_bias": True, "mlp_bias": True}
     source = saved_model(kind, tie_word_embeddings=tied, **biases).directory
     server = tmp_path / f"{mask.name}-{kind}-{tied}"
-    made = provision(source, mask, server, server.with_suffix(".key"))
-    config, found = read_config(source), dict[str, torch.Tensor]()
-    for shard in sorted(server.glob("*.safetensors")):
-        found |= load_file(shard)
+    made, found = _served(source, mask, server)
+    config = read_config(source)
     H, K, C = config.heads
     norms = {n: s for n, s in light_tensors(config).items() if ".layers." in n}
     expected = norms | linear_tensors(config, FUSED_MODULES)
@@ -219,7 +219,6 @@ def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
         expected[FINAL_NORM] = (config.hidden_size,)
         expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
-    assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
     assert made.holds == ("model" if mask is STIP else "layers")
     assert read_config(server).tie_word_embeddings == (tied and mask is CLOAK)
     assert read_config(server).model_copy(update={"tie_word_embeddings": tied}) == config
@@ -227,9 +226,6 @@ def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
     assert marker is not None
     assert (marker.mask, marker.holds) == (mask.name, made.holds)
     assert marker.provision_id == made.key.provision_id
-    assert made.key.server_linear_digest == linear_digest(config, Checkpoint(server))
-    seed = made.key.seed.encode()
-    assert all(seed not in path.read_bytes() for path in server.iterdir())
     # No tensor is the model's own but what a rotation leaves within a head or an MLP.
     originals = load_file(source / SINGLE_FILE)
     same = {n for n in found if n in originals and torch.equal(found[n], originals[n])}
@@ -237,3 +233,114 @@ def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
     inner -= {n for n in found if n.endswith(("o_proj.bias", "down_proj.bias"))}
     assert same == (inner if mask is CLOAK else set())
     assert EMBEDDING not in found
+
+
+MASK = FeatureRotation(block=16)
+SEED = "5e" * 32
+OTHER = "d" * 64
+
+
+def _key(**changes: Any) -> FeatureKey:
+    fields: dict[str, Any] = {
+        "mask": MASK.name,
+        "options": MASK.model_dump(mode="json"),
+        "seed": SEED,
+        "model_digest": "a" * 64,
+        "linear_digest": "b" * 64,
+        "server_linear_digest": "c" * 64,
+    }
+    return FeatureKey.bind(**{**fields, **changes})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    _key().save(tmp_path / "key")
+    return tmp_path / "key"
+
+
+def _refusal(path: Path) -> FeatureKeyError:
+    with pytest.raises(FeatureKeyError) as caught:
+        FeatureKey.load(path)
+    assert str(path) in caught.value.where
+    assert SEED[:8] not in str(caught.value)
+    return caught.value
+
+
+@each_row("umask", [0, 0o777])
+def test_a_saved_key_is_read_back_by_its_owner_alone(tmp_path: Path, umask: int) -> None:
+    path, before = tmp_path / f"key-{umask}", os.umask(umask)
+    try:
+        _key().save(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o7777 == 0o600
+    assert FeatureKey.load(path) == _key()
+    with pytest.raises(FeatureKeyError, match="File exists"):
+        _key(seed="11" * 32).save(path)
+    assert FeatureKey.load(path) == _key()
+    # What is no key is refused, and a key that others may use.
+    for content in ("", "{", "[]", "[" * 5000, f'"{SEED}"', "\xff"):
+        path.write_text(content, encoding="latin-1")
+        _refusal(path)
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        path.chmod(mode)
+        assert _refusal(path).got == f"mode {mode:04o}"
+
+
+@each_row(
+    ("changes", "where"),
+    [
+        ({"colour": SEED}, "colour"),
+        *(({"seed": seed}, "seed") for seed in (SEED[:-2], SEED[:-1] + "\n", 3)),
+        ({"options": {**MASK.model_dump(), "block": 32}}, "provision_id"),
+        ({"options": {}}, "provision_id"),
+        ({"seed": "5f" + SEED[2:]}, "provision_id"),
+        ({"model_digest": OTHER}, "provision_id"),
+        ({"linear_digest": OTHER}, "provision_id"),
+        ({"server_linear_digest": OTHER}, "provision_id"),
+        ({"provision_id": OTHER}, "provision_id"),
+    ],
+)
+def test_a_changed_key_is_refused_by_the_field_that_does_not_fit(
+    path: Path, changes: dict[str, Any], where: str
+) -> None:
+    path.write_text(json.dumps({**_key().model_dump(mode="json"), **changes}))
+    error = _refusal(path)
+    if where != "provision_id":
+        assert error.where == f"{path}: {where}"
+        return
+    assert where in error.where
+    assert error.got != error.expected
+    assert error.got == changes.get("provision_id", _key().provision_id)
+
+
+def _key_of(directory: Path, **changes: Any) -> FeatureKey:
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    digests = {
+        "model_digest": model_digest(config, checkpoint),
+        "linear_digest": linear_digest(config, checkpoint),
+    }
+    return _key(**{**digests, **changes})
+
+
+def _check(key: FeatureKey, directory: Path, mask: FeatureMask = MASK) -> None:
+    key.check(read_config(directory), Checkpoint(directory), mask)
+
+
+def test_the_key_of_other_weights_or_of_another_mask_is_refused_with_both(
+    saved_model: Models,
+) -> None:
+    own = saved_model().directory
+    _check(_key_of(own), own)
+    for field in ("model_digest", "linear_digest"):
+        with pytest.raises(FeatureKeyError, match=field) as caught:
+            _check(_key_of(own, **{field: OTHER}), own)
+        assert caught.value.got == OTHER
+        assert getattr(_key_of(own), field) in caught.value.expected
+    for mask in (FeatureRotation(block=8), FeaturePermutation(block=16)):
+        with pytest.raises(FeatureKeyError) as caught:
+            _check(_key_of(own), own, mask)
+        assert caught.value.got.startswith("feature-rotation block=16")
+        assert caught.value.expected.startswith(f"{mask.name} block={mask.block}")
+        with pytest.raises(FeatureKeyError):
+            _key_of(own).transforms(mask, read_config(own), [])

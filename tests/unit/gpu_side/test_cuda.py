@@ -38,7 +38,7 @@ from protocol.shared_memory import SlotMemory, adopt, create
 from protocol.stream_wire import layout
 from protocol.tensors import to_torch
 from tests.kit import ask
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.rows import each_row
 
 CPU = torch.device("cpu")
@@ -209,7 +209,9 @@ def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.Monk
     assert device.attempts == 5
 
 
-def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -> None:
+def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, product = Device(), SimpleNamespace(in_place=Mock(side_effect=RuntimeError("canary")))
     made = device.products()
     _ask(made)
@@ -219,17 +221,23 @@ def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory() -
     assert device.waits == 1
     _ask(made)
     assert device.reached == before
-
-
-class Client:
-    """Stands for a client's memory, which goes with it."""
+    # So does a device that ends without a result.
+    monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
+    slot, given, result = _slot()
+    device.done = False
+    work = made.submit("o_proj", InPlace(device), given, result, slot)
+    device.later.clear()
+    work.ends_ns()
+    device.done = True
+    with pytest.raises(RuntimeError, match="left no result"):
+        work.ends_ns()
 
 
 def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
     """Return a slot with room for so many rows and their result, and both."""
     memory = torch.zeros(rows * (K + N))
-    stand_in: Any = Client()
-    slot = SlotMemory(stand_in, memory.data_ptr(), memory.nbytes, memoryview(b""))
+    # A client's memory, which goes with it.
+    slot = SlotMemory(Mock(), memory.data_ptr(), memory.nbytes, memoryview(b""))
     return slot, memory[: rows * K].view(rows, K), memory[rows * K :].view(rows, N)
 
 
@@ -286,21 +294,6 @@ def test_what_is_not_used_in_place_is_copied(rows: int, reached: bool, elsewhere
     assert (product.jobs, device.copies_in) == ((0, 3) if rows == 40 else (3, 0))
 
 
-def test_a_device_that_ends_without_a_result_fails_the_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
-    device = Device()
-    slot, given, result = _slot()
-    device.done = False
-    work = device.products().submit("o_proj", InPlace(device), given, result, slot)
-    device.later.clear()
-    work.ends_ns()
-    device.done = True
-    with pytest.raises(RuntimeError, match="left no result"):
-        work.ends_ns()
-
-
 def test_slots_are_reached_up_to_bounds_and_taken_back_when_their_memory_goes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,7 +345,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def weights(saved_model: Callable[..., SavedModel]) -> ServiceWeights:
+def weights(saved_model: Models) -> ServiceWeights:
     return load_weights(saved_model().directory, device=CPU, dtype=torch.float32)
 
 
@@ -411,20 +404,12 @@ def test_a_device_that_does_not_reach_shared_memory_is_found_at_the_start(
         _on_cuda(weights, Device())
 
 
-def _no_compiler(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    raise OSError("canary")
-
-
-def _zeros(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(elements), len(weight), dtype=torch.int32)
-
-
 @each_row(
     ("every_tile", "said"),
     [
         (None, "int8 products on cpu: got no Triton, expected it inst"),
-        (_no_compiler, "got OSError from Triton"),
-        (_zeros, "got wrong numbers for"),
+        (Mock(side_effect=OSError("canary")), "got OSError from Triton"),
+        (lambda given, weight: exact_product(given, 0 * weight), "got wrong numbers for"),
     ],
 )
 def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said: str) -> None:
@@ -433,9 +418,6 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
         patch.setitem(sys.modules, "gpu_side.cuda.ring", ring)
         with pytest.raises(KernelError, match=said):
             check_ring(CPU)
-
-
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Pinned:
@@ -462,8 +444,8 @@ class Pinned:
         return PinnedStaging(torch.device("cpu"), empty=self.empty, record=self.record)
 
 
-@each_row("dtype", DTYPES)
-def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) -> None:
+@each_row("dtype", [torch.float32, torch.bfloat16])
+def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, sent = Pinned(), torch.randn(3, 4)
     expected = sent.clone()
     there = pinned.staging().to_device(sent, dtype)
@@ -473,10 +455,6 @@ def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) ->
     assert torch.equal(there, expected.to(dtype))
     assert torch.equal(staged, expected)
     assert pinned.events == 0
-
-
-@each_row("dtype", DTYPES)
-def test_what_comes_back_is_pinned_converted_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, output = Pinned(), torch.randn(3, 4)
     staging = pinned.staging()
     here, work = staging.to_host(output, dtype)

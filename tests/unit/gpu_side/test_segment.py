@@ -5,7 +5,6 @@ Every architecture, bfloat16 and steps of a batch are compared in tests/equivale
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from gpu_side.handler import RequestHandler
 from gpu_side.session_settings import SessionSettings
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError
+from tests.equivalence.test_architectures import with_rope
 from tests.equivalence.tolerances import FLOAT32_LOGITS
-from tests.kit.model import SIZES, SavedModel
+from tests.kit.model import SIZES, Models, SavedModel
 from tests.kit.rows import each_row
 from tests.kit.wire import Client, part, segment
 
@@ -51,7 +51,7 @@ def _ids(count: int = TOKENS, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def model(saved_model: Callable[..., SavedModel]) -> SavedModel:
+def model(saved_model: Models) -> SavedModel:
     return saved_model()
 
 
@@ -79,7 +79,7 @@ def _in_chunks(client: Client, h_TD: torch.Tensor, *ends: int, **fields: Any) ->
     [("llama", {"num_key_value_heads": 1}), ("mistral", {"sliding_window": 7})],
 )
 def test_logits_equal_transformers_however_a_prompt_is_cut(
-    saved_model: Callable[..., SavedModel], kind: str, overrides: dict[str, Any]
+    saved_model: Models, kind: str, overrides: dict[str, Any]
 ) -> None:
     model = saved_model(kind, **overrides)
     ids = _ids()
@@ -88,29 +88,11 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
         FLOAT32_LOGITS.check(_in_chunks(client, h_TD, *ends), expected)
 
 
-@each_row(
-    "rope",
-    [
-        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        {"rope_type": "dynamic", "factor": 3.0},
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0 + 0.1 * i for i in range(8)],
-            "long_factor": [2.0 + 0.5 * i for i in range(8)],
-            "original_max_position_embeddings": 16,
-        },
-    ],
-)
-def test_rope_that_depends_on_the_length(
-    saved_model: Callable[..., SavedModel], rope: dict[str, Any]
-) -> None:
-    rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 16} | rope
-    overrides = {"rope_parameters": rope, "max_position_embeddings": 20}
-    if rope["rope_type"] == "dynamic":
-        del rope["original_max_position_embeddings"]
-    model = saved_model(**overrides)
+@each_row("name", ["llama3", "dynamic", "longrope"])
+def test_rope_that_depends_on_the_length(saved_model: Models, name: str) -> None:
+    model = saved_model(**with_rope(name))
     # The whole at once, as transformers has it: longer than the model was trained with, or not.
-    for count in (12, 20):
+    for count in (30, 40):
         ids = _ids(count)
         found = _in_chunks(_client(model), _embedded(model, ids), 7, count)
         FLOAT32_LOGITS.check(found, model.logits(ids.tolist()))

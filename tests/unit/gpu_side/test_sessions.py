@@ -16,12 +16,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from gpu_side import session_files, spill
 from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_files import SessionFiles
 from gpu_side.session_settings import SessionSettings
 from gpu_side.sessions import Sessions, SessionTotals
-from gpu_side.spill import SpilledSession
+from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
+from protocol.tensors import raw_bytes
 from tests.kit.rows import each_row
 
 SHAPE = CacheShape(2, 1, 2, torch.float32, torch.device("cpu"))
@@ -38,12 +41,9 @@ class Clock:
         return self.now
 
 
-def _name(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
 def _part(session: int, start: int, rows: int, parent: int = 0) -> Part:
-    return Part(_name(session), start, rows, start + rows, _name(parent))
+    own, other = (number.to_bytes(16, "little") for number in (session, parent))
+    return Part(own, start, rows, start + rows, other)
 
 
 def _sessions(
@@ -197,16 +197,6 @@ def test_the_least_recently_used_makes_room_of_its_own_client_first() -> None:
     assert _known(sessions, A, 2, 3) == [2]
 
 
-def test_a_device_without_memory_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions = _sessions()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError), _running(sessions, A, _part(1, 0, 1)):
-            pass
-    assert sessions.totals == SessionTotals()
-
-
 class AnyRequests(RuleBasedStateMachine):
     """Against plain lists of tokens: what is answered is right, and limits are kept.
 
@@ -308,9 +298,7 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     for number in (5, 6):
         _run(sessions, A, _part(number, 0, 1))
     [(spilled, _)] = sessions._files._files.values()
-    descriptor = spilled._file.fileno()
-    (byte,) = os.pread(descriptor, 1, 7)
-    os.pwrite(descriptor, bytes([byte ^ 1]), 7)
+    os.pwrite(spilled._file.fileno(), bytes([_written(spilled)[7] ^ 1]), 7)
     assert _code(sessions, A, _part(5, 1, 1)) is ErrorCode.UNKNOWN_SESSION
     assert caplog.messages == ["spill_damaged"]
     _run(sessions, A, _part(5, 0, 1))
@@ -320,6 +308,12 @@ def test_a_damaged_file_is_a_session_that_is_lost(
 @each_row("error", [OSError("full"), OverflowError()])
 def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Exception) -> None:
     sessions = _sessions(1, spill=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        # A device without memory leaves nothing.
+        patch.setattr(torch, "empty", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError), _running(sessions, A, _part(1, 0, 1)):
+            pass
+    assert sessions.totals == SessionTotals()
     _run(sessions, A, _part(1, 0, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpilledSession, "_write", Mock(side_effect=error))
@@ -327,3 +321,143 @@ def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Excepti
     assert sessions.totals == SessionTotals(1, UNIT)
     assert _known(sessions, A, 1) == []
     sessions.close()
+
+
+NAME = SessionName(b"client", bytes(15) + b"\x01", 0, 2)
+WIDE = CacheShape(3, 2, 4, torch.float32, torch.device("cpu"))
+TOKENS = 10
+
+
+def _cache(shape: CacheShape = WIDE) -> SessionCache:
+    cache = SessionCache(shape)
+    cache.resize(GROWTH_TOKENS)
+    cache.length = TOKENS
+    for tensor in cache.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut a layer into several pieces, the last of which is smaller."""
+    monkeypatch.setattr(spill, "_PIECE_BYTES", 300)
+
+
+def _spilled(folder: Path, cache: SessionCache, key: SpillKey | None = None) -> SpilledSession:
+    return SpilledSession(folder, NAME, cache, key or SpillKey())
+
+
+def _written(spilled: SpilledSession) -> bytes:
+    return os.pread(spilled._file.fileno(), 2**20, 0)
+
+
+@each_row("nameless", [True, False])
+def test_the_disk_gets_no_name_and_no_plain_bytes(tmp_path: Path, nameless: bool) -> None:
+    """Whether the file system has files without a name or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not nameless:
+            patch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+        cache = _cache()
+        spilled = _spilled(tmp_path, cache)
+    assert list(tmp_path.iterdir()) == []
+    status = os.fstat(spilled._file.fileno())
+    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+    written = _written(spilled)
+    assert len(written) == status.st_size == spilled.bytes
+    stored = [tensor[:, :, : cache.stored] for tensor in cache.tensors]
+    plain = b"".join(bytes(raw_bytes(tensor)) for tensor in stored)
+    pieces = 3 * len(cache.tensors)  # 640 bytes a layer: 300, 300 and 40
+    assert len(written) == len(plain) + 16 * pieces
+    assert not any(plain[n : n + 8] in written for n in range(0, len(plain) - 8, 4))
+    assert NAME.client not in written
+    # The same once more is nothing like it.
+    other = _spilled(tmp_path, cache, spilled.key)
+    assert _written(other)[:64] != written[:64]
+    spilled.close()
+    other.close()
+
+
+def test_a_nonce_is_never_used_twice_by_a_key(tmp_path: Path) -> None:
+    key = SpillKey()
+    used = [key.next_nonce() for _ in range(100)]
+    assert len(set(used)) == 100
+    assert {len(nonce) for nonce in used} == {12}
+    # The last one is the last.
+    key = SpillKey(2**96 - 2)
+    assert [key.next_nonce()[-1:] for _ in range(2)] == [b"\xfe", b"\xff"]
+    for _ in range(2):
+        with pytest.raises(OverflowError):
+            key.next_nonce()
+    with pytest.raises(OverflowError):
+        _spilled(tmp_path, _cache(), key)
+
+
+@each_row(
+    "damaged",
+    [
+        lambda old: old[:700] + bytes([old[700] ^ 1]) + old[701:],
+        lambda old: old[:310] + bytes([old[310] ^ 0x80]) + old[311:],  # a tag
+        lambda old: old[316:632] + old[:316] + old[632:],  # pieces in another order
+        lambda old: old[:-1],
+        lambda old: b"",
+    ],
+)
+def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damaged: Any) -> None:
+    key = SpillKey()
+    spilled, other = _spilled(tmp_path, _cache(), key), _spilled(tmp_path, _cache(), key)
+    # The other is of the same key and session: its nonces are others.
+    for content in (damaged(_written(spilled)), _written(other)):
+        os.ftruncate(spilled._file.fileno(), 0)
+        os.pwrite(spilled._file.fileno(), content, 0)
+        assert not spilled.read_into(_cache())
+    spilled.close()
+    other.close()
+
+
+@each_row(
+    ("field", "value"),
+    [
+        ("name", NAME._replace(client=b"other")),
+        ("name", NAME._replace(session=bytes(16))),
+        ("name", NAME._replace(first_layer=1)),
+        ("name", NAME._replace(last_layer=3)),
+        ("_sizes", (TOKENS, 1, 0)),
+        ("_shape", WIDE._replace(heads=4, head_dim=2)),
+        ("_shape", WIDE._replace(dtype=torch.int32)),
+        ("key", SpillKey()),
+    ],
+)
+def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, value: Any) -> None:
+    spilled = _spilled(tmp_path, _cache())
+    assert spilled.read_into(_cache())
+    setattr(spilled, field, value)
+    assert not spilled.read_into(_cache())
+    spilled.close()
+
+
+@each_row(("most", "files"), [(4, 512), (1000, 4)])
+def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
+) -> None:
+    monkeypatch.setattr(session_files, "MAX_FILES", files)
+    kept = SessionFiles(tmp_path, most * (TOKENS * WIDE.token_bytes + 9 * 16))
+
+    def put(client: bytes, *numbers: int) -> str:
+        """Write sessions, and return all that are left."""
+        for number in numbers:
+            kept.begin_request()
+            kept.put(SessionName(client, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+        return " ".join(sorted(f"{name.client.decode()}{name.session[0]}" for name in kept))
+
+    put(b"a", 1)
+    assert put(b"b", *range(1, 8)) == "a1 b5 b6 b7"
+    # Also where it is another that needs the room.
+    assert put(b"a", 2) == "a1 a2 b6 b7"
+    # With half of it each, what was used least recently goes.
+    kept.touch(SessionName(b"a", b"\1", 0, 2))
+    assert put(b"c", 1, 2) == "a1 a2 c1 c2"
+    assert put(b"c", 3) == "a1 a2 c2 c3"
+    kept.forget_client(b"c")
+    assert put(b"c") == "a1 a2"
+    kept.close()
+    assert (len(kept), kept.total_bytes) == (0, 0)

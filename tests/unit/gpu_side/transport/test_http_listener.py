@@ -90,6 +90,10 @@ def _until(listener: HttpListener, holds: Callable[[], object]) -> None:
 
 def test_tokens_decide_who_is_let_in_and_who_is_who() -> None:
     with _listening(FRIEND, OTHER) as (listener, address):
+        # Health is told without a token: whether messages are taken.
+        for status in (503, 200):
+            assert _status(address, _asks(b"", line="GET /health")) == status
+            listener.wait(timeout_ms=0)
         for token in ("", STRANGER, FRIEND[:-1], "f"):
             assert _status(address, _asks(BODY, f"Authorization: Bearer {token}")) == 401
         assert not listener.wait(timeout_ms=0)
@@ -186,13 +190,6 @@ def test_a_request_that_is_none_is_refused() -> None:
             take(listener)
 
 
-def test_health_says_whether_messages_are_taken_without_a_token() -> None:
-    with _listening(FRIEND) as (listener, address):
-        for status in (503, 200):
-            assert _status(address, _asks(b"", line="GET /health")) == status
-            listener.wait(timeout_ms=0)
-
-
 def test_a_body_is_no_longer_than_is_said_whatever_server_reads_it() -> None:
     said: list[Any] = []
     events: list[Any] = [
@@ -228,6 +225,12 @@ def test_a_slow_body_times_out_and_others_are_served(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(http_gateway, "BODY_S", 0.1)
         slow.sendall(b"x")
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def _pem(folder: Path) -> Path:
+    certificate(folder)
+    (folder / "proxy.pem").chmod(0o600)
+    return folder / "proxy.pem"
 
 
 def _is_cut(connection: socket.socket) -> bool:
@@ -365,12 +368,6 @@ def test_a_connection_that_does_not_come_to_its_close_is_cut(
         raw.sendall(_asks(b"no length\r\n", CHUNKED))
         assert raw.recv(100).startswith(b"HTTP/1.1 400")
         _until(listener, lambda: not listener._connections)
-
-
-def _pem(folder: Path) -> Path:
-    certificate(folder)
-    (folder / "proxy.pem").chmod(0o600)
-    return folder / "proxy.pem"
 
 
 def test_https_needs_a_certificate(tmp_path: Path) -> None:
