@@ -31,12 +31,11 @@ from tsqp.lab.research.float_check import FloatCheck, Tolerance
 from tsqp.lab.research.operators import product_holds
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [Path(__file__).parent / "files" / "row_scale.py"]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
 
 # Built-in masks, and those that installed packages register: our own research baselines among them.
 NAMED = {name: find_mask(name) for name in REGISTRY.names()}
-OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in [*FILES, *EXAMPLES])}
+OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in EXAMPLES)}
 MASKS = {**NAMED, **OWN}
 
 # Options other than the defaults that must not change the result either.
