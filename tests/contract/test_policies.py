@@ -111,15 +111,6 @@ def test_a_float_policy_gives_the_tokens_and_logits_of_transformers(
         tolerance.check(its_logits, reference)
 
 
-@each_row("name", builtin_policies())
-def test_a_policy_runs_in_bfloat16(models: Callable[[str], SavedModel], name: str) -> None:
-    model, ids = models("llama"), token_ids(12)
-    tee = model.tee(name, "bfloat16")
-    logits = tee.logits(ids)
-    assert logits.dtype == torch.bfloat16
-    assert (logits.float() - model.logits(ids)).abs().mean() < 0.15
-
-
 @each_row(
     ("name", "kind", "step_tokens"),
     zip([*INTEGERS[:1] * len(KINDS), *INTEGERS[1:]], cycle(KINDS), cycle(STEPS)),
@@ -176,19 +167,17 @@ def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(
     saved_model: Models,
 ) -> None:
     """Pads in some layers, shares in others, clear and TEE in the rest."""
+
+    def on_gpu(mask: str, **where: object) -> dict[str, object]:
+        return {"place": "gpu", "mask": mask, "verify": "none", **where}
+
     mixed = [
-        {"layers": 0, "place": "gpu", "mask": "pad", "verify": "none"},
-        {"layers": 1, "place": "gpu", "mask": "shares", "verify": "none"},
-        {"layers": 2, "phase": "prefill", "place": "gpu", "mask": "none", "verify": "none"},
+        on_gpu("pad", layers=0),
+        on_gpu("shares", layers=1),
+        on_gpu("none", layers=2, phase="prefill"),
         {"layers": 2, "phase": "decode", "place": "tee"},
-        {
-            "layers": "3-",
-            "phase": "decode",
-            "place": "gpu",
-            "mask": {"name": "pad"},
-            "verify": "none",
-        },
-        {"layers": "3-", "phase": "prefill", "place": "gpu", "mask": "shares", "verify": "none"},
+        on_gpu("pad", layers="3-", phase="decode"),
+        on_gpu("shares", layers="3-", phase="prefill"),
     ]
     linear = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     policy = Policy.model_validate(

@@ -35,6 +35,7 @@ from protocol.messages import LMHeadRequest, TensorReply, Timing
 from protocol.pending import PendingChannel
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
+from tests.kit.wire import raw_socket
 
 TINY_S = 0.05
 LARGE = 2**20  # elements: four times what a socket of this machine may hold by default
@@ -485,9 +486,7 @@ def _raw(scheme: str, rest: str) -> socket.socket:
         raw = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
         raw.connect((int(cid), int(number)))
         return raw
-    raw = socket.socket(socket.AF_UNIX)
-    raw.connect(rest.rpartition(",")[2])
-    return raw
+    return raw_socket(rest.rpartition(",")[2])
 
 
 def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:

@@ -122,11 +122,8 @@ TIMING = Timing(queue_us=3, compute_us=MAX_TIMING_US)
 OUTPUT = torch.arange(1, ROWS * OUT + 1, dtype=torch.int32).view(ROWS, OUT)
 
 
-def _empty(dtype: str) -> WireTensor:
-    return WireTensor(dtype, (ROWS, IN), b"")
-
-
-RING = RingLinearRequest(layer_idx=3, module_names=("q_proj", "k_proj"), elements=_empty("int32"))
+NOTHING = WireTensor("int32", (ROWS, IN), b"")
+RING = RingLinearRequest(layer_idx=3, module_names=("q_proj", "k_proj"), elements=NOTHING)
 
 
 def _ring() -> PreparedRequest:
