@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from tee_side.protect.masks.mask import Mask, ProvisionedMask, SegmentMask
 from tee_side.protect.masks.registry import MASKS as REGISTRY
@@ -32,12 +31,11 @@ from tsqp.lab.research.float_check import FloatCheck, Tolerance
 from tsqp.lab.research.operators import product_holds
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [Path(__file__).parent / "files" / "row_scale.py"]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
 
 # Built-in masks, and those that installed packages register: our own research baselines among them.
 NAMED = {name: find_mask(name) for name in REGISTRY.names()}
-OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in [*FILES, *EXAMPLES])}
+OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in EXAMPLES)}
 MASKS = {**NAMED, **OWN}
 
 # Options other than the defaults that must not change the result either.
@@ -97,45 +95,34 @@ def result_does_not_depend_on_luck(case: Case) -> None:
         assert not case.is_verified or _holds(case, trial, trial.result)
 
 
-def _outliers(x: torch.Tensor) -> torch.Tensor:
-    """Make a channel 1,000 times as large, and one row of several."""
-    x = x.clone()
-    x[..., 3] *= 1000
-    if x.shape[-2] > 1:
-        x[..., 1, :] *= 1000
-    return x
+def _times(*factors: tuple[Any, float]) -> Change:
+    """Return what multiplies parts of a tensor."""
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for part, factor in factors:
+            x[part] *= factor
+        return x
+
+    return change
 
 
-def _partly_tiny(x: torch.Tensor) -> torch.Tensor:
-    """Make every other channel small, down to where float32 is about to end, and one zero."""
-    x = x.clone()
-    x[..., ::2] *= 1e-30
-    x[..., 0] = 0
-    return x
-
-
-def _tiny(x: torch.Tensor) -> torch.Tensor:
-    return x * 1e-6
+# A channel 1,000 times as large, and one row of several.
+OUTLIERS = _times((np.s_[..., 3], 1000), (np.s_[..., 1:2, :], 1000))
+# Every other channel down to where float32 is about to end, and one zero.
+PARTLY_TINY = _times((np.s_[..., ::2], 1e-30), (np.s_[..., 0], 0))
 
 
 def outliers_and_tiny_values_do_not_spoil_the_result(case: Case) -> None:
-    for change in (_outliers, _partly_tiny, _tiny):
+    for change in (OUTLIERS, PARTLY_TINY, _times((np.s_[...], 1e-6)), torch.zeros_like):
         trial = case.trial(change=change)
         error = (trial.result.double() - trial.plain.double()).abs().max()
         # Noise of a fixed size brings a rounding of its own, whatever the size of the input.
         most = max(float(trial.plain.double().abs().max()), trial.noise)
-        assert error <= case.mask.tolerance * most, change.__name__
+        assert error <= case.mask.tolerance * most, change
         # Outliers of integers are beyond what the range check lets through, which comes first.
-        if case.is_verified and not (change is _outliers and case.mask.arithmetic == "int8"):
-            assert _holds(case, trial, trial.result), change.__name__
-
-
-def zeros_give_finite_numbers(case: Case) -> None:
-    trial = case.trial(change=torch.zeros_like)
-    assert trial.result.isfinite().all()
-    if case.operator != "embedding":
-        assert trial.result.double().abs().max() <= case.mask.tolerance * trial.noise
-    assert not case.is_verified or _holds(case, trial, trial.result)
+        if case.is_verified and not (change is OUTLIERS and case.mask.arithmetic == "int8"):
+            assert _holds(case, trial, trial.result), change
 
 
 def bfloat16_stays_bfloat16_and_close(case: Case) -> None:
@@ -190,16 +177,9 @@ def _holds(case: Case, trial: Trial, result: torch.Tensor) -> bool:
     return check.holds(x_TI, result, trial.sent, tolerance)
 
 
-def _small_row(x: torch.Tensor) -> torch.Tensor:
-    """Make the first row small beside the others."""
-    x = x.clone()
-    x[..., 0, :] *= 1e-4
-    return x
-
-
 def declared_error_is_not_refused(case: Case) -> None:
     """All of it in one element of the smallest row; what is declared is of the whole tensor."""
-    trial = case.trial(change=_small_row)
+    trial = case.trial(change=_times((np.s_[..., 0, :], 1e-4)))
     result = trial.plain.clone()
     result[..., 0, 5] += case.mask.tolerance * float(trial.plain.abs().max())
     for _ in range(2):
@@ -280,7 +260,6 @@ CONTRACT: dict[Callable[[Case], None], Callable[[Case], bool]] = {
     two_calls_send_different_bytes: lambda case: True,
     what_crosses_is_drawn_from_the_generator_and_from_nothing_else: lambda case: True,
     outliers_and_tiny_values_do_not_spoil_the_result: lambda case: case.is_default,
-    zeros_give_finite_numbers: lambda case: case.is_default,
     bfloat16_stays_bfloat16_and_close: lambda case: (
         case.is_default and case.operator != "embedding" and case.mask.arithmetic == "float"
     ),
@@ -308,18 +287,6 @@ def test_a_mask_keeps_the_contract(
             if applies(case):
                 with subtests.test(f"{rows} rows: {check.__name__}"):
                     check(case)
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_options_refuse_unknown_keys_and_cannot_be_changed(mask: type[Mask]) -> None:
-    with pytest.raises(ValidationError, match="extra_forbidden"):
-        mask(no_such_option=1)  # type: ignore[call-arg]
-    made = mask()
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(made, "no_such_option", 1)  # noqa: B010 - mypy knows that there is none
-    for option in mask.model_fields:
-        with pytest.raises(ValidationError):
-            mask(**{option: -1})
 
 
 def test_only_the_masks_of_the_core_are_exact_uniform_and_not_broken() -> None:

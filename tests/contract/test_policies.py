@@ -7,7 +7,7 @@ give the tokens and the bits of `quantized-clear`, which is the same arithmetic 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ FLOAT = [name for name, policy in POLICIES.items() if policy.arithmetic == "floa
 INTEGER = [name for name, policy in POLICIES.items() if policy.arithmetic == "int8"]
 INTEGERS = [*(name for name in INTEGER if POLICIES[name].masks), "integers-in-tee"]
 
-# More than one query head per key/value head in each; biases, norms of heads, sliding windows. The
-# first, which most policies have, has a bias at every operator.
+# More than one query head per key/value head in each; biases, norms of heads, sliding windows.
 KINDS: dict[str, dict[str, Any]] = {
     "llama-biases": {"attention_bias": True, "mlp_bias": True},
     "llama": {},
@@ -40,7 +39,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
-FIRST = ("llama-biases",)
+# Of several sequences at once, how many tokens of a prompt and how many new ones; in few steps or
+# in many, with prefill in chunks.
+SEVERAL = ((3, 6), (12, 4), (1, 9), (14, 5))
+STEPS = (4, 512)
 PROMPT = token_ids(9)
 # As many layers as the examples need.
 NEW_TOKENS, LAYERS = 6, 3
@@ -79,83 +81,53 @@ def _run(
     return [s.token_ids for s in sequences], [torch.stack(logits[id(s)]) for s in sequences]
 
 
-def _generate(tee: Tee, step_tokens: int = 512) -> tuple[list[int], torch.Tensor]:
-    tokens, logits = _run(tee.engine(step_tokens), [PROMPT], [NEW_TOKENS])
+def _generate(tee: Tee) -> tuple[list[int], torch.Tensor]:
+    tokens, logits = _run(tee.engine(512), [PROMPT], [NEW_TOKENS])
     return tokens[0], logits[0]
 
 
-@each_row(("name", "kind"), [*product(FLOAT[:1], KINDS), *product(FLOAT[1:], FIRST)])
+def _generate_several(tee: Tee, step_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:
+    prompts = [token_ids(length, seed=length) for length, _ in SEVERAL]
+    return _run(tee.engine(step_tokens), prompts, [count for _, count in SEVERAL])
+
+
+@each_row(
+    ("name", "kind", "step_tokens"),
+    zip([*FLOAT[:1] * len(KINDS), *FLOAT[1:]], cycle(KINDS), cycle(STEPS)),
+)
 def test_a_float_policy_gives_the_tokens_and_logits_of_transformers(
-    models: Callable[[str], SavedModel], name: str, kind: str
+    models: Callable[[str], SavedModel], name: str, kind: str, step_tokens: int
 ) -> None:
     model, tolerance = models(kind), _tolerance(name)
-    expected = model.greedy(PROMPT, NEW_TOKENS)
-    reference = model.logits([*PROMPT, *expected[:-1]])[len(PROMPT) - 1 :]
-    # Guards the test: were two tokens as close as the tolerance, their order would be luck.
-    first, second = reference.topk(2).values.unbind(-1)
-    assert (first - second).min() > 2 * tolerance.atol
-    tokens, logits = _generate(model.tee(POLICIES[name]))
-    assert tokens == expected
-    tolerance.check(logits, reference)
+    tokens, logits = _generate_several(model.tee(POLICIES[name]), step_tokens)
+    for (length, count), found, its_logits in zip(SEVERAL, tokens, logits, strict=True):
+        prompt = token_ids(length, seed=length)
+        expected = model.greedy(prompt, count)
+        reference = model.logits([*prompt, *expected[:-1]])[length - 1 :]
+        # Guards the test: were two tokens as close as the tolerance, their order would be luck.
+        first, second = reference.topk(2).values.unbind(-1)
+        assert (first - second).min() > 2 * tolerance.atol
+        assert found == expected
+        tolerance.check(its_logits, reference)
 
 
-@each_row(("name", "chunk"), zip(FLOAT, cycle((4, 1))))
-def test_prefill_in_chunks_equals_prefill_at_once(
-    models: Callable[[str], SavedModel], name: str, chunk: int
-) -> None:
-    model, ids = models("mistral"), token_ids(19, seed=3)
-    tee = model.tee(POLICIES[name])
-    in_chunks = tee.logits(ids, chunk)
-    _tolerance(name).check(in_chunks, tee.logits(ids))
-    _tolerance(name).check(in_chunks, model.logits(ids))
-
-
-@each_row(("name", "step_tokens"), zip(FLOAT, cycle((5, 512))))
-def test_several_sequences_at_once_equal_each_alone(
-    models: Callable[[str], SavedModel], name: str, step_tokens: int
-) -> None:
-    model = models("llama")
-    prompts, new_tokens = [token_ids(n, seed=n) for n in (3, 12, 1)], [6, 4, 9]
-    found, _ = _run(model.tee(POLICIES[name]).engine(step_tokens), prompts, new_tokens)
-    assert found == [model.greedy(p, n) for p, n in zip(prompts, new_tokens, strict=True)]
-
-
-@each_row("name", builtin_policies())
-def test_a_policy_runs_in_bfloat16(models: Callable[[str], SavedModel], name: str) -> None:
-    model, ids = models("llama"), token_ids(12)
-    tee = model.tee(name, "bfloat16")
-    logits = tee.logits(ids)
-    assert logits.dtype == torch.bfloat16
-    assert (logits.float() - model.logits(ids)).abs().mean() < 0.15
-
-
-@pytest.fixture(scope="module")
-def clear(models: Callable[[str], SavedModel]) -> Callable[[str], tuple[list[int], torch.Tensor]]:
-    """Return what quantized-clear generates with a model, once a kind."""
-    made: dict[str, tuple[list[int], torch.Tensor]] = {}
-
-    def get(kind: str) -> tuple[list[int], torch.Tensor]:
-        if kind not in made:
-            made[kind] = _generate(models(kind).tee("quantized-clear"))
-        return made[kind]
-
-    return get
-
-
-@each_row(("name", "kind"), [*product(INTEGERS[:1], KINDS), *product(INTEGERS[1:], FIRST)])
+@each_row(
+    ("name", "kind", "step_tokens"),
+    zip([*INTEGERS[:1] * len(KINDS), *INTEGERS[1:]], cycle(KINDS), cycle(STEPS)),
+)
 def test_integers_are_the_same_bits_whatever_hides_them(
-    models: Callable[[str], SavedModel], clear: Any, name: str, kind: str
+    models: Callable[[str], SavedModel], name: str, kind: str, step_tokens: int
 ) -> None:
-    tee = models(kind).tee(POLICIES.get(name, INTEGERS_IN_TEE))
-    tokens, logits = _generate(tee)
-    expected_tokens, expected = clear(kind)
-    assert tokens == expected_tokens
-    assert torch.equal(logits, expected)
-    assert len(tokens) == NEW_TOKENS
+    """Steps of both hold the same rows a sequence: a policy with phases splits them otherwise."""
+    policy = POLICIES.get(name, INTEGERS_IN_TEE)
+    tee = models(kind).tee(policy)
+    tokens, logits = _generate_several(tee, step_tokens)
+    same, expected = _generate_several(models(kind).tee("quantized-clear"), step_tokens)
+    assert tokens == same
+    assert all(map(torch.equal, logits, expected))
+    assert [len(found) for found in tokens] == [count for _, count in SEVERAL]
     # Guards the test: something was sent, if the policy sends something, and it is ring elements.
-    sent = [len(channel.requests) for channel in tee.channels]
-    assert len(sent) == POLICIES.get(name, INTEGERS_IN_TEE).services
-    assert all(sent)
+    assert len(tee.channels) == policy.services
     for channel in tee.channels:
         assert {expanded(request).elements.dtype for request in channel.requests} == {"int32"}
 
@@ -170,11 +142,11 @@ def test_integers_are_close_to_floats(models: Callable[[str], SavedModel], kind:
 
 @each_row(("name", "kind"), zip(cycle(("shielded", "shielded-prefill")), KINDS))
 def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
-    models: Callable[[str], SavedModel], clear: Any, name: str, kind: str
+    models: Callable[[str], SavedModel], name: str, kind: str
 ) -> None:
     tee = models(kind).tee(name, when_out="tee")
     (pads,) = tee.assembly.pads.values()
-    expected_tokens, expected = clear(kind)
+    expected_tokens, expected = _generate(models(kind).tee("quantized-clear"))
     tokens, logits = _generate(tee)
     assert tokens == expected_tokens
     assert torch.equal(logits, expected)
@@ -191,41 +163,21 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     assert len(tee.channels[0].requests) == (4 * LAYERS + 1) * (3 if name == "shielded" else 4)
 
 
-@each_row(
-    ("name", "kind", "step_tokens"),
-    zip(INTEGERS, cycle(KINDS), cycle((4, 512))),
-)
-def test_integers_of_several_sequences_are_the_same_bits(
-    models: Callable[[str], SavedModel], name: str, kind: str, step_tokens: int
-) -> None:
-    """Steps of both hold the same rows a sequence: a policy with phases splits them otherwise."""
-    model = models(kind)
-    prompts, new_tokens = [token_ids(n, seed=n) for n in (3, 12, 1, 14)], [6, 4, 9, 5]
-    policy = POLICIES.get(name, INTEGERS_IN_TEE)
-    found, logits = _run(model.tee(policy).engine(step_tokens), prompts, new_tokens)
-    same, expected = _run(model.tee("quantized-clear").engine(step_tokens), prompts, new_tokens)
-    assert found == same
-    for one, other in zip(logits, expected, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(
     saved_model: Models,
 ) -> None:
     """Pads in some layers, shares in others, clear and TEE in the rest."""
+
+    def on_gpu(mask: str, **where: object) -> dict[str, object]:
+        return {"place": "gpu", "mask": mask, "verify": "none", **where}
+
     mixed = [
-        {"layers": 0, "place": "gpu", "mask": "pad", "verify": "none"},
-        {"layers": 1, "place": "gpu", "mask": "shares", "verify": "none"},
-        {"layers": 2, "phase": "prefill", "place": "gpu", "mask": "none", "verify": "none"},
+        on_gpu("pad", layers=0),
+        on_gpu("shares", layers=1),
+        on_gpu("none", layers=2, phase="prefill"),
         {"layers": 2, "phase": "decode", "place": "tee"},
-        {
-            "layers": "3-",
-            "phase": "decode",
-            "place": "gpu",
-            "mask": {"name": "pad"},
-            "verify": "none",
-        },
-        {"layers": "3-", "phase": "prefill", "place": "gpu", "mask": "shares", "verify": "none"},
+        on_gpu("pad", layers="3-", phase="decode"),
+        on_gpu("shares", layers="3-", phase="prefill"),
     ]
     linear = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     policy = Policy.model_validate(

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from gpu_side.encoding import open_request
 from protocol.shared_memory import ATTACH, Areas, Lane, adopt, create, frames_in
@@ -44,9 +44,6 @@ class RawClient:
         assert self.lane.put(slot, frames) is not None
         self.wake_up()
 
-    def write_line(self, slot: int, number: int, size: int) -> None:
-        write_line(self.lane, slot, number, size, of_client=True)
-
     def wake_up(self) -> None:
         """Let the service look; it may have dropped us by now."""
         with suppress(ConnectionError):
@@ -77,43 +74,29 @@ def message(frames: Sequence[Buffer]) -> bytes:
     return b"".join(to_pieces(frames)[0])
 
 
-class RawService:
-    """A service's end of a segment, without a listener: it lets in one client after the other.
+class RawService(ExitStack):
+    """A service's end of a segment, without a listener. Use as a context manager.
 
-    Use as a context manager. `lane`, its `file` and `socket` are there after `accept`.
+    `lane` and `socket` are there after `accept`.
     """
 
     lane: Lane
     socket: socket.socket
-    file: int = -1
 
     def __init__(self, endpoint: str) -> None:
-        self._listening = socket.socket(socket.AF_UNIX)
+        super().__init__()
+        self._listening = self.enter_context(socket.socket(socket.AF_UNIX))
         self._listening.bind(endpoint.removeprefix("shm://"))
         self._listening.listen(8)
-        self._open = [self._listening]
-
-    def __enter__(self) -> RawService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in self._open:
-            one.close()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
 
     def accept(self) -> None:
         """Let a `ShmChannel` in, which has sent something."""
-        probing, _ = self._listening.accept()
-        self.socket, _ = self._listening.accept()
-        self._open += [probing, self.socket]
-        said, files, _, _ = socket.recv_fds(self.socket, 4, 2)
+        self.enter_context(self._listening.accept()[0])
+        self.socket = self.enter_context(self._listening.accept()[0])
+        said, (file,), _, _ = socket.recv_fds(self.socket, 4, 2)
+        self.callback(os.close, file)
         assert said == ATTACH
-        if self.file >= 0:
-            os.close(self.file)
-        (self.file,) = files
-        self.lane = adopt(self.file, os.getuid())
+        self.lane = adopt(file, os.getuid())
 
     def request(self) -> tuple[int, int]:
         """Return the slot of the next request, which has come, and its id."""
@@ -121,6 +104,3 @@ class RawService:
         assert slot >= 0
         frames = frames_in(self.lane.view(slot), "client", max_frames=4, max_message_bytes=2**30)
         return slot, open_request(list(map(bytes, frames)), 2**20).request_id
-
-    def write_line(self, slot: int, number: int, size: int) -> None:
-        write_line(self.lane, slot, number, size, of_client=False)

@@ -2,44 +2,38 @@
 
 Services lie in every way that tests.kit.lies knows, stop, come back as others, with other models
 or in each other's place, while a runner generates. After every step the tokens and logits are the
-right ones, or there was one typed error within the deadline and a second; no pad was used twice; a
-retry sends what was sent before; and no service saw both shares of anything.
+right ones, or there was one typed error; no pad was used twice; a retry sends what was sent before;
+and no service saw both shares of anything.
 
 Only the sockets and the clock are not real: a wait for what does not come is over at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 
-from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol import pending
-from protocol.errors import DeadlineExceededError, ErrorCode, ProtocolError, TsqpError
-from protocol.messages import HealthRequest, InitRequest, Response
+from protocol.errors import DeadlineExceededError, TsqpError
 from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer
 from tee_side import runner as runner_module
@@ -50,7 +44,8 @@ from tee_side.remote import linear as linear_module
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.services import connected, member, replicas
 from tee_side.runner import Runner, RunnerSettings
-from tests.kit.lies import REORDERED, RESULT_LIES, WIRE_LIES, Lie, Memory, Occasion
+from tests.kit.lie import MaliciousService
+from tests.kit.lies import RESULT_LIES, WIRE_LIES, Lie, Memory
 from tests.kit.model import SavedModel, make_model, token_ids
 
 # The memory of a bomb is for the fuzzer; here it would only take time.
@@ -59,18 +54,8 @@ LIES = [lie for lie in (*WIRE_LIES, *RESULT_LIES) if lie.name not in _LARGE]
 TIMEOUT_S = 2.0
 MAX_BYTES = 2**20
 NEW_TOKENS = 2
-PROMPTS = tuple(tuple(token_ids(count, seed=40 + count, vocab_size=64)) for count in (5, 9))
+PROMPTS = tuple(tuple(token_ids(count, seed=40 + count)) for count in (5, 9))
 ENDPOINTS = tuple(f"tcp://127.0.0.1:{number}" for number in range(1, 5))
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 
 
 class Clock:
@@ -95,62 +80,42 @@ class Clock:
         self.now_ns = max(self.now_ns, int(moment * 1e9) + 1000)
 
 
-class Process:
-    """A service process: its name, its model, and what the adversary told it."""
+class Process(MaliciousService):
+    """A service process without a listener. `shares`: those that each session sent it."""
 
     def __init__(self, weights: ServiceWeights, seed: int) -> None:
-        self.operators = RequestHandler(weights, MAX_BYTES)
-        self.chance = random.Random(seed)
-        self.memory = Memory()
-        # For each of the next requests.
-        self.plan: deque[Lie | None] = deque()
-        self.told = 0
-        # Shares that it was sent, by the session that sent them.
+        self.told = self.requests = 0
+        self.memory, self._chance = Memory(), random.Random(seed)
+        self._operators = RequestHandler(weights, MAX_BYTES)
+        self._plan = self._lying_init = None
+        self.listener = Mock()
         self.shares: dict[int, set[int]] = {}
 
     def answer(self, client: bytes, frames: Sequence[bytes]) -> list[list[bytes]]:
         """Return the messages that it sends back."""
-        opened = open_request([memoryview(bytearray(f)) for f in frames], MAX_BYTES)
-        request = read_request(opened)
-        memory, compute = self.memory, self._compute
-        response: Response | ErrorCode
-        try:
-            response = compute(request)
-        except ProtocolError as error:
-            response = error.code
-        if isinstance(response, ErrorCode) or isinstance(request, InitRequest):
-            honest = encode_reply(Form.FRAMED, opened.request_id, opened.method, response)
-            return [[bytes(frame) for frame in honest]]
-        occasion = Occasion(
-            client, request, opened.request_id, response, compute, memory, self.chance
-        )
-        lie = self.plan[0] if self.plan else None
-        # Swapping two replies takes two requests.
-        if self.plan and (lie is not REORDERED or memory.held is not None):
-            self.plan.popleft()
-        sent, memory.owed = [*memory.owed], []
-        sent += [occasion.encoded()] if lie is None else lie.tell(occasion)
-        self.told += lie is not None
-        memory.earlier.append((client, occasion.encoded()))
-        memory.results.append(occasion.output)
-        del memory.earlier[:-8], memory.results[:-8]
-        return sent
-
-    def _compute(self, request: Any) -> Response:
-        if isinstance(request, HealthRequest):
-            raise ProtocolError("Health", got="it", expected="", code=ErrorCode.UNKNOWN_METHOD)
+        self.listener.send.reset_mock()
         with torch.inference_mode():
-            return self.operators.apply(request)[0]
+            views = [memoryview(bytearray(frame)) for frame in frames]
+            self._answer(Incoming((client,), views, 0))
+        return [list(map(bytes, call.args[1])) for call in self.listener.send.call_args_list]
 
 
 @dataclass
 class World:
-    """Which process is at which endpoint, and what was sent in the ring."""
+    """Which process is where; what was sent in the ring, for how many products, with which pads."""
 
-    clock: Clock
-    at: dict[str, Process | None]
+    clock: Clock = field(default_factory=Clock)
+    at: dict[str, Process | None] = field(default_factory=dict)
     session: int = 0
     ring: set[bytes] = field(default_factory=set)
+    products: int = 0
+    # With the stores themselves, so that no number of one is given to another.
+    pads: set[tuple[PadStore, int, int]] = field(default_factory=set)
+    repeated: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def processes(self) -> set[Process]:
+        return {process for process in self.at.values() if process is not None}
 
 
 class FakeChannel(PendingChannel):
@@ -206,7 +171,7 @@ def _models(folder: Path) -> tuple[SavedModel, ServiceWeights, ServiceWeights]:
     for name, seed in (("right", 1), ("other", 2)):
         directory = folder / name
         directory.mkdir()
-        reference = make_model(directory, seed=seed, **SIZES)
+        reference = make_model(directory, seed=seed, num_hidden_layers=2)
         weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
         loaded.append((SavedModel(directory, reference), weights))
     return loaded[0][0], loaded[0][1], loaded[1][1]
@@ -216,9 +181,8 @@ def _models(folder: Path) -> tuple[SavedModel, ServiceWeights, ServiceWeights]:
 def _right_answer(folder: Path, policy: str, prompt: int) -> tuple[list[int], torch.Tensor]:
     """Return tokens and logits of services that do not lie."""
     model, weights, _ = _models(folder)
-    world = World(Clock(), {})
-    world.at = {endpoint: Process(weights, 0) for endpoint in ENDPOINTS}
-    with _patched(world, Witness()), _open_run(model, policy) as run:
+    world = World(at={endpoint: Process(weights, 0) for endpoint in ENDPOINTS})
+    with _patched(world), _open_run(model, policy) as run:
         return _generate(run, prompt)
 
 
@@ -245,112 +209,77 @@ def _generate(run: Runner, prompt: int) -> tuple[list[int], torch.Tensor]:
     return [one.token_id for one in found], torch.stack([one.logits_V for one in found])
 
 
-class Witness:
-    """Looks on: which pads were read, how many products there were, how long a reply took."""
-
-    def __init__(self) -> None:
-        self.pads: set[tuple[int, int, int]] = set()
-        self.repeated: list[tuple[int, int, int]] = []
-        self.products = 0
-        self.longest_s = 0.0
-        # Kept, so that no number of a store is given to another.
-        self._stores: dict[int, PadStore] = {}
-
-    def read(self, store: PadStore, indices: range, site: int) -> None:
-        self._stores[id(store)] = store
-        for index in indices:
-            pad = id(store), index, site
-            if pad in self.pads:
-                self.repeated.append(pad)
-            self.pads.add(pad)
-
-
 @contextmanager
-def _patched(world: World, witness: Witness) -> Iterator[None]:
-    """Have runners live in a world, under the eyes of a witness."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (pending, member, replicas, connected):
-            patch.setattr(module, "time", world.clock)
-        # A game that is played again ends the same: whether a bit that is flipped below a pad comes
-        # through depends on the pad.
-        draw = random.Random(0)
-        patch.setattr(os, "urandom", draw.randbytes)
-        patch.setattr(secrets, "randbits", draw.getrandbits)
-        patch.setattr(
-            runner_module,
-            "open_channel",
-            lambda endpoint, **settings: FakeChannel(world, endpoint, **settings),
-        )
-        factors, wait = PadStore.factors, replicas.Replicas.wait
+def _patched(world: World) -> Iterator[None]:
+    """Have runners live in a world, which sees what they do."""
+    # A game that is played again ends the same: whether a bit that is flipped below a pad comes
+    # through depends on the pad.
+    draw = random.Random(0)
+    factors = PadStore.factors
 
-        def read(store: PadStore, indices: range, site: int) -> Any:
-            witness.read(store, indices, site)
-            return factors(store, indices, site)
+    def read(store: PadStore, indices: range, site: int) -> Any:
+        pads = {(store, index, site) for index in indices}
+        world.repeated += [pad[1:] for pad in pads & world.pads]
+        world.pads |= pads
+        return factors(store, indices, site)
 
-        def read_all(
-            store: PadStore, indices: range
-        ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-            return {site: store.factors(indices, site) for site in store.layout.by_number}
+    def read_all(store: PadStore, indices: range) -> Any:
+        return {site: store.factors(indices, site) for site in store.layout.by_number}
 
-        def called(plan: CallPlan, x_TI: Any) -> Any:
-            witness.products += 1
-            return carry_out(plan, x_TI)
+    def called(plan: CallPlan, x_TI: Any) -> Any:
+        world.products += 1
+        return carry_out(plan, x_TI)
 
-        def waited(channel: replicas.Replicas, request_id: int) -> Any:
-            began = world.clock.monotonic()
-            try:
-                return wait(channel, request_id)
-            finally:
-                witness.longest_s = max(witness.longest_s, world.clock.monotonic() - began)
-
-        patch.setattr(PadStore, "factors", read)
-        patch.setattr(PadStore, "all_factors", read_all)
-        patch.setattr(linear_module, "carry_out", called)
-        patch.setattr(replicas.Replicas, "wait", waited)
+    with ExitStack() as patches:
+        for owner, name, value in (
+            *((module, "time", world.clock) for module in (pending, member, replicas, connected)),
+            (os, "urandom", draw.randbytes),
+            (secrets, "randbits", draw.getrandbits),
+            (runner_module, "open_channel", partial(FakeChannel, world)),
+            (PadStore, "factors", read),
+            (PadStore, "all_factors", read_all),
+            (linear_module, "carry_out", called),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
         yield
 
 
-endpoints = st.sampled_from(ENDPOINTS)
-prompts = st.integers(0, len(PROMPTS) - 1)
+# What the adversary does, with up to two endpoints, before the next generation or in it.
+KINDS = ("generate", "lie", "all lie", "stop", "restart", "other model", "swap", "copy", "close")
 
 
-class MaliciousGpu(RuleBasedStateMachine):
-    """`folder`, `policy`, `ended` (how generations did): set on a subclass for each test."""
+def moves(lies: Sequence[Lie]) -> st.SearchStrategy[list[Any]]:
+    places, after, prompts = st.sampled_from(ENDPOINTS), st.integers(0, 6), st.integers(0, 1)
+    move = st.tuples(st.sampled_from(KINDS), places, places, st.sampled_from(lies), after, prompts)
+    return st.lists(move, min_size=6, max_size=10)
 
-    folder: Path
-    policy: str
-    ended: Counter[str]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.weights, self.other = _models(self.folder)
-        self.world = World(Clock(), {})
-        self.witness = Witness()
-        self.services = load_policy(self.policy).services
-        self.stack = ExitStack()
-        self.stack.enter_context(_patched(self.world, self.witness))
+class Game:
+    """`ended`: how generations did, of all games."""
+
+    def __init__(self, folder: Path, policy: str, ended: Counter[str]) -> None:
+        self.folder, self.policy, self.ended = folder, policy, ended
+        self.model, self.weights, self.other = _models(folder)
+        self.services = load_policy(policy).services
+        self.world = World()
         self.run: Runner | None = None
-        self.wrong: list[str] = []
-        self.seed = 0
+        self.seeds = itertools.count()
+        self.restart(*ENDPOINTS)
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         if self.run is not None:
             self.run.close()
-        self.stack.close()
+        self.run = None
 
-    def _process(self, weights: ServiceWeights | None = None) -> Process:
-        self.seed += 1
-        return Process(weights or self.weights, self.seed)
+    def restart(self, *endpoints: str, other: bool = False) -> None:
+        weights = self.other if other else self.weights
+        for endpoint in endpoints:
+            self.world.at[endpoint] = Process(weights, next(self.seeds))
 
-    @initialize()
-    def begin(self) -> None:
-        self.world.at = {endpoint: self._process() for endpoint in ENDPOINTS}
-
-    @rule(prompt=prompts)
     def generate(self, prompt: int) -> None:
         """Generate: what comes out is right, or one typed error."""
         right = _right_answer(self.folder, self.policy, prompt)
-        told = sum(self._lies())
+        told = sum(process.told for process in self.world.processes)
         try:
             if self.run is None:
                 self.world.session += 1
@@ -360,84 +289,39 @@ class MaliciousGpu(RuleBasedStateMachine):
             self.ended[type(error).__name__] += 1
             # Over; the next begins anew, and where it could not begin, with other services.
             if self.run is None:
-                self.begin()
-            else:
-                self.run.close()
-            self.run = None
+                self.restart(*ENDPOINTS)
+            self.close()
             return
-        if tokens != right[0] or not torch.equal(logits, right[1]):
-            self.wrong.append(f"prompt {prompt}: {tokens}, not {right[0]}")
-        self.ended["right after a lie" if sum(self._lies()) > told else "right"] += 1
+        assert tokens == right[0], f"prompt {prompt}"
+        assert torch.equal(logits, right[1]), f"prompt {prompt}: logits"
+        lied = sum(process.told for process in self.world.processes) > told
+        self.ended["right after a lie" if lied else "right"] += 1
 
-    def _lies(self) -> Iterator[int]:
-        return (process.told for process in self.world.at.values() if process is not None)
-
-    @rule(prompt=prompts, endpoint=endpoints, lie=st.sampled_from(LIES), after=st.integers(0, 6))
-    def lie(self, prompt: int, endpoint: str, lie: Lie, after: int) -> None:
-        """Have one of them lie, and generate."""
-        process = self.world.at[endpoint]
-        if process is not None:
-            process.plan += [*[None] * after, lie]
-        self.generate(prompt)
-
-    @rule(prompt=prompts, lie=st.sampled_from(LIES), after=st.integers(0, 6))
-    def all_lie(self, prompt: int, lie: Lie, after: int) -> None:
-        """Have all of them lie, and generate."""
-        for process in {process for process in self.world.at.values() if process is not None}:
-            process.plan += [*[None] * after, lie]
-        self.generate(prompt)
-
-    @rule(endpoint=endpoints)
-    def stop(self, endpoint: str) -> None:
-        self.world.at[endpoint] = None
-
-    @rule(endpoint=endpoints)
-    def restart(self, endpoint: str) -> None:
-        self.world.at[endpoint] = self._process()
-
-    @rule(endpoint=endpoints)
-    def restart_with_another_model(self, endpoint: str) -> None:
-        self.world.at[endpoint] = self._process(self.other)
-
-    @rule(first=endpoints, second=endpoints)
-    def change_places(self, first: str, second: str) -> None:
+    def move(self, kind: str, first: str, second: str, lie: Lie, after: int, prompt: int) -> None:
         at = self.world.at
-        at[first], at[second] = at[second], at[first]
+        if kind == "stop":
+            at[first] = None
+        elif kind in ("restart", "other model"):
+            self.restart(first, other=kind == "other model")
+        elif kind == "swap":
+            at[first], at[second] = at[second], at[first]
+        elif kind == "copy":
+            at[second] = at[first]
+        elif kind == "close":
+            self.close()
+        else:
+            for process in self.world.processes:
+                if kind == "all lie" or (kind == "lie" and process is at[first]):
+                    process.tell(lie, after)
+            self.generate(prompt)
 
-    @rule(first=endpoints, second=endpoints)
-    def answer_in_two_places(self, first: str, second: str) -> None:
-        self.world.at[second] = self.world.at[first]
-
-    @rule()
-    def begin_another_session(self) -> None:
-        if self.run is not None:
-            self.run.close()
-        self.run = None
-
-    @invariant()
-    def right_or_one_typed_error(self) -> None:
-        assert not self.wrong, self.wrong
-
-    @invariant()
-    def within_the_deadline(self) -> None:
-        assert self.witness.longest_s <= TIMEOUT_S + 1
-
-    @invariant()
-    def no_pad_is_used_twice(self) -> None:
-        assert not self.witness.repeated
-
-    @invariant()
-    def what_is_sent_again_is_the_same(self) -> None:
-        """As many different tensors as products, a share each; not one more for all retries."""
-        assert len(self.world.ring) <= self.witness.products * self.services
-
-    @invariant()
-    def nobody_saw_both_shares(self) -> None:
-        if self.services == 1:
-            return
-        for process in self.world.at.values():
-            if process is not None:
-                assert all(len(shares) == 1 for shares in process.shares.values())
+    def check(self) -> None:
+        world = self.world
+        assert not world.repeated, "a pad was used twice"
+        # As many different tensors as products, a share each; not one more for all retries.
+        assert len(world.ring) <= world.products * self.services
+        for process in world.processes if self.services > 1 else ():
+            assert all(len(shares) == 1 for shares in process.shares.values())
 
 
 @pytest.fixture(scope="module")
@@ -445,33 +329,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("malicious")
 
 
-def play(folder: Path, policy: str, *, games: int = 300, controlled: bool = True) -> Counter[str]:
-    """Play; return how generations ended. Raises AssertionError where the GPU won.
-
-    `controlled`: it should, and the shortest way to it is of no interest.
-    """
+def play(
+    folder: Path, policy: str, games: int, lies: Sequence[Lie], *phases: Phase
+) -> Counter[str]:
+    """Play; return how generations ended. Raises AssertionError where the GPU won."""
     ended: Counter[str] = Counter()
-    fields = {"folder": folder, "policy": policy, "ended": ended}
-    machine = type("Machine", (MaliciousGpu,), fields)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            # A way to win has to be met with; it ends the search.
-            max_examples=games,
-            stateful_step_count=14,
-            phases=[Phase.generate] if controlled else list(Phase),
-            deadline=None,
-            derandomize=True,
-            database=None,
-            print_blob=False,
-        ),
-    )
+
+    @settings(max_examples=games, phases=phases, deadline=None, derandomize=True, database=None)
+    @given(moves(lies))
+    def one(played: list[Any]) -> None:
+        game = Game(folder, policy, ended)
+        with _patched(game.world), closing(game):
+            for move in played:
+                game.move(*move)
+                game.check()
+
+    one()
     return ended
 
 
 @pytest.mark.parametrize("policy", ["shielded", "two-server"])
 def test_a_malicious_gpu_never_wins(folder: Path, policy: str) -> None:
-    ended = play(folder, policy, games=8, controlled=False)
+    ended = play(folder, policy, 8, LIES, *Phase)
     # It was neither left alone nor kept from everything.
     good = ended.pop("right"), ended.pop("right after a lie")
     assert min(good) > 0, good
@@ -484,5 +363,6 @@ def test_without_verification_it_wins(folder: Path) -> None:
     path = folder / "trusting.toml"
     text = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
     path.write_text(text.replace('verify = "freivalds"', 'verify = "none"'), encoding="utf-8")
+    # The shortest way to it is of no interest.
     with pytest.raises(AssertionError, match="prompt"):
-        play(folder, str(path))
+        play(folder, str(path), 100, RESULT_LIES, Phase.generate)

@@ -1,10 +1,18 @@
-"""The ring's products equal int64 arithmetic modulo 2^32, bit by bit, whatever the sizes."""
+"""The ring's products equal int64 arithmetic modulo 2^32, bit by bit, whatever the sizes.
+
+And compiled kernels: which are chosen, that a wrong or broken one is not, what threads share.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import (
     DIGITS,
@@ -17,6 +25,8 @@ from protocol.integer import (
     ring_product,
     to_digits,
 )
+from protocol.native.loading import load
+from protocol.native.proof import PORTABLE, differs
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.rows import each_row
 
@@ -157,3 +167,82 @@ def test_a_processor_that_is_not_exact_is_found(
     monkeypatch.setattr(torch, "_int_mm", product)
     with pytest.raises(KernelError, match=r"int8 products on cpu: got wrong numbers for \["):
         check_kernels(CPU)
+
+
+REAL = native.library
+compiled_only = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")
+
+
+@pytest.fixture
+def chosen_again() -> Iterator[None]:
+    before = native.choice()
+    yield
+    native.use(before.variant)
+
+
+@compiled_only
+def test_every_variant_of_this_processor_proves_itself() -> None:
+    assert KERNELS[:2] == ("torch", PORTABLE)
+    assert not [name for name in native.library.variants() if differs(native.library, name)]
+
+
+@compiled_only
+@each_row("kernel", ["product", "rope", "attention"])
+def test_a_variant_with_a_wrong_kernel_is_not_used(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, chosen_again: None
+) -> None:
+    best = REAL.variants()[-1]
+    if best == PORTABLE:
+        pytest.skip("a processor with the portable variant alone")
+    right, library, used = getattr(REAL, kernel), Mock(wraps=REAL), [PORTABLE]
+    library.use = lambda variant: (used.append(variant), REAL.use(variant))
+    # It does nothing: what was in memory before stays.
+    wrong = {kernel: lambda *given: 0 if used[-1] == best else right(*given)}
+    library.configure_mock(**wrong)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", library)
+        found = native.use()
+        assert best in found.refused
+        assert found.variant != best
+        with pytest.raises(KernelError, match=f"kernels {best}: got wrong results"):
+            native.use(best)
+
+
+def test_without_a_library_torch_computes_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chosen_again: None
+) -> None:
+    with pytest.raises(KernelError, match="got 'sse9', expected one of auto, torch"):
+        native.use("sse9")
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", None)
+        assert native.use() == native.Choice("torch", (), False)
+        assert [record.message for record in caplog.records] == ["no_compiled_kernels"]
+        assert not native.compiled_for(torch.float32)
+        with pytest.raises(KernelError):
+            native.use(PORTABLE)
+
+
+_SHORT, _OTHER = "cut short, or no library", "built for another processor or system"
+# By name: a damage, and what is said of it. Byte 18 of an ELF header names the machine.
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "half": (lambda library: library[: len(library) // 2], _SHORT),
+    "empty": (lambda library: b"", _SHORT),
+    "machine": (lambda library: library[:18] + b"\xf3\0" + library[20:], _OTHER),
+    "symbols": (lambda library: library.replace(b"PyInit__native", b"PyInit__nothin"), _OTHER),
+}
+
+
+@compiled_only
+def test_a_library_that_does_not_load_is_of_no_use_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    whole = Path(REAL.__file__).read_bytes()
+    found = {}
+    for name, (damage, _) in DAMAGES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / Path(REAL.__file__).name).write_bytes(damage(whole))
+        found[name] = load(f"{name}._native")
+    assert found == {name: (None, why) for name, (_, why) in DAMAGES.items()}
+    assert load("protocol.native._native") == (REAL, "")
+    assert load("protocol.native._none") == (None, "")

@@ -122,11 +122,8 @@ TIMING = Timing(queue_us=3, compute_us=MAX_TIMING_US)
 OUTPUT = torch.arange(1, ROWS * OUT + 1, dtype=torch.int32).view(ROWS, OUT)
 
 
-def _empty(dtype: str) -> WireTensor:
-    return WireTensor(dtype, (ROWS, IN), b"")
-
-
-RING = RingLinearRequest(layer_idx=3, module_names=("q_proj", "k_proj"), elements=_empty("int32"))
+NOTHING = WireTensor("int32", (ROWS, IN), b"")
+RING = RingLinearRequest(layer_idx=3, module_names=("q_proj", "k_proj"), elements=NOTHING)
 
 
 def _ring() -> PreparedRequest:
@@ -219,33 +216,27 @@ def test_another_reply_is_refused(
 compiled_only = pytest.mark.skipif(native.library is None, reason="no compiled kernels")
 
 
-class Taking:
-    """`lane_take` over an area of our own."""
-
-    def __init__(self) -> None:
-        self.shape = _ring().answered_as
-        self.payload = torch.empty(ROWS, OUT, dtype=torch.int32)
-        self.times = np.zeros(2, np.int64)
-
-    def take(self, message: bytes | bytearray, size: int | None = None) -> int:
-        area = np.frombuffer(bytes(message), np.uint8)
-        seen = np.array([1, len(message) if size is None else size], np.uint64)
-        self.payload.zero_()
-        taken: int = native.library.lane_take(
-            *(self.shape.address, ID, area.ctypes.data, 0, seen.ctypes.data, -1),
-            *(self.payload.data_ptr(), self.times.ctypes.data),
-        )
-        assert self.payload.any() == (taken == 1)
-        return taken
-
-
 @compiled_only
 def test_compiled_code_takes_the_expected_reply_and_no_other() -> None:
-    taking, message = Taking(), b"".join(to_pieces(_reply(ID))[0])
-    assert len(message) == taking.shape.total_bytes
-    assert taking.take(message) == 1
-    assert torch.equal(taking.payload, OUTPUT)
-    assert taking.times.tolist() == [3, MAX_TIMING_US]
+    shape, message = _ring().answered_as, b"".join(to_pieces(_reply(ID))[0])
+    payload, times_us = torch.empty(ROWS, OUT, dtype=torch.int32), np.zeros(2, np.int64)
+
+    def take_from(message: bytes | bytearray, size: int) -> int:
+        area = np.frombuffer(bytes(message), np.uint8)
+        seen = np.array([1, size], np.uint64)
+        payload.zero_()
+        taken: int = native.library.lane_take(
+            *(shape.address, ID, area.ctypes.data, 0, seen.ctypes.data, -1),
+            *(payload.data_ptr(), times_us.ctypes.data),
+        )
+        assert payload.any() == (taken == 1)
+        return taken
+
+    size = len(message)
+    assert size == shape.total_bytes
+    assert take_from(message, size) == 1
+    assert torch.equal(payload, OUTPUT)
+    assert times_us.tolist() == [3, MAX_TIMING_US]
     places = [64 + place for place in REPLY.places]
     times = {at + i for at in places[1:] for i in range(8)}
     for at in range(len(message) - OUTPUT.nbytes):
@@ -253,14 +244,14 @@ def test_compiled_code_takes_the_expected_reply_and_no_other() -> None:
         # A time that is less than the largest is as good; its first byte makes it larger.
         changed[at] ^= 1 if at not in times else 0x80
         if at not in times or at in places[1:]:
-            assert taking.take(changed) == -1, at
+            assert take_from(changed, size) == -1, at
     for place in places[1:]:
         for time_us in (MAX_TIMING_US + 1, 2**63, 2**64 - 1):
             late = time_us.to_bytes(8, "big")
-            assert taking.take(message[:place] + late + message[place + 8 :]) == -1
-    for size in (0, len(message) - 1, len(message) + 1, 2**63):
-        assert taking.take(message, size) == -1
-    assert taking.take(b"".join(to_pieces(_reply(ID + 1))[0])) == -1
+            assert take_from(message[:place] + late + message[place + 8 :], size) == -1
+    for other in (0, size - 1, size + 1, 2**63):
+        assert take_from(message, other) == -1
+    assert take_from(b"".join(to_pieces(_reply(ID + 1))[0]), size) == -1
 
 
 @compiled_only

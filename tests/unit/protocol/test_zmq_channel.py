@@ -15,62 +15,29 @@ import pytest
 import torch
 import zmq
 
-from gpu_side.encoding import open_request
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest
-from protocol.tensors import Buffer, from_torch
+from protocol.tensors import from_torch
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import QUEUED_MESSAGES
 from tests.kit.rows import each_row
 from tests.kit.wire import connected, take, tensor_reply
 
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
-LOST = "a lost connection while LMHead was waiting"
-TOO_MANY = [b""] * (MAX_REPLY_FRAMES + 1)
-
-
-class Peer:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(endpoint)
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.identity = b""
-
-    def receive(self) -> int:
-        """Return the id of the next request."""
-        assert self.socket.poll(10_000), "no request came"
-        self.identity, *frames = self.socket.recv_multipart()
-        return open_request(frames, 2**30).request_id
-
-    def send(self, *frames: Buffer) -> None:
-        self.socket.send_multipart([self.identity, *frames])
-
-    def reply(self, request_id: int, elements: int = 1) -> None:
-        self.send(*tensor_reply(request_id, torch.ones(elements)))
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    context = zmq.Context()
-    made = Peer(context, "tcp://127.0.0.1:*")
-    yield made
-    made.socket.close()
-    context.term()
-
-
-@pytest.fixture
-def channel(peer: Peer) -> Iterator[ZmqChannel]:
-    with ZmqChannel(peer.endpoint, timeout_s=20.0, heartbeat_timeout_s=0) as made:
+def listener() -> Iterator[ZmqListener]:
+    with closing(ZmqListener("tcp://127.0.0.1:*")) as made:
         yield made
 
 
-def _asked(peer: Peer, channel: ZmqChannel, count: int = 1) -> list[int]:
-    ids = [channel.submit(REQUEST) for _ in range(count)]
-    assert [peer.receive() for _ in ids] == ids
-    return ids
+@pytest.fixture
+def channel(listener: ZmqListener) -> Iterator[ZmqChannel]:
+    with ZmqChannel(listener.endpoint, timeout_s=20.0, heartbeat_timeout_s=0) as made:
+        yield made
 
 
 # A service that speaks ZMTP 3.0 and sends frame after frame of one message.
@@ -113,17 +80,20 @@ def test_a_reply_without_an_end_is_not_gathered_until_memory_ends() -> None:
 
 
 @each_row("spin_us", [0.0, 1000.0])
-def test_a_reply_of_too_many_frames_ends_the_connection(peer: Peer, spin_us: float) -> None:
-    with ZmqChannel(peer.endpoint, timeout_s=60, spin_us=spin_us) as channel:
+def test_a_reply_of_too_many_frames_ends_the_connection(
+    listener: ZmqListener, spin_us: float
+) -> None:
+    with ZmqChannel(listener.endpoint, timeout_s=60, spin_us=spin_us) as channel:
         before = channel._socket
-        other, request_id = _asked(peer, channel, 2)
-        peer.send(*TOO_MANY)
-        peer.reply(other)  # what comes after it is lost with it
+        other, request_id = channel.submit(REQUEST), channel.submit(REQUEST)
+        _, route = (take(listener).route for _ in range(2))
+        listener.send(route, [b""] * (MAX_REPLY_FRAMES + 1))
+        listener.send(route, tensor_reply(other, torch.ones(1)))  # is lost with the connection
         with pytest.raises(ProtocolError, match="got more than 8196 frames") as info:
             channel.wait(request_id)
         assert info.value.code == ErrorCode.LIMIT_EXCEEDED
         assert before.closed
-        with pytest.raises(EndpointError, match=LOST):
+        with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
             channel.wait(other)
 
 
@@ -147,21 +117,21 @@ def test_where_a_socket_is_replaced_what_is_kept_is_bounded(
         assert len(taken) == len(channel._kept) == min(seconds, QUEUED_MESSAGES)
 
 
-def test_what_is_queued_for_the_only_connection_goes_over_no_other(
-    peer: Peer, channel: ZmqChannel
-) -> None:
-    channel.use_one_connection()
-    _asked(peer, channel)
-    context, endpoint = peer.socket.context, peer.endpoint
-    peer.socket.close()
-    # The channel has read the connection's beginning; what comes next is its end.
-    channel._note_events()
-    assert channel._lost or channel._events.poll(10_000)
-    with suppress(zmq.Again):
-        # As if the loss had not been noticed yet.
-        channel._socket.send(b"queued", zmq.DONTWAIT)
-    peer.socket = Peer(context, endpoint).socket
-    assert not peer.socket.poll(400)
+def test_what_is_queued_for_the_only_connection_goes_over_no_other(tmp_path: Path) -> None:
+    first = ZmqListener(f"ipc://{tmp_path}/s")
+    with ZmqChannel(first.endpoint, timeout_s=20.0, heartbeat_timeout_s=0) as channel:
+        channel.use_one_connection()
+        channel.submit(REQUEST)
+        take(first)
+        first.close()
+        # The channel has read the connection's beginning; what comes next is its end.
+        channel._note_events()
+        assert channel._lost or channel._events.poll(10_000)
+        with suppress(zmq.Again):
+            # As if the loss had not been noticed yet.
+            channel._socket.send(b"queued", zmq.DONTWAIT)
+        with closing(ZmqListener(first.endpoint)) as second:
+            assert not second.wait(timeout_ms=400)
 
 
 @pytest.mark.timeout(60)
