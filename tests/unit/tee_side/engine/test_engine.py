@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from protocol.errors import LimitError, PromptError
 from tee_side.engine.engine import Engine, EngineSettings, Sequence
+from tee_side.engine.prefix_pool import PrefixPool
 from tee_side.engine.request import Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.model.kv_cache import KVCache, kv_bytes
@@ -194,3 +196,24 @@ def test_a_kept_prefix_is_its_owners_and_salts_alone(tee: Tee) -> None:
         finish(engine)
         reused[owner, salt, len(reused)] = sequence.reused_tokens
     assert list(reused.values()) == [0, 0, 0, 19]
+
+
+def test_room_for_what_runs_is_made_by_the_least_recently_used(tee: Tee) -> None:
+    pool, caches, config = PrefixPool(), list[KVCache](), tee.model.config
+    texts = [[number, *range(100, 119)] for number in range(4)]
+    for ids in texts:
+        caches.append(KVCache(config, 60, torch.float32))
+        for layer in range(config.num_hidden_layers):
+            caches[-1].append(layer, *[torch.zeros(20, 2, 16)] * 2)
+        caches[-1].commit(20)
+        pool.keep(("me", ""), [*ids, 7], caches[-1])  # the last token is never in a cache
+    pool.fill(("me", ""), [*texts[0], 9], KVCache(config, 60, torch.float32))  # now the most recent
+    for needed, kept in (
+        (0, "1111"),
+        (kv_bytes(config, 20, torch.float32) + 1, "1001"),
+        (1, "1000"),
+    ):
+        pool.make_room(needed)
+        assert "".join(str(int(cache.nbytes > 0)) for cache in caches) == kept
+    pool.make_room(2**62)
+    assert pool.nbytes == sum(cache.nbytes for cache in caches) == 0

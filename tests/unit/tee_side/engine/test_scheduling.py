@@ -37,12 +37,6 @@ def _served(queue: WaitingQueue[str], turns: int, **tokens: int) -> list[str]:
     return found
 
 
-def test_turns_are_shared_by_tokens_and_not_by_requests() -> None:
-    queue = _queue(*(f"{owner}{n}" for n in range(100) for owner in "ab"), limit=200)
-    turns = Counter(one[0] for one in _served(queue, 60, a=50, b=10))
-    assert turns == {"a": 10, "b": 50}
-
-
 @each_row("been_here", ["never", "before"])
 def test_one_that_comes_late_has_saved_nothing_up(been_here: str) -> None:
     queue = _queue(*(f"a{n}" for n in range(40)))

@@ -7,14 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from protocol import native
 from tee_side.model import local_ops
-from tee_side.model.local_ops import causal_mask
 from tee_side.native import local_ops as compiled_ops
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.rows import each_row
@@ -76,26 +73,6 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
         right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
         wrong += [(name, dtype, features) for name, is_right in right.items() if not is_right]
     assert wrong == []
-
-
-@given(
-    tokens=st.integers(1, 12),
-    before=st.integers(0, 12),
-    window=st.none() | st.integers(1, 30),
-)
-def test_causal_mask_hides_the_future_and_what_is_outside_the_window(
-    tokens: int, before: int, window: int | None
-) -> None:
-    context = before + tokens
-    expected = [
-        [key > query or (window is not None and query - key >= window) for key in range(context)]
-        for query in range(before, context)
-    ]
-    mask = causal_mask(tokens, context, window)
-    if mask is None:
-        assert not any(any(row) for row in expected)
-    else:
-        assert mask.tolist() == expected
 
 
 # Query heads, the key/value heads that they share, head dim.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +32,9 @@ from tee_side.protect.sites import IntegerSites
 from tee_side.protect.verification import SECURITY_BITS, VECTORS, ExactCheck
 from tee_side.protect.verifier import Unverified, Weights, check_verifiable, find_checks
 from tee_side.remote.call import CallPlan
-from tee_side.words import Operator, Site
+from tee_side.words import Operator
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import (
-    LoopbackChannel,
     SavedModel,
     Tee,
     token_ids,
@@ -169,17 +168,14 @@ def test_results_are_believed_only_where_the_policy_says_so(model: SavedModel, v
     assert {isinstance(one, Unverified) for one in given.values()} == {verify == "none"}
 
 
-def _verified(policy: Policy) -> list[Site]:
-    return sites_where(policy, 3, lambda placed: placed.verify != "none")
-
-
 def _secrets(model: SavedModel, policy: Policy, integers: IntegerSites | None = None) -> Any:
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     if policy.arithmetic == "int8" and integers is None:
         integers = IntegerSites(_calibration(model), {}, torch.float32)
     weights = Weights(config, checkpoint, torch.float32, {}, integers)
     checks = find_checks(policy.name, policy.served_arithmetic)
-    return checks.draw(_verified(policy), weights, Randomness())
+    verified = sites_where(policy, 3, lambda placed: placed.verify != "none")
+    return checks.draw(verified, weights, Randomness())
 
 
 def _calibration(model: SavedModel) -> Calibration:
@@ -223,42 +219,18 @@ def test_two_runs_have_no_secret_in_common_and_micro_batches_of_one_share_theirs
     assert tees[0].assembly._secrets is first
 
 
-def _without(model: SavedModel, folder: Path, names: Sequence[str]) -> SavedModel:
-    tensors = load_file(model.directory / "model.safetensors")
-    shutil.copytree(model.directory, folder)
-    left = {name: tensor for name, tensor in tensors.items() if name not in names}
-    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
-    found = replace(model, directory=folder)
-    found.__dict__["calibration"] = model.calibration
-    return found
-
-
-def test_a_directory_without_the_weights_is_refused_before_anything_is_sent(
-    model: SavedModel, tmp_path: Path
-) -> None:
-    missing = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"]
-    services = [LoopbackChannel(model.directory) for _ in range(2)]
-    light = _without(model, tmp_path / "light", missing)
-    with pytest.raises(PolicyError) as caught:
-        light.tee("two-server", channels=services)
-    assert caught.value.where == 'policy two-server: verify = "freivalds"'
-    assert caught.value.got == f"no {missing[0]} and 1 more in {tmp_path / 'light'}"
-    assert not any(channel.requests for channel in services)
-    # Only what is verified is needed.
-    config, checkpoint = read_config(light.directory), Checkpoint(light.directory)
-    check_verifiable("n", [(0, "gate_up_proj"), (2, "gate_up_proj")], config, checkpoint)
-    with pytest.raises(PolicyError, match=r"no model\.layers\.1\.mlp\.up_proj\.weight in "):
-        check_verifiable("n", [(1, "gate_up_proj")], config, checkpoint)
-
-
-def test_weights_of_another_shape_or_norm_are_refused(model: SavedModel, tmp_path: Path) -> None:
+def test_weights_that_are_missing_or_others_are_refused(model: SavedModel, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    changed = _without(model, tmp_path / "changed", [name])
-    tensors = load_file(changed.directory / "model.safetensors") | {name: torch.ones(96, 47)}
-    save_file(tensors, changed.directory / "model.safetensors", metadata={"format": "pt"})
-    config, checkpoint = read_config(changed.directory), Checkpoint(changed.directory)
+    config, shorter = read_config(model.directory), tmp_path / "model.safetensors"
+    lacking: Any = SimpleNamespace(directory="light", holds=lambda names: names != [name])
+    with pytest.raises(PolicyError, match=f"no {name} in light"):
+        check_verifiable("n", [(1, "gate_up_proj")], config, lacking)
+    # Only what is verified is needed.
+    lacking.require = list
+    check_verifiable("n", [(0, "gate_up_proj"), (2, "gate_up_proj")], config, lacking)
+    save_file(load_file(model.directory / shorter.name) | {name: torch.ones(96, 47)}, shorter)
     with pytest.raises(ModelError, match=name):
-        check_verifiable("n", _verified(load_policy("shielded")), config, checkpoint)
+        check_verifiable("n", [(1, "gate_up_proj")], config, Checkpoint(tmp_path))
     # The bound of the sums rests on the norms of these very weights.
     calibration = _calibration(model)
     scales = calibration.sites[1, "o_proj"]
