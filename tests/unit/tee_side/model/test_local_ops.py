@@ -79,12 +79,12 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
 SHAPES = ((6, 2, 16), (8, 1, 40), (4, 4, 18), (2, 2, 64), (1, 1, 24), (6, 3, 24))
 
 # Tokens, context, window: on either side of the sizes at which something is computed otherwise.
-_SHORT = itertools.product((1, 3, 16, 17, 128, 130, 300), (0, 1, 40), (None, 1, 7, 150))
-_MIXED = itertools.product((1, 3, 17, 130), (64, 65, 512, 513, 1100), (None, 70, 600, 1000))
+_SHORT = itertools.product((1, 3, 16, 17, 128, 130), (0, 1, 40), (None, 1, 7, 150))
+_MIXED = itertools.product((1, 17, 130), (64, 65, 512, 513, 1100), (None, 70, 600))
 SIZES = [
     *((tokens, before + tokens, window) for tokens, before, window in _SHORT),
     *((tokens, max(context, tokens), window) for tokens, context, window in _MIXED),
-    *itertools.product((2, 129), (1023, 1024, 1025, 1160), (None, 40, 900, 1024)),
+    *itertools.product((2, 129), (1024, 1025), (None, 40, 1024)),
 ]
 
 

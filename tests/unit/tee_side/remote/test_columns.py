@@ -130,22 +130,16 @@ def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
 
 
 def test_the_last_reply_ends_the_whole() -> None:
-    class Timed:
-        endpoint, traffic = "x", Traffic()
-
-        def __init__(self, sent_ns: int, elapsed_ns: int) -> None:
-            reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
-            self._reply = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
-
-        def start(self, *_: object) -> int:
-            return 1
-
-        def wait(self, _: int) -> Exchange:
-            return self._reply
+    def timed(sent_ns: int, elapsed_ns: int) -> Any:
+        reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
+        found = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
+        traffic = Traffic()
+        return SimpleNamespace(
+            endpoint="x", traffic=traffic, start=lambda *_: 1, wait=lambda _: found
+        )
 
     for first_ns, second_ns, whole_ns in ((1000, 500, 1000), (500, 1000, 1010)):
-        parts: list[Any] = [Timed(100, first_ns), Timed(110, second_ns)]
-        channel = ColumnParts(parts, CONFIG)
+        channel = ColumnParts([timed(100, first_ns), timed(110, second_ns)], CONFIG)
         found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
         assert (found.sent_ns, found.elapsed_ns) == (100, whole_ns)
         assert (found.bytes_sent, found.bytes_received, found.encode_ns) == (20, 40, 2)
