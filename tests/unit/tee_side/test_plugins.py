@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -151,21 +154,13 @@ def test_a_mask_file_without_one_good_mask_is_refused(
     assert str(caught.value).startswith(f"{path}{said}")
 
 
-class _Entry:
-    def __init__(self, name: str, found: object) -> None:
-        self.name, self.value = name, f"package:{name}"
-        self._found = found
-
-    def load(self) -> object:
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
-
-
 def _install(patch: pytest.MonkeyPatch, wanted: str, *given: tuple[str, object]) -> None:
-    entries = [_Entry(*one) for one in given]
+    entries = [
+        SimpleNamespace(name=name, value=f"package:{name}", load=Mock(side_effect=repeat(found)))
+        for name, found in given
+    ]
 
-    def entry_points(*, group: str, name: str | None = None) -> list[_Entry]:
+    def entry_points(*, group: str, name: str | None = None) -> list[Any]:
         return [one for one in entries if group == wanted and name in (None, one.name)]
 
     for module in ("policy.placement", "plugins"):

@@ -180,16 +180,13 @@ def _signed(data: bytes) -> bytes:
     return data + simulated._ROOT.sign(data)
 
 
-def _flipped(at: int) -> bytes:
-    return REPORT[:at] + bytes([REPORT[at] ^ 1]) + REPORT[at + 1 :]
-
-
 def test_all_else_is_refused_as_a_simulated_report() -> None:
     assert verify_simulated(simulate(DATA, MEASUREMENT).report) == (MEASUREMENT, DATA, "simulated")
+    places = range(0, len(REPORT), 5)
     others = [
         *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
         *(_signed(REPORT[:_SIGNED] + b"\0"), _signed(b"\0" + REPORT[1:_SIGNED])),
-        *map(_flipped, range(0, len(REPORT), 5)),
+        *(REPORT[:at] + bytes([REPORT[at] ^ 1]) + REPORT[at + 1 :] for at in places),
     ]
     for other in others:
         with pytest.raises(EvidenceError, match="simulated report: got other bytes"):
