@@ -154,19 +154,6 @@ def test_a_mask_file_without_one_good_mask_is_refused(
     assert str(caught.value).startswith(f"{path}{said}")
 
 
-def _install(patch: pytest.MonkeyPatch, wanted: str, *given: tuple[str, object]) -> None:
-    entries = [
-        SimpleNamespace(name=name, value=f"package:{name}", load=Mock(side_effect=repeat(found)))
-        for name, found in given
-    ]
-
-    def entry_points(*, group: str, name: str | None = None) -> list[Any]:
-        return [one for one in entries if group == wanted and name in (None, one.name)]
-
-    for module in ("policy.placement", "plugins"):
-        patch.setattr(f"tee_side.{module}.entry_points", entry_points)
-
-
 class Theirs(Pad):
     name = "theirs"
 
@@ -189,8 +176,17 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
     # Among them what is of another kind, what fails, one in place of ours, and two of one name.
     entries = {"theirs": theirs, "number": 3, "one": Pad(), "class": object, "failing": FAILING}
     twice = [("twice", theirs)] * 2
+    given = [
+        SimpleNamespace(name=name, value=f"package:{name}", load=Mock(side_effect=repeat(found)))
+        for name, found in (*entries.items(), (ours, theirs), *twice)
+    ]
+
+    def entry_points(*, group: str, name: str | None = None, wanted: str = group) -> list[Any]:
+        return [one for one in given if group == wanted and name in (None, one.name)]
+
     with pytest.MonkeyPatch.context() as patch:
-        _install(patch, group, *entries.items(), (ours, theirs), *twice)
+        for module in ("policy.placement", "plugins"):
+            patch.setattr(f"tee_side.{module}.entry_points", entry_points)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
         assert {*entries, ours, "twice"} <= set(names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -150,19 +151,6 @@ def test_penalties_and_bias_are_those_of_openai_over_the_generated_tokens_only(
             assert token_id == expected.index(max(expected))
 
 
-class _Only:
-    def __init__(self, ids: list[int]) -> None:
-        self._ids = ids
-
-    def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
-        return scores_V.index_fill(
-            0, torch.tensor([i for i in range(len(scores_V)) if i != self._ids[0]]), -torch.inf
-        )
-
-    def advance(self, token_id: int) -> None:
-        assert self._ids.pop(0) == token_id
-
-
 @each_row("temperature", [0.0, 1.0])
 def test_a_grammar_hides_before_everything_else_and_takes_what_was_drawn(
     temperature: float,
@@ -176,7 +164,13 @@ def test_a_grammar_hides_before_everything_else_and_takes_what_was_drawn(
         seed=0,
     )
     ids, left = [0], [4, 2, 4]
-    sampler = Sampler(settings, 1, _Only(left))
+
+    def hide(scores_V: torch.Tensor) -> torch.Tensor:
+        others = torch.arange(len(scores_V)) != left[0]
+        return scores_V.masked_fill(others, -torch.inf)
+
+    grammar: Any = SimpleNamespace(hide=hide, advance=left.remove)
+    sampler = Sampler(settings, 1, grammar)
     for _ in range(3):
         ids.append(sampler.sample(torch.tensor([9.0, 3.0, -1.0, 3.0, 0.0]), ids))
     assert (ids, left) == ([0, 4, 2, 4], [])

@@ -241,18 +241,6 @@ def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
     )
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
-    found: list[tuple[int, Any]] = []
-
-    def noted(batch: Batch, model: Any, ops: Any) -> Any:
-        found.append((len(batch.token_ids_T), ops))
-        return forward(batch, model, ops)
-
-    monkeypatch.setattr(step, "forward", noted)
-    return found
-
-
 def _mixed(tee: Tee) -> list[Part]:
     """Rows of every table: two that decode, ten of a prompt, one that gets no pads."""
     decode, prompt, withheld = (_batch(tee, *p) for p in ([(1, 0)] * 2, [(10, 0)], [(1, 0)]))
@@ -260,8 +248,15 @@ def _mixed(tee: Tee) -> list[Part]:
 
 
 def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
-    saved_model: Models, seen: list[tuple[int, Any]]
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def noted(batch: Batch, model: Any, ops: Any) -> Any:
+        seen.append((len(batch.token_ids_T), ops))
+        return forward(batch, model, ops)
+
+    monkeypatch.setattr(step, "forward", noted)
     tee = saved_model("llama").tee("shielded", micro_batches=2)
     together = run_step(_mixed(tee), tee.lanes)
     one, two, three, four, *_ = tee.lanes

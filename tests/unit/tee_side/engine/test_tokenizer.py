@@ -68,11 +68,6 @@ def known(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {"byte-level": Tokenizer(directory), "sentencepiece": Tokenizer(path)}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(known: dict[str, Tokenizer]) -> Tokenizer:
-    return known["byte-level"]
-
-
 # Short of "▁" itself, which sentencepiece takes for a space.
 @given(text=st.text(max_size=20).map(lambda text: text.replace("▁", "_")))
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
@@ -199,12 +194,12 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     ids=["padding", "endless padding", "truncation"],
 )
 def test_a_prompt_is_neither_filled_up_nor_cut_off(
-    directory: Path, tmp_path: Path, tokenizer: Tokenizer, change: Callable[[Any], None]
+    directory: Path, tmp_path: Path, change: Callable[[Any], None]
 ) -> None:
     raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     change(raw)
     raw.save(str(tmp_path / "tokenizer.json"))
-    text = "the cat sat on the mat"
+    text, tokenizer = "the cat sat on the mat", Tokenizer(directory)
     assert len(tokenizer.encode(text)) > 3
     assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
 

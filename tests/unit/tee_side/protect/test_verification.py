@@ -47,30 +47,10 @@ from tsqp.lab.research.float_check import FloatCheck
 LIMIT = 2**31 - 1
 
 
-def _weight(out_features: int, in_features: int) -> torch.Tensor:
-    shape = (out_features, in_features)
-    weight: torch.Tensor = torch.randint(-127, 128, shape)
-    return weight.to(torch.int8)
-
-
-def _inputs(rows: int, weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return inputs as large as the range check lets through."""
-    x = torch.randn(rows, weight_OI.shape[1], dtype=torch.float64)
-    largest = max(1.0, float(weight_OI.double().norm(dim=1).max()))
-    scaled: torch.Tensor = x / x.norm(dim=1, keepdim=True) * LIMIT * 0.995 / largest
-    return scaled.to(torch.int32)
-
-
 def _with(y: torch.Tensor, row: int, column: int, value: torch.Tensor | float) -> torch.Tensor:
     y = y.clone()
     y[row, column] = value
     return y
-
-
-def _check_with(s_kO: torch.Tensor, weight_OI: torch.Tensor) -> ExactCheck:
-    product_kI = s_kO.long() @ weight_OI.long()
-    low_kI = product_kI.to(torch.int32)
-    return ExactCheck(s_kO, low_kI, ((product_kI - low_kI) >> 32).to(torch.int32))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -79,9 +59,12 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
     kernels: str, shape: tuple[int, int]
 ) -> None:
     """Vocabularies among them, which are larger than a block of the weight."""
-    weight = _weight(*shape)
+    weight = torch.randint(-127, 128, shape).to(torch.int8)
     rows = 600 if shape[0] < 2**10 else 2
-    x = _inputs(rows, weight)
+    # As large as the range check lets through.
+    largest = max(1.0, float(weight.double().norm(dim=1).max()))
+    x = torch.nn.functional.normalize(torch.randn(rows, shape[1], dtype=torch.float64))
+    x = (x * LIMIT * 0.995 / largest).to(torch.int32)
     with using_kernels(kernels):
         check, y = ExactCheck.draw(weight, Randomness()), exact_product(x, weight)
         assert check.vectors_kO.shape == (VECTORS, shape[0])
@@ -111,9 +94,12 @@ def test_the_check_is_exact_at_the_largest_numbers_that_there_are(
     weight = torch.full((outputs, 1), 127, dtype=torch.int8)
     drawn = ExactCheck.draw(weight, Randomness())
     secrets = torch.full_like(drawn.vectors_kO, value or 0)
+    product_kI = secrets.long() @ weight.long()
+    low_kI = product_kI.to(torch.int32)
+    fixed = ExactCheck(secrets, low_kI, ((product_kI - low_kI) >> 32).to(torch.int32))
     for sign in (1, -1):
         with using_kernels(kernels):
-            check = drawn if value is None else _check_with(secrets, weight)
+            check = drawn if value is None else fixed
             # |x w| < 2^31, as near as whole numbers get.
             x = torch.tensor([[sign * (LIMIT // 127)]], dtype=torch.int32)
             y = torch.full((1, outputs), int(x) * 127, dtype=torch.int32)

@@ -76,13 +76,6 @@ class PartOf(Lying, Cutting):
         self.config = read_config(directory)
 
 
-def _over(directory: Path, parts: int, **lying: Any) -> tuple[Any, list[PartOf]]:
-    """Return the channel over parts of one model, and the parts. `lying`: of one, by `liar`."""
-    liar = lying.pop("liar", None)
-    made = [PartOf(directory, n, parts, **(lying if n == liar else {})) for n in range(parts)]
-    return ColumnParts(made, made[0].config), made
-
-
 @each_row(
     ("policy", "parts", "at", "liar", "change"),
     [
@@ -102,31 +95,23 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
     kind = "qwen2" if policy == "quantized-clear" else "llama"
     model = saved_model(kind, num_hidden_layers=2)
     chosen = with_results(policy, "freivalds")
-    lying = {"liar": liar, "at": at, "change": change or (lambda y: y + 1)}
     shares = [
-        _over(model.directory, parts, **(lying if n == 0 else {})) for n in range(chosen.services)
+        [PartOf(model.directory, part, parts) for part in range(parts)]
+        for _ in range(chosen.services)
     ]
-    tee = model.tee(chosen, channels=[channel for channel, _ in shares])
+    shares[0][liar] = PartOf(model.directory, liar, parts, change or (lambda y: y + 1), at)
+    channels = [ColumnParts(share, share[0].config) for share in shares]
+    tee = model.tee(chosen, channels=channels)
     assert generate(tee) == generate(model.tee(policy))
-    told = [[len(part.distrusted) for part in share] for _, share in shares]
+    told = [[len(part.distrusted) for part in share] for share in shares]
     blamed = [int(part == liar) for part in range(parts)]
     assert told == [blamed, *[[0] * parts] * (len(shares) - 1)]
     # Products of activations need no weight: the first part computes them.
-    others = [request for _, share in shares for part in share[1:] for request in part.requests]
+    others = [request for share in shares for part in share[1:] for request in part.requests]
     assert not any(isinstance(request, MatmulRequest) for request in others)
-    ((_, error),) = shares[0][1][liar].distrusted
+    ((_, error),) = shares[0][liar].distrusted
     assert isinstance(error, ReplyError if change else VerificationError)
     assert error.where.endswith(f" part-{liar} (columns {liar}/{parts})")
-
-
-def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
-    world.add(*(name for part in parts for name in part))
-    groups = [
-        ReplicaGroup(1, 0, 0, names, 1, (part, len(parts))) for part, names in enumerate(parts)
-    ]
-    (channel,) = world.connect(*groups, config=CONFIG).at(0)
-    assert isinstance(channel, ColumnParts)
-    return channel
 
 
 def test_the_last_reply_ends_the_whole() -> None:
@@ -171,7 +156,10 @@ def test_what_a_part_fails_at_or_cannot_be_asked_is_given_up_at_every_part(
     failing: str, when: str
 ) -> None:
     world = World()
-    channel = _connected(world, ("a",), ("b",))
+    world.add("a", "b")
+    groups = [ReplicaGroup(1, 0, 0, (name,), 1, (part, 2)) for part, name in enumerate("ab")]
+    (channel,) = world.connect(*groups, config=CONFIG).at(0)
+    assert isinstance(channel, ColumnParts)
     channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
     assert not _waiting(world)
     found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
