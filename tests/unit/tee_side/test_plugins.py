@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -151,27 +154,6 @@ def test_a_mask_file_without_one_good_mask_is_refused(
     assert str(caught.value).startswith(f"{path}{said}")
 
 
-class _Entry:
-    def __init__(self, name: str, found: object) -> None:
-        self.name, self.value = name, f"package:{name}"
-        self._found = found
-
-    def load(self) -> object:
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
-
-
-def _install(patch: pytest.MonkeyPatch, wanted: str, *given: tuple[str, object]) -> None:
-    entries = [_Entry(*one) for one in given]
-
-    def entry_points(*, group: str, name: str | None = None) -> list[_Entry]:
-        return [one for one in entries if group == wanted and name in (None, one.name)]
-
-    for module in ("policy.placement", "plugins"):
-        patch.setattr(f"tee_side.{module}.entry_points", entry_points)
-
-
 class Theirs(Pad):
     name = "theirs"
 
@@ -194,8 +176,17 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
     # Among them what is of another kind, what fails, one in place of ours, and two of one name.
     entries = {"theirs": theirs, "number": 3, "one": Pad(), "class": object, "failing": FAILING}
     twice = [("twice", theirs)] * 2
+    given = [
+        SimpleNamespace(name=name, value=f"package:{name}", load=Mock(side_effect=repeat(found)))
+        for name, found in (*entries.items(), (ours, theirs), *twice)
+    ]
+
+    def entry_points(*, group: str, name: str | None = None, wanted: str = group) -> list[Any]:
+        return [one for one in given if group == wanted and name in (None, one.name)]
+
     with pytest.MonkeyPatch.context() as patch:
-        _install(patch, group, *entries.items(), (ours, theirs), *twice)
+        for module in ("policy.placement", "plugins"):
+            patch.setattr(f"tee_side.{module}.entry_points", entry_points)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
         assert {*entries, ours, "twice"} <= set(names())

@@ -235,15 +235,9 @@ _KEY = "AMD leaf: got another public key, expected one of P-384"
 _TCB = "AMD leaf: got Tcb("
 _COMMON_NAME = made.sequence(made.oid("2.5.4.3"), made.element(0x0C, b"SEV-VCEK"))
 _NAMED = made.name("SEV-VCEK")
+_CRITICAL = extension("2.5.29.19", b"", critical=True)
+_FIRST = extension(f"{made.AMD}.3.1", b"\2\1\0")
 _ALL = [extension(*one) for one in made.leaf_extensions("milan", "vcek", made.TCB).items()]
-
-
-def _version(number: int, content: bytes) -> bytes:
-    return _leaf(extensions={f"{made.AMD}.3.{number}": content})
-
-
-def _extended(*encoded: bytes) -> bytes:
-    return _leaf(extensions=made.extensions(*encoded))
 
 
 @each_row(
@@ -259,11 +253,11 @@ def _extended(*encoded: bytes) -> bytes:
         *((_leaf(subject=made.name(one)), _NAMES) for one in ("SEV-VLEK", "SEV-VCEK ")),
         (_leaf(subject=made.sequence(_NAMED[2:], made.element(0x31, _COMMON_NAME))), _NAMES),
         (_leaf(extensions=made.element(0xA2, made.sequence())), _BYTES),
-        (_extended(*_ALL, extension("2.5.29.19", b"", critical=True)), _BYTES),
-        (_extended(extension(f"{made.AMD}.3.1", b"\2\1\0") * 2), _TWICE),
+        (_leaf(extensions=made.extensions(*_ALL, _CRITICAL)), _BYTES),
+        (_leaf(extensions=made.extensions(_FIRST, _FIRST)), _TWICE),
         *((_leaf(extensions={f"{made.AMD}.3.{number}": None}), _BYTES) for number in (1, 2, 3, 8)),
-        (_version(3, b"\x02\x02\x00\x18"), _BYTES),
-        (_version(8, b"\x02\x01\xdb"), _TCB),
+        (_leaf(extensions={f"{made.AMD}.3.3": b"\x02\x02\x00\x18"}), _BYTES),
+        (_leaf(extensions={f"{made.AMD}.3.8": b"\x02\x01\xdb"}), _TCB),
         (_leaf(extensions={f"{made.AMD}.4": None}), _CHIP_ID),
         (_leaf(extensions={f"{made.AMD}.4": made.chip_id_of("milan") + b"\0"}), _CHIP_ID),
         (_leaf(key=made.public(ASK_KEY)), _KEY),

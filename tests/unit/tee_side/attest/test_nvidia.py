@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -126,19 +125,6 @@ def test_a_report_is_by_the_key_of_its_leaf_below_the_root_that_is_pinned() -> N
     refuses("certificates", gpu, gpu.sign(GENUINE), now=BEGINS - timedelta(seconds=1))
 
 
-def _accepted(report: bytes, chain: Chain, seeds: range) -> list[int]:
-    """Change the report by odd seeds, and a certificate by even ones; return which are accepted."""
-    accepted = []
-    for seed in seeds:
-        parts = [report, *chain]
-        place = 0 if seed % 2 else 1 + seed // 2 % len(chain)
-        parts[place] = changed(parts[place], seed)
-        with suppress(EvidenceError):
-            verify_nvidia(parts[0], parts[1:], report[4:36], NOW)
-            accepted.append(seed)
-    return accepted
-
-
 H200 = ("590.12", "96.00.A5.00.01", "956ecf09")
 GENUINE_VECTORS = [
     ("gh100", ("535.86.09", "96.00.5E.00.01", "faa77bfb")),
@@ -148,17 +134,18 @@ GENUINE_VECTORS = [
 ]
 
 
-def _read(name: str) -> tuple[bytes, list[bytes]]:
-    chain = x509.load_pem_x509_certificates(read_vector(f"nvidia/{name}-chain.pem"))
-    report = read_vector(f"nvidia/{name}-report.bin")
-    return report, [one.public_bytes(Encoding.DER) for one in chain]
-
-
 @each_row("name, said", GENUINE_VECTORS)
 def test_genuine_evidence_is_accepted_and_no_change_of_it(
     name: str, said: tuple[str, str, str]
 ) -> None:
-    report, chain = _read(name)
+    report = read_vector(f"nvidia/{name}-report.bin")
+    pem = x509.load_pem_x509_certificates(read_vector(f"nvidia/{name}-chain.pem"))
+    chain = [one.public_bytes(Encoding.DER) for one in pem]
     found = verify_nvidia(report, chain, report[4:36], NOW)
     assert (found.driver, found.vbios, found.firmware.hex()[:8]) == said
-    assert _accepted(report, chain, range(20)) == []
+    for seed in range(20):  # a certificate by even ones
+        parts = [report, *chain]
+        place = 0 if seed % 2 else 1 + seed // 2 % len(chain)
+        parts[place] = changed(parts[place], seed)
+        with pytest.raises(EvidenceError):
+            verify_nvidia(parts[0], parts[1:], report[4:36], NOW)

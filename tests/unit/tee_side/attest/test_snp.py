@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
 from random import Random
 
+import omne_attest
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -244,3 +246,36 @@ def test_no_byte_of_a_report_or_certificate_may_change() -> None:
                     free.append((vector.name, which, at))
     assert free == []
     assert tried > 700
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")  # that of every VCEK is 0
+def test_an_independent_verifier_says_the_same() -> None:
+    """Of genuine reports, of other leaves, and of changes in what is signed and in r and s.
+
+    It does not look at the time, at a VLEK, or at Turin.
+    """
+    draw, policy = Random(384), omne_attest.Policy(max_vmpl=3, reject_debug=False)
+    leaves = {one.name: one.leaf for one in SNP_VECTORS}
+    leaves["invalid"] = read_vector("snp/invalid-leaf.der")
+    places = [*range(SIGNED_BYTES), *range(0x2A0, 0x2D0), *range(0x2E8, 0x318)]
+
+    def verdicts(report: bytes, leaf: bytes, of: SnpVector) -> tuple[bool, bool]:
+        chain = of.chain_of(leaf)
+        ours = _accepted(of, [report, *chain]) is not None
+        try:
+            omne_attest.verify(report, *chain, sha256(chain[-1]).digest(), policy)
+        except omne_attest.Fail:
+            return False, ours
+        return True, ours
+
+    for vector in SNP_VECTORS:
+        if vector.kind == "vlek" or vector.product == "turin":
+            continue
+        for name, leaf in leaves.items():
+            said = verdicts(vector.report, leaf, vector)
+            assert said == (name == vector.name,) * 2, f"{vector.name} by {name}"
+        for at in draw.sample(places, 20):
+            report = bytearray(vector.report)
+            report[at] ^= draw.randrange(1, 256)
+            assert verdicts(bytes(report), vector.leaf, vector) == (False, False), hex(at)

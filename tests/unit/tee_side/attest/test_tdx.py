@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,24 +25,6 @@ BODY = {
 BODY["td_attributes"] = "0000001000000000"
 
 
-@dataclass
-class FakeLibrary:
-    """The functions of dcap-qvl that are called; it answers what it is told, or fails with it."""
-
-    answer: dict[str, Any] | ValueError
-    asked: tuple[bytes, str, int] | None = None
-
-    @property
-    def QuoteCollateralV3(self) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(from_json=str)
-
-    def verify(self, quote: bytes, collateral: str, seconds: int) -> SimpleNamespace:
-        self.asked = quote, collateral, seconds
-        if isinstance(self.answer, ValueError):
-            raise self.answer
-        return SimpleNamespace(to_json=lambda: json.dumps(self.answer))
-
-
 def answer(report: dict[str, Any], status: str = "UpToDate") -> dict[str, Any]:
     return {"status": status, "advisory_ids": ["INTEL-SA-00001"], "report": report}
 
@@ -50,11 +32,16 @@ def answer(report: dict[str, Any], status: str = "UpToDate") -> dict[str, Any]:
 def verify(
     told: dict[str, Any] | ValueError, collateral: bytes = b'{"a": 1}', now: datetime = NOW
 ) -> VerifiedTdx:
-    fake = FakeLibrary(told)
+    """Verify with functions of dcap-qvl that answer what they are told, or fail with it."""
+    library = Mock()
+    library.QuoteCollateralV3.from_json = str
+    library.verify.side_effect = [told]
+    if isinstance(told, dict):
+        library.verify.side_effect = [SimpleNamespace(to_json=lambda: json.dumps(told))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "dcap_qvl", fake)
+        patch.setitem(sys.modules, "dcap_qvl", library)
         found = verify_tdx(b"quote", collateral, now)
-    assert fake.asked == (b"quote", collateral.decode(), 1_773_704_045)
+    library.verify.assert_called_once_with(b"quote", collateral.decode(), 1_773_704_045)
     return found
 
 
@@ -105,16 +92,14 @@ LATER = datetime(2026, 11, 21, tzinfo=UTC)
 _NOW = {"v4": V4_NOW, "v5": NOW}
 
 
-def _read(name: str) -> tuple[bytes, bytes]:
-    return read_vector(f"tdx/{name}-quote.bin"), read_vector(f"tdx/{name}-collateral.json")
-
-
 @each_row(
     "name, mrtd, rtmr0, report_data",
     [("v4", "91eb2b44", "44c0197b", "9a9d48e7"), ("v5", "7348651a", "5c8daf76", "945eaacf")],
 )
 def test_genuine_quotes_are_accepted(name: str, mrtd: str, rtmr0: str, report_data: str) -> None:
-    quote, collateral = _read(name)
+    quote, collateral = (
+        read_vector(f"tdx/{name}-{part}") for part in ("quote.bin", "collateral.json")
+    )
     found = verify_tdx(quote, collateral, _NOW[name])
     assert found.status == "UpToDate"
     assert found.mrtd.hex().startswith(mrtd)

@@ -1,4 +1,4 @@
-"""When generation ends, which requests are refused, and what a request may take of the memory."""
+"""When generation ends, what is read, which requests are refused, what each takes of memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from protocol.errors import LimitError, PromptError
+from tee_side.engine import reading
 from tee_side.engine.engine import Engine, EngineSettings, Sequence
-from tee_side.engine.request import Request
+from tee_side.engine.prefix_pool import PrefixPool
+from tee_side.engine.request import PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.model.kv_cache import KVCache, kv_bytes
 from tests.kit.model import Models, SavedModel, Tee, assemble, finish, token_ids
@@ -194,3 +197,71 @@ def test_a_kept_prefix_is_its_owners_and_salts_alone(tee: Tee) -> None:
         finish(engine)
         reused[owner, salt, len(reused)] = sequence.reused_tokens
     assert list(reused.values()) == [0, 0, 0, 19]
+
+
+def test_room_for_what_runs_is_made_by_the_least_recently_used(tee: Tee) -> None:
+    pool, caches, config = PrefixPool(), list[KVCache](), tee.model.config
+    texts = [[number, *range(100, 119)] for number in range(4)]
+    for ids in texts:
+        caches.append(KVCache(config, 60, torch.float32))
+        for layer in range(config.num_hidden_layers):
+            caches[-1].append(layer, *[torch.zeros(20, 2, 16)] * 2)
+        caches[-1].commit(20)
+        pool.keep(("me", ""), [*ids, 7], caches[-1])  # the last token is never in a cache
+    pool.fill(("me", ""), [*texts[0], 9], KVCache(config, 60, torch.float32))  # now the most recent
+    for needed, kept in (
+        (0, "1111"),
+        (kv_bytes(config, 20, torch.float32) + 1, "1001"),
+        (1, "1000"),
+    ):
+        pool.make_room(needed)
+        assert "".join(str(int(cache.nbytes > 0)) for cache in caches) == kept
+    pool.make_room(2**62)
+    assert pool.nbytes == sum(cache.nbytes for cache in caches) == 0
+
+
+READ = token_ids(25)
+
+
+@pytest.fixture(autouse=True)
+def _three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The LM head is asked for so many rows of a prompt at a time."""
+    monkeypatch.setattr(reading, "_HEAD_ROWS", 8)
+
+
+def _read(tee: Tee, step_tokens: int = 512, prompt: Any = READ, **wanted: Any) -> PromptRead:
+    engine = Engine(tee.model, tee.lanes, EngineSettings(step_tokens=step_tokens))
+    (sequence,) = engine.admit(Request(prompt_ids=tuple(prompt), max_new_tokens=0, **wanted))
+    finish(engine)
+    assert sequence.reader is not None
+    return sequence.reader.result()
+
+
+def test_what_is_read_is_the_references(saved_model: Models) -> None:
+    model = saved_model("llama")
+    tee, expected = model.tee("tee-only"), model.logits(READ).log_softmax(-1)
+    found = _read(tee, 7, prompt_logprobs=3).logprobs
+    assert [one.token_id for one in found] == READ[1:]
+    for row, one in enumerate(found):
+        assert one.logprob == pytest.approx(float(expected[row, one.token_id]), abs=1e-4)
+        top = expected[row].topk(3)
+        assert [token_id for token_id, _ in one.top] == top.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+    assert _read(tee, prompt=[5], prompt_logprobs=2).logprobs == ()
+    with torch.inference_mode():
+        hidden_TD = model.reference.model(torch.tensor([READ])).last_hidden_state[0]
+    for pooling, expected_D in (("mean", hidden_TD.mean(0)), ("last", hidden_TD[-1])):
+        found_D = _read(tee, 16, pooling=pooling).pooled_D
+        assert found_D is not None
+        torch.testing.assert_close(found_D.float(), expected_D, rtol=0, atol=1e-4)
+
+
+def test_how_many_rows_are_read_does_not_leave_the_tee(saved_model: Models) -> None:
+    """The LM head under pads is computed here: its rows, and their number, are the prompt's."""
+    tee = saved_model("llama").tee("shielded-prefill")
+    asked = []
+    for wanted in ({"pooling": "last"}, {"prompt_logprobs": 1}):
+        before = len(tee.channels[0].requests)
+        _read(tee, 16, **wanted)
+        asked.append(len(tee.channels[0].requests) - before)
+    assert asked[0] == asked[1] > 0

@@ -12,7 +12,7 @@ import torch
 
 from protocol.errors import PromptError
 from tee_side.engine import grammar, grammar_trial
-from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, CompiledGrammar, GrammarCompiler, Kind
+from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, Kind
 from tee_side.engine.sampling import Sampler, SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
@@ -34,21 +34,6 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, VOCABULARY, EOS)
 
 
-def _random_text(
-    tokenizer: Tokenizer, compiled: CompiledGrammar, seed: int, longest: int = 400
-) -> str:
-    """Sample from random logits until the grammar is complete: a model without any sense."""
-    generator = torch.Generator().manual_seed(seed)
-    sampler = Sampler(SamplingSettings(temperature=1, seed=seed), 0, compiled.matcher())
-    ids: list[int] = []
-    ends = EOS & set(tokenizer.special_tokens.values())
-    while not ids or ids[-1] not in ends:
-        assert len(ids) < longest
-        ids.append(sampler.sample(4 * torch.randn(VOCABULARY, generator=generator), ids))
-    assert all(token_id < tokenizer.vocabulary_size for token_id in ids)
-    return b"".join(tokenizer.token_bytes(token_id) for token_id in ids[:-1]).decode()
-
-
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -66,9 +51,17 @@ SCHEMA: dict[str, Any] = {
 def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
+    """Of random logits, until the grammar is complete: a model without any sense."""
+    ends = EOS & set(tokenizer.special_tokens.values())
     for seed in range(20):
         compiled = compiler.compile("json_schema", [SCHEMA, json.dumps(SCHEMA)][seed % 2])
-        found = json.loads(_random_text(tokenizer, compiled, seed, longest=1000))
+        generator, ids = torch.Generator().manual_seed(seed), list[int]()
+        sampler = Sampler(SamplingSettings(temperature=1, seed=seed), 0, compiled.matcher())
+        while not ids or ids[-1] not in ends:
+            assert len(ids) < 1000
+            ids.append(sampler.sample(4 * torch.randn(VOCABULARY, generator=generator), ids))
+        assert all(token_id < tokenizer.vocabulary_size for token_id in ids)
+        found = json.loads(b"".join(map(tokenizer.token_bytes, ids[:-1])))
         assert set(found) == set(SCHEMA["properties"])
         assert isinstance(found["name"], str)
         assert len(found["name"]) <= 5

@@ -1,22 +1,29 @@
-"""Which request is next, which rows and guesses a step has, and which of them get pads."""
+"""Which request is next, which rows and pads a step has, and on whose operators it runs."""
 
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from protocol.errors import LimitError, PadsExhaustedError
+from protocol.channel import Exchange
+from protocol.errors import DeadlineExceededError, LimitError, PadsExhaustedError
+from tee_side.engine import step
 from tee_side.engine.composer import Composed, compose
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
 from tee_side.engine.sequence import Sequence
+from tee_side.engine.step import Part, run_step
 from tee_side.engine.waiting import WaitingQueue
+from tee_side.model.batch import Batch
+from tee_side.model.forward import forward
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import Pads
-from tests.kit.model import Models, token_ids
+from tests.kit.model import LoopbackChannel, Models, Tee, token_ids
 from tests.kit.rows import each_row
 
 
@@ -35,12 +42,6 @@ def _served(queue: WaitingQueue[str], turns: int, **tokens: int) -> list[str]:
         queue.serve(request[0], tokens.get(request[0], 10))
         found.append(request)
     return found
-
-
-def test_turns_are_shared_by_tokens_and_not_by_requests() -> None:
-    queue = _queue(*(f"{owner}{n}" for n in range(100) for owner in "ab"), limit=200)
-    turns = Counter(one[0] for one in _served(queue, 60, a=50, b=10))
-    assert turns == {"a": 10, "b": 50}
 
 
 @each_row("been_here", ["never", "before"])
@@ -68,11 +69,6 @@ def test_a_full_queue_takes_a_place_from_the_owner_with_most_and_no_more() -> No
     # One more than the other has is no reason.
     with pytest.raises(LimitError):
         _queue("b1", "b2", "c1", limit=3).add("c", "c2")
-
-
-class Guesses:
-    def propose(self, most: int) -> list[int]:
-        return [7] * most
 
 
 class Bench:
@@ -108,7 +104,7 @@ class Bench:
             sequence = self.sequences[-1]
             sequence.cache.commit(12)
             sequence.append(5)
-            sequence.drafts = cast(Drafts, Guesses())
+            sequence.drafts = cast(Drafts, SimpleNamespace(propose=lambda most: [7] * most))
 
     def compose(self, step_tokens: int = 512, guesses: int = 0) -> Composed:
         return compose(
@@ -233,3 +229,62 @@ def test_drafts_are_what_followed_the_longest_end_the_last_time() -> None:
             drafts.append(token_id)
         found.append(drafts.propose(most))
     assert found == [[4, 0, 1], [4], [3, 1, 2, 3, 1, 2], [3, 1], []]
+
+
+def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
+    """Return a batch of sequences with so many rows, and so many tokens left for later steps."""
+    return Batch.of(
+        [
+            (tee.cache(rows + left), token_ids(rows, seed), left)
+            for seed, (rows, left) in enumerate(parts)
+        ]
+    )
+
+
+def _mixed(tee: Tee) -> list[Part]:
+    """Rows of every table: two that decode, ten of a prompt, one that gets no pads."""
+    decode, prompt, withheld = (_batch(tee, *p) for p in ([(1, 0)] * 2, [(10, 0)], [(1, 0)]))
+    return [Part(decode, "decode"), Part(prompt, "prefill"), Part(withheld, "decode", True)]
+
+
+def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def noted(batch: Batch, model: Any, ops: Any) -> Any:
+        seen.append((len(batch.token_ids_T), ops))
+        return forward(batch, model, ops)
+
+    monkeypatch.setattr(step, "forward", noted)
+    tee = saved_model("llama").tee("shielded", micro_batches=2)
+    together = run_step(_mixed(tee), tee.lanes)
+    one, two, three, four, *_ = tee.lanes
+    assert [lane.spare for lane in tee.lanes[:4]] == [False, False, True, True]
+    assert sorted(seen, key=lambda one: one[0]) == [
+        (1, four.withheld["decode"]),
+        (2, one.tables["decode"]),
+        (5, two.tables["prefill"]),
+        (5, three.tables["prefill"]),
+    ]
+    # Side by side they give what each gives alone.
+    for part, found in zip(_mixed(tee), together, strict=True):
+        (alone,) = run_step([part], tee.lanes)
+        assert torch.equal(found.logits_NV, alone.logits_NV)
+    assert [len(found.logits_NV) for found in together] == [2, 1, 1]
+
+
+def test_a_step_that_fails_leaves_no_pads_behind(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller steps afterwards have fewer lanes: the others would keep them for ever."""
+    tee = saved_model("llama").tee("shielded-prefill", micro_batches=2)
+    (pads,) = tee.assembly.pads.values()
+
+    def lose(*_: object) -> Exchange:
+        raise DeadlineExceededError("loopback", got="no reply", expected="one")
+
+    monkeypatch.setattr(LoopbackChannel, "wait", lose)
+    with pytest.raises(DeadlineExceededError):
+        run_step([Part(_batch(tee, (40, 0)), "prefill")], tee.lanes)
+    assert pads._store.available + pads._store.room == pads._store.capacity

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import Any, cast
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -20,14 +20,6 @@ from tee_side.engine.text_stream import TextStream
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.model import Models, token_ids
-
-
-class Pieces:
-    def __init__(self, pieces: list[str]) -> None:
-        self._pieces = pieces
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self._pieces[token_id] for token_id in ids)
 
 
 def _before_stop(text: str, stops: list[str]) -> tuple[str, bool]:
@@ -53,7 +45,8 @@ def test_however_a_text_is_sliced_it_is_shown_up_to_its_stop_string(
     places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
     final, found = _before_stop(text, stops)
-    stream, fed, shown = TextStream(cast(Any, Pieces(pieces)), stops), "", ""
+    by: Any = SimpleNamespace(decode=lambda ids: "".join(pieces[token_id] for token_id in ids))
+    stream, fed, shown = TextStream(by, stops), "", ""
     for token_id, piece in enumerate(pieces):
         fed += piece
         shown += stream.feed(token_id)

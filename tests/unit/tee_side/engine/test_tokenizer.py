@@ -8,7 +8,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -64,11 +66,6 @@ def known(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     path = tmp_path_factory.mktemp("sentencepiece")
     raw.save(str(path / "tokenizer.json"))
     return {"byte-level": Tokenizer(directory), "sentencepiece": Tokenizer(path)}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(known: dict[str, Tokenizer]) -> Tokenizer:
-    return known["byte-level"]
 
 
 # Short of "▁" itself, which sentencepiece takes for a space.
@@ -197,29 +194,18 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     ids=["padding", "endless padding", "truncation"],
 )
 def test_a_prompt_is_neither_filled_up_nor_cut_off(
-    directory: Path, tmp_path: Path, tokenizer: Tokenizer, change: Callable[[Any], None]
+    directory: Path, tmp_path: Path, change: Callable[[Any], None]
 ) -> None:
     raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     change(raw)
     raw.save(str(tmp_path / "tokenizer.json"))
-    text = "the cat sat on the mat"
+    text, tokenizer = "the cat sat on the mat", Tokenizer(directory)
     assert len(tokenizer.encode(text)) > 3
     assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
 
 
-def _changed(directory: Path, into: Path, **changes: Any) -> Path:
-    content = json.loads((directory / "tokenizer.json").read_text())
-    (into / "tokenizer.json").write_text(json.dumps({**content, **changes}))
-    return into
-
-
-class Talks:
-    def encode_batch_fast(self, *_: object, **__: object) -> None:
-        raise ValueError(f"no token for {CANARY}")
-
-    decode = encode_batch_fast
-
-
+TALKS = SimpleNamespace(decode=Mock(side_effect=ValueError(f"no token for {CANARY}")))
+TALKS.encode_batch_fast = TALKS.decode
 _WORDS = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"a": 0}}
 _STRIPS = {"type": "Strip", "content": "t", "start": 2**40, "stop": 2**40}
 _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
@@ -233,14 +219,16 @@ _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         ({"decoder": _STRIPS}, lambda t: t.decode(t.encode("ttt"))),
         ({"decoder": _STRIPS}, lambda t: [TextStream(t).feed(i) for i in t.encode("ttt")]),
         ({"normalizer": _CHARSMAP}, lambda _: None),  # panics when it is loaded
-        ({}, lambda t: (setattr(t, "_raw", Talks()), t.encode("the cat"))),
-        ({}, lambda t: (setattr(t, "_raw", Talks()), t.decode([1]))),
+        ({}, lambda t: (setattr(t, "_raw", TALKS), t.encode("the cat"))),
+        ({}, lambda t: (setattr(t, "_raw", TALKS), t.decode([1]))),
     ],
 )
 def test_what_the_library_raises_is_a_model_error_that_names_the_file_and_quotes_nothing(
     directory: Path, tmp_path: Path, changes: dict[str, Any], use: Callable[[Tokenizer], object]
 ) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, **changes}))
     with pytest.raises(ModelError) as caught:
-        use(Tokenizer(_changed(directory, tmp_path, **changes)))
+        use(Tokenizer(tmp_path))
     assert caught.value.where == str(tmp_path / "tokenizer.json")
     assert CANARY not in "".join(traceback.format_exception(caught.value))

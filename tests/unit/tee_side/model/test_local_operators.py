@@ -24,16 +24,12 @@ from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
-from tee_side.words import OPERATORS, PHASES, Phase
+from tee_side.words import PHASES, Phase
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
 
-
-def _policy(operators: dict[str, Any] | None = None, arithmetic: str = "float") -> Policy:
-    placed: dict[Any, Any] = {**dict.fromkeys(OPERATORS, "tee"), **(operators or {})}
-    return Policy.model_validate(
-        {"name": "n", "summary": "s", "arithmetic": arithmetic, "operators": placed}
-    )
+PAD = CLEAR | {"mask": "pad"}
+TEE = {"place": "tee"}
 
 
 def _local(model: SavedModel, policy: Policy, dtype: torch.dtype = torch.float32) -> LocalOperators:
@@ -50,16 +46,10 @@ def _local(model: SavedModel, policy: Policy, dtype: torch.dtype = torch.float32
 
 def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Models) -> None:
     config = read_config(saved_model("llama").directory)
-    policy = _policy(
+    policy = policy_of(
         {
-            "qkv_proj": [
-                {"place": "tee", "layers": 0},
-                {"place": "gpu", "layers": "1-", "mask": "none", "verify": "none"},
-            ],
-            "o_proj": [
-                {"place": "tee", "phase": "prefill"},
-                {"place": "gpu", "phase": "decode", "mask": "none", "verify": "none"},
-            ],
+            "qkv_proj": [TEE | {"layers": 0}, CLEAR | {"layers": "1-"}],
+            "o_proj": [TEE | {"phase": "prefill"}, CLEAR | {"phase": "decode"}],
             "gate_up_proj": CLEAR,
             "down_proj": CLEAR,
         }
@@ -96,7 +86,7 @@ def test_the_digits_of_a_product_are_those_of_the_calibration_whatever_the_input
 def test_the_integer_lm_head_is_close_to_the_float_one_row_by_row(saved_model: Models) -> None:
     """At any size, whatever its neighbours are; and what is no number is no plausible logit."""
     model = saved_model("llama")
-    local, weight = _local(model, _policy(arithmetic="int8")), model.reference.lm_head.weight
+    local, weight = _local(model, policy_of(arithmetic="int8")), model.reference.lm_head.weight
     lm_head, h = local[None, "lm_head"], torch.randn(7, 48) * torch.logspace(-20, 20, 7)[:, None]
     expected = (h.double() @ weight.double().t()).detach()
     together = lm_head(h)
@@ -123,10 +113,6 @@ def test_logits_that_are_not_finite_are_refused(value: float) -> None:
         logits_NV[1, 3] = value
         with pytest.raises(ReplyError, match="logits: got values that are not finite"):
             run(logits(logits_NV, None, ops))  # type: ignore[arg-type]
-
-
-PAD = CLEAR | {"mask": "pad"}
-TEE = {"place": "tee"}
 
 
 def _placed(operators: dict[str, Any], *, withheld: bool = False) -> Mapping[Phase, Operators]:

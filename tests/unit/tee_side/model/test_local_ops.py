@@ -7,14 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from protocol import native
 from tee_side.model import local_ops
-from tee_side.model.local_ops import causal_mask
 from tee_side.native import local_ops as compiled_ops
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.rows import each_row
@@ -78,36 +75,16 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
     assert wrong == []
 
 
-@given(
-    tokens=st.integers(1, 12),
-    before=st.integers(0, 12),
-    window=st.none() | st.integers(1, 30),
-)
-def test_causal_mask_hides_the_future_and_what_is_outside_the_window(
-    tokens: int, before: int, window: int | None
-) -> None:
-    context = before + tokens
-    expected = [
-        [key > query or (window is not None and query - key >= window) for key in range(context)]
-        for query in range(before, context)
-    ]
-    mask = causal_mask(tokens, context, window)
-    if mask is None:
-        assert not any(any(row) for row in expected)
-    else:
-        assert mask.tolist() == expected
-
-
 # Query heads, the key/value heads that they share, head dim.
 SHAPES = ((6, 2, 16), (8, 1, 40), (4, 4, 18), (2, 2, 64), (1, 1, 24), (6, 3, 24))
 
 # Tokens, context, window: on either side of the sizes at which something is computed otherwise.
-_SHORT = itertools.product((1, 3, 16, 17, 128, 130, 300), (0, 1, 40), (None, 1, 7, 150))
-_MIXED = itertools.product((1, 3, 17, 130), (64, 65, 512, 513, 1100), (None, 70, 600, 1000))
+_SHORT = itertools.product((1, 3, 16, 17, 128, 130), (0, 1, 40), (None, 1, 7, 150))
+_MIXED = itertools.product((1, 17, 130), (64, 65, 512, 513, 1100), (None, 70, 600))
 SIZES = [
     *((tokens, before + tokens, window) for tokens, before, window in _SHORT),
     *((tokens, max(context, tokens), window) for tokens, context, window in _MIXED),
-    *itertools.product((2, 129), (1023, 1024, 1025, 1160), (None, 40, 900, 1024)),
+    *itertools.product((2, 129), (1024, 1025), (None, 40, 1024)),
 ]
 
 

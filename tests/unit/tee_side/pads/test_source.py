@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -28,7 +27,7 @@ from tee_side.protect.pads.source import (
 )
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
-from tests.kit.pads import LAYOUT, create, fill, product
+from tests.kit.pads import LAYOUT, fill, product
 from tests.kit.rows import each_row
 
 LOADS: tuple[Load, ...] = ("idle", "steps")
@@ -235,19 +234,6 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
             _step(lane, store.available - ready)
         lane.end_step()
         assert tuple(max(0, pads._missing(load)) for load in LOADS) == wanted
-
-
-def test_a_run_that_waits_and_the_background_make_pads_in_turns(tmp_path: Path) -> None:
-    """A store lets one of them fill at a time, and says so; meanwhile another thread takes."""
-    with create(tmp_path, 2 * BATCH_TOKENS) as bank:
-        pads = Pads(Pad(), bank, cast(PadMaker, Maker()), "wait")
-        lane = pads.lane()
-        with pads.filling() as tell_load:
-            for step in range(50):
-                tell_load(LOADS[step % 2])
-                for factors, site in zip(_step(lane, 1 + step % 50), SITES, strict=True):
-                    assert torch.equal(factors.u, product(site, factors.r))
-        assert pads.used == sum(1 + step % 50 for step in range(50))
 
 
 def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:

@@ -115,36 +115,28 @@ class Checked:
         stop = next(wrong, wanted.stop) if right else wanted.stop
         return range(first, max(stop, first + 1))
 
-    def read(self, offset: int, count: int, site: int, ahead: bool, right: bool) -> None:
-        indices = self.asked(offset, count, frozenset({site}), right)
-        read: Callable[..., Any] = self.store.start if ahead else self.store.factors
-        wrong = [index for index in indices if site not in self.in_use.get(index, ())]
+    def read(self, offset: int, count: int, how: str, site: int, right: bool) -> None:
+        sites = SITES if how == "all" else frozenset({site})
+        indices = self.asked(offset, count, sites, right)
+        calls: dict[str, Callable[[], dict[int, Any]]] = {
+            "now": lambda: {site: self.store.factors(indices, site)},
+            "later": lambda: {site: self.store.start(indices, site)},
+            "all": lambda: self.store.all_factors(indices),
+        }
+        wrong = [index for index in indices if not sites <= self.in_use.get(index, set())]
         if wrong:
-            with pytest.raises(RuntimeError, match=f"index {wrong[0]},"):
-                read(indices, site)
+            with pytest.raises(RuntimeError, match=f"index {wrong[0]},|used or released"):
+                calls[how]()
             return
         for index in indices:
-            self.use(index, {site})
-        if ahead:
-            self.pending.append((indices, site, read(indices, site)))
-        else:
-            self.got(indices, site, read(indices, site))
-
-    def read_all(self, offset: int, count: int, right: bool) -> None:
-        indices = self.asked(offset, count, SITES, right)
-        if any(self.in_use.get(index) != SITES for index in indices):
-            with pytest.raises(RuntimeError, match="used or released"):
-                self.store.all_factors(indices)
-            return
-        for site, pair in self.store.all_factors(indices).items():
-            self.got(indices, site, pair)
-        for index in indices:
-            self.use(index, set(SITES))
-
-    def use(self, index: int, sites: set[int]) -> None:
-        self.in_use[index] -= sites
-        if not self.in_use[index]:
-            del self.in_use[index]
+            self.in_use[index] -= sites
+            if not self.in_use[index]:
+                del self.in_use[index]
+        for number, found in calls[how]().items():
+            if how == "later":
+                self.pending.append((indices, number, found))
+            else:
+                self.got(indices, number, found)
 
     def result(self) -> None:
         for indices, site, draw in self.pending:
@@ -190,8 +182,7 @@ def _step(choose: random.Random, checked: Checked) -> tuple[Any, ...]:
     return choose.choice(
         [
             *[fill, fill, ("take", choose.randint(-1, 9), right)],
-            *[("read", place, count, site, choose.random() < 0.5, right)] * 8,
-            *[("read_all", place, count, right)] * 4,
+            *[("read", place, count, choose.choice(("now", "later", "all")), site, right)] * 12,
             *[("release", place, count), ("result",), ("reopen", choose.choice((1, 4, 16)))],
         ]
     )
@@ -291,27 +282,17 @@ def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
     store.close()
 
 
-@pytest.fixture
-def go(store: PadStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set the threads of the store wait before they read."""
-    event, read = threading.Event(), store._read_into
-
-    def waits(*what: Any) -> None:
-        event.wait()
-        read(*what)
-
-    monkeypatch.setattr(store, "_read_into", waits)
-    return event
-
-
 def test_nothing_is_filled_again_while_a_thread_may_read_it(
-    store: PadStore, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+    store: PadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    go, read = threading.Event(), store._read_into
+
     def waits(parts: list[Future[None]]) -> None:
         go.set()
         wait(parts)
 
     monkeypatch.setattr(store_module, "wait", waits)
+    monkeypatch.setattr(store, "_read_into", lambda *what: (go.wait(), read(*what)))
     indices = store.take(CAPACITY)
     draws = {site.number: store.start(indices, site.number) for site in LAYOUT.sites}
     store.release(indices)

@@ -103,15 +103,10 @@ def test_the_error_says_how_much_too_long_a_row_is_and_no_more(longer: float, go
     assert raised.value.got == f"less than {got} times"
 
 
-def _scales_of(weight_NI: torch.Tensor, input_scale: float) -> SiteScales:
-    largest = float(weight_NI.double().norm(dim=1).max())
-    return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest), 1.0)
-
-
 @each_row("size", [8, 2048, 28_672, MAX_IN_FEATURES])
 def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> None:
     # Weights and inputs that are all alike: the largest sum, and the worst case for a float32 one.
-    scales = _scales_of(torch.full((1, size), 127, dtype=torch.int8), input_scale=1.0)
+    scales = SiteScales(1.0, torch.ones(1), norm_limit(127 * math.sqrt(size)), 1.0)
     value = math.ceil((MAX_SUM + 1) / (127 * size))
     with pytest.raises(ActivationRangeError):
         scales.encode(torch.full((1, size), float(value)))

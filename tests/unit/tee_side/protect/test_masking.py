@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,23 +27,15 @@ Tensor = torch.Tensor
 X = torch.arange(12.0).reshape(3, 4)
 
 
-class SomePads:
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
-
-    def draw(self, site: int, rows: int) -> Factors:
-        self.asked.append((site, rows))
-        return Factors(torch.full((rows, 4), 7, dtype=torch.int32), torch.ones(rows, 2).int())
-
-
 def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
     masked = linear_masking(None, Randomness())((0, "o_proj"))(X)
     assert masked.sent[0] is masked.unmask(X) is X
-    pads: Any = SomePads()
+    pads = Mock()
+    pads.draw.return_value = Factors(torch.full((3, 4), 7).int(), torch.ones(3, 2).int())
     masked = linear_masking(Pad(), Randomness(), pads=pads)((5, "down_proj"))(X.int())
     assert torch.equal(cast(Tensor, masked.sent[0]), X.int() + 7)
     assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
-    assert pads.asked == [(site_number(5, "down_proj"), 3)]
+    pads.draw.assert_called_once_with(site_number(5, "down_proj"), 3)
     mask = FeaturePermutation()
     transforms: Any = {
         (layer, "o_proj"): mask.transform(

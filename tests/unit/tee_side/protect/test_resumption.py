@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,10 +116,7 @@ def test_with_a_device_the_log_is_read_from_its_end_on(
     # In a container there may be none to read, or none to seek in.
     for broken in ("open", "lseek"):
         watch.cache_clear()
-        monkeypatch.setattr(os, broken, _refuse)
+        refuse = Mock(side_effect=PermissionError)
+        monkeypatch.setattr(os, broken, refuse)
         assert (has_generation_id(), watch()) == (True, None)
         monkeypatch.setattr(os, "open", opens)
-
-
-def _refuse(*_: object) -> NoReturn:
-    raise OSError(errno.EACCES, os.strerror(errno.EACCES))

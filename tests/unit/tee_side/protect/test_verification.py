@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +32,9 @@ from tee_side.protect.sites import IntegerSites
 from tee_side.protect.verification import SECURITY_BITS, VECTORS, ExactCheck
 from tee_side.protect.verifier import Unverified, Weights, check_verifiable, find_checks
 from tee_side.remote.call import CallPlan
-from tee_side.words import Operator, Site
+from tee_side.words import Operator
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import (
-    LoopbackChannel,
     SavedModel,
     Tee,
     token_ids,
@@ -48,30 +47,10 @@ from tsqp.lab.research.float_check import FloatCheck
 LIMIT = 2**31 - 1
 
 
-def _weight(out_features: int, in_features: int) -> torch.Tensor:
-    shape = (out_features, in_features)
-    weight: torch.Tensor = torch.randint(-127, 128, shape)
-    return weight.to(torch.int8)
-
-
-def _inputs(rows: int, weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return inputs as large as the range check lets through."""
-    x = torch.randn(rows, weight_OI.shape[1], dtype=torch.float64)
-    largest = max(1.0, float(weight_OI.double().norm(dim=1).max()))
-    scaled: torch.Tensor = x / x.norm(dim=1, keepdim=True) * LIMIT * 0.995 / largest
-    return scaled.to(torch.int32)
-
-
 def _with(y: torch.Tensor, row: int, column: int, value: torch.Tensor | float) -> torch.Tensor:
     y = y.clone()
     y[row, column] = value
     return y
-
-
-def _check_with(s_kO: torch.Tensor, weight_OI: torch.Tensor) -> ExactCheck:
-    product_kI = s_kO.long() @ weight_OI.long()
-    low_kI = product_kI.to(torch.int32)
-    return ExactCheck(s_kO, low_kI, ((product_kI - low_kI) >> 32).to(torch.int32))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -80,9 +59,12 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
     kernels: str, shape: tuple[int, int]
 ) -> None:
     """Vocabularies among them, which are larger than a block of the weight."""
-    weight = _weight(*shape)
+    weight = torch.randint(-127, 128, shape).to(torch.int8)
     rows = 600 if shape[0] < 2**10 else 2
-    x = _inputs(rows, weight)
+    # As large as the range check lets through.
+    largest = max(1.0, float(weight.double().norm(dim=1).max()))
+    x = torch.nn.functional.normalize(torch.randn(rows, shape[1], dtype=torch.float64))
+    x = (x * LIMIT * 0.995 / largest).to(torch.int32)
     with using_kernels(kernels):
         check, y = ExactCheck.draw(weight, Randomness()), exact_product(x, weight)
         assert check.vectors_kO.shape == (VECTORS, shape[0])
@@ -112,9 +94,12 @@ def test_the_check_is_exact_at_the_largest_numbers_that_there_are(
     weight = torch.full((outputs, 1), 127, dtype=torch.int8)
     drawn = ExactCheck.draw(weight, Randomness())
     secrets = torch.full_like(drawn.vectors_kO, value or 0)
+    product_kI = secrets.long() @ weight.long()
+    low_kI = product_kI.to(torch.int32)
+    fixed = ExactCheck(secrets, low_kI, ((product_kI - low_kI) >> 32).to(torch.int32))
     for sign in (1, -1):
         with using_kernels(kernels):
-            check = drawn if value is None else _check_with(secrets, weight)
+            check = drawn if value is None else fixed
             # |x w| < 2^31, as near as whole numbers get.
             x = torch.tensor([[sign * (LIMIT // 127)]], dtype=torch.int32)
             y = torch.full((1, outputs), int(x) * 127, dtype=torch.int32)
@@ -169,17 +154,14 @@ def test_results_are_believed_only_where_the_policy_says_so(model: SavedModel, v
     assert {isinstance(one, Unverified) for one in given.values()} == {verify == "none"}
 
 
-def _verified(policy: Policy) -> list[Site]:
-    return sites_where(policy, 3, lambda placed: placed.verify != "none")
-
-
 def _secrets(model: SavedModel, policy: Policy, integers: IntegerSites | None = None) -> Any:
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     if policy.arithmetic == "int8" and integers is None:
         integers = IntegerSites(_calibration(model), {}, torch.float32)
     weights = Weights(config, checkpoint, torch.float32, {}, integers)
     checks = find_checks(policy.name, policy.served_arithmetic)
-    return checks.draw(_verified(policy), weights, Randomness())
+    verified = sites_where(policy, 3, lambda placed: placed.verify != "none")
+    return checks.draw(verified, weights, Randomness())
 
 
 def _calibration(model: SavedModel) -> Calibration:
@@ -223,42 +205,18 @@ def test_two_runs_have_no_secret_in_common_and_micro_batches_of_one_share_theirs
     assert tees[0].assembly._secrets is first
 
 
-def _without(model: SavedModel, folder: Path, names: Sequence[str]) -> SavedModel:
-    tensors = load_file(model.directory / "model.safetensors")
-    shutil.copytree(model.directory, folder)
-    left = {name: tensor for name, tensor in tensors.items() if name not in names}
-    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
-    found = replace(model, directory=folder)
-    found.__dict__["calibration"] = model.calibration
-    return found
-
-
-def test_a_directory_without_the_weights_is_refused_before_anything_is_sent(
-    model: SavedModel, tmp_path: Path
-) -> None:
-    missing = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"]
-    services = [LoopbackChannel(model.directory) for _ in range(2)]
-    light = _without(model, tmp_path / "light", missing)
-    with pytest.raises(PolicyError) as caught:
-        light.tee("two-server", channels=services)
-    assert caught.value.where == 'policy two-server: verify = "freivalds"'
-    assert caught.value.got == f"no {missing[0]} and 1 more in {tmp_path / 'light'}"
-    assert not any(channel.requests for channel in services)
-    # Only what is verified is needed.
-    config, checkpoint = read_config(light.directory), Checkpoint(light.directory)
-    check_verifiable("n", [(0, "gate_up_proj"), (2, "gate_up_proj")], config, checkpoint)
-    with pytest.raises(PolicyError, match=r"no model\.layers\.1\.mlp\.up_proj\.weight in "):
-        check_verifiable("n", [(1, "gate_up_proj")], config, checkpoint)
-
-
-def test_weights_of_another_shape_or_norm_are_refused(model: SavedModel, tmp_path: Path) -> None:
+def test_weights_that_are_missing_or_others_are_refused(model: SavedModel, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    changed = _without(model, tmp_path / "changed", [name])
-    tensors = load_file(changed.directory / "model.safetensors") | {name: torch.ones(96, 47)}
-    save_file(tensors, changed.directory / "model.safetensors", metadata={"format": "pt"})
-    config, checkpoint = read_config(changed.directory), Checkpoint(changed.directory)
+    config, shorter = read_config(model.directory), tmp_path / "model.safetensors"
+    lacking: Any = SimpleNamespace(directory="light", holds=lambda names: names != [name])
+    with pytest.raises(PolicyError, match=f"no {name} in light"):
+        check_verifiable("n", [(1, "gate_up_proj")], config, lacking)
+    # Only what is verified is needed.
+    lacking.require = list
+    check_verifiable("n", [(0, "gate_up_proj"), (2, "gate_up_proj")], config, lacking)
+    save_file(load_file(model.directory / shorter.name) | {name: torch.ones(96, 47)}, shorter)
     with pytest.raises(ModelError, match=name):
-        check_verifiable("n", _verified(load_policy("shielded")), config, checkpoint)
+        check_verifiable("n", [(1, "gate_up_proj")], config, Checkpoint(tmp_path))
     # The bound of the sums rests on the norms of these very weights.
     calibration = _calibration(model)
     scales = calibration.sites[1, "o_proj"]

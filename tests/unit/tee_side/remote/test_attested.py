@@ -18,7 +18,6 @@ from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, report_data
 from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
-from tee_side.policy.placement import Policy
 from tee_side.remote.attested import ServiceAppraisal
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
@@ -98,8 +97,7 @@ def test_a_service_that_does_not_prove_what_it_is_is_refused(
         asking()(WHERE, None, statement(), NONCE)
 
 
-def _policy() -> Policy:
-    return policy_of({"o_proj": CLEAR | {"place": "attested"}}, service={"attested": "simulated"})
+POLICY = policy_of({"o_proj": CLEAR | {"place": "attested"}}, service={"attested": "simulated"})
 
 
 def test_links_of_attested_services_have_a_key_each() -> None:
@@ -107,16 +105,16 @@ def test_links_of_attested_services_have_a_key_each() -> None:
         specs = [ServiceSpec.parse(endpoint)]
         check_links(specs, [None], policy_of({"o_proj": CLEAR}), shares_in_the_clear=False)
         with pytest.raises(SettingsError, match="without keys, expected --identity"):
-            check_links(specs, [None], _policy(), shares_in_the_clear=False)
+            check_links(specs, [None], POLICY, shares_in_the_clear=False)
     specs = [ServiceSpec.parse(text) for text in ("tcp://a:1=0-1", "tcp://b:1=2-")]
     other = ClientKeys(SECRET, zmq.curve_keypair()[0])
-    check_links(specs, [KEYS, other], _policy(), shares_in_the_clear=False)
+    check_links(specs, [KEYS, other], POLICY, shares_in_the_clear=False)
     with pytest.raises(SettingsError, match="got one for several services"):
-        check_links(specs, [KEYS, KEYS], _policy(), shares_in_the_clear=False)
+        check_links(specs, [KEYS, KEYS], POLICY, shares_in_the_clear=False)
 
 
 def test_a_run_needs_to_know_what_services_must_be(tmp_path: Path) -> None:
-    settings = RunnerSettings(tmp_path, _policy(), (WHERE,), keys=(KEYS,))
+    settings = RunnerSettings(tmp_path, POLICY, (WHERE,), keys=(KEYS,))
     with pytest.raises(SettingsError, match="--service-appraisal: got none"):
         Runner(settings)
     # The next thing that is looked at is the model.

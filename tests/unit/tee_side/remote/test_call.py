@@ -24,11 +24,8 @@ from tsqp.lab.research.row_permutation import RowPermutation
 CHANGES: dict[str, Change] = {
     "one row more": lambda output: torch.cat((output, output[..., :1, :]), -2),
     "one column less": lambda output: output[..., :-1],
-    "transposed": lambda output: output.transpose(-1, -2),
-    "flat": lambda output: output.reshape(-1),
     "one dimension more": lambda output: output[None],
     "float16": lambda output: output.half(),
-    "bfloat16": lambda output: output.bfloat16(),
     "int64": lambda output: output.long(),
 }
 

@@ -76,13 +76,6 @@ class PartOf(Lying, Cutting):
         self.config = read_config(directory)
 
 
-def _over(directory: Path, parts: int, **lying: Any) -> tuple[Any, list[PartOf]]:
-    """Return the channel over parts of one model, and the parts. `lying`: of one, by `liar`."""
-    liar = lying.pop("liar", None)
-    made = [PartOf(directory, n, parts, **(lying if n == liar else {})) for n in range(parts)]
-    return ColumnParts(made, made[0].config), made
-
-
 @each_row(
     ("policy", "parts", "at", "liar", "change"),
     [
@@ -102,50 +95,36 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
     kind = "qwen2" if policy == "quantized-clear" else "llama"
     model = saved_model(kind, num_hidden_layers=2)
     chosen = with_results(policy, "freivalds")
-    lying = {"liar": liar, "at": at, "change": change or (lambda y: y + 1)}
     shares = [
-        _over(model.directory, parts, **(lying if n == 0 else {})) for n in range(chosen.services)
+        [PartOf(model.directory, part, parts) for part in range(parts)]
+        for _ in range(chosen.services)
     ]
-    tee = model.tee(chosen, channels=[channel for channel, _ in shares])
+    shares[0][liar] = PartOf(model.directory, liar, parts, change or (lambda y: y + 1), at)
+    channels = [ColumnParts(share, share[0].config) for share in shares]
+    tee = model.tee(chosen, channels=channels)
     assert generate(tee) == generate(model.tee(policy))
-    told = [[len(part.distrusted) for part in share] for _, share in shares]
+    told = [[len(part.distrusted) for part in share] for share in shares]
     blamed = [int(part == liar) for part in range(parts)]
     assert told == [blamed, *[[0] * parts] * (len(shares) - 1)]
     # Products of activations need no weight: the first part computes them.
-    others = [request for _, share in shares for part in share[1:] for request in part.requests]
+    others = [request for share in shares for part in share[1:] for request in part.requests]
     assert not any(isinstance(request, MatmulRequest) for request in others)
-    ((_, error),) = shares[0][1][liar].distrusted
+    ((_, error),) = shares[0][liar].distrusted
     assert isinstance(error, ReplyError if change else VerificationError)
     assert error.where.endswith(f" part-{liar} (columns {liar}/{parts})")
 
 
-def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
-    world.add(*(name for part in parts for name in part))
-    groups = [
-        ReplicaGroup(1, 0, 0, names, 1, (part, len(parts))) for part, names in enumerate(parts)
-    ]
-    (channel,) = world.connect(*groups, config=CONFIG).at(0)
-    assert isinstance(channel, ColumnParts)
-    return channel
-
-
 def test_the_last_reply_ends_the_whole() -> None:
-    class Timed:
-        endpoint, traffic = "x", Traffic()
-
-        def __init__(self, sent_ns: int, elapsed_ns: int) -> None:
-            reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
-            self._reply = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
-
-        def start(self, *_: object) -> int:
-            return 1
-
-        def wait(self, _: int) -> Exchange:
-            return self._reply
+    def timed(sent_ns: int, elapsed_ns: int) -> Any:
+        reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
+        found = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
+        traffic = Traffic()
+        return SimpleNamespace(
+            endpoint="x", traffic=traffic, start=lambda *_: 1, wait=lambda _: found
+        )
 
     for first_ns, second_ns, whole_ns in ((1000, 500, 1000), (500, 1000, 1010)):
-        parts: list[Any] = [Timed(100, first_ns), Timed(110, second_ns)]
-        channel = ColumnParts(parts, CONFIG)
+        channel = ColumnParts([timed(100, first_ns), timed(110, second_ns)], CONFIG)
         found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
         assert (found.sent_ns, found.elapsed_ns) == (100, whole_ns)
         assert (found.bytes_sent, found.bytes_received, found.encode_ns) == (20, 40, 2)
@@ -177,7 +156,10 @@ def test_what_a_part_fails_at_or_cannot_be_asked_is_given_up_at_every_part(
     failing: str, when: str
 ) -> None:
     world = World()
-    channel = _connected(world, ("a",), ("b",))
+    world.add("a", "b")
+    groups = [ReplicaGroup(1, 0, 0, (name,), 1, (part, 2)) for part, name in enumerate("ab")]
+    (channel,) = world.connect(*groups, config=CONFIG).at(0)
+    assert isinstance(channel, ColumnParts)
     channel.abandon(channel.start(HEAD, torch.ones(SHAPE)))
     assert not _waiting(world)
     found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))

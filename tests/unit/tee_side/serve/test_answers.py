@@ -108,18 +108,6 @@ def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
     }
 
 
-@each_row("stop", ["on the mat", ["nowhere", " sat on the m"], "bird..."])
-def test_a_stop_string_is_excluded_and_held_back_across_chunks(stop: Any) -> None:
-    first = stop if isinstance(stop, str) else stop[-1]
-    # What only looked like one is shown.
-    expected = SAID.partition(first)[0]
-    seen = ""
-    for event in _streamed(stop=stop):
-        seen += event["choices"][0]["text"]
-        assert expected.startswith(seen)
-    assert seen == expected == _only(complete(stop=stop))["text"]
-
-
 def test_a_stop_token_is_no_part_of_the_text_and_counts() -> None:
     ids = _ids(SAID)[:3]
     body = complete(FakeEngine(says=ids), stop_token_ids=ids[2:]).json()
