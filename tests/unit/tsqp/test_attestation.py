@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -37,7 +36,7 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.remote.attested import ServiceAppraisal
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
-from tests.kit.evidence import body_of, serving
+from tests.kit.evidence import DIGESTS, body_of, policy_text, serving
 from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
 from tsqp import attestation
@@ -324,13 +323,11 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
     seen = programs.state[purpose](bytes(32))
     claims = Claims.decode(seen.claims)
     policy, attested, file = (tmp_path / name for name in ("policy.toml", "attestation", "receipt"))
-    pinned = {name: [getattr(claims, name).hex()] for name in ("model", "policy", "settings")}
+    pinned: dict[str, Any] = {name: [getattr(claims, name).hex()] for name in DIGESTS}
     pinned |= {"version": [claims.version], "plugins": []}
     pinned |= {"services": [key.hex() for key in claims.curve_keys.values()]}
     measured = verify_simulated(Evidence.decode(seen.evidence).report).measurement
-    lines = [f"{name} = {json.dumps(value)}" for name, value in pinned.items()]
-    lines = [f'[simulated]\nmeasurements = ["{measured.hex()}"]\n[claims]', *lines]
-    policy.write_text("\n".join(['mode = "development"\nmax_age_s = 60', *lines]))
+    policy.write_text(policy_text([measured.hex()], **pinned))
     file.write_bytes(b64encode(forged(bytes(32), claims)))
 
     def stated(**fields: Any) -> Statement:
