@@ -25,9 +25,3 @@ def demo_service() -> Iterator[Service]:
 def reference() -> transformers.PreTrainedModel:
     """The demo model in transformers, in float32."""
     return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-
-
-@pytest.fixture(scope="session")
-def reference_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """The demo model's tokenizer in transformers."""
-    return transformers.AutoTokenizer.from_pretrained(DEMO)

@@ -11,6 +11,7 @@ import openai
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.kit.evidence import policy_text
 from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, Server, running_server
 from tsqp.cli.main import command
 from tsqp.client import NotAttestedError, connect
@@ -45,14 +46,9 @@ def server(folder: Path) -> Iterator[Server]:
 def appraisal(folder: Path, server: Server) -> Path:
     """What the server passes: what it said of itself at its start."""
     (line,) = (line for line in server.log if "attested by simulated" in line)
-    claims = "\n".join(
-        f'{name} = ["{digest}"]' for name, digest in re.findall(r"(\w+) ([0-9a-f]{64})", line)
-    )
+    claims = {name: [digest] for name, digest in re.findall(r"(\w+) ([0-9a-f]{64})", line)}
     path = folder / "appraisal.toml"
-    path.write_text(
-        'mode = "development"\nmax_age_s = 3600\n[simulated]\nmeasurements = "any"\n[claims]\n'
-        f'{claims}\nversion = "any"\nplugins = []\nservices = []\n'
-    )
+    path.write_text(policy_text("any", **claims, version="any", plugins=[], services=[]))
     return path
 
 

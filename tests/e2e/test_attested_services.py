@@ -10,37 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tee_side.words import OPERATORS
+from tests.kit.evidence import DIGESTS, policy_text
 from tests.kit.service import Service, call, run, running_service
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "4", "--json")
-POLICY = """
-name = "to-attested"
-summary = "everything that is heavy, in the clear, to a service that proves what it is"
-[service]
-attested = "simulated"
-[operators]
-embedding = "tee"
-qkv_proj = { place = "attested", mask = "none", verify = "none" }
-attn_scores = "tee"
-attn_values = "tee"
-o_proj = { place = "attested", mask = "none", verify = "none" }
-gate_up_proj = { place = "attested", mask = "none", verify = "none" }
-down_proj = { place = "attested", mask = "none", verify = "none" }
-lm_head = "tee"
-"""
-APPRAISAL = """
-mode = "development"
-max_age_s = 60
-[simulated]
-measurements = ["{}"]
-[claims]
-model = "any"
-policy = "any"
-settings = "any"
-version = "any"
-plugins = []
-services = "any"
-"""
+HEAVY, TEE = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), '= "tee"'
 MEASUREMENT = hashlib.sha384(version("tsqp").encode()).hexdigest()
 
 
@@ -50,9 +25,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("services")
     for name in ("runner", "silent"):
         assert call("tsqp", "keys", "new", str(made / name)).returncode == 0
-    (made / "policy.toml").write_text(POLICY)
-    (made / "appraisal.toml").write_text(APPRAISAL.format(MEASUREMENT))
-    (made / "wrong.toml").write_text(APPRAISAL.format("00" * 48))
+    attested = '= { place = "attested", mask = "none", verify = "none" }'
+    operators = [f"{name} {attested if name in HEAVY else TEE}" for name in OPERATORS]
+    head = ['name = "to-attested"', 'summary = "to a service that proves what it is"', "[service]"]
+    head += ['attested = "simulated"', "[operators]"]
+    (made / "policy.toml").write_text("\n".join([*head, *operators]))
+    claims = dict.fromkeys((*DIGESTS, "version", "services"), "any")
+    for name, measurement in (("appraisal", MEASUREMENT), ("wrong", "00" * 48)):
+        (made / f"{name}.toml").write_text(policy_text([measurement], **claims, plugins=[]))
     return made
 
 

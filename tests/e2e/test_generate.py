@@ -10,11 +10,13 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
+import transformers
 
 from protocol import native
 from protocol.errors import EndpointError
 from tee_side.runner import Runner
 from tests.kit.service import ENVIRONMENT, Forked, Service, call
+from tsqp.cli.program import model_directory
 
 PROMPT = "Once upon a time"
 
@@ -40,7 +42,7 @@ sys.stdin = open(0)
         return output.read()
 
 
-def test_chat_keeps_the_conversation(demo_service: Service, reference_tokenizer: Any) -> None:
+def test_chat_keeps_the_conversation(demo_service: Service) -> None:
     turns = ["Tell me a story about a fox.", "Tell me another one about Ben."]
     said = given(
         "\n".join(turns) + "\n",
@@ -49,7 +51,8 @@ def test_chat_keeps_the_conversation(demo_service: Service, reference_tokenizer:
     answer = json.loads(said)
     assert [m["role"] for m in answer["messages"]] == ["user", "assistant"] * 2
     assert [m["content"] for m in answer["messages"][::2]] == turns
-    rendered = reference_tokenizer.apply_chat_template(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_directory("demo"))
+    rendered = tokenizer.apply_chat_template(
         answer["messages"][:3], add_generation_prompt=True, tokenize=True, return_dict=True
     )
     assert answer["turns"][1]["prompt_token_ids"] == list(rendered["input_ids"])

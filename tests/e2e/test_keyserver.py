@@ -15,6 +15,7 @@ import pytest
 
 from protocol.model.files import use_seal
 from tests.e2e.test_bad_input import refused
+from tests.kit.evidence import policy_text
 from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, call, running_server
 from tsqp.client import connect
 
@@ -46,11 +47,8 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
 
 def written(path: Path, digests: dict[str, str]) -> Path:
     """Write a policy, for the key server and for clients."""
-    claims = "\n".join(f'{name} = ["{digest}"]' for name, digest in digests.items())
-    path.write_text(
-        'mode = "development"\nmax_age_s = 3600\n[simulated]\nmeasurements = "any"\n[claims]\n'
-        f'{claims}\nversion = "any"\nplugins = []\nservices = []\n'
-    )
+    claims = {name: [digest] for name, digest in digests.items()}
+    path.write_text(policy_text("any", **claims, version="any", plugins=[], services=[]))
     return path
 
 

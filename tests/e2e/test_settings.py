@@ -46,26 +46,17 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
 @each_row(
     ("program", "content", "fragments"),
     [
-        (
-            "tee-runner",
-            "max_new_token = 3\n",
-            ["max_new_token: got an unknown name", "max-new-tokens?"],
-        ),
         ("tee-runner", "[tee-runner]\nseeed = 3\n", ["[tee-runner]: seeed", "did you mean seed?"]),
         ("tee-runner", "[tee-runner]\nbind = 'x'\n", ["[tee-runner]: bind: got an unknown name"]),
         ("gpu-service", "dtype = \n", ["invalid TOML"]),
-        ("gpu-service", 'model = "demo"\ndtype = "float12"\n', ["dtype", "float12"]),
         ("gpu-service", 'threads = "2"\n', ["threads: got '2', expected an integer"]),
-        ("gpu-service", "threads = true\n", ["threads: got True, expected an integer"]),
         ("gpu-service", f"threads = 0x{'f' * 6000}\n", ["threads", "64 bits"]),
         ("gpu-service", f"threads = {'9' * 6000}\n", ["settings.toml", "digits"]),
-        ("gpu-service", "model = 3\n", ["model: got 3, expected a string"]),
         ("gpu-service", "max-message-mib = 1\nmax_message_mib = 2\n", ["max_message_mib", "twice"]),
         ("gpu-service", "a = " + "[" * 5000 + "]" * 5000 + "\n", ["settings.toml", "nested"]),
         ("tee-runner", "json = 1\n", ["json: got 1, expected true or false"]),
         ("tee-runner", 'top-p = "0.5"\n', ["top-p: got '0.5', expected a number"]),
         ("tee-runner", "top-p = nan\n", ["--top-p", "nan"]),
-        ("tee-runner", 'stop = "a b"\n', ["stop", "expected a list of strings"]),
         ("tee-runner", "stop = [1]\n", ["stop", "expected strings only"]),
         ("tee-runner", "gpu = 5\n", ["gpu: got 5", "a string or a list of strings"]),
     ],
@@ -137,35 +128,18 @@ def _is_all_different(settings: object, default: object, *, but: frozenset[str])
 
 def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
     identity, allow = tmp_path / "a.key", tmp_path / "allow"
-    told = {
-        "--bind": "tcp://10.0.0.5:1",
-        "--device": "null",
-        "--dtype": "float16",
-        "--arithmetic": "int8",
-        "--kernels": "portable",
-        "--threads": 3,
-        "--max-message-mib": 4,
-        "--spin-us": 5.5,
-        "--layers": "1-2",
-        "--columns": "1/3",
-        "--sessions-mib": 15,
-        "--session-client-mib": 14,
-        "--session-ttl-s": 12.5,
-        "--session-spill": tmp_path,
-        "--session-spill-mib": 13,
-        "--metrics": "9100",
-        "--max-queued-requests": 6,
-        "--max-queued-mib": 7,
-        "--max-queued-total-requests": 8,
-        "--max-queued-total-mib": 9,
-        "--drain-timeout-s": 10.5,
-        "--identity": identity,
-        "--allow": allow,
-        "--heartbeat-timeout-s": 11.5,
-    }
-    arguments = [str(word) for pair in told.items() for word in pair]
-    settings = _service_settings(*arguments, "--allow-anyone")
-    assert (settings.bind, settings.identity, settings.allow) == (told["--bind"], identity, allow)
+    told = f"""--bind tcp://10.0.0.5:1 --device null --dtype float16 --arithmetic int8
+        --kernels portable --threads 3 --max-message-mib 4 --spin-us 5.5 --layers 1-2 --columns 1/3
+        --sessions-mib 15 --session-client-mib 14 --session-ttl-s 12.5 --session-spill {tmp_path}
+        --session-spill-mib 13 --metrics 9100 --max-queued-requests 6 --max-queued-mib 7
+        --max-queued-total-requests 8 --max-queued-total-mib 9 --drain-timeout-s 10.5
+        --identity {identity} --allow {allow} --heartbeat-timeout-s 11.5 --allow-anyone"""
+    settings = _service_settings(*told.split())
+    assert (settings.bind, settings.identity, settings.allow) == (
+        "tcp://10.0.0.5:1",
+        identity,
+        allow,
+    )
     assert settings.max_message_bytes == 4 * 2**20
     of_http = {"http_tokens", "http_cert", "http_key"}
     but = frozenset({"model", "secret", "tensor_parallel", *of_http})
@@ -181,34 +155,15 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
 def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
     for name in ("runner", "service"):
         new_key_pair(tmp_path / name)
-    told = {
-        "--gpu": "tcp://10.0.0.5:1",
-        "--policy": "quantized-clear",
-        "--identity": tmp_path / "runner.key",
-        "--service-key": tmp_path / "service.pub",
-        "--heartbeat-timeout-s": 1.5,
-        "--calibration": tmp_path / "scales",
-        "--key": tmp_path / "key",
-        "--bank": tmp_path / "bank",
-        "--bank-key": tmp_path / "bank-key",
-        "--bank-index": tmp_path / "index",
-        "--bank-witness": tmp_path / "witness",
-        "--when-out": "tee",
-        "--dtype": "float16",
-        "--kernels": "portable",
-        "--threads": 3,
-        "--step-tokens": 4,
-        "--micro-batches": 5,
-        "--spin-us": 6.5,
-        "--link-gbps": 7.5,
-        "--link-rtt-us": 8.5,
-        "--connect-timeout-s": 9.5,
-        "--request-timeout-s": 10.5,
-        "--max-kv-mib": 11,
-        "--max-message-mib": 12,
-    }
-    words = [str(word) for pair in told.items() for word in pair]
-    settings, said = _runner_settings(*words, "--shares-in-the-clear", "--bank-key-beside-bank")
+    told = f"""--gpu tcp://10.0.0.5:1 --policy quantized-clear --identity {tmp_path}/runner.key
+        --service-key {tmp_path}/service.pub --heartbeat-timeout-s 1.5
+        --calibration {tmp_path}/scales --key {tmp_path}/key --bank {tmp_path}/bank
+        --bank-key {tmp_path}/bank-key --bank-index {tmp_path}/index
+        --bank-witness {tmp_path}/witness --when-out tee --dtype float16 --kernels portable
+        --threads 3 --step-tokens 4 --micro-batches 5 --spin-us 6.5 --link-gbps 7.5
+        --link-rtt-us 8.5 --connect-timeout-s 9.5 --request-timeout-s 10.5 --max-kv-mib 11
+        --max-message-mib 12 --shares-in-the-clear --bank-key-beside-bank"""
+    settings, said = _runner_settings(*told.split())
     assert said == ""
     assert [key.public for key in settings.keys] == [public_key_of(tmp_path / "runner.pub")]
     assert [key.service for key in settings.keys] == [public_key_of(tmp_path / "service.pub")]

@@ -94,13 +94,13 @@ def identity(measurement: bytes = MEASUREMENT, **other: object) -> Identity:
     return Identity(attester, About(**(usual | other)))  # type: ignore[arg-type]
 
 
-def policy_text(**other: object) -> str:
+def policy_text(measurements: object = (MEASUREMENT.hex(),), **other: object) -> str:
     """Write an appraisal policy that `identity` passes; `other`: claims that differ."""
     claims: dict[str, object] = {name: [digest.hex()] for name, digest in DIGESTS.items()}
     claims |= {"plugins": [PLUGIN.hex()], "services": [SERVICE.hex()], "version": ["1.2.3"]}
     lines = [f"{name} = {json.dumps(value)}" for name, value in (claims | other).items()]
     head = ['mode = "development"', "max_age_s = 600", "[simulated]"]
-    return "\n".join([*head, f'measurements = ["{MEASUREMENT.hex()}"]', "[claims]", *lines])
+    return "\n".join([*head, f"measurements = {json.dumps(measurements)}", "[claims]", *lines])
 
 
 @dataclass

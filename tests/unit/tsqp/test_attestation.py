@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import httpx2
@@ -36,7 +36,7 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.remote.attested import ServiceAppraisal
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
-from tests.kit.evidence import body_of, serving
+from tests.kit.evidence import DIGESTS, body_of, policy_text, serving
 from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
 from tsqp import attestation
@@ -92,27 +92,22 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded, manifest: M
     ("name", "value"),
     [
         ("dtype", "float32"),
-        ("when_out", "tee"),
-        ("speculative", "ngram"),
         ("prefix_reuse", True),
-        ("fixed_tempo_ms", 5.0),
         ("allow_origin", ("*",)),
-        ("bank", Path("a.bank")),
         ("api_keys", Path("keys.toml")),
         ("page", True),
         ("shares_in_the_clear", True),
         ("prefix_reuse", False),
     ],
 )
-def test_an_option_that_matters_is_claimed(name: str, value: object) -> None:
+def test_an_option_that_matters_is_claimed_and_where_things_are_is_not(
+    name: str, value: object
+) -> None:
     given = usual()
     assert given[name] != value
     assert settings_digest(given | {name: value}) != settings_digest(given)
-
-
-def test_where_things_are_is_not_claimed() -> None:
-    """A key server is told of the options before MODEL opens; the manifest pins calibration."""
-    given = usual() | {"api_keys": Path("a")}
+    # A key server is told of the options before MODEL opens; the manifest pins calibration.
+    given |= {"api_keys": Path("a")}
     elsewhere = {"port": 1, "model": "/nowhere", "calibration": Path("/nowhere/scales")}
     assert settings_digest(given | elsewhere) == settings_digest(given)
     assert settings_digest(given | {"api_keys": Path("b")}) == settings_digest(given)
@@ -225,17 +220,14 @@ def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return Programs(identity, ClientKeys(service.secret, public_key_of(public)), state)
 
 
-# Reads what a program of `purpose` says of itself; returns "" where it is accepted.
+# Reads what a program of `purpose` says of itself; returns or raises why it is not accepted.
 Reader: TypeAlias = Callable[[Programs, Purpose, Path], str]
+DEVELOPMENT = AppraisalPolicy.development()
 
 
 def client(programs: Programs, purpose: Purpose, _: Path) -> str:
-    context = AttestedContext(AppraisalPolicy.development())
     with serving(programs.server, programs.state[purpose]) as server:
-        try:
-            prove(Address.of(server.url), context)
-        except NotAttestedError as error:
-            return str(error)
+        prove(Address.of(server.url), AttestedContext(DEVELOPMENT))
     return ""
 
 
@@ -244,19 +236,21 @@ def sealed_client(programs: Programs, purpose: Purpose, _: Path) -> str:
         stated = programs.state[purpose](bytes.fromhex(request.url.params["nonce"]))
         return httpx2.Response(200, content=body_of(stated))
 
-    carrier, policy = httpx2.MockTransport(handle), AppraisalPolicy.development()
-    try:
-        ProvedTransport("https://example.test", policy, carrier, 60.0).prove()
-    except NotAttestedError as error:
-        return str(error)
+    carrier = httpx2.MockTransport(handle)
+    ProvedTransport("https://example.test", DEVELOPMENT, carrier, 60.0).prove()
     return ""
+
+
+def said_by(*arguments: object) -> str:
+    words = [*map(str, arguments), "--mode", "development"]
+    result = CliRunner().invoke(command, words)
+    return result.stdout if result.exit_code else ""
 
 
 def verify_of_a_file(programs: Programs, purpose: Purpose, folder: Path) -> str:
     file = folder / "attestation"
     file.write_bytes(body_of(programs.state[purpose](bytes(32))))
-    result = CliRunner().invoke(command, ["verify", str(file), "--mode", "development"])
-    return result.stdout if result.exit_code else ""
+    return said_by("verify", file)
 
 
 def receipt_verify(programs: Programs, purpose: Purpose, folder: Path) -> str:
@@ -265,25 +259,20 @@ def receipt_verify(programs: Programs, purpose: Purpose, folder: Path) -> str:
     said: dict[str, Any] = {"request": NONE, "response": NONE, "sampling": {}, "seed": None}
     signed = programs.server.receipts().sign(**said, prompt_tokens=1, completion_tokens=1)
     receipt.write_bytes(b64encode(signed))
-    given = ["--attestation", str(attested), "--mode", "development"]
-    result = CliRunner().invoke(command, ["receipt", "verify", str(receipt), *given])
-    return result.stdout if result.exit_code else ""
+    return said_by("receipt", "verify", receipt, "--attestation", attested)
 
 
 def key_server(programs: Programs, purpose: Purpose, _: Path) -> str:
     said = list[str]()
-    release = KeyRelease(bytes(32), AppraisalPolicy.development(), said.append)
+    release = KeyRelease(bytes(32), DEVELOPMENT, said.append)
     status, _body = release.answer(programs.state[purpose](release.nonce()).encode())
     return "" if status == 200 else said[0]
 
 
 def runner(programs: Programs, purpose: Purpose, _: Path) -> str:
-    appraise = ServiceAppraisal("simulated", AppraisalPolicy.development())
     stated = programs.state[purpose](bytes(32)).encode()
-    try:
-        appraise("tcp://gpu:1", programs.service, stated, bytes(32))
-    except EvidenceError as error:
-        return str(error)
+    appraise = ServiceAppraisal("simulated", DEVELOPMENT)
+    appraise("tcp://gpu:1", programs.service, stated, bytes(32))
     return ""
 
 
@@ -299,11 +288,12 @@ def test_evidence_for_one_reader_is_none_for_another(
     programs: Programs, tmp_path: Path, reader: Reader, wanted: Purpose
 ) -> None:
     for purpose in programs.state:
-        found = reader(programs, purpose, tmp_path)
-        if purpose == wanted:
-            assert not found
-        else:
-            assert f"purpose: got {purpose}, expected {wanted}" in found
+        try:
+            found = reader(programs, purpose, tmp_path)
+        except (NotAttestedError, EvidenceError) as error:
+            found = str(error)
+        refusal = f"purpose: got {purpose}, expected {wanted}"
+        assert refusal in found if purpose != wanted else not found
 
 
 def forged(key: bytes, claims: Claims) -> bytes:
@@ -333,13 +323,11 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
     seen = programs.state[purpose](bytes(32))
     claims = Claims.decode(seen.claims)
     policy, attested, file = (tmp_path / name for name in ("policy.toml", "attestation", "receipt"))
-    pinned = {name: [getattr(claims, name).hex()] for name in ("model", "policy", "settings")}
+    pinned: dict[str, Any] = {name: [getattr(claims, name).hex()] for name in DIGESTS}
     pinned |= {"version": [claims.version], "plugins": []}
     pinned |= {"services": [key.hex() for key in claims.curve_keys.values()]}
     measured = verify_simulated(Evidence.decode(seen.evidence).report).measurement
-    lines = [f"{name} = {json.dumps(value)}" for name, value in pinned.items()]
-    lines = [f'[simulated]\nmeasurements = ["{measured.hex()}"]\n[claims]', *lines]
-    policy.write_text("\n".join(['mode = "development"\nmax_age_s = 60', *lines]))
+    policy.write_text(policy_text([measured.hex()], **pinned))
     file.write_bytes(b64encode(forged(bytes(32), claims)))
 
     def stated(**fields: Any) -> Statement:
@@ -366,37 +354,30 @@ def test_evidence_that_goes_in_the_clear_makes_no_receipt(
 NONCE = bytes(range(32))
 
 
-def driver_of(gpus: list[NvidiaGpu], patch: pytest.MonkeyPatch) -> None:
+def certificates(gpu: NvidiaGpu) -> Any:
+    chain = map(x509.load_der_x509_certificate, gpu.certificates)
+    pem = b"".join(one.public_bytes(Encoding.PEM) for one in chain)
+    return SimpleNamespace(attestationCertChainSize=len(pem), attestationCertChain=pem + bytes(9))
 
-    def said(found: Any, size: str, at: str, content: bytes) -> Any:
-        setattr(found, size, len(content))
-        getattr(found, at)[: len(content)] = content
-        return found
 
-    def certificate(gpu: NvidiaGpu) -> Any:
-        chain = map(x509.load_der_x509_certificate, gpu.certificates)
-        pem = b"".join(one.public_bytes(Encoding.PEM) for one in chain)
-        found = pynvml.c_nvmlConfComputeGpuCertificate_t()
-        return said(found, "attestationCertChainSize", "attestationCertChain", pem)
-
-    def report(gpu: NvidiaGpu, nonce: bytes) -> Any:
-        found = pynvml.c_nvmlConfComputeGpuAttestationReport_t()
-        signed = gpu.sign(messages(nonce))
-        return said(found, "attestationReportSize", "attestationReport", signed)
-
-    patch.setattr(pynvml, "nvmlInit", lambda: None)
-    patch.setattr(pynvml, "nvmlShutdown", lambda: None)
-    patch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(gpus))
-    patch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", gpus.__getitem__)
-    patch.setattr(pynvml, "nvmlDeviceGetConfComputeGpuCertificate", certificate)
-    patch.setattr(pynvml, "nvmlDeviceGetConfComputeGpuAttestationReport", report)
+def report(gpu: NvidiaGpu, nonce: bytes) -> Any:
+    signed = gpu.sign(messages(nonce))
+    return SimpleNamespace(attestationReportSize=len(signed), attestationReport=signed + bytes(9))
 
 
 def test_a_service_with_gpus_is_what_a_runner_accepts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gpus = [make_gpu(), make_blackwell()]
-    driver_of(gpus, monkeypatch)
+    for name, call in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
+        "nvmlDeviceGetConfComputeGpuCertificate": certificates,
+        "nvmlDeviceGetConfComputeGpuAttestationReport": report,
+    }.items():
+        monkeypatch.setattr(pynvml, name, call)
     options = {"attest": "simulated", "attest_gpus": True, "public_key": tmp_path / "service.pub"}
     options |= {"attest_certificate": (), "attest_collateral": None}
     made = attested_service(options, {"device": "cuda"})

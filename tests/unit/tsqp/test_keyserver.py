@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -152,13 +152,11 @@ def test_what_is_no_statement_of_the_claims_is_refused(releasing: Releasing, bod
     assert releasing.refused(mixed) == "claims"
 
 
-class Serving:
+class Serving(NamedTuple):
     """A key server that runs. `said`: what its owner was told of connections."""
 
-    def __init__(self, release: KeyRelease, **limits: Any) -> None:
-        self.said = list[str]()
-        self.server = KeyServer(("127.0.0.1", 0), release, self.said.append, **limits)
-        self.url = f"http://127.0.0.1:{self.server.port}"
+    server: KeyServer
+    said: list[str]
 
     def raw(self, sent: bytes) -> bytes:
         """Send bytes, and return all that comes until the server ends the connection."""
@@ -172,15 +170,15 @@ class Serving:
 
 @contextmanager
 def serving(release: KeyRelease, **limits: Any) -> Iterator[Serving]:
-    found = Serving(release, **limits)
-    thread = threading.Thread(target=found.server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield found
-    finally:
-        found.server.shutdown()
-        thread.join(WAIT_S)
-        found.server.server_close()
+    said = list[str]()
+    with KeyServer(("127.0.0.1", 0), release, said.append, **limits) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield Serving(server, said)
+        finally:
+            server.shutdown()
+            thread.join(WAIT_S)
 
 
 def test_what_is_no_request_of_the_two_is_refused(releasing: Releasing) -> None:
@@ -252,75 +250,39 @@ NONCE = bytes(range(32, 64))
 STATED = Statement(claims=b"claims", evidence=b"evidence")
 
 
-class Answers:
-    """What a key server, maybe a false one, answers: bytes, or what makes pieces of them."""
-
-    def __init__(self) -> None:
-        self.nonce: Any = http(NONCE.hex().encode())
-        self.key: Any = b""
-        self.hpke: list[HpkeKey] = []
-
-    def state(self, nonce: bytes, key: HpkeKey) -> Statement:
-        assert nonce == NONCE
-        self.hpke.append(key)
-        return STATED
-
-    def sealed(self, plain: bytes = KEY, info: bytes = release_info(NONCE)) -> Callable[[], Any]:
-        return lambda: [http(seal(self.hpke[-1].suite, self.hpke[-1].public, info, plain))]
-
-
 def http(body: bytes, status: int = 200) -> bytes:
     return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-@contextmanager
-def answering(answers: Answers) -> Iterator[str]:
-    over = threading.Event()
-
-    def answer(near: socket.socket) -> None:
-        near.settimeout(WAIT_S)
-        request = b""
-        ends = {b"G": b"\r\n\r\n", b"P": STATED.encode()}
-        while not request or not request.endswith(ends[request[:1]]):
-            if not (piece := near.recv(4096)):
-                return
-            request += piece
-        said = answers.nonce if request.startswith(b"GET ") else answers.key
-        pieces: Iterable[bytes] = [said] if isinstance(said, bytes) else said()
-        for piece in pieces:
-            near.sendall(piece)
-        if said == b"":
-            near.recv(1)  # silent, until the other end has gone
-
-    def accept() -> None:
-        while True:
-            with suppress(OSError), listening.accept()[0] as near:
-                answer(near)
-            if over.is_set():
-                return
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            over.set()
-            with suppress(OSError), socket.create_connection(listening.getsockname(), WAIT_S):
-                pass
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+def sealed(plain: bytes = KEY, info: bytes = release_info(NONCE)) -> Callable[[HpkeKey], bytes]:
+    return lambda key: http(seal(key.suite, key.public, info, plain))
 
 
-def test_a_false_key_server_is_refused_and_not_quoted() -> None:
-    answers = Answers()
+def test_a_false_key_server_is_refused_and_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, asked, said = socket.create_connection, list[HpkeKey](), list[Any]()
+
+    def connected(*given: Any, **options: Any) -> socket.socket:
+        """Connect to where the answer to the request lies already."""
+        near, far = connect(*given, **options), listening.accept()[0]
+        answer = said.pop(0)
+        far.sendall(answer if isinstance(answer, bytes) else answer(asked[-1]))
+        far.shutdown(socket.SHUT_WR)
+        stack.callback(far.close)
+        return near
+
+    def state(nonce: bytes, key: HpkeKey) -> Statement:
+        assert nonce == NONCE
+        asked.append(key)
+        return STATED
+
+    honest = http(NONCE.hex().encode())
     nonces = (b"", b"secret", NONCE.hex()[:-1].encode(), NONCE.hex().upper().encode(), b"0" * 65)
     keys = [(http(body), "another answer") for body in (b"", b"secret", b"\0" * 1168, b"x" * 2000)]
     keys += [
-        (answers.sealed(info=release_info(bytes(32))), "another answer"),
-        (answers.sealed(info=b"TSQP sealed body 1\0" + NONCE), "another answer"),
-        (answers.sealed(KEY[:16]), "another answer"),
-        (answers.sealed(KEY + b"x"), "another answer"),
+        (sealed(info=release_info(bytes(32))), "another answer"),
+        (sealed(info=b"TSQP sealed body 1\0" + NONCE), "another answer"),
+        (sealed(KEY[:16]), "another answer"),
+        (sealed(KEY + b"x"), "another answer"),
         (http(b"key of service 1", 403), "a refusal: the step 'key of service 1' failed"),
         (http(b"\x1b[31msecret", 403), "status 403"),
         (http(b"secret\nsecret", 403), "status 403"),
@@ -328,29 +290,36 @@ def test_a_false_key_server_is_refused_and_not_quoted() -> None:
         (http(b"secret", 500), "status 500"),
         (http(b"secret", 302), "status 302"),
     ]
-    rows = [(http(nonce), answers.sealed(), "another answer") for nonce in nonces]
-    rows += [(answers.nonce, key, got) for key, got in keys]
-    with answering(answers) as url:
-        for answers.nonce, answers.key, got in rows:
+    rows = [(http(nonce), sealed(), "another answer") for nonce in nonces]
+    rows += [(honest, key, got) for key, got in keys]
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr(socket, "create_connection", connected)
+        said[:] = [honest, sealed()]
+        assert key_of_server(url, state) == KEY
+        for nonce, key, got in rows:
+            said[:] = [nonce, key]
             with pytest.raises(KeyFileError) as refused:
-                key_of_server(url, answers.state)
+                key_of_server(url, state)
             assert f"--seal-key-server {url}: got {got}, expected " in str(refused.value)
             assert "secret" not in str(refused.value)
             assert KEY.hex() not in str(refused.value)
-        for answers.nonce in (
+        for false in (
             b"secret\r\n\r\n",
             b"HTTP/1.1 secret\r\n\r\n",
             b"HTTP/1.1 200 x\r\n" + b"secret: secret\r\n" * 200,
             b"HTTP/1.1 200 x\r\ncontent-length: 64\r\n\r\nsecret",
             http(b"0" * 5000),
             b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\nsecret\r\n",
-            list,
+            b"",
         ):
+            said[:] = [false]
             with pytest.raises(EndpointError, match=f"^--seal-key-server {url}: got ") as failed:
-                key_of_server(url, answers.state)
+                key_of_server(url, state)
             assert "secret" not in str(failed.value)
     with pytest.raises(EndpointError, match=f"{url}: got Connection refused"):
-        key_of_server(url, answers.state)
+        key_of_server(url, state)
 
 
 @each_row(
@@ -364,5 +333,5 @@ def test_a_false_key_server_is_refused_and_not_quoted() -> None:
 )
 def test_another_form_of_url_is_refused_and_not_quoted(url: str) -> None:
     with pytest.raises(SettingsError, match="got another form, expected http://HOST") as refused:
-        key_of_server(url, Answers().state)
+        key_of_server(url, lambda _nonce, _key: STATED)
     assert "secret" not in str(refused.value)
