@@ -55,7 +55,8 @@ def _left(out: Path) -> list[str]:
 
 def _served(source: Path, mask: Any, server: Path) -> tuple[Provisioned, dict[str, torch.Tensor]]:
     """Provision, and return what the server gets: the weights of its key, and no seed."""
-    made, found = provision(source, mask, server, server.with_suffix(".key")), {}
+    made = provision(source, mask, server, server.with_suffix(".key"))
+    found = dict[str, torch.Tensor]()
     for shard in sorted(server.glob("*.safetensors")):
         found |= load_file(shard)
     assert made.weight_bytes == sum(tensor.nbytes for tensor in found.values())
