@@ -83,6 +83,8 @@ class Clock:
 class Process(MaliciousService):
     """A service process without a listener. `shares`: those that each session sent it."""
 
+    listener: Any
+
     def __init__(self, weights: ServiceWeights, seed: int) -> None:
         self.told = self.requests = 0
         self.memory, self._chance = Memory(), random.Random(seed)

@@ -570,8 +570,10 @@ def test_another_file_is_refused_and_left_alone(
 ) -> None:
     folder = Path(mkdtemp(dir=tmp_path))
     memory, socket_path = folder / "other", folder / "s"
-    if content in ("folder", "pipe"):
-        {"folder": os.mkdir, "pipe": os.mkfifo}[str(content)](memory)
+    if content == "folder":
+        memory.mkdir()
+    elif content == "pipe":
+        os.mkfifo(memory)
     elif isinstance(content, bytes):
         memory.write_bytes(content)
         memory.chmod(0o600 if to_client else 0o602)
