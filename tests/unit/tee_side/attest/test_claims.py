@@ -178,11 +178,8 @@ def test_evidence_of_another_form_is_refused(data: bytes, text: str) -> None:
 MEASUREMENT, DATA = b"m" * 48, b"d" * 64
 REPORT = simulate(DATA, MEASUREMENT).report
 _SIGNED = len(REPORT) - 64
+_OTHER_KIND = b"\0" + REPORT[1:_SIGNED]
 _STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(32))
-
-
-def _signed(data: bytes) -> bytes:
-    return data + simulated._ROOT.sign(data)
 
 
 def test_all_else_is_refused_as_a_simulated_report() -> None:
@@ -190,7 +187,7 @@ def test_all_else_is_refused_as_a_simulated_report() -> None:
     places = range(0, len(REPORT), 5)
     others = [
         *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
-        *(_signed(REPORT[:_SIGNED] + b"\0"), _signed(b"\0" + REPORT[1:_SIGNED])),
+        *(data + simulated._ROOT.sign(data) for data in (REPORT[:_SIGNED] + b"\0", _OTHER_KIND)),
         *(REPORT[:at] + bytes([REPORT[at] ^ 1]) + REPORT[at + 1 :] for at in places),
     ]
     for other in others:

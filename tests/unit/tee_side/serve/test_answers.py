@@ -68,11 +68,6 @@ def _joined(events: list[Any]) -> list[dict[str, Any]]:
     return [found[index] for index in sorted(found)]
 
 
-def _only(reply: Reply) -> Any:
-    (choice,) = reply.json()["choices"]
-    return choice
-
-
 def test_a_whole_answer_has_all_that_openai_s_has() -> None:
     message = {"role": "assistant", "content": SAID, "refusal": None}
     new = len(_ids(SAID))
@@ -145,7 +140,7 @@ def test_text_offset_is_the_text_in_front_of_a_token_and_equal_streamed_or_not()
     expected = [len(text.rstrip("\ufffd")) for text in begun]
     for stop in (None, " a dog", "cat"):
         body = {"logprobs": 1, "stop": stop}
-        whole = _only(complete(FakeEngine(says=ids), **body))["logprobs"]
+        whole = complete(FakeEngine(says=ids), **body).json()["choices"][0]["logprobs"]
         (parts,) = _joined(_streamed(FakeEngine(says=ids), **body))
         assert whole["text_offset"] == parts["logprobs"]["text_offset"] == expected
 
@@ -162,7 +157,7 @@ def test_text_offset_is_the_text_in_front_of_a_token_and_equal_streamed_or_not()
 def test_a_token_s_logprob_is_the_same_float_as_its_entry_among_the_likeliest(
     body: dict[str, Any], sizes: list[int | None]
 ) -> None:
-    found = _only(complete(FakeEngine(says=[302, 400, 302]), **body))["logprobs"]
+    found = complete(FakeEngine(says=[302, 400, 302]), **body).json()["choices"][0]["logprobs"]
     likeliest = found["top_logprobs"]
     assert [top and len(top) for top in likeliest] == sizes
     own = [top and top[token] for token, top in zip(found["tokens"], likeliest, strict=True)]
@@ -173,7 +168,7 @@ def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() 
     ids = _ids("é😀")
     likeliest = Logprob(ids[0], -math.inf, tuple((one, -float(one)) for one in ids))
     engine = FakeEngine(says=ids[:1], numbers=lambda _token, _count: likeliest)
-    found = _only(complete(engine, logprobs=6))["logprobs"]
+    found = complete(engine, logprobs=6).json()["choices"][0]["logprobs"]
     names = [f"bytes:\\x{byte:02x}" for byte in "é😀".encode()]
     assert list(found["top_logprobs"][0]) == names
     assert (found["tokens"], found["token_logprobs"]) == (names[:1], [-9999.0])

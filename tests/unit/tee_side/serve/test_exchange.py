@@ -48,10 +48,6 @@ def _ask(engine: FakeEngine, body: dict[str, Any], **more: Any) -> tuple[Reply, 
     return call(serving(engine, watch=watch, **more), "POST", PATH, body), watch
 
 
-def _outcomes(watch: FakeWatch) -> list[str]:
-    return [outcome for outcome, *_ in watch.ended]
-
-
 @asynccontextmanager
 async def _held(body: dict[str, Any]) -> AsyncIterator[tuple[FakeEngine, FakeWatch, Connection]]:
     """Ask, and go on when the engine is asked; at the end the client leaves."""
@@ -71,7 +67,7 @@ def test_everything_of_a_request_passes_the_watch(stream: bool) -> None:
     assert watch.ended == [("stop", 3, 8)]
     assert reply.headers["x-ratelimit-limit-requests"] == "9"
     assert {request.owner for request in engine.requests} == {"alice"}
-    assert _outcomes(_ask(FakeEngine(), _body(stream, max_tokens=2))[1]) == ["length"]
+    assert _ask(FakeEngine(), _body(stream, max_tokens=2))[1].ended[0][0] == "length"
 
 
 @each_row("stream", [False, True])
@@ -80,14 +76,14 @@ def test_an_error_is_an_http_error_before_the_first_byte_and_an_event_behind_it(
 ) -> None:
     reply, watch = _ask(FakeEngine(error=GONE), _body(stream))
     assert (reply.status, reply.error()["code"]) == (503, "engine_error")
-    assert _outcomes(watch) == ["EndpointError"]
+    assert [outcome for outcome, *_ in watch.ended] == ["EndpointError"]
     assert "gpu" not in reply.text
     reply, watch = _ask(FakeEngine(error=GONE, fail_after=2), _body(stream))
     assert reply.status == (200 if stream else 503)
     if stream:
         *chunks, last = reply.events()
         assert (len(chunks), last["error"]["code"]) == (2, "engine_error")
-    assert _outcomes(watch) == ["EndpointError"]
+    assert [outcome for outcome, *_ in watch.ended] == ["EndpointError"]
 
 
 def test_what_could_never_run_is_refused_before_it_is_accounted_for() -> None:
