@@ -105,16 +105,13 @@ class Running:
         self.finish([client])
         return client
 
-    def start(self) -> None:
-        self.background.start()
-
 
 @contextmanager
 def _running(engine: Engine, *, start: bool = True, **settings: Any) -> Iterator[Running]:
     calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
     running = Running(calls, BackgroundEngine(engine, call=calls.put, **settings))
     if start:
-        running.start()
+        running.background.start()
     try:
         yield running
     finally:
@@ -184,7 +181,7 @@ def test_owners_take_turns_by_the_tokens_that_they_were_given(tee: Tee) -> None:
         # The first owner has short prompts and long answers.
         for name, seed, new_tokens in (("a0", 7, 40), ("b0", 6, 2), ("a1", 7, 2), ("b1", 6, 2)):
             ask(name, seed, new_tokens)
-        running.start()
+        running.background.start()
         running.until(lambda: len(ends) == 4)
     assert ends == ["a0", "b0", "b1", "a1"]
 
@@ -197,7 +194,7 @@ def test_one_that_is_cancelled_gives_its_place_back_or_is_never_run(tee: Tee) ->
             for seed, new_tokens in ((1, 200), (4, 6), (3, 6))
         )
         running.cancel(waiting)
-        running.start()
+        running.background.start()
         running.until(lambda: cancelled.deliveries)
         running.cancel(cancelled)
         seen = len(cancelled.deliveries)
@@ -233,7 +230,7 @@ def test_no_more_wait_than_are_allowed_to_and_no_owner_keeps_others_out(tee: Tee
         with pytest.raises(QueueFullError, match=r"--max-waiting\): got 3, expected < 3"):
             running.ask(replace(_request(4), owner="bob"))
         other = running.ask(replace(_request(7), owner="carol"))
-        running.start()
+        running.background.start()
         running.finish([*ours, other])
         _assert_same(tee, _request(2), running.answer(_request(2)))
     assert [type(client.error) for client in ours] == [type(None), type(None), QueueFullError]
@@ -261,7 +258,7 @@ def test_one_whose_activation_is_out_of_range_ends_alone(tee: Tee) -> None:
     _failing_for(engine, poisoned, error)
     with _running(engine, start=False, tell=told.append) as running:
         clients = [running.ask(request) for request in (others[0], poisoned, others[1])]
-        running.start()
+        running.background.start()
         running.finish(clients)
         # Also where no other runs beside it.
         assert running.answer(poisoned).error is error
@@ -312,7 +309,7 @@ def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
     _failing_for(engine, poisoned, ValueError("what the prompt said"))
     with _running(engine, start=False) as running:
         clients = [running.ask(request) for request in (poisoned, _request(2))]
-        running.start()
+        running.background.start()
         running.finish(clients)
         assert running.background.state == "failed"
         with pytest.raises(EngineError, match="one that has ended"):
@@ -352,7 +349,7 @@ def test_one_that_gets_no_pads_ends_with_all_its_samples_and_others_go_on(
     with _running(_engine(padded), start=False) as running:
         short, refused = _request(1, 2), _request(2, 6, samples=2)
         clients = [running.ask(request) for request in (short, refused)]
-        running.start()
+        running.background.start()
         running.finish(clients)
         assert running.background.state == "ready"
     _assert_same(tee, short, clients[0])

@@ -114,10 +114,7 @@ class Bench:
     def found(
         self, step_tokens: int = 512, guesses: int = 0
     ) -> list[tuple[str, bool, dict[int, tuple[int, int]]]]:
-        """Return the parts of a step: phase, whether pads are withheld, rows by sequence.
-
-        Of a sequence so many tokens of its own, and guesses behind them.
-        """
+        """Return the parts of a step: phase, withheld, own tokens and guesses by sequence."""
         composed = self.compose(step_tokens, guesses)
         assert composed.refused == []
         found = []

@@ -1,30 +1,35 @@
-"""Operators in the TEE: with the weights that the policy keeps, in floats or in exact integers."""
+"""The local operators against their formulas, with the weights that the policy keeps in the TEE."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from protocol import integer
+from protocol import integer, native
 from protocol.errors import ReplyError
 from protocol.integer import int8_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
+from tee_side.model import local_ops
 from tee_side.model.forward import logits
 from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
 from tee_side.model.operators import Operators, place
+from tee_side.native import local_ops as compiled_ops
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
 from tee_side.words import PHASES, Phase
+from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
 
@@ -129,3 +134,131 @@ def test_pads_are_drawn_in_their_own_phase_and_not_where_they_are_withheld() -> 
     assert (leaves.head_apart, stays.head_apart) == (True, False)
     phases = _placed({"o_proj": [TEE | {"phase": "prefill"}, PAD | {"phase": "decode"}]})
     assert [bool(phases[phase].masks) for phase in PHASES] == [False, True]
+
+
+# How far sums in another order may be apart, and one rounding more, relative to the largest value.
+STEPS = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(params=KERNELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with using_kernels(request.param):
+        yield local_ops if request.param == "torch" else compiled_ops
+
+
+def _dtypes(ops: Any) -> list[torch.dtype]:
+    """Compiled operators are for the first two."""
+    return list(STEPS)[: 3 if ops is local_ops else 2]
+
+
+def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (2 * torch.randn(shape)).to(dtype)
+
+
+def _near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
+    assert (found.shape, found.dtype) == (exact.shape, dtype)
+    bound = STEPS[dtype] * float(exact.abs().max())
+    return bool(((found.double() - exact).abs() <= bound).all())
+
+
+def test_rows_are_what_the_formulas_say(ops: Any) -> None:
+    wrong = []
+    for dtype, features in itertools.product(_dtypes(ops), (2, 30, 96, 1000)):
+        # A part of a fused product, whose rows are further apart than they are long.
+        product = _random(dtype, 5, 2 * features + 6)
+        h, up = product[:, :-6].chunk(2, dim=1)
+        gain, cos = _random(dtype, features), _random(dtype, 5, 1, features // 2)
+        sin = _random(dtype, 5, 1, features // 2)
+        kept = [x.clone() for x in (product, gain, cos, sin)]
+        x, y = h.double(), up.double()
+        first, second = x.unflatten(1, (1, features)).chunk(2, dim=-1)
+        c, s = cos.double(), sin.double()
+        turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+        # Epsilon is larger than a row of small numbers.
+        root = (x.square().mean(-1, keepdim=True) + 0.5).sqrt()
+        rotated = ops.apply_rope(h.unflatten(1, (1, features)), cos.repeat(1, 1, 2), sin)
+        right = {
+            "norm": _near(ops.rms_norm(h, gain, 0.5), x / root * gain.double(), dtype),
+            "silu": _near(ops.silu_mul(h, up), x / (1 + (-x).exp()) * y, dtype),
+            "rope": _near(rotated, turned, dtype),
+        }
+        assert all(map(torch.equal, (product, gain, cos, sin), kept))
+        # Keys are written where they belong; torch's are written by the cache itself.
+        if ops is compiled_ops:
+            cache, keys = torch.zeros(1, 9, features, dtype=dtype), h.unflatten(1, (1, features))
+            ops.append(keys, cache, 3)
+            right["append"] = torch.equal(cache[0, 3:8], h) and not cache[0, [0, 1, 2, 8]].any()
+        stream = h.contiguous()
+        total = stream + up
+        right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
+        wrong += [(name, dtype, features) for name, is_right in right.items() if not is_right]
+    assert wrong == []
+
+
+# Query heads, the key/value heads that they share, head dim.
+SHAPES = ((6, 2, 16), (8, 1, 40), (4, 4, 18), (2, 2, 64), (1, 1, 24), (6, 3, 24))
+
+# Tokens, context, window: on either side of the sizes at which something is computed otherwise.
+_SHORT = itertools.product((1, 3, 16, 17, 128, 130), (0, 1, 40), (None, 1, 7, 150))
+_MIXED = itertools.product((1, 17, 130), (64, 65, 512, 513, 1100), (None, 70, 600))
+SIZES = [
+    *((tokens, before + tokens, window) for tokens, before, window in _SHORT),
+    *((tokens, max(context, tokens), window) for tokens, context, window in _MIXED),
+    *itertools.product((2, 129), (1024, 1025), (None, 40, 1024)),
+]
+
+
+def _attended(
+    q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    T, H, C = q_THC.shape
+    K, S, _ = k_KSC.shape
+    query_T1, key_1S = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+    hidden = key_1S > query_T1
+    if window is not None:
+        hidden |= query_T1 - key_1S >= window
+    k_HSC, v_HSC = (x.double().repeat_interleave(H // K, dim=0) for x in (k_KSC, v_KSC))
+    scores_HTS = q_THC.double().transpose(0, 1) @ k_HSC.mT / math.sqrt(C)
+    probs_HTS = scores_HTS.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (probs_HTS @ v_HSC).transpose(0, 1).reshape(T, H * C)
+
+
+def _operands(
+    dtype: torch.dtype, tokens: int, context: int, shape: tuple[int, int, int] = SHAPES[0]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v as the forward pass and the cache hand them over: k and v are views."""
+    heads, shared, size = shape
+    k, v = _random(dtype, 2, shared, context + 9, size)[:, :, :context].unbind(0)
+    return _random(dtype, tokens, heads, size), k, v
+
+
+def test_attention_is_what_the_formula_says(ops: Any) -> None:
+    wrong, dtypes = [], _dtypes(ops)
+    for number, (tokens, context, window) in enumerate(SIZES):
+        shape, dtype = SHAPES[number % 6], dtypes[number // 6 % len(dtypes)]
+        operands = _operands(dtype, tokens, context, shape)
+        kept = [x.clone() for x in operands]
+        found = ops.attention(*operands, window)
+        assert all(map(torch.equal, operands, kept))
+        # A row's bits do not depend on the rows before it in its chunk, nor on threads.
+        q, k, v = operands
+        native.set_threads(3)
+        last = ops.attention(q[-1:], k, v, window)
+        native.set_threads(1)
+        exact = _attended(*operands, window)
+        if not (_near(found, exact, dtype) and torch.equal(last, found[-1:])):
+            wrong.append((tokens, context, window, dtype, shape))
+    assert wrong == []
+
+
+@each_row("broken", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
+    for dtype, context in itertools.product(_dtypes(ops), (5, 700)):
+        q, k, v = _operands(dtype, 2, context, (2, 2, 16))
+        # One row's query: none of its scores is a number. One key: of its segment, one score.
+        q[0, 0, 3] = broken
+        k[1, 0] = torch.nan
+        found = ops.attention(q, k, v, None).unflatten(1, (2, 16))
+        assert found[0, 0].isnan().all()
+        assert found[1, 0].isfinite().all()
+        assert found[:, 1].isnan().all()

@@ -1,8 +1,4 @@
-"""The exact check, and where it stands: honest products pass, wrong ones do not, all is verified.
-
-Random products and errors: tests/property/test_verification_property.py; under masks:
-tests/contract/test_masks.py.
-"""
+"""The exact check, and where it stands: honest products pass, wrong ones do not."""
 
 from __future__ import annotations
 
@@ -87,10 +83,7 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
 def test_the_check_is_exact_at_the_largest_numbers_that_there_are(
     kernels: str, value: int | None, outputs: int
 ) -> None:
-    """Secrets at either end or drawn, x at the bound of the range check, y at the ends of 32 bits.
-
-    The largest sums, which wrap at 2^64.
-    """
+    """The largest sums, which wrap at 2^64: x at the bound of the range check, y of 32 bits."""
     weight = torch.full((outputs, 1), 127, dtype=torch.int8)
     drawn = ExactCheck.draw(weight, Randomness())
     secrets = torch.full_like(drawn.vectors_kO, value or 0)

@@ -1,9 +1,4 @@
-"""Services that stand in for each other: which is asked, what is sent again, and what is raised.
-
-Of a start: which must be there, and what is waited for.
-
-With real processes: tests/faults/test_failover.py and test_service.py.
-"""
+"""Services that stand in for each other: at the start, which is asked, and what is raised."""
 
 from __future__ import annotations
 

@@ -1,22 +1,38 @@
-"""A service that holds another model is noticed before anything secret is sent."""
+"""A service that holds another model, or proves nothing, is noticed before it is asked."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zmq
+from zmq.utils import z85
 
-from protocol.errors import ModelMismatchError, ReplyError
+from protocol.curve import ClientKeys
+from protocol.errors import EvidenceError, ModelMismatchError, ReplyError, SettingsError, TsqpError
 from protocol.messages import InitReply, InitRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import from_torch, torch_dtype
+from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.claims import NONE, Claims, report_data
+from tee_side.attest.simulated import simulate
+from tee_side.attest.statement import Statement
 from tee_side.model.layers import load_tee_model
+from tee_side.remote.attested import ServiceAppraisal
 from tee_side.remote.handshake import ServiceCheck
-from tests.kit.model import LoopbackChannel, Models
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
+from tee_side.runner import Runner, RunnerSettings
+from tests.kit.fakes import World
+from tests.kit.model import CLEAR, LoopbackChannel, Models, policy_of
 from tests.kit.rows import each_row
 
 
@@ -178,3 +194,127 @@ def test_a_service_of_several_ranks_is_not_asked_for_whole_layers(
     assert whole.verify("there", good) is good
     with pytest.raises(ModelMismatchError, match="model at there: ranks: got 2, expected 1: the"):
         whole.verify("there", reply)
+
+
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
+NONCE, MEASUREMENT = bytes(range(32)), bytes(range(48))
+PUBLIC, SECRET = zmq.curve_keypair()
+KEYS, SERVICE, OTHER = ClientKeys(SECRET, PUBLIC), z85.decode(PUBLIC), bytes(range(32))
+WHERE = "tcp://gpu:1"
+
+
+def claims(**changes: Any) -> Claims:
+    usual: dict[str, Any] = dict.fromkeys(("tls_key", "model", "policy", "settings"), NONE) | {
+        "purpose": "service",
+        "receipt_key": None,
+        "nonce": NONCE,
+        "time": round(NOW.timestamp()),
+        "hpke_suite": "x25519",
+        "hpke_key": b"",
+        "plugins": {},
+        "gpus": {},
+        "attested_services": "none",
+        "version": "1",
+        "curve_keys": {"service": SERVICE},
+    }
+    return Claims(**(usual | changes))
+
+
+def statement(measurement: bytes = MEASUREMENT, **said: Any) -> bytes:
+    stated = claims(**said).encode()
+    evidence = simulate(report_data(stated), measurement).encode()
+    return Statement(claims=stated, evidence=evidence).encode()
+
+
+def asking(attested: Any = "simulated") -> ServiceAppraisal:
+    policy = AppraisalPolicy.development().model_dump()
+    policy["simulated"] = {"measurements": [MEASUREMENT.hex()]}
+    return ServiceAppraisal(
+        attested, AppraisalPolicy.model_validate(policy, strict=False), lambda: NOW
+    )
+
+
+@each_row(
+    ("stated", "attested", "text"),
+    [
+        (b"", "simulated", r": got none, expected simulated evidence \(gpu-service --attest\)"),
+        (b"no", "simulated", "statement: got undecodable msgpack"),
+        (statement(bytes(48)), "simulated", ": measurement: got 00"),
+        (statement(nonce=b""), "simulated", ": nonce: got "),
+        (statement(nonce=secrets.token_bytes(32)), "simulated", ": nonce: got "),
+        (statement(curve_keys={"service": OTHER}), "simulated", ": key: got another"),
+        (statement(curve_keys={}), "simulated", ": key: got another"),
+        # What a runner claims: the key of a service that it speaks to.
+        (statement(curve_keys={"service 1": SERVICE}), "simulated", ": key: got another"),
+        (
+            statement(curve_keys={"service": SERVICE, "runner": OTHER}),
+            *("simulated", ": key: got another"),
+        ),
+        *(
+            (statement(), kind, ": evidence: got simulated, expected " + kind.replace("+", r"\+"))
+            for kind in ("snp", "snp+nvidia", "tdx")
+        ),
+    ],
+)
+def test_a_service_that_does_not_prove_what_it_is_is_refused(
+    stated: bytes, attested: str, text: str
+) -> None:
+    asking()(WHERE, KEYS, statement(), NONCE)
+    with pytest.raises(EvidenceError, match=text):
+        asking(attested)(WHERE, KEYS, stated, NONCE)
+    with pytest.raises(EvidenceError, match="key: got another, expected that of its link"):
+        asking()(WHERE, None, statement(), NONCE)
+
+
+POLICY = policy_of({"o_proj": CLEAR | {"place": "attested"}}, service={"attested": "simulated"})
+
+
+def test_links_of_attested_services_have_a_key_each() -> None:
+    for endpoint in ("tcp://127.0.0.1:1", "unix:///gpu", "shm:///gpu"):
+        specs = [ServiceSpec.parse(endpoint)]
+        check_links(specs, [None], policy_of({"o_proj": CLEAR}), shares_in_the_clear=False)
+        with pytest.raises(SettingsError, match="without keys, expected --identity"):
+            check_links(specs, [None], POLICY, shares_in_the_clear=False)
+    specs = [ServiceSpec.parse(text) for text in ("tcp://a:1=0-1", "tcp://b:1=2-")]
+    other = ClientKeys(SECRET, zmq.curve_keypair()[0])
+    check_links(specs, [KEYS, other], POLICY, shares_in_the_clear=False)
+    with pytest.raises(SettingsError, match="got one for several services"):
+        check_links(specs, [KEYS, KEYS], POLICY, shares_in_the_clear=False)
+
+
+def test_a_run_needs_to_know_what_services_must_be(tmp_path: Path) -> None:
+    settings = RunnerSettings(tmp_path, POLICY, (WHERE,), keys=(KEYS,))
+    with pytest.raises(SettingsError, match="--service-appraisal: got none"):
+        Runner(settings)
+    # The next thing that is looked at is the model.
+    with pytest.raises(TsqpError, match="config"):
+        Runner(replace(settings, appraise_service=asking()))
+
+
+def test_each_connection_is_appraised_and_one_that_failed_is_asked_no_more() -> None:
+    world = World()
+    (service,) = world.add(WHERE)
+    group, seen = ReplicaGroup(1, 0, 0, (WHERE,)), list[tuple[str, bytes, bytes]]()
+    refuses = False
+
+    def appraise(endpoint: str, stated: bytes, nonce: bytes) -> None:
+        seen.append((endpoint, stated, nonce))
+        if refuses:
+            raise EvidenceError("service", got="another", expected="one")
+
+    options = ConnectOptions(world.open, world.verify, timeout_s=5.0, appraise=appraise)
+    for _ in range(2):
+        services = Services([group], 1, options)
+        services.connect(1.0)
+        services.close()
+    assert [nonce for _, _, nonce in seen] == service.nonces
+    assert (len(set(service.nonces)), {len(nonce) for nonce in service.nonces}) == (2, {32})
+    assert {said[:2] for said in seen} == {(WHERE, b"stated")}
+    refuses = True
+    with pytest.raises(EvidenceError):
+        Services([group], 1, options).connect(1.0)
+    assert len(seen) == 3
+    assert not service.got
+    # No evidence is asked for where none is needed.
+    world.replicas(WHERE)
+    assert service.nonces[3:] == [b""]

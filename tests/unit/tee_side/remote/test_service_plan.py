@@ -50,11 +50,6 @@ def _plan(policy: str, layers: int, *texts: str) -> list[ReplicaGroup]:
         ("ivshmem:///m,2:5=0-1,share=2", ServiceSpec("ivshmem:///m,2:5", LayerRange(0, 1), 2)),
         # A path may hold what looks like the rest.
         ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
-        ("unix:///run/a=1/s=2-3", ServiceSpec("unix:///run/a=1/s", LayerRange(2, 3))),
-        (
-            "https://g:8443/a/b=8-,share=2",
-            ServiceSpec("https://g:8443/a/b", LayerRange(8, None), 2),
-        ),
         (f"{A}=8-,share=2,columns=63/64", ServiceSpec(A, LayerRange(8, None), 2, (63, 64))),
         ("unix:///c/columns=1/s,columns=1/3", ServiceSpec("unix:///c/columns=1/s", columns=(1, 3))),
     ],
@@ -107,11 +102,6 @@ def test_what_may_not(text: str) -> None:
             *("shielded", "b,columns=1/2 a,columns=0/2 c=0-,columns=1/2"),
             "layers 0-3, columns 0/2: a; layers 0-3, columns 1/2: b c",
         ),
-        (
-            *("two-server", "a,share=1,columns=0/2 b,share=1,columns=1/2 c,share=2"),
-            "layers 0-3, columns 0/2, share 1 of 2: a; layers 0-3, columns 1/2, share 1 of 2: b;"
-            " layers 0-3, share 2 of 2: c",
-        ),
     ],
 )
 def test_services_are_grouped_by_share_layers_and_columns(
@@ -136,14 +126,11 @@ def test_services_are_grouped_by_share_layers_and_columns(
         ("two-server", "a,share=1 b,share=1", "no service for share 2 bes", "2, because"),
         # By position the owner of a and b would get both shares.
         ("two-server", "a b c d", "a and b and c and d without share=", "share=1 or"),
-        ("two-server", "a=0-7 b=0-7 c=8- d=8- e=9-", "c=8- and d=8- and e=9- without", "share=1"),
         ("two-server", "tcp://a:1 tcp://A:2", "a and tcp://A:2 on one host, with", "for each"),
         ("tsqp", "a,share=2", "a,share=2", "no share: policy tsqp uses one"),
         ("tsqp", "a=0-16", "a=0-16", "layers within 0-15"),
         ("tsqp", "a=0-8 b=8-", "a=0-8 and b=8-, which overlap", "none in common"),
-        ("tsqp", "a b=3", "a and b=3, which overlap", "the same layers"),
         ("tsqp", "a=0-6 b=8-", "no service for layers 7, between a=0-6 and b", "0-15"),
-        ("tsqp", "a=2-", "no service for layers 0-1, between the model's first layer and", ""),
         (
             *("two-server", "a=0-7,share=1 b=8-,share=1 c=0-7,share=2"),
             *("no service for layers 8-15, between c=0-7,share=2 and the model's", "each share"),
