@@ -1,9 +1,12 @@
-"""The trusted core only becomes smaller, and needs nothing of the experiments."""
+"""The trusted core and what an RPC calls only become smaller; the experiments stay outside."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tests.kit.calls import measure
 from tests.kit.core_size import (
     RECORDED,
     ROOT,
@@ -32,14 +35,18 @@ def test_a_shielded_run_imports_no_more_code_than_is_recorded(fresh_python: Fres
 
 
 def test_compiled_code_has_a_number_of_its_own() -> None:
-    sources = [
-        file
-        for package in ("protocol", "tee_side")
-        for file in (ROOT / package).rglob("*")
-        if file.suffix in {".cpp", ".h"}
-    ]
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources)
+    files = [file for name in ("protocol", "tee_side") for file in (ROOT / name).rglob("*")]
+    sources = [file.read_text("utf-8") for file in files if file.suffix in {".cpp", ".h"}]
+    lines = sum(len(source.splitlines()) for source in sources)
     assert lines <= RECORDED["native"]["lines"] <= 2_500
+
+
+@pytest.mark.slow  # two minutes of a busy machine, under sys.setprofile
+def test_an_rpc_takes_no_more_calls_than_are_recorded() -> None:
+    found = measure()
+    assert found.keys() == RECORDED["calls"].keys()
+    for side, calls in found.items():
+        assert calls <= RECORDED["calls"][side], f"{side}: python -m tests.kit.calls"
 
 
 @each_row(

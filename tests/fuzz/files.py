@@ -1,4 +1,4 @@
-"""What reads files: of models, tokenizers, pads, keys, calibrations, policies and settings.
+"""What reads files: of models, tokenizers, pads, keys, calibrations and policies.
 
 A case is one file. What stands around it (the other files of a model directory, the key of a bank)
 is written once. Where a file is authenticated, a second target seals what it changed, so that what
@@ -17,7 +17,6 @@ from importlib.resources import files
 from multiprocessing import util
 from pathlib import Path
 
-import click
 import torch
 from safetensors.torch import save_file
 
@@ -26,14 +25,12 @@ from gpu_side.provision import PROVISION_FILE, read_provision
 from protocol import curve
 from protocol.errors import (
     CalibrationError,
-    FeatureKeyError,
     KeyFileError,
     ManifestError,
     ModelError,
     PadBankError,
     PolicyError,
     PromptError,
-    SettingsError,
     TsqpError,
 )
 from protocol.messages import FUSED_MODULES
@@ -58,9 +55,7 @@ from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tests.fuzz import mutate
 from tests.fuzz.engine import Target
 from tests.fuzz.mutate import Case
-from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.key_files import public_key_of
-from tsqp.lab.research.feature_key import FeatureKey
 
 
 @cache
@@ -136,10 +131,6 @@ def _manifest(case: Case) -> str:
 
 def _provision(case: Case) -> str:
     return str(read_provision(_put("p", PROVISION_FILE, case[0]).parent) is not None)
-
-
-def _feature_key(case: Case) -> str:
-    return f"key {FeatureKey.load(_put('feature', 'key', case[0])).version}"
 
 
 def _tokenizer(case: Case) -> str:
@@ -237,18 +228,6 @@ def _allow_list(case: Case) -> str:
     return f"{min(3, len(keys))} keys"
 
 
-@click.command("tsqp", context_settings=CONTEXT)
-@config_option
-@click.option("--threads", type=click.IntRange(1, 8))
-@click.option("--flag", is_flag=True)
-@click.option("--stop", multiple=True)
-@click.option("--name")
-@click.option("--timeout-s", type=click.FloatRange(0))
-@click.argument("anything", required=False)
-def _program(**_: object) -> None:
-    """Take settings of every kind."""
-
-
 def _policy(case: Case) -> str:
     path = _put("policy", "policy.toml", case[0])
     return f"policy of {load_policy(str(path)).services} services"
@@ -257,16 +236,6 @@ def _policy(case: Case) -> str:
 def _policies() -> list[Case]:
     folder = files("tee_side.policy") / "builtin"
     return [(path.read_bytes(),) for path in folder.iterdir() if path.name.endswith(".toml")]
-
-
-def _settings(case: Case) -> str:
-    path = _put("settings", "settings.toml", case[0])
-    try:
-        _program.main(["--config", str(path)], standalone_mode=False)
-    except click.UsageError as error:
-        # What click itself refuses is shown by it, with the setting's name.
-        return f"usage {type(error).__name__}"
-    return "settings"
 
 
 def _bank_target(changed: str) -> Target:
@@ -284,12 +253,10 @@ _ROWS: tuple[tuple[str, Callable[[Case], str], type[TsqpError], float], ...] = (
     ("safetensors-index", partial(_weights, "index", INDEX_FILE), ModelError, 0.1),
     ("manifest", _manifest, ManifestError, 0.2),
     ("provision", _provision, ModelError, 0.1),
-    ("feature-key", _feature_key, FeatureKeyError, 0.1),
     ("calibration", _calibration, CalibrationError, 0.2),
     ("curve-secret-key", _secret_key, KeyFileError, 0.1),
     ("curve-public-key", _public_key, KeyFileError, 0.1),
     ("curve-allow-list", _allow_list, KeyFileError, 0.1),
-    ("settings", _settings, SettingsError, 0.1),
 )
 FILES = (
     *(Target(name, read, mutate.one, (error,), weight) for name, read, error, weight in _ROWS),

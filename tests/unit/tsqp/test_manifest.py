@@ -16,7 +16,6 @@ from protocol.model.checkpoint import SINGLE_FILE
 from protocol.model.manifest import Manifest
 from tee_side.policy.placement import load_policy
 from tee_side.words import OPERATORS
-from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
@@ -145,28 +144,23 @@ def not_pinned(error: BaseException | None, option: str, path: Path) -> None:
     assert f"tsqp manifest MODEL --also {path}" in error.expected
 
 
-@each_row(
-    ("command", "own"),
-    [
-        ("generate", ["--prompt", "Once"]),
-        ("pads make", ["--tokens", "1", "--bank", "b", "--bank-key-beside-bank"]),
-    ],
-)
-def test_a_policy_file_has_to_be_pinned(
-    model: Path, tmp_path: Path, command: str, own: list[str]
-) -> None:
+def test_a_policy_file_has_to_be_pinned(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(TEE_ONLY)
-    given = [*command.split(), str(model), *own, "--policy", str(path)]
-    given += ["--manifest", str(model / "manifest.json")]
-    pinning(model)
-    not_pinned(CliRunner().invoke(tee_runner, given, input="").exception, "--policy", path)
-    pin = pinning(model, path).also["mine.toml"]
-    assert (pin.size, pin.sha256) == (len(TEE_ONLY), hashlib.sha256(TEE_ONLY.encode()).hexdigest())
-    result = CliRunner().invoke(tee_runner, given, input="")
-    assert not isinstance(result.exception, ManifestError)
-    path.write_text(TEE_ONLY + "# one byte more")
-    not_pinned(CliRunner().invoke(tee_runner, given, input="").exception, "--policy", path)
+    options = ["--policy", str(path), "--manifest", str(model / "manifest.json")]
+    for command, *own in (
+        ("generate", "--prompt", "Once"),
+        ("pads make", "--tokens", "1", "--bank", "b", "--bank-key-beside-bank"),
+    ):
+        given = [*command.split(), str(model), *own, *options]
+        path.write_text(TEE_ONLY)
+        pinning(model)
+        not_pinned(CliRunner().invoke(tee_runner, given).exception, "--policy", path)
+        pin, digest = pinning(model, path).also["mine.toml"], hashlib.sha256(TEE_ONLY.encode())
+        assert (pin.size, pin.sha256) == (len(TEE_ONLY), digest.hexdigest())
+        result = CliRunner().invoke(tee_runner, given)
+        assert not isinstance(result.exception, ManifestError)
+        path.write_text(TEE_ONLY + "# one byte more")
+        not_pinned(CliRunner().invoke(tee_runner, given).exception, "--policy", path)
 
 
 def test_a_pin_is_for_one_name(model: Path, tmp_path: Path) -> None:
@@ -191,30 +185,25 @@ def test_a_pin_is_for_one_name(model: Path, tmp_path: Path) -> None:
         assert load_pinned_policy(name, manifest) == load_policy(name)
 
 
-@each_row(("name", "text"), [("mine.toml", MASKED), ("mine.py", IN_PYTHON)])
-def test_the_mask_file_of_a_pinned_policy_has_to_be_pinned(
-    model: Path, tmp_path: Path, name: str, text: str
+def test_neither_a_policy_nor_a_mask_without_a_pin_nor_bytecode_is_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, mask = tmp_path / name, tmp_path / "row_scale.py"
-    policy.write_text(text)
-    shutil.copy(MASK, mask)
-    if name == "mine.toml":  # one that was loaded before is checked as well
-        load_policy(str(policy))
-    with pytest.raises(ManifestError) as caught:
-        load_pinned_policy(str(policy), pinning(model, policy))
-    not_pinned(caught.value, "--policy", mask)
-    manifest = pinning(model, policy, mask)
-    assert [m.name for m in load_pinned_policy(str(policy), manifest).masks] == ["row-scale"]
-
-
-def test_neither_a_policy_without_a_pin_nor_bytecode_is_run(model: Path, tmp_path: Path) -> None:
-    """Python would take a .pyc whose header has the source's time and size."""
-    policy, evil = tmp_path / "mine.py", tmp_path / "evil.py"
+    """Nor a mask. Python would take a .pyc whose header has the source's time and size."""
+    mask, evil = tmp_path / "row_scale.py", tmp_path / "evil.py"
     evil.write_text("raise RuntimeError('it ran')")
     with pytest.raises(ManifestError):
         load_pinned_policy(str(evil), pinning(model))
-    shutil.copy(MASK, tmp_path / "row_scale.py")
-    policy.write_text(IN_PYTHON)
+    shutil.copy(MASK, mask)
+    for name, text in (("mine.toml", MASKED), ("mine.py", IN_PYTHON)):
+        policy = tmp_path / name
+        policy.write_text(text)
+        if name == "mine.toml":  # one that was loaded before is checked as well
+            load_policy(str(policy))
+        with pytest.raises(ManifestError) as caught:
+            load_pinned_policy(str(policy), pinning(model, policy))
+        not_pinned(caught.value, "--policy", mask)
+        manifest = pinning(model, policy, mask)
+        assert [m.name for m in load_pinned_policy(str(policy), manifest).masks] == ["row-scale"]
     code = importlib._bootstrap_external._code_to_timestamp_pyc(  # type: ignore[attr-defined]
         compile(evil.read_text(), str(policy), "exec"),
         int(policy.stat().st_mtime),
@@ -223,12 +212,9 @@ def test_neither_a_policy_without_a_pin_nor_bytecode_is_run(model: Path, tmp_pat
     cached = Path(importlib.util.cache_from_source(str(policy)))
     cached.parent.mkdir()
     cached.write_bytes(code)
-    spec = importlib.util.spec_from_file_location("as_python_does", policy)
-    assert spec is not None
-    assert spec.loader is not None
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RuntimeError, match="it ran"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    manifest = pinning(model, policy, tmp_path / "row_scale.py")
+        importlib.import_module("mine")
     assert load_pinned_policy(str(policy), manifest).name == "mine"
 
 
