@@ -143,6 +143,7 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_path(
             )
         ),
         (HALF.replace("True", "'no'"), "", ": mask Half: got no mask"),
+        (f"{ONE}    uniform = True\n", "", ": mask One: got uniform = True and broken = True"),
     ],
 )
 def test_a_mask_file_without_one_good_mask_is_refused(
@@ -154,8 +155,17 @@ def test_a_mask_file_without_one_good_mask_is_refused(
     assert str(caught.value).startswith(f"{path}{said}")
 
 
+def test_a_mask_file_lies_beside_its_policy(tmp_path: Path) -> None:
+    assert find_mask(_file(tmp_path, ONE).name, tmp_path).name == "one"
+
+
 class Theirs(Pad):
     name = "theirs"
+
+
+def test_a_mask_is_uniform_by_its_own_word_alone() -> None:
+    assert Pad.uniform
+    assert not Theirs.uniform
 
 
 FAILING = ImportError("no module\nthat it needs")

@@ -199,6 +199,22 @@ MISFITS: list[tuple[Changes, str, str]] = [
 ]
 
 
+@each_row(
+    ("head", "goes"),
+    [
+        (CLEAR, True),
+        ("tee", False),
+        ([CLEAR | {"phase": "prefill"}, TEE | {"phase": "decode"}], False),
+        (CLEAR | {"verify": "freivalds"}, False),
+    ],
+)
+def test_the_head_goes_with_the_last_segment_where_it_is_placed_alike(
+    head: Any, goes: bool
+) -> None:
+    (segment,) = policy_of({"segment": CLEAR, "lm_head": head}).segments(3)
+    assert segment.head is goes
+
+
 @each_row(("operators", "where", "got"), MISFITS)
 def test_a_policy_that_does_not_fit_the_model_is_refused_with_operator_and_layer(
     operators: Changes, where: str, got: str
