@@ -89,7 +89,7 @@ class Process(MaliciousService):
         self.told = self.requests = 0
         self.memory, self._chance = Memory(), random.Random(seed)
         self._operators = RequestHandler(weights, MAX_BYTES)
-        self._plan = self._lying_init = None
+        self._plan = self.lying_init = None
         self.listener = Mock()
         self.shares: dict[int, set[int]] = {}
 

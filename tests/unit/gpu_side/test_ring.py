@@ -1,6 +1,6 @@
 """The GPU's kernels equal int64 arithmetic modulo 2^32 in Triton's interpreter, and compile.
 
-Left to `make test-more`: they need Triton, and its interpreter takes minutes. As a program, without
+Left to `make test-slow`: they need Triton, and its interpreter takes minutes. As a program, without
 the interpreter, this file compiles the kernels and prints a line for each: the capability, how many
 rows or `fetch`, whether it works in place, the instruction of tensor cores, and what follows the
 result and a barrier of the block.

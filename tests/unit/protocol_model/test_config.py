@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from protocol.errors import ManifestError, ModelError
 from protocol.model.config import ARCHITECTURES, MAX_JSON_BYTES, ModelConfig, read_config
@@ -379,3 +380,19 @@ def test_a_file_that_has_changed_is_not_read_by_the_old_header(tmp_path: Path) -
         said = "no such file" if how == "gone" else "since the file was checked"
         with pytest.raises(ModelError, match=said), file.reading("a"):
             pass
+
+
+@each_row(
+    "header",
+    [
+        {},
+        {"a": ENTRY, "__metadata__": {"k": "v"}},
+        {"a": ENTRY, "b": {"dtype": "F16", "shape": [0], "data_offsets": [24, 24]}},
+        json.dumps({"a": ENTRY}).encode() + b"   ",
+    ],
+)
+def test_a_good_header_is_taken_as_the_library_takes_it(tmp_path: Path, header: Any) -> None:
+    content = _file(header, bytes(24) if header else b"")
+    (tmp_path / "f").write_bytes(content)
+    with safe_open(tmp_path / "f", framework="pt") as file:
+        assert set(file.keys()) == set(parse_header(content, len(content), "file").entries)

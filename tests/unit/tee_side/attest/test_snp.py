@@ -21,7 +21,7 @@ from tee_side.attest.snp_report import (
     SnpReport,
 )
 from tests.kit import snp_chain as made
-from tests.kit.evidence import SNP_VECTORS, SnpVector, read_vector
+from tests.kit.evidence import SNP_VECTORS, VECTORS, SnpVector, read_vector
 from tests.kit.rows import each_row
 from tests.kit.snp_chain import ASK_KEY, NOW, Chain, make_chain, make_report
 
@@ -279,3 +279,16 @@ def test_an_independent_verifier_says_the_same() -> None:
             report = bytearray(vector.report)
             report[at] ^= draw.randrange(1, 256)
             assert verdicts(bytes(report), vector.leaf, vector) == (False, False), hex(at)
+
+
+def test_genuine_evidence_is_what_its_table_lists() -> None:
+    listed = re.findall(
+        r"^\| (\S+/\S+) \|.*\| ([0-9a-f]{64}) \|$",
+        (VECTORS / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert dict(listed) == {
+        str(path.relative_to(VECTORS)): sha256(path.read_bytes()).hexdigest()
+        for path in VECTORS.glob("*/*")
+        if path.suffix != ".txt"
+    }
