@@ -375,6 +375,10 @@ def test_links_do_not_hide_where_a_file_is(
         files[linked].symlink_to(moved)
     with pytest.raises(PadBankError, match="the file system of the bank"):
         BankFile.open(BankPlace(**files), PURPOSE)
+    # Nor where a file is to be that is not there yet.
+    (shm / "later").symlink_to(disk / "later")
+    with pytest.raises(PadBankError, match="the file system of the bank"):
+        _create(BankPlace(disk / "another", shm / "later", shm / "another"))
 
 
 def test_a_file_system_that_is_not_known_is_none_in_memory() -> None:
