@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import weakref
+from pathlib import Path
 from unittest.mock import Mock
 
 import hypothesis.strategies as st
@@ -180,6 +181,14 @@ def test_memory_that_the_machine_refuses_is_a_limit(
     full = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     monkeypatch.setattr(kv_cache.mmap, "mmap", full)
     assert refused(10)
+
+
+def test_four_fifths_of_what_is_available_are_for_keys_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_MEMORY", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
+    assert kv_cache.available_kv_bytes() == 800 * 1024
 
 
 def test_its_memory_is_its_own_and_goes_with_the_last_view(
