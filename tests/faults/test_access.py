@@ -245,6 +245,10 @@ _BOTH = ("--identity", "service.key", "--allow", "friend.pub")
         ((*_SERVICE, *_BOTH[:2]), "keys: got --identity, expected --identity and --allow, or"),
         ((*_SERVICE, *_BOTH[2:]), "keys: got --allow, expected --identity and --allow"),
         ((*_SERVICE, *_BOTH, "--allow-anyone"), "got --identity and --allow and --allow-anyone"),
+        # What would not be used.
+        ((*_SERVICE, *_BOTH, "--attest", "simulated"), "--attest: got other options of keys"),
+        ((*_SERVICE, *_BOTH, "--http-tokens", "t.key"), "--http-tokens: got --bind tcp://*:*"),
+        ((*_SERVICE, *_BOTH, "--http-cert", "t.key"), "--http-cert: got --bind tcp://*:*"),
         ((*_RUNNER, "--identity", "friend.key"), "keys: got --identity alone, expected"),
         ((*_RUNNER, "--service-key", "service.pub"), "--service-key alone, expected --identity"),
     ],

@@ -7,26 +7,34 @@ what a stream has in their place.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import zmq
 
+from gpu_side.access import ServiceKeys
+from gpu_side.encoding import open_request
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, read_public_key, read_secret_key
 from protocol.errors import AbsentError, EndpointError
-from protocol.messages import InitReply, InitRequest
+from protocol.messages import InitReply, InitRequest, LMHeadRequest
 from protocol.pending import PendingChannel
+from protocol.tensors import from_torch
+from protocol.zmq_channel import ZmqChannel
 from tests.faults.disturbed import Disturbed, Fault, Peer
 from tests.faults.row import Found, Row
 from tests.kit import proxy
 from tests.kit.demo import watched
 from tests.kit.model import SavedModel
 from tests.kit.service import ENVIRONMENT, Forked, Workers, running_service
+from tests.kit.wire import tensor_reply
 from tsqp.key_files import new_key_pair
 
 _LIMIT_S = 2.0
@@ -153,6 +161,32 @@ def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
             service.thaw()
         assert is_served(client(HOUR_S))
         assert is_served(channel)
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_one_that_is_busy_is_not_cut_off_on_either_side(with_keys: bool) -> None:
+    public, secret = zmq.curve_keypair()
+    keys = ServiceKeys(secret, frozenset({public})) if with_keys else None
+    mine = ClientKeys(secret, public) if with_keys else None
+    limit_s = 1.0
+    with (
+        closing(ZmqListener("tcp://127.0.0.1:*", keys=keys, heartbeat_timeout_s=limit_s)) as made,
+        ZmqChannel(
+            made.endpoint, timeout_s=HOUR_S, keys=mine, heartbeat_timeout_s=limit_s
+        ) as channel,
+    ):
+        waiting = channel.submit(LMHeadRequest(hidden_states=from_torch(torch.ones(4))))
+        assert made.wait(timeout_ms=30_000)
+        incoming = made.receive()
+        assert incoming is not None
+        until = time.monotonic() + 2 * limit_s
+        while time.monotonic() < until:
+            pow(3, 200_003)  # holds Python's lock while it lasts
+        number = open_request(incoming.frames, 2**20).request_id
+        assert made.send(incoming.route, tensor_reply(number, torch.ones(2)))
+        channel.wait(waiting)
+        channel._note_events()
+        assert channel._connection == 0
 
 
 CLIENT = """

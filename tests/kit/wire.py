@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 import struct
@@ -11,7 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, TypeAlias
+from unittest.mock import DEFAULT, Mock
 
 import msgpack
 import torch
@@ -171,6 +174,13 @@ def tensor_reply(request_id: int, value: torch.Tensor) -> list[bytes | bytearray
     """Return the frames of a reply to LMHead."""
     reply = TensorReply(output=from_torch(value))
     return encode_reply(Form.FRAMED, request_id, "LMHead", reply)
+
+
+def without_descriptors(listening: socket.socket, times: int) -> Mock:
+    """Return a listening socket that finds no file descriptor for its first clients."""
+    full = OSError(errno.EMFILE, "Too many open files")
+    accept = Mock(wraps=listening.accept, side_effect=chain([full] * times, repeat(DEFAULT)))
+    return Mock(wraps=listening, accept=accept)
 
 
 def slow_reader(raw: socket.socket) -> tuple[threading.Thread, bytearray]:

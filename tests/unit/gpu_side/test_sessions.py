@@ -16,11 +16,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gpu_side import session_files, spill
+from gpu_side import session_files, session_settings, spill
 from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
 from gpu_side.session_files import SessionFiles
-from gpu_side.session_settings import SessionSettings
+from gpu_side.session_settings import SessionSettings, free_bytes
 from gpu_side.sessions import Sessions, SessionTotals
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
@@ -461,3 +461,30 @@ def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     assert put(b"c") == "a1 a2"
     kept.close()
     assert (len(kept), kept.total_bytes) == (0, 0)
+
+
+@each_row(("most", "files", "kept"), [(3, 512, [0, 1, 2, 5, 6, 7]), (1000, 2, [5, 6])])
+def test_a_request_has_so_much_written_and_the_rest_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int, kept: list[int]
+) -> None:
+    """Others wait while it is encrypted and written, and while files are made."""
+    size = TOKENS * WIDE.token_bytes
+    monkeypatch.setattr(session_files, "MAX_FILES", files)
+    monkeypatch.setattr(session_files, "REQUEST_BYTES", most * size)
+    found = SessionFiles(tmp_path, 2**30)
+    for number in range(10):
+        if number % 5 == 0:
+            found.begin_request()
+        found.put(SessionName(A, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+    assert [name.session[0] for name in found] == kept
+    found.close()
+
+
+def test_without_a_limit_it_is_half_of_what_is_free_and_half_of_that_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "meminfo"
+    said.write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\n")
+    monkeypatch.setattr(session_settings, "_MEMINFO", said)
+    sessions = Sessions(SessionSettings(), free_bytes(torch.device("cpu")))
+    assert (sessions._most, sessions._most_client) == (500 * 1024, 250 * 1024)

@@ -36,6 +36,7 @@ from tests.kit.wire import (
     take,
     tensor_reply,
     wait_and_take,
+    without_descriptors,
 )
 
 HUGE = tensor_reply(1, torch.zeros(16 * LARGE))
@@ -120,6 +121,19 @@ def test_replies_that_are_not_read_are_bounded_in_number(
             listener.wait(timeout_ms=0)
             left -= len(lazy.recv(min(left, 2**20)))
         assert listener.send(route, frames)
+
+
+def test_replies_that_are_not_read_are_bounded_in_bytes(
+    listener: StreamListener, endpoint: str
+) -> None:
+    frames = tensor_reply(1, torch.zeros(LARGE))
+    listener._max_message_bytes = 2 * to_pieces(frames)[1]
+    with raw_socket(endpoint) as lazy:
+        route, taken = request_of(listener, lazy), 0
+        while listener.send(route, frames):
+            taken += 1
+        # Some of the first are in the kernel.
+        assert 3 <= taken < QUEUED_REPLIES
 
 
 def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
@@ -575,3 +589,16 @@ def test_what_cannot_be_watched_is_turned_away(
             assert unlucky.recv(10) == b""
     with raw_socket(endpoint) as raw:
         assert _is_answered(raw)
+
+
+def test_without_file_descriptors_clients_wait(
+    acceptor: Acceptor,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(acceptor, "_listening", without_descriptors(acceptor._listening, 3))
+    with raw_socket(endpoint) as raw:
+        assert _is_answered(raw)
+    assert caplog.messages.count("no_more_clients") == 3

@@ -32,7 +32,7 @@ from protocol.errors import EndpointError, ProtocolError, SettingsError
 from protocol.messages import LMHeadRequest
 from protocol.tensors import from_torch
 from protocol.zmq_channel import ZmqChannel
-from tests.kit.wire import take, tensor_reply
+from tests.kit.wire import take, tensor_reply, without_descriptors
 from tests.unit.protocol.test_zmq_channel import GREETING
 
 # Of heartbeats, which are not the subject here: a busy machine must not end a connection.
@@ -418,6 +418,22 @@ def test_a_doorway_that_has_failed_ends_the_service(
     with pytest.raises(EndpointError, match="no thread that lets clients in"):
         listener.wait(timeout_ms=30_000)
     assert "doorway_failed" in caplog.messages
+
+
+@pytest.mark.parametrize("listener", ["ipc"], indirect=True)
+def test_without_file_descriptors_clients_wait_at_the_doorway(
+    listener: ZmqListener,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    doorway = listener._doorway
+    assert doorway is not None
+    monkeypatch.setattr("gpu_side.transport.zmq_doorway._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr(doorway, "_listening", without_descriptors(doorway._listening, 3))
+    connect().send(b"x")
+    take(listener)
+    assert caplog.messages.count("no_more_clients") == 3
 
 
 OTHER_PROCESS = """

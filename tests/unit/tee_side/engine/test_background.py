@@ -17,10 +17,12 @@ from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
     EngineError,
+    LimitError,
     PadsExhaustedError,
     ReplyError,
     TsqpError,
 )
+from protocol.model.config import ModelConfig
 from tee_side.engine import background
 from tee_side.engine.background import BackgroundEngine, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
@@ -28,6 +30,7 @@ from tee_side.engine.request import Delivery, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.waiting import QueueFullError
+from tee_side.model.kv_cache import KVCache
 from tests.kit.model import LoopbackChannel, Models, Tee, finish, stocked, token_ids
 from tests.kit.rows import each_row
 
@@ -269,6 +272,22 @@ def test_one_whose_activation_is_out_of_range_ends_alone(tee: Tee) -> None:
     for request, client in zip(others, (first, last), strict=True):
         _assert_same(tee, request, client)
     assert told == ["ready"]
+
+
+def test_one_for_which_the_machine_has_no_memory_ends_alone(
+    tee: Tee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = LimitError("KV memory", got="much", expected="less")
+
+    def made(config: ModelConfig, capacity: int, *more: Any) -> KVCache:
+        if capacity > 100:
+            raise error
+        return KVCache(config, capacity, *more)
+
+    monkeypatch.setattr("tee_side.engine.engine.KVCache", made)
+    with _running(_engine(tee)) as running:
+        assert running.answer(_request(3, 200)).error is error
+        _assert_same(tee, _request(1), running.answer(_request(1)))
 
 
 # One row may be the cause of a ReplyError; a service that is asked no more gives it to all. In the

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import weakref
+from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
+from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model import kv_cache
 from tee_side.model.batch import Batch, Take
@@ -161,6 +165,30 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig) -> None:
     cache.commit(4)
     with refused:
         cache.append(0, _rows(1, 1), _rows(1, 1))
+
+
+def test_memory_that_the_machine_refuses_is_a_limit(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could have at another time is worth a retry."""
+
+    def refused(capacity: int) -> bool:
+        with pytest.raises(LimitError, match="KV memory, which the machine refuses") as caught:
+            KVCache(config, capacity, torch.float32)
+        return caught.value.retryable
+
+    assert [refused(10**12), refused(10**18)] == [False, False]
+    full = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    monkeypatch.setattr(kv_cache.mmap, "mmap", full)
+    assert refused(10)
+
+
+def test_four_fifths_of_what_is_available_are_for_keys_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_MEMORY", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
+    assert kv_cache.available_kv_bytes() == 800 * 1024
 
 
 def test_its_memory_is_its_own_and_goes_with_the_last_view(

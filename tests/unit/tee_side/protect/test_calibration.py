@@ -29,7 +29,7 @@ from tee_side.protect.calibration import (
     SiteScales,
     norm_limit,
 )
-from tee_side.protect.masks.mask import Factors
+from tee_side.protect.masks.mask import Factors, Seed
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.randomness import Randomness
@@ -350,6 +350,8 @@ def test_a_wrong_product_is_not_revealed(compiled: str, dtype: torch.dtype, head
         assert made.padded(checked=False).hide(made.x).reveal([wrong]) is not None
     # Neither in a traceback nor in a log.
     assert repr(hidden) == str(hidden) == "Padded()"
+    assert repr(Factors(made.x, made.x)) == "Factors()"
+    assert repr(Seed(bytes(32), (1,))) == "Seed(shape=(1,))"
 
 
 @each_row(

@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from protocol.errors import EndpointError, LimitError, PromptError
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.app import create_app
 from tee_side.serve.limits import RateLimitError
@@ -229,6 +232,26 @@ def asked(by: Callable[..., Reply], **body: Any) -> list[Request]:
 
 def encoded(text: str) -> tuple[int, ...]:
     return tuple(tokenizer().encode(text))
+
+
+@each_row(
+    ("path", "field"), [(PATH, "prompt"), ("/v1/embeddings", "input"), ("/tokenize", "prompt")]
+)
+def test_a_prompt_is_tokenized_beside_the_loop(
+    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long one would stop every stream."""
+    threads, encode = list[threading.Thread](), Tokenizer.encode
+
+    def noting(*text: Any, **more: Any) -> list[int]:
+        if "Hello" in text:
+            threads.append(threading.current_thread())
+        return encode(*text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+    call(serving(), "POST", path, {field: "Hello"})
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_settings_reach_the_engine_by_their_names() -> None:
