@@ -176,6 +176,27 @@ def test_guesses_reused_prefixes_and_samples(saved_model: Models, before: tuple[
     assert torch.cat(parents).any(), "nothing began with another session's tokens"
 
 
+def test_ended_sequences_are_forgotten_at_the_service(saved_model: Models) -> None:
+    """Its keys and values are made of the prompt."""
+    model = saved_model("llama")
+    service = LoopbackChannel(model.directory)
+    engine = model.tee("clear-segment", channels=[service]).engine()
+    for seed in range(3):
+        generated(engine, token_ids(8, seed=seed), 3)
+    assert service._handler.sessions is not None
+    assert service._handler.sessions.totals.sessions == 1
+
+
+def test_a_reused_prefix_that_was_lost_is_not_tried_again(saved_model: Models) -> None:
+    model, ids = saved_model("llama"), token_ids(40)
+    tee = model.tee("clear-segment", channels=[Forgetful(model, 3)])
+    engine = Engine(tee.model, tee.lanes, EngineSettings(prefix_reuse=True))
+    # The second one's first request finds nothing at the service; the third goes on from it.
+    prompts = (ids, [*ids[:30], *token_ids(10, seed=1)], ids)
+    found = [generated(engine, prompt, 3)[0].reused_tokens for prompt in prompts]
+    assert found == [0, 0, 30]
+
+
 class Amnesia(LoopbackChannel):
     """A service that remembers nothing, and takes what begins anew only `now_and_then`."""
 

@@ -18,9 +18,10 @@ from protocol.curve import (
     is_exposed,
     read_public_key,
     read_secret_key,
+    require_zmq_keys,
 )
 from protocol.endpoint import UNIX_PATH_MAX_BYTES, parse_endpoint
-from protocol.errors import EndpointError, KeyFileError
+from protocol.errors import EndpointError, KeyFileError, SettingsError
 from tests.kit.rows import each_row
 from tsqp.key_files import new_key_pair, public_key_of
 
@@ -168,6 +169,14 @@ def test_what_may_cross_a_network_in_the_clear_is_known() -> None:
         for endpoint in endpoints:
             said = is_beyond_loopback(endpoint), is_exposed(endpoint)
             assert said == (beyond, exposed), endpoint
+
+
+def test_a_zeromq_without_curve_is_refused_where_keys_are_needed() -> None:
+    require_zmq_keys("tcp://127.0.0.1:5555")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zmq, "has", lambda _: False)
+        with pytest.raises(SettingsError, match="without CURVE, expected one built with it"):
+            require_zmq_keys("tcp://127.0.0.1:5555")
 
 
 ANY = 2**32 - 1

@@ -5,7 +5,10 @@ And compiled kernels: which are chosen, that a wrong or broken one is not, what 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -220,6 +223,32 @@ def test_without_a_library_torch_computes_and_the_log_says_so(
         assert not native.compiled_for(torch.float32)
         with pytest.raises(KernelError):
             native.use(PORTABLE)
+
+
+def _compute_with_own_pool(others: int) -> None:
+    assert native.own.pool != others
+    assert native.own.pool.process == os.getpid()
+    elements, weight = torch.ones(32, 256, dtype=torch.int32), _weight(2048, 256, 1)
+    assert set(ring_product(elements, weight).flatten().tolist()) == {256}
+
+
+@compiled_only
+def test_threads_and_forked_children_have_pools_of_their_own() -> None:
+    before = native.threads()
+    native.set_threads(3)
+    try:
+        _compute_with_own_pool(0)
+        with ThreadPoolExecutor(1) as another:
+            another.submit(_compute_with_own_pool, native.own.pool).result()
+        child = multiprocessing.get_context("fork").Process(
+            target=_compute_with_own_pool, args=(0,)
+        )
+        child.start()
+        child.join(60)
+        child.kill()
+        assert child.exitcode == 0
+    finally:
+        native.set_threads(before)
 
 
 _SHORT, _OTHER = "cut short, or no library", "built for another processor or system"

@@ -166,6 +166,17 @@ def test_a_revoked_key_loses_its_connection_and_cannot_come_back(service: Servic
     assert len(service.clients) == 1
 
 
+def test_more_keys_on_the_list_disturb_no_connection(service: Service) -> None:
+    with _channel(service.endpoint) as friend:
+        friend.call(REQUEST)
+        service.listener.allow(KEYS.allowed | {STRANGER})
+        with _channel(service.endpoint, STRANGER_SECRET) as stranger:
+            stranger.call(REQUEST)
+        friend.call(REQUEST)
+        friend._note_events()
+        assert friend._connection == 0
+
+
 def test_a_message_of_a_revoked_key_is_not_taken_even_before_the_cut(service: Service) -> None:
     with _channel(service.endpoint) as friend, _channel(service.endpoint, OTHER_SECRET) as other:
         friend.call(REQUEST)

@@ -25,17 +25,20 @@ from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
-from protocol.tensors import from_torch
+from protocol.prepared import PreparedRequest
+from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
+from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.protect.verifier import Claim, LinearCheck, Weights
 from tee_side.remote import fault_attribution
-from tee_side.remote.fault_attribution import find_liars
+from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
 from tee_side.remote.overlap import run
 from tee_side.words import Operator
+from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
@@ -228,6 +231,25 @@ def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -
     weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
     parts = [weight.weight[weight.rows[module]] for module in names]
     return Claim(request, exact_product(x, torch.cat(parts)))
+
+
+@pytest.mark.parametrize(
+    ("left_s", "said"), [(60.0, " in the columns of rank 3 of 4, counted from 0"), (-1.0, "")]
+)
+def test_the_rank_that_computed_wrongly_is_named(
+    model: SavedModel, world: World, left_s: float, said: str
+) -> None:
+    world.add("a", ranks=4)
+    request, output, _ = _claim(model)
+    output[2, 190] += 3
+    prepared = PreparedRequest(request, tuple(output.shape), "int32")
+    exchange, sent = Exchange(endpoint="a", output=output), to_torch(request.elements)  # type: ignore[union-attr]
+    answer = Answer(world.replicas("a"), prepared, sent, exchange)
+    check = _check(model, held=False)
+    refused = Refused("gate_up_proj", 1, [answer], check, MaskRules(None), well_formed=True)
+    with pytest.raises(VerificationError) as caught:
+        refuse(refused, fault_attribution.time.monotonic() + left_s)
+    assert caught.value.got == f"a wrong result{said}"
 
 
 @each_row(("held", "multiplications"), product((True, False), (1, 5 * 48 * 7, 2**31)))

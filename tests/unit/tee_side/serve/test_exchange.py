@@ -196,6 +196,26 @@ async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_o
     assert (watch.ended, asked.reply.status) == ([("cancelled", 2, 1)], 0)
 
 
+@in_a_loop
+async def test_what_the_end_of_the_server_cuts_off_is_told_as_passing() -> None:
+    """While its body is read, and once the engine has been asked."""
+    engine, reading = FakeEngine(hold=True), asyncio.Event()
+
+    async def no_body() -> Any:
+        reading.set()
+        await asyncio.Event().wait()
+
+    for begun, receive in ((reading, no_body), (engine.submitted, None)):
+        asked = connection("POST", PATH, _body(False))
+        app = create_app(serving(engine))
+        task = asyncio.create_task(app(asked.scope, receive or asked.receive, asked.send))
+        await begun.wait()
+        task.cancel()  # as uvicorn does with what is open after its grace
+        await task
+        assert (asked.reply.status, asked.reply.error()["code"]) == (503, "failed")
+        assert engine.open == []
+
+
 class Together(FakeEngine):
     """Delivers all tokens of a prompt in one piece."""
 

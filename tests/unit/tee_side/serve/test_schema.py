@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -17,6 +18,7 @@ from starlette.requests import Request
 
 from protocol.errors import (
     EndpointError,
+    EvidenceError,
     LimitError,
     PadsExhaustedError,
     PromptError,
@@ -280,9 +282,11 @@ def test_another_path_method_or_model_is_refused_in_the_same_form() -> None:
     reply = call(serving(), "PUT", "/v1/completions")
     assert (reply.status, reply.headers["allow"]) == (405, "POST")
     assert reply.error()["type"] == "invalid_request_error"
-    reply = call(serving(), "GET", "/v1/Seekrit")
-    assert (reply.status, reply.error()["type"]) == (404, "not_found_error")
-    assert "Seekrit" not in reply.text
+    # A page that describes the API would load scripts of a third party.
+    for path in ("/v1/Seekrit", "/docs", "/redoc"):
+        reply = call(serving(), "GET", path)
+        assert (reply.status, reply.error()["type"]) == (404, "not_found_error")
+        assert "Seekrit" not in reply.text
     for path, (_, body) in ENDPOINTS.items():
         reply = call(serving(), "POST", path, body | {"model": "Seekrit"})
         assert (reply.status, reply.error()["code"]) == (404, "model_not_found")
@@ -447,6 +451,12 @@ def test_evidence_is_of_the_nonce_and_not_asked_for_too_often() -> None:
             asyncio.run(_asked(attestation))
         status, error = _refusal(attestation)
         assert (status, error.headers) == (429, {"retry-after": "1"})
+    # Why the hardware gives none is for us alone.
+    made, why = identity(), EvidenceError("tdx", got="Seekrit", expected="a quote")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made, "state", Mock(side_effect=why))
+        status, error = _refusal(Attestation(made, clock))
+    assert (status, "Seekrit" in str(error.body)) == (503, False)
 
 
 @in_a_loop
