@@ -13,14 +13,11 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from tee_side.engine.engine import EngineSettings
-from tee_side.policy.placement import load_policy
 from tests.kit.rows import each_row
 from tests.kit.service import call
-from tsqp import server
 from tsqp.cli.running import _added_leakage
 from tsqp.cli.tee_runner import command
-from tsqp.server import note_failure
+from tsqp.server import _app, note_failure
 
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
@@ -51,40 +48,36 @@ def test_it_is_said_before_the_model_is_loaded(
     assert "ready: " not in result.stderr
 
 
-def told(*options: str) -> tuple[EngineSettings, dict[str, Any]]:
-    """Return what `serve` would make an engine with, and the settings it would serve by."""
+def told(*options: str) -> tuple[Any, Any, Any]:
+    """Return a policy, what `serve` makes an engine with, and the settings it serves by."""
     with (
         mock.patch("tsqp.cli.serve.open_runner") as opened,
-        mock.patch.multiple(server, opened_parts=mock.DEFAULT, serve_forever=mock.DEFAULT) as ours,
+        mock.patch("tsqp.server.opened_parts"),
+        mock.patch("tsqp.server.serve_forever") as served,
         mock.patch("signal.signal"),
     ):
         CliRunner().invoke(command, ["serve", "demo", *options], catch_exceptions=False)
-    return opened.call_args.kwargs["engine"], ours["serve_forever"].call_args.args[1]
+    call = opened.call_args
+    return call.args[1].policy, call.kwargs["engine"], served.call_args.args[1]
 
 
-@each_row(
-    ("policy", "option", "reuses", "said"),
-    [
-        ("shielded", (), False, []),
-        ("two-server", ("--prefix-reuse",), True, ["prefix reuse adds to"]),
-        ("shielded", ("--speculative", "ngram"), False, ["speculation adds to"]),
-        ("tee-only", ("--speculative", "ngram"), True, []),
-    ],
-)
-def test_what_adds_to_lengths_and_timing_is_off_where_they_hide_and_said_where_it_is_on(
-    policy: str, option: tuple[str, ...], reuses: bool, said: list[str]
-) -> None:
-    engine, _ = told("--policy", policy, *option)
-    assert engine.prefix_reuse == reuses
-    lines = _added_leakage(load_policy(policy), engine)
-    assert [line.partition(" lengths and timing: ")[0] for line in lines] == said
+def test_what_adds_to_lengths_and_timing_is_off_where_they_hide_and_said_where_it_is_on() -> None:
+    for options, reuses, said in (
+        ("shielded", False, []),
+        ("two-server --prefix-reuse", True, ["prefix reuse"]),
+        ("shielded --speculative ngram", False, ["speculation"]),
+        ("tee-only --speculative ngram", True, []),
+    ):
+        policy, engine, _ = told("--policy", *options.split())
+        lines = [line.split(" adds to lengths")[0] for line in _added_leakage(policy, engine)]
+        assert (engine.prefix_reuse, lines) == (reuses, said), options
 
 
 def test_the_tempo_that_serve_is_told_is_the_server_s() -> None:
-    _, settings = told("--policy", "tee-only", "--fixed-tempo-ms", "5")
+    settings = told("--policy", "tee-only", "--fixed-tempo-ms", "5")[2]
     parts, fake = mock.Mock(keys=None, audit=None, identity=None), mock.MagicMock()
     with mock.patch("tsqp.server._fingerprint"), mock.patch("tsqp.server.create_app") as made:
-        server._app(fake, settings, None, parts, fake)
+        _app(fake, settings, None, parts, fake)
     assert made.call_args.args[0].tempo_s == 0.005
 
 
