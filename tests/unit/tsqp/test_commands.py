@@ -1,19 +1,23 @@
-"""Commands that make, show and ask: `tsqp api-key`, `audit`, `seal` and `health`."""
+"""Commands that make, show and ask: `tsqp api-key`, `audit`, `seal`, `health`; and `chat`."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.errors import KeyFileError, ModelError, SealError, SettingsError
+from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
 from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
+from tsqp.cli.chat import Conversation
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.seal_keys import read_key
@@ -117,3 +121,25 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
         ((output, "--to", key, "-o", tmp_path / "twice"), SealError),
     ):
         assert isinstance(run("seal", *arguments).exception, error), arguments
+
+
+def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> None:
+    lost = EndpointError("unix:///s", got="a lost connection", expected="one")
+    answer, runner, settings = mock.Mock(), mock.MagicMock(), {"max_new_tokens": 1, "stop": ()}
+    runner.config.context_length = 5  # of messages: each is a token, and one is for the answer
+    runner.tokenizer.apply_chat_template = lambda told: [one["content"] for one in told]
+    runner.generate.side_effect = [answer, answer, lost, answer, answer]
+
+    def interrupted(*_: object) -> mock.Mock:
+        signal.raise_signal(signal.SIGINT)
+        return mock.Mock(text="so")
+
+    lines = iter(["a", "b", "c", "c", "/stats", "/help", "/clear", "d", "/system Be so.", "/quit"])
+    with mock.patch.multiple("tsqp.cli.chat", stream=interrupted, sampling_of=mock.Mock()):
+        made = Conversation(runner, settings | {"stats": True}, "Be.", in_terminal=True)
+        made.run(lambda: next(lines))
+    told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]
+    assert told == ["Be. a", "Be. a so b", "Be. b so c", "Be. b so c", "Be. d"]
+    assert (answer.stop.call_count, made.messages[0]["content"]) == (4, "Be so.")
+    said, full = capsys.readouterr().err, "the context is full: the oldest 1 turn(s)"
+    assert all(one in said for one in (full, "a lost connection", "statistics are off", "/quit "))
