@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
+from protocol.messages import HealthReply
 from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
@@ -143,3 +145,31 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
     assert (answer.stop.call_count, made.messages[0]["content"]) == (4, "Be so.")
     said, full = capsys.readouterr().err, "the context is full: the oldest 1 turn(s)"
     assert all(one in said for one in (full, "a lost connection", "statistics are off", "/quit "))
+
+
+@each_row(("status", "code"), [("ready", 0), ("draining", 1)])
+def test_health_is_a_line_and_an_exit_status(status: Any, code: int) -> None:
+    ask = ("health", "unix:///s", "--timeout-s", "2")
+    reply = HealthReply(status=status, uptime_s=61.4, queued_requests=3, queued_bytes=4096)
+    with mock.patch("protocol.connect.open_channel") as opened:
+        opened.return_value.call.return_value.response = reply
+        shown = [run(*ask), run(*ask, "--json")]
+        opened.side_effect = EndpointError("unix:///s", got="nothing", expected="a reply")
+        shown.append(run(*ask))
+    assert ([one.exit_code for one in shown], shown[2].stdout) == ([code, code, 1], "")
+    assert shown[0].stdout == f"{status}, up 61 s, queued 3 requests of 4096 bytes\n"
+    assert json.loads(shown[1].stdout) == reply.model_dump()
+    assert opened.call_args.kwargs["timeout_s"] == 2
+    assert "ftp://there" in str(run("health", "ftp://there").exception)
+
+
+def test_policies_and_masks_are_listed_beside_what_does_not_load() -> None:
+    with mock.patch("tsqp.catalogue.policy_names", return_value=["gone", "shielded", "tee-only"]):
+        shown, as_json = run("policies"), json.loads(run("policies", "--json").stdout)
+    said = ("shielded (default)", "tee-only", "error: gone (package): ")
+    assert all(one in shown.stdout for one in said)
+    assert [one["name"] for one in as_json["policies"]] == ["shielded", "tee-only"]
+    assert (shown.exit_code, as_json["default"]) == (0, "shielded")
+    masks = json.loads(run("masks", "--json").stdout)["masks"]
+    assert json.loads(run("masks", "pad", "--json").stdout) in masks
+    assert "got 'rot13', expected one of " in str(run("masks", "rot13").exception)
