@@ -1,19 +1,25 @@
-"""Commands that make, show and ask: `tsqp api-key`, `audit`, `seal` and `health`."""
+"""Commands that make, show and ask: `tsqp api-key`, `audit`, `seal`, `health`; and `chat`."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.errors import KeyFileError, ModelError, SealError, SettingsError
+from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
+from protocol.messages import HealthReply
 from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
+from tsqp.cli.chat import Conversation
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.seal_keys import read_key
@@ -117,3 +123,53 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
         ((output, "--to", key, "-o", tmp_path / "twice"), SealError),
     ):
         assert isinstance(run("seal", *arguments).exception, error), arguments
+
+
+def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> None:
+    lost = EndpointError("unix:///s", got="a lost connection", expected="one")
+    answer, runner, settings = mock.Mock(), mock.MagicMock(), {"max_new_tokens": 1, "stop": ()}
+    runner.config.context_length = 5  # of messages: each is a token, and one is for the answer
+    runner.tokenizer.apply_chat_template = lambda told: [one["content"] for one in told]
+    runner.generate.side_effect = [answer, answer, lost, answer, answer]
+
+    def interrupted(*_: object) -> mock.Mock:
+        signal.raise_signal(signal.SIGINT)
+        return mock.Mock(text="so")
+
+    lines = iter(["a", "b", "c", "c", "/stats", "/help", "/clear", "d", "/system Be so.", "/quit"])
+    with mock.patch.multiple("tsqp.cli.chat", stream=interrupted, sampling_of=mock.Mock()):
+        made = Conversation(runner, settings | {"stats": True}, "Be.", in_terminal=True)
+        made.run(lambda: next(lines))
+    told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]
+    assert told == ["Be. a", "Be. a so b", "Be. b so c", "Be. b so c", "Be. d"]
+    assert (answer.stop.call_count, made.messages[0]["content"]) == (4, "Be so.")
+    said, full = capsys.readouterr().err, "the context is full: the oldest 1 turn(s)"
+    assert all(one in said for one in (full, "a lost connection", "statistics are off", "/quit "))
+
+
+@each_row(("status", "code"), [("ready", 0), ("draining", 1)])
+def test_health_is_a_line_and_an_exit_status(status: Any, code: int) -> None:
+    ask = ("health", "unix:///s", "--timeout-s", "2")
+    reply = HealthReply(status=status, uptime_s=61.4, queued_requests=3, queued_bytes=4096)
+    with mock.patch("protocol.connect.open_channel") as opened:
+        opened.return_value.call.return_value.response = reply
+        shown = [run(*ask), run(*ask, "--json")]
+        opened.side_effect = EndpointError("unix:///s", got="nothing", expected="a reply")
+        shown.append(run(*ask))
+    assert ([one.exit_code for one in shown], shown[2].stdout) == ([code, code, 1], "")
+    assert shown[0].stdout == f"{status}, up 61 s, queued 3 requests of 4096 bytes\n"
+    assert json.loads(shown[1].stdout) == reply.model_dump()
+    assert opened.call_args.kwargs["timeout_s"] == 2
+    assert "ftp://there" in str(run("health", "ftp://there").exception)
+
+
+def test_policies_and_masks_are_listed_beside_what_does_not_load() -> None:
+    with mock.patch("tsqp.catalogue.policy_names", return_value=["gone", "shielded", "tee-only"]):
+        shown, as_json = run("policies"), json.loads(run("policies", "--json").stdout)
+    said = ("shielded (default)", "tee-only", "error: gone (package): ")
+    assert all(one in shown.stdout for one in said)
+    assert [one["name"] for one in as_json["policies"]] == ["shielded", "tee-only"]
+    assert (shown.exit_code, as_json["default"]) == (0, "shielded")
+    masks = json.loads(run("masks", "--json").stdout)["masks"]
+    assert json.loads(run("masks", "pad", "--json").stdout) in masks
+    assert "got 'rot13', expected one of " in str(run("masks", "rot13").exception)

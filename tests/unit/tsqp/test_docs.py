@@ -1,12 +1,13 @@
-"""Links of all pages lead somewhere, and docs/masks.md is what the classes say."""
+"""Links of all pages lead somewhere; masks.md and policies.md are what the code says."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from tee_side.policy.placement import builtin_policies, load_policy
 from tests.kit.rows import each_row
-from tsqp.catalogue import masks_page
+from tsqp.catalogue import masks_page, policy_entry
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -39,3 +40,15 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
 def test_the_page_on_masks_is_what_the_classes_say() -> None:
     page = (DOCS / "masks.md").read_text(encoding="utf-8")
     assert page == masks_page(), "stale: make docs"
+
+
+@each_row("name", builtin_policies())
+def test_the_page_on_policies_agrees_with_their_files(name: str) -> None:
+    lines = (DOCS / "policies.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    (row,) = (row for row in rows if f"`{name}`" in row[0] and len(row) == 6)
+    entry = policy_entry(load_policy(name))
+    assert (row[-1], "(default)" in row[0]) == (entry.standing, name == "shielded")
+    assert all(f"under `{mask}`" in row[3] for mask in entry.masks)
+    assert row[4].replace("no service", "0 services").startswith(str(entry.services))
+    assert ("`tsqp calibrate`" in row[4]) == (entry.arithmetic == "int8")

@@ -7,12 +7,17 @@ import gc
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from click.testing import CliRunner
 
 from tests.kit.rows import each_row
 from tests.kit.service import call
-from tsqp.server import note_failure
+from tsqp.cli.running import _added_leakage
+from tsqp.cli.tee_runner import command
+from tsqp.server import _app, note_failure
 
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
@@ -41,6 +46,39 @@ def test_it_is_said_before_the_model_is_loaded(
     assert result.returncode == 2
     assert said.format(file=file, port=port) in result.stderr
     assert "ready: " not in result.stderr
+
+
+def told(*options: str) -> tuple[Any, Any, Any]:
+    """Return a policy, what `serve` makes an engine with, and the settings it serves by."""
+    with (
+        mock.patch("tsqp.cli.serve.open_runner") as opened,
+        mock.patch("tsqp.server.opened_parts"),
+        mock.patch("tsqp.server.serve_forever") as served,
+        mock.patch("signal.signal"),
+    ):
+        CliRunner().invoke(command, ["serve", "demo", *options], catch_exceptions=False)
+    call = opened.call_args
+    return call.args[1].policy, call.kwargs["engine"], served.call_args.args[1]
+
+
+def test_what_adds_to_lengths_and_timing_is_off_where_they_hide_and_said_where_it_is_on() -> None:
+    for options, reuses, said in (
+        ("shielded", False, []),
+        ("two-server --prefix-reuse", True, ["prefix reuse"]),
+        ("shielded --speculative ngram", False, ["speculation"]),
+        ("tee-only --speculative ngram", True, []),
+    ):
+        policy, engine, _ = told("--policy", *options.split())
+        lines = [line.split(" adds to lengths")[0] for line in _added_leakage(policy, engine)]
+        assert (engine.prefix_reuse, lines) == (reuses, said), options
+
+
+def test_the_tempo_that_serve_is_told_is_the_server_s() -> None:
+    settings = told("--policy", "tee-only", "--fixed-tempo-ms", "5")[2]
+    parts, fake = mock.Mock(keys=None, audit=None, identity=None), mock.MagicMock()
+    with mock.patch("tsqp.server._fingerprint"), mock.patch("tsqp.server.create_app") as made:
+        _app(fake, settings, None, parts, fake)
+    assert made.call_args.args[0].tempo_s == 0.005
 
 
 SECRET = "what the client said"

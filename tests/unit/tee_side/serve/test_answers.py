@@ -33,6 +33,7 @@ from tests.kit.serve import (
     chat,
     complete,
     engine_stats,
+    logprob,
     model,
     serving,
     tokenizer,
@@ -99,6 +100,8 @@ def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) 
         *chunks, done = reply.events()
         assert done == "[DONE]"
         assert len({event["id"] for event in chunks}) == 1
+        if by is chat:
+            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert {event["system_fingerprint"] for event in chunks} == {"fp-avx2"}
         if usage:
             last = chunks.pop()
@@ -162,6 +165,18 @@ def test_a_token_s_logprob_is_the_same_float_as_its_entry_among_the_likeliest(
     assert [top and len(top) for top in likeliest] == sizes
     own = [top and top[token] for token, top in zip(found["tokens"], likeliest, strict=True)]
     assert own == found["token_logprobs"]
+
+
+def test_a_logprob_in_a_chat_has_bytes_and_the_likeliest_that_are_asked_for() -> None:
+    names = [tokenizer().decode([one]) for one in (302, 300, 301)]
+    numbers = [logprob(one, 2).logprob for one in (302, 300, 301)]
+    own, *likeliest = (
+        {"token": name, "logprob": number, "bytes": [*name.encode()]}
+        for name, number in zip(names, numbers, strict=True)
+    )
+    for asked, top in (({"top_logprobs": 2}, likeliest), ({}, [])):
+        (choice,) = chat(FakeEngine(says=[302]), logprobs=True, **asked).json()["choices"]
+        assert choice["logprobs"]["content"] == [own | {"top_logprobs": top}]
 
 
 def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() -> None:
