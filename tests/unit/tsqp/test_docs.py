@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gpu_side.metrics import StateCollector
+from gpu_side.state import ServiceState
 from tests.kit.rows import each_row
 from tsqp.catalogue import masks_page
 
@@ -39,3 +41,14 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
 def test_the_page_on_masks_is_what_the_classes_say() -> None:
     page = (DOCS / "masks.md").read_text(encoding="utf-8")
     assert page == masks_page(), "stale: make docs"
+
+
+def test_the_page_for_operators_names_all_metrics_and_events() -> None:
+    page = (DOCS / "operate/metrics.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| (`\w+[`{].*?) \|", page, re.MULTILINE))
+    named = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`(\w+)[`{]", rows)}
+    metrics = {family.name for family in StateCollector(ServiceState()).collect()}
+    files = [path for side in ("gpu_side", "tee_side") for path in (ROOT / side).rglob("*.py")]
+    source = "".join(p.read_text() for p in [*files, ROOT / "tsqp/service_attestation.py"])
+    event = r'\b(?:log\.(?:info|warning|error|exception)|warn)\(\s*"(\w+)"'
+    assert named == metrics | set(re.findall(event, source))
