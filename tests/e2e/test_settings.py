@@ -18,7 +18,11 @@ from tee_side.runner import RunnerSettings
 from tests.e2e.test_bad_input import refused
 from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, call, run
+from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service
+from tsqp.cli.main import command as tsqp
+from tsqp.cli.prompts import Prompt, chosen_prompt
+from tsqp.cli.running import sampling_of
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair, public_key_of
 
@@ -180,6 +184,24 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
     _is_all_different(settings, default, but=but)
 
 
+def test_how_to_sample_is_what_the_options_say() -> None:
+    wanted = {"top_k": 3, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.25, "seed": 6}
+    told = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
+    found = sampling_of(generate.make_context("generate", ["demo", *told]).params)
+    assert found.model_dump(include=set(wanted)) == wanted
+
+
+@each_row("content", ["\ufeffOnce\n more", "\ufeffOnce\n more\n", "Once\n more\r\n"])
+def test_a_prompt_comes_from_a_file_or_standard_input(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(content.encode())
+    for file in (str(path), "-"):
+        context = generate.make_context("generate", ["demo", "--prompt-file", file])
+        with path.open() as stdin, mock.patch("sys.stdin", stdin):
+            found = chosen_prompt(context, prompt=None, prompt_file=file, prompt_token_ids=None)
+        assert found == Prompt("Once\n more", None)
+
+
 @each_row(
     ("policy", "endpoints", "named"),
     [
@@ -219,3 +241,5 @@ def test_completion_offers_the_policies() -> None:
     words = {"COMP_WORDS": "tee-runner generate demo --policy tee", "COMP_CWORD": "4"}
     result = run("tee-runner", _TEE_RUNNER_COMPLETE="bash_complete", **words)
     assert result.stdout.split() == ["plain,tee-only", "plain,tee-only-int8"]
+    said = CliRunner().invoke(tsqp, ["completion", "bash"]).stdout
+    assert all(f"_{name}_COMPLETE=" in said for name in ("TEE_RUNNER", "GPU_SERVICE", "TSQP"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from protocol.errors import SettingsError
 from protocol.messages import Timing
@@ -14,6 +15,7 @@ from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS, PHASES, Operator, Phase
 from tests.kit.model import Models, assemble, token_ids, with_results
 from tests.kit.rows import each_row
+from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
@@ -114,3 +116,15 @@ def test_needs(
 def test_more_tokens_than_the_model_can_take_are_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
         _explain(DEMO, "tsqp", **{name: 513})
+
+
+@each_row("policy", ["shielded", "tee-only"])
+def test_the_command_says_in_80_columns_or_json_what_was_found(policy: str) -> None:
+    given = ["explain", "demo", "--policy", policy, "--context", "30", "--prompt-tokens", "20"]
+    said = CliRunner().invoke(command, given, env={"COLUMNS": "80"}).stdout
+    found = _explain(DEMO, policy)
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(f" {row.operator} " in said for row in found.operators)
+    assert ("computed in the TEE", "verified against")[found.needs.services] in said
+    as_json = CliRunner().invoke(command, [*given, "--json"]).stdout
+    assert Explanation.model_validate_json(as_json, strict=False) == found

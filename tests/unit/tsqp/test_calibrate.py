@@ -99,6 +99,7 @@ def invoke(*arguments: str | Path) -> Result:
 
 def test_the_command_writes_a_file_and_over_none(tmp_path: Path) -> None:
     text, output = tmp_path / "text", tmp_path / "scales"
+    text.with_name("ids").write_text("[[5, 6], [7, 2000]]")
     text.write_text("Once there was a girl who had a kite. " * 9, encoding="utf-8")
     output.write_bytes(b"precious")
     given = ("--text", text, "--tokens", "64", "--output")
@@ -110,6 +111,8 @@ def test_the_command_writes_a_file_and_over_none(tmp_path: Path) -> None:
     ):
         assert isinstance(invoke(*arguments).exception, error), arguments
     assert output.read_bytes() == b"precious"
+    refused = invoke("demo", "--token-ids", text.with_name("ids"), "--output", tmp_path / "new")
+    assert "sequence 1, position 1: got a number that is no token" in str(refused.exception)
     printed = invoke("demo", *given, output, "--force").stdout
     config, checkpoint = read_config(DEMO), Checkpoint(DEMO)
     assert Calibration.load(output, config, model_digest(config, checkpoint)).tokens == 64

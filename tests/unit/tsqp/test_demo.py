@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
+from tsqp.cli.program import model_directory
+from tsqp.demo import verdict
 from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Lie
-from tsqp.demo.verdict import check_refusal
 
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
 REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"
@@ -26,5 +28,17 @@ def test_a_lie_counts_as_refused_only_if_nothing_came_of_it(
     status: int, complaint: str, story: str, finding: str
 ) -> None:
     lie = Lie(ASKED, 2, 5, 1, 2)
-    check = check_refusal("shielded", lie, status, complaint, story, " was a lamp. It shone.")
+    check = verdict.check_refusal(
+        "shielded", lie, status, complaint, story, " was a lamp. It shone."
+    )
     assert (check.passed, finding in check.finding) == ("NOT" not in finding, True)
+
+
+def test_other_tokens_fail_and_other_logits_of_integers() -> None:
+    token_bytes = Tokenizer(model_directory("demo")).token_bytes
+    clear = verdict.Tokens("clear", [5, 6, 7], torch.ones(3, 4))
+    for last, by, passed in ((7, 1, [1, 1, 1]), (7, 1.001, [1, 0, 1]), (9, 1, [0, 0, 0])):
+        ours = verdict.Tokens("p", [5, 6, last], clear.logits * by)
+        found = [verdict.compare_floats(ours, clear), verdict.compare_integers(ours, clear, clear)]
+        found.append(verdict.compare_served("p", list(map(token_bytes, ours.ids)), clear))
+        assert [check.passed for check in found] == passed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gpu_side.metrics import StateCollector
+from gpu_side.state import ServiceState
 from tee_side.policy.placement import builtin_policies, load_policy
 from tests.kit.rows import each_row
 from tsqp.catalogue import masks_page, policy_entry
@@ -52,3 +54,14 @@ def test_the_page_on_policies_agrees_with_their_files(name: str) -> None:
     assert all(f"under `{mask}`" in row[3] for mask in entry.masks)
     assert row[4].replace("no service", "0 services").startswith(str(entry.services))
     assert ("`tsqp calibrate`" in row[4]) == (entry.arithmetic == "int8")
+
+
+def test_the_page_for_operators_names_all_metrics_and_events() -> None:
+    page = (DOCS / "operate/metrics.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| (`\w+[`{].*?) \|", page, re.MULTILINE))
+    named = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`(\w+)[`{]", rows)}
+    metrics = {family.name for family in StateCollector(ServiceState()).collect()}
+    files = [path for side in ("gpu_side", "tee_side") for path in (ROOT / side).rglob("*.py")]
+    source = "".join(p.read_text() for p in [*files, ROOT / "tsqp/service_attestation.py"])
+    event = r'\b(?:log\.(?:info|warning|error|exception)|warn)\(\s*"(\w+)"'
+    assert named == metrics | set(re.findall(event, source))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from protocol.errors import EngineError, LimitError, PromptError
 from tests.kit.rows import each_row
 from tsqp import LLM, SamplingParams
+from tsqp.cli.main import command
 
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -33,6 +36,22 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
         assert alone.outputs[0].text == output.outputs[0].text
     assert llm.stats.running == llm.stats.waiting == 0
+
+
+def test_a_chat_has_samples_with_log_probabilities_up_to_a_stop_string(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    params = SamplingParams(n=2, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.chat(messages, params)
+    one, two = output.outputs
+    assert one.text != two.text
+    for sample in output.outputs:
+        found = [(each.token_id, len(each.top)) for each in sample.logprobs or []]
+        assert found == [(token_id, 2) for token_id in sample.token_ids]
+    read = [found and found.token_id for found in output.prompt_logprobs or []]
+    assert read == [None, *output.prompt_token_ids[1:]]
+    params = SamplingParams(seed=7, max_tokens=5, stop=one.text[3:6])
+    stopped = llm.chat(messages, params)[0].outputs[0]
+    assert (stopped.text, stopped.finish_reason) == (one.text[:3], "stop")
 
 
 def test_a_stream_that_is_given_up_frees_its_place(llm: LLM) -> None:
@@ -82,3 +101,10 @@ def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> 
         llm.close()
         with pytest.raises(EngineError):
             list(stream)
+
+
+@pytest.mark.slow
+def test_a_demo_model_that_was_trained_loads(tmp_path: Path) -> None:
+    assert CliRunner().invoke(command, f"train-demo {tmp_path} --tokens 6000").exit_code == 0
+    with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
+        assert len(llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))) == 1
