@@ -128,23 +128,26 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
 def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> None:
     lost = EndpointError("unix:///s", got="a lost connection", expected="one")
     answer, runner, settings = mock.Mock(), mock.MagicMock(), {"max_new_tokens": 1, "stop": ()}
-    runner.config.context_length = 5  # of messages: each is a token, and one is for the answer
-    runner.tokenizer.apply_chat_template = lambda told: [one["content"] for one in told]
-    runner.generate.side_effect = [answer, answer, lost, answer, answer]
+    runner.config.context_length = 5  # words, one of them for the answer
+    runner.tokenizer.apply_chat_template = lambda told: " ".join(m["content"] for m in told).split()
+    runner.generate.side_effect = [answer, answer, lost, answer, answer, answer]
 
     def interrupted(*_: object) -> mock.Mock:
         signal.raise_signal(signal.SIGINT)
         return mock.Mock(text="so")
 
-    lines = iter(["a", "b", "c", "c", "/stats", "/help", "/clear", "d", "/system Be so.", "/quit"])
+    lines = iter(
+        ["a", "b", "c C", "c C", "d", "/stats", "/help", "/clear", "e", "/system X", "/quit"]
+    )
     with mock.patch.multiple("tsqp.cli.chat", stream=interrupted, sampling_of=mock.Mock()):
         made = Conversation(runner, settings | {"stats": True}, "Be.", in_terminal=True)
         made.run(lambda: next(lines))
     told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]
-    assert told == ["Be. a", "Be. a so b", "Be. b so c", "Be. b so c", "Be. d"]
-    assert (answer.stop.call_count, made.messages[0]["content"]) == (4, "Be so.")
-    said, full = capsys.readouterr().err, "the context is full: the oldest 1 turn(s)"
-    assert all(one in said for one in (full, "a lost connection", "statistics are off", "/quit "))
+    assert told == ["Be. a", "Be. a so b", "Be. c C", "Be. c C", "Be. d", "Be. e"]
+    assert (answer.stop.call_count, made.messages[0]["content"]) == (5, "X")
+    said = capsys.readouterr().err
+    assert [said.count(f"is full: the oldest {turns} turn(s)") for turns in (1, 2, 3)] == [1, 2, 0]
+    assert all(one in said for one in ("a lost connection", "statistics are off", "/quit "))
 
 
 @each_row(("status", "code"), [("ready", 0), ("draining", 1)])
