@@ -12,7 +12,7 @@ import socket
 import struct
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -31,9 +31,7 @@ from protocol.stream import StreamChannel
 from protocol.stream_wire import layout, to_pieces
 from protocol.tensors import WireTensor
 from tee_side.policy.placement import builtin_policies, load_policy
-from tests.kit.model import LoopbackChannel, SavedModel, token_ids
-
-Models = Callable[..., SavedModel]
+from tests.kit.model import LoopbackChannel, Models, token_ids
 
 # Segments ask once a step, of rows that nothing is computed from in their place.
 MASKED = [

@@ -15,20 +15,14 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
-from protocol.messages import (
-    Request,
-    RingLinearRequest,
-    RingLMHeadRequest,
-    SeededRingLinearRequest,
-)
+from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest, SeededRingLinearRequest
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.pads.source import PadLane
-from tests.kit.model import LoopbackChannel, SavedModel, Tee, expanded, token_ids
+from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, expanded, token_ids
 
-Models = Callable[..., SavedModel]
 Twice = Callable[[str], list[list[torch.Tensor]]]
 
 # Wide enough for megabytes in a few prompts: 16 KiB a token.

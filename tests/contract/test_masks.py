@@ -18,15 +18,7 @@ from tee_side.protect.masks.registry import find_mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
-from tests.kit.masks import (
-    FEATURES,
-    ROWS,
-    Change,
-    Trial,
-    apply,
-    key,
-    supported,
-)
+from tests.kit.masks import FEATURES, ROWS, Change, Trial, apply, key, supported
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 from tsqp.lab.research.operators import product_holds
 

@@ -18,10 +18,8 @@ from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS
 from tests.equivalence.tolerances import POLICY_LOGITS
-from tests.kit.model import SavedModel, Tee, expanded, token_ids
+from tests.kit.model import Models, SavedModel, Tee, expanded, token_ids
 from tests.kit.rows import each_row
-
-Models = Callable[..., SavedModel]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [str(path) for path in sorted((ROOT / "docs" / "examples").glob("*polic*"))]

@@ -7,13 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.messages import (
-    FUSED_MODULES,
-    Request,
-    Response,
-    RingLinearRequest,
-    TensorReply,
-)
+from protocol.messages import FUSED_MODULES, Request, Response, RingLinearRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized

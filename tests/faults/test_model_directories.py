@@ -20,12 +20,7 @@ from safetensors.torch import save_file
 from gpu_side.weights import load_weights
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import (
-    SINGLE_FILE,
-    Checkpoint,
-    light_tensors,
-    linear_tensors,
-)
+from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model

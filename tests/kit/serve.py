@@ -17,14 +17,7 @@ from starlette.requests import Request as HttpRequest
 from protocol.errors import PromptError
 from protocol.model.config import read_config
 from tee_side.engine.background import State
-from tee_side.engine.request import (
-    Delivery,
-    Grammar,
-    Logprob,
-    NewToken,
-    PromptRead,
-    Request,
-)
+from tee_side.engine.request import Delivery, Grammar, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.stats import EngineStats
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
@@ -33,11 +26,7 @@ from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import (
-    GrammarKind,
-    ServedModel,
-    Serving,
-)
+from tee_side.serve.serving import GrammarKind, ServedModel, Serving
 from tsqp.cli.program import model_directory
 
 SAID = "The cat sat on the mat, and looked at a bird."

@@ -12,12 +12,7 @@ from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
-from tee_side.protect.masks.mask import (
-    Factors,
-    FeatureMask,
-    FeatureSite,
-    KeyedTransform,
-)
+from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, KeyedTransform
 from tee_side.protect.randomness import Randomness
 from tests.kit.model import Models
 from tsqp.lab.research.draws import integers, orthogonal, permutation, signs

@@ -28,13 +28,7 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.header_numbers import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
-from protocol.messages import (
-    MAX_TIMING_US,
-    LMHeadRequest,
-    RingLinearRequest,
-    TensorReply,
-    Timing,
-)
+from protocol.messages import MAX_TIMING_US, LMHeadRequest, RingLinearRequest, TensorReply, Timing
 from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest
 from protocol.stream_wire import to_pieces

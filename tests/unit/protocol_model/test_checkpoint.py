@@ -33,10 +33,9 @@ from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.quantized import QuantizedLinear, load_head_scale, load_quantized, quantize_rows
 from protocol.model.weights import load_linear, load_tensor
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.rows import each_row
 
-Models = Callable[..., SavedModel]
 Tensors = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")

@@ -22,18 +22,12 @@ from tee_side.protect.pads import maker as maker_module
 from tee_side.protect.pads.background_maker import BackgroundMaker, Load
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.maker import PadMaker, read_weights
-from tee_side.protect.pads.source import (
-    BACKGROUND_BATCH_TOKENS,
-    MANY_ROWS,
-    PadLane,
-    Pads,
-    WhenOut,
-)
+from tee_side.protect.pads.source import BACKGROUND_BATCH_TOKENS, MANY_ROWS, PadLane, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites
 from tee_side.words import Site
-from tests.kit.model import SavedModel
+from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product
 from tests.kit.rows import each_row
 
@@ -285,9 +279,6 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> No
     with pytest.raises(KeyError):  # an error of the block's own
         run(lambda _: {}["missing"])
     assert "pads" not in [thread.name for thread in threading.enumerate()]
-
-
-Models = Callable[..., SavedModel]
 
 
 # More rows than a block of digits, and fewer.

@@ -22,24 +22,12 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.manifest import Manifest
 from protocol.model.quantized import load_head_scale, load_quantized
 from tee_side.native import sites as native_sites
-from tee_side.protect.calibration import (
-    HEADROOM,
-    MAX_SUM,
-    Calibration,
-    SiteScales,
-    norm_limit,
-)
+from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales, norm_limit
 from tee_side.protect.masks.mask import Factors, Seed
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import (
-    DynamicSite,
-    FloatSites,
-    IntegerSite,
-    IntegerSites,
-    load_biases,
-)
+from tee_side.protect.sites import DynamicSite, FloatSites, IntegerSite, IntegerSites, load_biases
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Site
 from tests.kit.kernels import KERNELS, using_kernels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,12 +29,7 @@ from tee_side.protect.verifier import Unverified, Weights, check_verifiable, fin
 from tee_side.remote.call import CallPlan
 from tee_side.words import Operator
 from tests.kit.kernels import KERNELS, using_kernels
-from tests.kit.model import (
-    SavedModel,
-    Tee,
-    token_ids,
-    with_results,
-)
+from tests.kit.model import Models, SavedModel, Tee, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.lab.research.float_check import FloatCheck
 
@@ -120,7 +114,6 @@ def test_secrets_are_uniform_fresh_and_as_many_as_is_promised() -> None:
         assert text == "ExactCheck()"
 
 
-Models = Callable[..., SavedModel]
 ROOT = Path(__file__).resolve().parents[4]
 
 
