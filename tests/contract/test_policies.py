@@ -161,9 +161,7 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     assert len(tee.channels[0].requests) == (4 * LAYERS + 1) * (3 if name == "shielded" else 4)
 
 
-def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(
-    saved_model: Models,
-) -> None:
+def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(saved_model: Models) -> None:
     """Pads in some layers, shares in others, clear and TEE in the rest."""
 
     def on_gpu(mask: str, **where: object) -> dict[str, object]:

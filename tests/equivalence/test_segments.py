@@ -288,9 +288,7 @@ def test_noise_depends_on_the_row_too(saved_model: Models) -> None:
     assert not set(drawn(h_TD[:1].expand(3, -1).contiguous())) & set(first[1:])
 
 
-def test_a_service_without_memory_for_all_keeps_those_that_came_first(
-    saved_model: Models,
-) -> None:
+def test_a_service_without_memory_for_all_keeps_those_that_came_first(saved_model: Models) -> None:
     """A request that is too large for it is no lack of memory."""
     model, prompts = saved_model("llama"), [token_ids(9, seed=seed) for seed in range(3)]
 

@@ -30,8 +30,7 @@ FLOAT32_LOGITS = Tolerance(
 )
 
 FLOAT32_STEPS = Tolerance(
-    5e-5,
-    "The same numbers in other batch shapes: the matrix library blocks its sums by shape.",
+    5e-5, "The same numbers in other batch shapes: the matrix library blocks its sums by shape."
 )
 
 _SHUFFLED = Tolerance(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,17 +25,17 @@ _WAIT_S = 30
 class HttpProxy:
     """What a proxy has read, and what it does to it; `trusting`: of a client that comes by TLS.
 
-    `passed`: how many requests were answered.
+    `buffers`: it passes on whole answers, or else each piece of one at once.
     """
 
     server: tuple[str, int]
     trusting: ssl.SSLContext | None = None
+    buffers: bool = False
     url: str = ""
     path_of: Callable[[str], str] = str
     change: Callable[[bytes], bytes] = bytes
     requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     answers: list[list[bytes]] = field(default_factory=list)
-    passed: int = 0
 
     @property
     def seen(self) -> bytes:
@@ -52,78 +52,48 @@ class HttpProxy:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """An answer that is not buffered ends with its connection (HTTP/1.0)."""
+
     proxy: HttpProxy
-    lock: threading.Lock
+    disable_nagle_algorithm = True  # an answer is two writes: 40 ms each
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
-    def read(self) -> tuple[dict[str, str], bytes]:
+    def do_POST(self) -> None:
+        proxy, pieces = self.proxy, [b""]
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = self.rfile.read(int(headers.get("content-length", 0)))
-        self.proxy.requests.append((self.command, self.path, dict(headers), body))
-        return headers, body
-
-
-class _Streaming(_Handler):
-    """Passes on each piece of an answer at once; an answer's end is the connection's (HTTP/1.0)."""
-
-    def do_POST(self) -> None:
-        proxy = self.proxy
-        headers, body = self.read()
-        pieces: list[bytes] = [b""]
+        proxy.requests.append((self.command, self.path, dict(headers), body))
         proxy.answers.append(pieces)
+        # A connection of its own for each: no request of a client follows another there.
         with closing(HTTPConnection(*proxy.server, timeout=_WAIT_S)) as upstream:
             body = proxy.change(body)
             headers |= {"x-forwarded-for": "192.0.2.1", "content-length": str(len(body))}
             upstream.request(self.command, proxy.path_of(self.path), body, headers)
             reply = upstream.getresponse()
+            whole = reply.read() if proxy.buffers else None
             self.send_response(reply.status)
             for name, value in reply.getheaders():
                 pieces[0] += f"{name}: {value}\n".encode()
                 if name.lower() not in ("transfer-encoding", "content-length", "connection"):
-                    self.send_header(name, value)
+                    self.send_header(name.title() if proxy.buffers else name, value)
+            if whole is not None:
+                self.send_header("Content-Length", str(len(whole)))
             self.end_headers()
-            while piece := reply.read1(2**16):
+            while piece := reply.read1(2**16) if whole is None else whole:
                 pieces.append(piece)
                 self.wfile.write(piece)
+                whole = b"" if proxy.buffers else None
 
     do_GET = do_POST
-
-
-class _Buffering(_Handler):
-    """Passes on whole requests and whole answers."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer is two writes: 40 ms each
-
-    def do_POST(self) -> None:
-        proxy = self.proxy
-        headers, body = self.read()
-        try:
-            # A connection of its own for each: no request of a client follows another there.
-            with closing(HTTPConnection(*proxy.server, timeout=_WAIT_S)) as upstream:
-                upstream.request("POST", self.path, body, headers)
-                reply = upstream.getresponse()
-                status, answered, content = reply.status, reply.getheaders(), reply.read()
-        except (OSError, HTTPException):
-            status, answered, content = 502, [], b""
-        self.send_response(status)
-        for name, value in answered:
-            if name.lower() not in ("content-length", "connection", "date", "server"):
-                self.send_header(name.title(), value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-        with self.lock:
-            proxy.passed += 1
 
 
 @contextmanager
 def tls_ending_proxy(server: tuple[str, int], folder: Path) -> Iterator[HttpProxy]:
     """Run one as load balancers are: it ends TLS, and reads what it carries."""
     serving, trusting = certificate(folder)
-    with _running(HttpProxy(server, trusting), _Streaming, serving) as proxy:
+    with _running(HttpProxy(server, trusting), serving) as proxy:
         yield proxy
 
 
@@ -131,15 +101,14 @@ def tls_ending_proxy(server: tuple[str, int], folder: Path) -> Iterator[HttpProx
 def buffering_proxy(url: str) -> Iterator[HttpProxy]:
     """Run one as serverless hosts have it, in front of a service with a URL."""
     host, _, port = url.removeprefix("http://").partition(":")
-    with _running(HttpProxy((host, int(port))), _Buffering) as proxy:
+    with _running(HttpProxy((host, int(port)), buffers=True)) as proxy:
         yield proxy
 
 
 @contextmanager
-def _running(
-    proxy: HttpProxy, kind: type[_Handler], context: ssl.SSLContext | None = None
-) -> Iterator[HttpProxy]:
-    handler = type("Handler", (kind,), {"proxy": proxy, "lock": threading.Lock()})
+def _running(proxy: HttpProxy, context: ssl.SSLContext | None = None) -> Iterator[HttpProxy]:
+    version = "HTTP/1.1" if proxy.buffers else "HTTP/1.0"
+    handler = type("Handler", (_Handler,), {"proxy": proxy, "protocol_version": version})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         listening.daemon_threads = context is None
         proxy.url = f"http{'s' * bool(context)}://127.0.0.1:{listening.server_port}"

@@ -37,10 +37,7 @@ def test_rows_after_one_that_failed_run_and_the_one_is_named() -> None:
     subtests = _Subtests()
     test(subtests=subtests, fixture=0)
     assert seen == [(1, "x", 0), (2, "y", 0), (3, "z", 0)]
-    assert (subtests.rows, subtests.failed) == (
-        ["1, 'x'", "2, 'y'", "3, 'z'"],
-        ["2, 'y'"],
-    )
+    assert (subtests.rows, subtests.failed) == (["1, 'x'", "2, 'y'", "3, 'z'"], ["2, 'y'"])
 
     # The slow ones are a case of their own.
     @each_row("a", [1], slow=[1, 2])

@@ -160,9 +160,7 @@ def test_a_page_gets_what_crossed_for_its_own_completion(client: TestClient) -> 
     assert (read["rows"], read["better"]) == (3, False)
 
 
-def test_what_names_no_page_is_refused_and_a_refused_body_is_not_quoted(
-    client: TestClient,
-) -> None:
+def test_what_names_no_page_is_refused_and_a_refused_body_is_not_quoted(client: TestClient) -> None:
     for page, since in (("", "0"), ("A" * 32, "0"), (MINE, "-1"), (MINE, "1" * 10)):
         response = client.get(f"/page/feed?since={since}", headers={PAGE_HEADER: page})
         assert response.status_code == 400, (page, since)

@@ -48,13 +48,7 @@ def end_of(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tu
     return ended.value.code, capsys.readouterr().err
 
 
-@each_row(
-    ("number", "said"),
-    [
-        (signal.SIGTERM, ""),
-        (signal.SIGINT, "tee-runner: interrupted\n"),
-    ],
-)
+@each_row(("number", "said"), [(signal.SIGTERM, ""), (signal.SIGINT, "tee-runner: interrupted\n")])
 def test_a_signal_runs_every_finally(number: signal.Signals, said: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITS],

@@ -79,9 +79,7 @@ def test_a_command_that_gives_no_key_is_refused_and_not_quoted(command: str, got
     assert KEY.hex() not in str(refused.value)
 
 
-def test_a_command_has_no_stdin_and_does_not_wait_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_has_no_stdin_and_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, other = os.dup(0), pipe("what the program is told")
     os.dup2(other, 0)
     try:

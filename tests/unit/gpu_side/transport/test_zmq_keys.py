@@ -89,9 +89,7 @@ def service(endpoint: str) -> Iterator[Service]:
 
 
 def _channel(
-    endpoint: str,
-    secret: bytes | None = FRIEND_SECRET,
-    service: bytes = SERVICE_PUBLIC,
+    endpoint: str, secret: bytes | None = FRIEND_SECRET, service: bytes = SERVICE_PUBLIC
 ) -> ZmqChannel:
     keys = None if secret is None else ClientKeys(secret, service)
     return ZmqChannel(endpoint, timeout_s=3600.0, keys=keys, heartbeat_timeout_s=CALM_S)

@@ -126,10 +126,7 @@ REFUSED: list[tuple[Kind, Any]] = [
 
 @each_row(("kind", "source"), REFUSED)
 def test_what_is_malformed_or_not_supported_is_refused_and_quoted_nowhere(
-    compiler: GrammarCompiler,
-    capfd: pytest.CaptureFixture[str],
-    kind: Kind,
-    source: Any,
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str], kind: Kind, source: Any
 ) -> None:
     with pytest.raises(PromptError) as caught:
         compiler.compile(kind, source, where="response_format.json_schema")

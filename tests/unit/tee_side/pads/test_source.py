@@ -137,9 +137,7 @@ def _step(lane: PadLane, rows: int) -> list[Factors]:
 
 
 @each_row("rows", [1, 9, MANY_ROWS])
-def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store(
-    rows: int,
-) -> None:
+def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store(rows: int) -> None:
     pads, store, _ = _pads(rows, capacity=rows)
     lane, parent = pads.lane(), os.getpid()
     lane.draw(FIRST, rows)

@@ -175,10 +175,7 @@ MISFITS: list[tuple[Changes, str, str]] = [
     ({"lm_head": TEE | {"phase": "decode"}}, "lm_head", "0 placements in prefill"),
     ({"o_proj": under(FEATURES), "down_proj": CLEAR}, "down_proj", f"no mask beside {FEATURES} "),
     (
-        {
-            "o_proj": under(of(FEATURES, block=8)),
-            "down_proj": under(of(FEATURES, block=4)),
-        },
+        {"o_proj": under(of(FEATURES, block=8)), "down_proj": under(of(FEATURES, block=4))},
         *("down_proj", f"{FEATURES} block=4 beside {FEATURES} block=8"),
     ),
     ({"segment": CLEAR | {"layers": "0-1"}}, "qkv_proj: layer 2", "0 placements"),

@@ -396,10 +396,7 @@ def test_each_layer_and_share_is_asked_where_it_is(world: World) -> None:
         # Else one that lied would be asked again under its other name.
         ([ReplicaGroup(1, 0, 0, ("a", "b"))], "each service once"),
         ([ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(1, 1, 1, ("b",))], "each service once"),
-        (
-            [ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(2, 0, 0, ("b",))],
-            "two that do not collude",
-        ),
+        ([ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(2, 0, 0, ("b",))], "two that do not collude"),
     ],
 )
 def test_one_process_at_two_endpoints_is_refused(groups: list[ReplicaGroup], said: str) -> None:

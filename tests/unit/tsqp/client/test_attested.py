@@ -237,9 +237,7 @@ def test_other_addresses_are_refused() -> None:
 
 @contextmanager
 def proxied(
-    server: AttestedServer,
-    policy: AppraisalPolicy,
-    again_s: float = 600.0,
+    server: AttestedServer, policy: AppraisalPolicy, again_s: float = 600.0
 ) -> Iterator[tuple[Proxy, list[str]]]:
     said: list[str] = []
     context = AttestedContext(policy, again_s)
