@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ import torch
 from protocol.errors import ActivationRangeError
 from tee_side.protect.randomness import Randomness
 from tests.kit.rows import each_row
-from tsqp.lab.research.float_check import FloatCheck, Tolerance, within_tolerance
+from tsqp.lab.research.float_check import (
+    FloatCheck,
+    FloatProductCheck,
+    Tolerance,
+    within_tolerance,
+)
 from tsqp.lab.research.float_noise import FloatNoise
-from tsqp.lab.research.operators import product_holds
+from tsqp.lab.research.operators import EmbeddingCheck, product_holds
 from tsqp.lab.research.row_mix import RowMix
 
 Tensor = torch.Tensor
@@ -210,3 +216,13 @@ def test_an_answer_has_half_the_room_of_what_is_refused_and_each_row_its_own() -
     wrong[1] *= 1 + 1e-4
     assert not within_tolerance(x, blocks, wrong, MIXED.of_answers())
     assert within_tolerance(x, blocks, wrong, MIXED)
+
+
+def test_rows_of_a_table_are_compared_and_who_holds_other_weights_is_always_to_blame() -> None:
+    table = _weight()
+    found = table[[3, 5]]
+    assert EmbeddingCheck(table).holds(torch.tensor([3, 5]), found, [])
+    found[1, 0] += 1
+    assert not EmbeddingCheck(table).holds(torch.tensor([3, 5]), found, [])
+    given: Any = (None, None, None)
+    assert list(FloatProductCheck(*given, transformed=True).wrong([given] * 2, given)) == [0, 1]

@@ -33,7 +33,7 @@ from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
-from tee_side.protect.verifier import Claim, LinearCheck, Weights
+from tee_side.protect.verifier import Claim, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution
 from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
 from tee_side.remote.overlap import run
@@ -273,6 +273,19 @@ def test_every_element_counts_however_the_weight_is_cut(
             output[4, column] += 1
             assert find_liars(parts, check, lambda: False) == [liar]
             output[4, column] -= 1
+        shares = [_claim(model, seed=seed) for seed in (5, 6)]
+        for liars in ([1], [0, 1]):
+            shares[liars[0]].output[4, 6] += 1
+            assert find_liars(shares, check, lambda: False) == liars
+
+
+def test_a_part_of_a_weight_has_its_rows_of_every_block() -> None:
+    weight = torch.arange(8)[:, None]
+    blocks = [(slice(0, 3), weight[:3]), (slice(3, 8), weight[3:])]
+    checkpoint: Any = SimpleNamespace(blocks=lambda _name, _shape: blocks)
+    for count in (1, 2, 8):
+        parts = [rows_of_part(checkpoint, "w", (8, 1), (part, count)) for part in range(count)]
+        assert torch.equal(torch.cat([rows for part in parts for _, rows in part]), weight)
 
 
 def test_finding_out_ends_at_the_next_block_once_the_time_is_up(model: SavedModel) -> None:
