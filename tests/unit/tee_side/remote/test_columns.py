@@ -114,13 +114,19 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
     assert error.where.endswith(f" part-{liar} (columns {liar}/{parts})")
 
 
-def test_the_last_reply_ends_the_whole() -> None:
+def test_the_last_reply_ends_the_whole_and_all_are_told_what_only_they_could_tell() -> None:
+    told: list[object] = []
+
     def timed(sent_ns: int, elapsed_ns: int) -> Any:
         reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
         found = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
         traffic = Traffic()
         return SimpleNamespace(
-            endpoint="x", traffic=traffic, start=lambda *_: 1, wait=lambda _: found
+            endpoint="x",
+            traffic=traffic,
+            start=lambda *_: 1,
+            wait=lambda _: found,
+            distrust=lambda exchange, _: told.append(exchange),
         )
 
     for first_ns, second_ns, whole_ns in ((1000, 500, 1000), (500, 1000, 1010)):
@@ -128,6 +134,9 @@ def test_the_last_reply_ends_the_whole() -> None:
         found = channel.wait(channel.start(HEAD, torch.ones(SHAPE)))
         assert (found.sent_ns, found.elapsed_ns) == (100, whole_ns)
         assert (found.bytes_sent, found.bytes_received, found.encode_ns) == (20, 40, 2)
+        assert isinstance(found, Joined)
+        channel.distrust(found, VerificationError("x", got="a wrong result", expected="x W"))
+        assert told[-2:] == [exchange for _, _, exchange in found.parts]
 
 
 @each_row("message", [EMBEDDING, HEAD.message])
