@@ -216,7 +216,7 @@ class Copy:
 
 def _failures(text: str) -> list[str]:
     """Return the cases that pytest's summary names, or "pytest" where it names none."""
-    lines = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    lines = [line for line in text.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
     return [line.split(" - ")[0].partition(" ")[2] for line in lines] or ["pytest"]
 
 
@@ -245,11 +245,11 @@ def try_all(
                 raise MutationError(f"{concern}: {result.by} fails without any mutation")
 
         def mutated(mutation: Mutation) -> Result:
-            tests = table.tests_of(mutation.concern, ROOT)
+            copy = copies.get()
+            tests = table.tests_of(mutation.concern, copy.root)
             # What noticed the last mistake in a module often notices the next, and ends the run.
             if (first := noticed.get(mutation.file)) in tests:
                 tests = [first, *(name for name in tests if name != first)]
-            copy = copies.get()
             try:
                 result = copy.try_mutation(mutation, tests)
             finally:
