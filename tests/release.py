@@ -29,8 +29,7 @@ PARTS = {
     "wheel": "make wheel",
     "site": "make site",
     "benchmarks": "make bench-check",
-    "fuzz": "make fuzz",
-    "soak": "make soak",
+    "soak": "make soak SHARE=4",
     "guest-image": "make test-guest",
 }
 

@@ -1,10 +1,11 @@
 """Runs the reliability scorecard and writes docs/reliability.md.
 
-    python -m tests.faults [--only ROW ...] [--page]
+    python -m tests.faults [--only ROW ...] [--share N] [--page]
 
 The long run of each row is a process of its own, with all that it starts in its group. It has
 failed if it does not end well, or takes three times as long as the row says. results.json keeps
-what was found, of a row that is not run the last result. The exit status is 1 if a row fails.
+what was found, of a row that is not run the last result. An N-th of each row is judged and not
+recorded. The exit status is 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _PATIENCE = 3.0
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
-def run_apart(row: Row) -> Found:
-    """Make the long run of a row in a process of its own, and record what was found."""
+def run_apart(row: Row, share: int) -> Found:
+    """Make the long run of a row, or a share of it, in a process of its own; record a whole one."""
     began = time.monotonic()
     with tempfile.NamedTemporaryFile("r") as file:
-        command = [sys.executable, "-m", "tests.faults", "--run", row.name, file.name]
+        command = [sys.executable, "-m", "tests.faults", "--share", str(share)]
+        command += ["--run", row.name, file.name]
         process = subprocess.Popen(command, env=_ENVIRONMENT, start_new_session=True)
         try:
             status = process.wait(60 * _PATIENCE * row.minutes)
@@ -50,17 +52,18 @@ def run_apart(row: Row) -> Found:
         found = Found({"ended": ended}, {f"ended {ended}": False})
         if not ended:
             found = Found(**json.load(file))
-    write_results(record(read_results(), row, found, time.monotonic() - began))
+    if share == 1:
+        write_results(record(read_results(), row, found, time.monotonic() - began))
     return found
 
 
-def run_here(row: Row, file: Path) -> None:
-    """Make the long run of a row in this process, and write what was found."""
+def run_here(row: Row, share: int, file: Path) -> None:
+    """Make the long run of a row in this process, or a share of it, and write what was found."""
     end_with(os.getppid())
     # Warnings of lost services are what these rows are about.
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    found = dataclasses.asdict(row.run(row.long, True))
+    found = dataclasses.asdict(row.run(row.long // share, True))
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -69,11 +72,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", action="append", choices=sorted(rows), metavar="ROW")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="an N-th of each row")
     parser.add_argument("--page", action="store_true", help="only write the page from the results")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
-        run_here(rows[given.run[0]], Path(given.run[1]))
+        run_here(rows[given.run[0]], given.share, Path(given.run[1]))
         return 0
     # As after Ctrl-C: with what runs.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
@@ -81,7 +85,7 @@ def main() -> int:
     for row in () if given.page else ROWS:
         if not given.only or row.name in given.only:
             note(f"{row.name} ...")
-            failed = run_apart(row).failed(timed=True)
+            failed = run_apart(row, given.share).failed(timed=True)
             note(f"{row.name}: {'; '.join(failed) or 'passed'}")
             all_passed &= not failed
     PAGE.write_text(render(read_results()), encoding="utf-8")

@@ -95,6 +95,7 @@ def test_of_every_policy_steps_are_the_forward_passes(
                 sum(sizes[:s]) for s in range(len(sizes))
             ]
             assert set(trace.places) == {where for where, _ in added}
+            assert [call for step in trace.steps for call in step.calls] == list(trace.calls)
             # Each step has all that the policy sends away, each module once.
             assert len({tuple(c.where for c in step.calls) for step in trace.steps}) == 1
             for step in trace.steps:
