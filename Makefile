@@ -60,12 +60,12 @@ release: $(RELEASE)  ## run everything, hours: check, demo and all the parts bel
 	@$(BIN)/python -m tests.release $(addprefix --only ,$(ONLY))
 
 test-slow: $(RELEASE)  ## run what test leaves out: a browser, clients, Triton's interpreter, other processors
-	$(PYTEST) -m slow --ignore tests/e2e/test_guest.py --ignore tests/native
+	$(PYTEST) -m slow --ignore tests/e2e/test_guest.py --ignore tests/e2e/test_image.py --ignore tests/native
 
-test-guest: $(RELEASE)  ## build the whole guest image twice, start it under emulation, chat with it (root, half an hour)
-	$(BIN)/python -m pytest -q tests/e2e/test_guest.py
+test-guest: $(RELEASE)  ## build guest images twice, start them under emulation, chat with the whole one (root, half an hour)
+	$(BIN)/python -m pytest -q tests/e2e/test_image.py tests/e2e/test_guest.py
 
-mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice; ONLY=NAME: one of them, or a concern
+mutations: $(RELEASE)  ## try mistakes on purpose that the tests must notice; ONLY=NAME: one of them, or a concern
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
 
 test-kernels: $(STAMP)  ## run what compares whole passes with each other kernels that this processor has

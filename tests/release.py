@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -32,11 +33,17 @@ PARTS = {
     "soak": "make soak SHARE=4",
     "guest-image": "make test-guest",
 }
+# Programs without which tests of a part would be skipped, of the Debian packages chromium,
+# chromium-driver, mmdebstrap, qemu-system-x86 and erofs-utils.
+NEEDED = {
+    "slow-tests": ("chromium", "chromedriver"),
+    "guest-image": ("mmdebstrap", "qemu-system-x86_64", "mkfs.erofs"),
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part. `result`: "passed", or "failed" with its exit status."""
+    """What came of a part. `result`: "passed", or "failed" with an exit status or what it lacks."""
 
     part: str
     result: str
@@ -45,6 +52,8 @@ class Outcome:
 
 def run_part(part: str, command: str, folder: Path) -> Outcome:
     """Run one command to its end, with all that it prints in a file of the folder."""
+    if absent := [name for name in NEEDED.get(part, ()) if shutil.which(name) is None]:
+        return Outcome(part, f"failed (no {', '.join(absent)})", 0.0)
     begins = time.monotonic()
     with (folder / f"{part}.log").open("wb") as log:
         status = subprocess.run(

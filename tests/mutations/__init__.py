@@ -1,8 +1,9 @@
 """Mistakes made on purpose, each of which a test must notice: `python -m tests.mutations`.
 
-`mistakes/` has a file for each concern: the tests that must notice, and a row for each mistake. A
-mutation replaces one piece of text, which stands in its file exactly once, in a copy of the tree;
-the tests of its concern run there. A new check in the code gets a row that takes it away.
+`mistakes/` has a file for each concern: its tests, and a row for each mistake with the test that
+notices it. A mutation replaces one piece of text, which stands in its file exactly once, in a copy
+of the tree; that test runs there, and where it notices nothing all tests of the concern. A new
+check in the code gets a row that takes it away.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,13 +47,14 @@ class MutationError(Exception):
 
 @dataclass(frozen=True)
 class Mutation:
-    """A piece of text of a file, and what replaces it. `concern`: whose tests must notice."""
+    """A piece of text of a file, and what replaces it. `by`: the test function that notices."""
 
     name: str
     concern: str
     file: str
     old: str
     new: str
+    by: str
 
     def applied(self, root: Path) -> str:
         """Return the file's text with the mutation.
@@ -111,15 +114,18 @@ class Table:
         return found
 
     def tests_of(self, concern: str, root: Path) -> list[str]:
-        """Return pytest's arguments for a concern. Raises MutationError for a pattern without."""
+        """Return the tests of a concern. Raises MutationError for a pattern that matches none."""
         found: list[str] = []
         for pattern in self.concerns[concern]:
             paths = sorted(path.relative_to(root).as_posix() for path in root.glob(pattern))
             if not paths:
                 raise MutationError(f"{concern}: got no file for {pattern}, expected tests")
             found += paths
-        # The last of several marks counts.
-        return found + ["-m", "slow"] * (concern in self.slow)
+        return found
+
+    def marks(self, concern: str) -> list[str]:
+        """Return pytest's options that choose tests of a concern."""
+        return ["-m", "slow" if concern in self.slow else "not slow"]
 
     def problems(self, root: Path = ROOT) -> list[str]:
         """Say what of the table does not fit the tree."""
@@ -136,6 +142,10 @@ class Table:
                 problems.append(f"{mutation.name}: {error}")
             except MutationError as error:
                 problems.append(str(error))
+            file, name = mutation.by.split("::")[:2]
+            text = path.read_text(encoding="utf-8") if (path := root / file).is_file() else ""
+            if re.search(rf"\b{name}\b", text) is None:
+                problems.append(f"{mutation.name}: got no {mutation.by}, which noticed it")
         for concern in self.concerns:
             try:
                 self.tests_of(concern, root)
@@ -221,41 +231,48 @@ def _failures(text: str) -> list[str]:
 
 
 def try_all(
-    table: Table, chosen: Sequence[Mutation], jobs: int, *options: str
+    table: Table, chosen: Sequence[Mutation], jobs: int, *, each: bool
 ) -> dict[str, Result]:
-    """Try mutations in `jobs` copies, after their tests passed without. Raises MutationError."""
+    """Try mutations in `jobs` copies, after their tests passed without. Raises MutationError.
+
+    `each`: all tests of a concern say what they notice; else one that notices a mutation is enough.
+    """
     if problems := table.problems():
         raise MutationError("\n".join(problems))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-mutations-"))
         copies: SimpleQueue[Copy] = SimpleQueue()
-        noticed: dict[str, str] = {}
         for number in range(jobs):
             root = Path(folder) / str(number)
             root.mkdir()
-            copy = Copy(root, "-m", "not slow", *options)
+            copy = Copy(root, *([] if each else ["-x"]))
             stack.callback(copy.close)
             copies.put(copy)
 
+        def tests(mutation: Mutation, copy: Copy) -> Iterator[list[str]]:
+            marks = table.marks(mutation.concern)
+            if not each:
+                yield [mutation.by, *marks]
+            yield [*table.tests_of(mutation.concern, copy.root), *marks]
+
         def unchanged(concern: str) -> None:
             copy = copies.get()
-            result = copy.run(table.tests_of(concern, copy.root))
+            names = {mutation.by for mutation in chosen if mutation.concern == concern}
+            result = copy.run([*sorted(names), *table.marks(concern)])
             copies.put(copy)
             if result.outcome == "caught":
                 raise MutationError(f"{concern}: {result.by} fails without any mutation")
 
         def mutated(mutation: Mutation) -> Result:
             copy = copies.get()
-            tests = table.tests_of(mutation.concern, copy.root)
-            # What noticed the last mistake in a module often notices the next, and ends the run.
-            if (first := noticed.get(mutation.file)) in tests:
-                tests = [first, *(name for name in tests if name != first)]
+            result = Result("missed", [])
             try:
-                result = copy.try_mutation(mutation, tests)
+                for names in tests(mutation, copy):
+                    result = copy.try_mutation(mutation, names)
+                    if result.outcome == "caught":
+                        break
             finally:
                 copies.put(copy)
-            if result.outcome == "caught":
-                noticed[mutation.file] = result.by[0].partition("::")[0]
             said = (
                 f"{result.outcome}  {mutation.concern}/{mutation.name}  {' '.join(result.by[:1])}"
             )

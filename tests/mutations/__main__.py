@@ -16,7 +16,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         table = Table.read()
-        results = try_all(table, table.chosen(given.only), given.jobs, "-x")
+        results = try_all(table, table.chosen(given.only), given.jobs, each=False)
     except MutationError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2

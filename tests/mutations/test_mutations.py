@@ -18,16 +18,19 @@ def test_every_mutation_fits_the_tree() -> None:
 
 @pytest.mark.parametrize(("text", "times"), [("b = 1", 0), ("a = 1; a = 1", 2)])
 def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path, text: str, times: int) -> None:
-    mutation = Mutation("name", "masks", "file.py", "a = 1", "a = 2")
+    mutation = Mutation("name", "masks", "file.py", "a = 1", "a = 2", "test_a.py::test_b")
     with pytest.raises(MutationError, match="got no such file"):
         mutation.applied(tmp_path)
     (tmp_path / "file.py").write_text(text)
     with pytest.raises(MutationError, match=f"got the text {times} times, expected 1"):
         mutation.applied(tmp_path)
+    # Nor the test that noticed it, if it has another name now.
+    (tmp_path / "test_a.py").write_text("def test_bc(): ...")
+    assert "name: got no test_a.py::test_b, which" in Table({}, [mutation]).problems(tmp_path)[1]
 
 
 def test_a_name_that_is_used_twice_is_an_error(tmp_path: Path) -> None:
-    row = '{name = "n", file = "f", old = "o", new = "x"}'
+    row = '{name = "n", file = "f", old = "o", new = "x", by = "t"}'
     for concern in ("a", "b"):
         (tmp_path / f"{concern}.toml").write_text(f"tests = []\nmistakes = [{row}]\n")
     with pytest.raises(MutationError, match="got n twice"):

@@ -53,7 +53,7 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     exact = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda *rows, **_: exact(*rows).clamp(-30000, 30000))
-    settings = ServiceSettings(model, f"ipc://{tmp_path}/s", arithmetic="int8")
+    settings = ServiceSettings(model, f"unix://{tmp_path}/s", arithmetic="int8")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], before[1] - 1), before[1]))
         # The second time the address is free again.
