@@ -418,6 +418,14 @@ def test_what_is_no_handshake_is_cut_off_and_counted(
     assert take(listener).frames == [b"y"]
 
 
+def test_of_replies_that_are_not_read_no_more_is_kept_than_of_clients_that_stay() -> None:
+    unread = zmq_listener.Unread()
+    for number in range(1000):
+        unread.add(b"%d" % number, [(Mock(done=number != 5), 10)])
+    assert unread.clients < 200
+    assert [unread.bytes_of(b"%d" % number) for number in (5, 999)] == [10, 0]
+
+
 @pytest.mark.parametrize("listener", ["ipc"], indirect=True)
 def test_a_doorway_that_has_failed_ends_the_service(
     listener: ZmqListener,
