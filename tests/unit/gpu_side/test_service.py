@@ -138,7 +138,7 @@ def test_settings_that_do_not_fit_are_refused(
     model: Path, settings: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(SettingsError, match=expected):
-        serve(ServiceSettings(model, "unix:///-", **settings))
+        serve(ServiceSettings(model, "unix:///-/no-folder", **settings))
 
 
 def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
