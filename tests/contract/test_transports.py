@@ -17,7 +17,7 @@ import torch
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
-from gpu_side.transport.listener import Incoming, Listener
+from gpu_side.transport.listener import Incoming
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys
@@ -68,7 +68,7 @@ class Peer:
     """A service on a listener, that answers what the test tells it to."""
 
     def __init__(self, endpoint: str, max_message_bytes: int = 2**30) -> None:
-        self.listener: Listener = open_listener(endpoint, max_message_bytes=max_message_bytes)
+        self.listener = open_listener(endpoint, max_message_bytes=max_message_bytes, spin_us=100.0)
         self.endpoint = self.listener.endpoint.replace("vsock://any:", "vsock://1:")
         self.route: tuple[bytes, ...] = ()
         self._routes: dict[int, tuple[bytes, ...]] = {}

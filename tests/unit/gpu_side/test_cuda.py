@@ -368,6 +368,8 @@ def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
     _, file = create(2**18, 2**18)
     slot = adopt(file, os.geteuid()).memory(3)
     os.close(file)
+    ids = ask.embedding(torch.arange(rows))
+    assert torch.equal(ask.answer(there, ids), ask.answer(here, ids))
     for request in ask.one_of_each(rows, weights.config.hidden_size):
         incoming = Incoming((b"client",), [], 0, slot=slot)
         reply, work = there.prepare(request)(request, incoming)
@@ -465,6 +467,8 @@ def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.
     assert work is not None
     now_ns = time.perf_counter_ns()
     assert work.ends_ns() > now_ns  # ask again then
+    pinned.done = True
+    assert work.ends_ns() <= time.perf_counter_ns()
 
 
 def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rarely(

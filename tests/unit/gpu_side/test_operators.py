@@ -159,6 +159,7 @@ TOGETHER = ["v_proj k_proj q_proj", "q_proj q_proj q_proj", "up_proj gate_proj",
             for n in (VOCAB, -1, 2**62)
         ),
         (ask.embedding(torch.zeros(3)), "input_ids: got float32, expected int64"),
+        (ask.embedding(torch.tensor([[[0]]])), "input_shape: got [1, 1, 1], expected [T]"),
         (ask.matmul(torch.zeros(3), torch.zeros(3, 2)), "got [3] @ [3, 2], expected [..., M, K]"),
         (ask.matmul(torch.zeros(2, 3), torch.zeros(3)), "got [2, 3] @ [3]"),
         (ask.matmul(torch.zeros(2, 3), torch.zeros(2, 3)), "got [2, 3] @ [2, 3]"),

@@ -6,22 +6,27 @@ In `make test` the ranks are threads of one process; as processes, with gloo, th
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpu_side.handler import RequestHandler
 from gpu_side.ranks import head, worker
+from gpu_side.ranks.group import IDLE, Group
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.job import RankJob
 from gpu_side.ranks.place import Place, place_of
@@ -91,16 +96,16 @@ class Pair:
     others = (1,)
 
     def __init__(self) -> None:
-        self.asked: SimpleQueue[tuple[bytes, memoryview]] = SimpleQueue()
+        self.sent = tuple(SimpleQueue[tuple[bytes, memoryview]]() for _ in range(2))
         self.results: SimpleQueue[torch.Tensor] = SimpleQueue()
-        self.leave = self.others.count
+        self.leave = Mock()
 
-    def send(self, header: bytes, payload: Buffer, to: object) -> list[Any]:
-        self.asked.put((header, memoryview(bytes(payload))))
-        return []
+    def send(self, header: bytes, payload: Buffer, to: Sequence[int]) -> list[Any]:
+        self.sent[to[0]].put((header, memoryview(bytes(payload))))
+        return [Mock()]
 
     def receive(self, source: int, within: timedelta) -> tuple[bytes, memoryview]:
-        return self.asked.get(timeout=30)
+        return self.sent[1 - source].get(timeout=30)
 
     def send_result(self, result: torch.Tensor, to: int) -> None:
         self.results.put(result)
@@ -115,19 +120,17 @@ def _joined(ranks: Ranks) -> Iterator[RequestHandler]:
     """Have another rank compute on a thread, and return what answers with both."""
     pair: Any = Pair()
     ranks._group = pair
-    own, others = (
-        ranks.job.model_copy(update={"place": Place(rank, 2)}).load(CPU) for rank in range(2)
-    )
-    # The first message is what the other rank holds.
-    pair.send(ranks.job.holds(others), b"", [0])
-    served = ranks.served(own)
+    job = ranks.job.model_copy(update={"place": Place(1, 2)})
     with torch.inference_mode(), ExitStack() as stack:
-        given = (pair, others, ranks.job)
-        thread = threading.Thread(target=torch.inference_mode()(worker._answer), args=given)
+        told = stack.enter_context(patch("signal.signal"))
+        stack.enter_context(patch.object(worker, "Group", return_value=pair))
+        thread = threading.Thread(target=worker.work, args=(job,))
         thread.start()
         stack.callback(thread.join)
         stack.callback(pair.send, b"", b"", [1])
-        yield RequestHandler(served, LIMIT)
+        yield RequestHandler(ranks.served(ranks.job.load(CPU)), LIMIT)
+    # The head says when it ends, not a terminal.
+    assert told.mock_calls == [call(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None:
@@ -141,16 +144,16 @@ def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None
         assert isinstance(init, InitReply)
         assert (init.columns, init.ranks) == ((0, 1), 2)
         # From then on that one of them has failed, requests are refused.
-        ranks.fail(1, "a process killed by SIGKILL")
-        with pytest.raises(ProtocolError) as refused:
+        ranks._has_ended(1, -signal.SIGKILL)
+        with pytest.raises(
+            ProtocolError, match="rank 1: got a process killed by SIGKIL"
+        ) as refused:
             together.apply(_requests(1)[0])
         assert refused.value.code is ErrorCode.SHUTTING_DOWN
     assert ranks._stop.requested
 
 
-def test_a_rank_that_holds_other_weights_or_does_not_come_ends_the_service(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
     weights = ranks.job.load(CPU)
     said = ranks.job.holds(weights)
     others: Any = SimpleNamespace(others=[1], receive=lambda *_: (said, b""))
@@ -160,15 +163,6 @@ def test_a_rank_that_holds_other_weights_or_does_not_come_ends_the_service(
     with pytest.raises(EndpointError, match="rank 1: got other weights than ours"):
         ranks.served(weights)
     assert ranks.failure is not None
-    # Nor does one start whose ranks do not come, unless it is told to stop.
-    ranks.failure = None
-    monkeypatch.setattr(head, "Group", Mock(side_effect=RuntimeError("a rank that does not come")))
-    ranks._stop.requested = True
-    assert not ranks.join()
-    assert ranks.failure is None
-    ranks._stop.requested = False
-    with pytest.raises(EndpointError, match="a rank: got no answer"):
-        ranks.join()
 
 
 def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
@@ -182,6 +176,9 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
         _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
         monkeypatch.setattr(head, "COMPUTE_S", 0.0)
         _, late = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
+        # The other one ends when it is told to, which is no failure.
+        ranks.close()
+        ranks._has_ended(1, 0)
     assert working is not None
     assert late is not None
     assert working.ends_ns() == 2**63
@@ -195,13 +192,53 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     assert working.ends_ns() == 0
 
 
+def test_a_rank_that_does_not_start_ends_the_service(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    started = Ranks(ranks.job, ranks._stop, starts_them=True)
+    store: Any = started.job.store
+    # One that is told to stop waits for no other, and that is no failure.
+    ranks._stop.requested = True
+    assert not started.join()
+    ranks._stop.requested = False
+    started.start()
+    with pytest.raises(EndpointError, match="rank 1: got a process that ended with 1"):
+        started.join()
+    started.close()
+    assert not store.parent.exists()
+
+
+def test_messages_between_ranks_have_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks in this process, on a stand-in for torch's connections."""
+    wire: deque[torch.Tensor] = deque()
+    monkeypatch.setattr(dist, "init_process_group", Mock())
+    monkeypatch.setattr(dist, "isend", lambda tensor, _: wire.append(tensor.clone()) or Mock())
+    for name in ("irecv", "recv"):
+        monkeypatch.setattr(dist, name, lambda to, _: Mock(filled=to.copy_(wire.popleft())))
+    with pytest.raises(RuntimeError, match="a rank that does not come"):
+        Group(Place(1, 2), tmp_path / "store", CPU, lambda: True)
+    head = Group(Place(0, 2), tmp_path / "store", CPU)
+    other = Group(Place(1, 2), None, CPU)
+    for payload in (b"", b"row", bytes(range(256)) * 100, b"row"):
+        for work in head.send(b"header", payload, head.others):
+            work.wait()
+        assert other.receive(0, IDLE) == (b"header", payload)
+    assert not wire
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(SettingsError, match="got a torch without NCCL"):
+        Group(Place(0, 2), None, CUDA)
+
+
 THEIRS = {"MASTER_ADDR": "127.0.0.1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 
 
 @each_row(
     ("changes", "place"),
     [
-        (dict.fromkeys(THEIRS, ""), Place(0, 8)),
+        (dict.fromkeys(THEIRS), Place(0, 8)),
         ({}, Place(5, 8)),
         ({"WORLD_SIZE": "4"}, None),
         ({"RANK": "-1"}, None),
@@ -209,14 +246,10 @@ THEIRS = {"MASTER_ADDR": "127.0.0.1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WOR
         ({"LOCAL_WORLD_SIZE": ""}, None),
     ],
 )
-def test_which_rank_a_process_is(changes: dict[str, str], place: Place | None) -> None:
+def test_which_rank_a_process_is(changes: dict[str, str | None], place: Place | None) -> None:
     """The head, or what torchrun says; all of them on this host."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (THEIRS | changes).items():
-            if place == Place(0, 8):
-                patch.delenv(name, raising=False)
-            else:
-                patch.setenv(name, value)
+    given = {name: value for name, value in (THEIRS | changes).items() if value is not None}
+    with patch.dict(os.environ, given, clear=True):
         if place is not None:
             assert place_of(8) == place
             return

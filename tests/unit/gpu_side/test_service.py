@@ -12,6 +12,7 @@ import urllib.request
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,6 +28,7 @@ from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import RequestLoop
 from gpu_side.service import ServiceSettings, _arithmetic, _stop_signals, serve
+from gpu_side.session_settings import SessionSettings
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.listener import Incoming, Listener
@@ -106,23 +108,37 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
         ({}, (64, 512, 1024, 2048)),
         ({"max_message_bytes": 1}, (64, 1, 1024, 4)),
         ({"max_queued_total_bytes": 512, "max_queued_total_requests": 64}, (64, 512, 64, 512)),
-        ({"max_queued_bytes": 511}, "--max-queued-mib: got 511, expected at least 512, which is"),
-        ({"max_queued_total_bytes": 511}, "--max-queued-total-mib: got 511, expected at least 512"),
-        ({"max_queued_total_requests": 63}, "--max-queued-total-requests: got 63, expected at"),
     ],
 )
-def test_limits_of_the_queue(
-    settings: dict[str, int], expected: tuple[int, int, int, int] | str
-) -> None:
+def test_limits_of_the_queue(settings: dict[str, int], expected: tuple[int, int, int, int]) -> None:
     """In MiB."""
-    given = {k: v * MIB if k.endswith("bytes") else v for k, v in settings.items()}
-    if isinstance(expected, str):
-        with pytest.raises(SettingsError, match=expected):
-            _ = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
-        return
+    given: Any = {k: v * MIB if k.endswith("bytes") else v for k, v in settings.items()}
     requests, size, all_requests, all_bytes = expected
-    limits = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
+    limits = ServiceSettings(Path(), "", **given).limits
     assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
+
+
+@each_row(
+    ("settings", "expected"),
+    [
+        ({"max_queued_bytes": 511 * MIB}, "--max-queued-mib: got 511, expected at least 512, wh"),
+        ({"max_queued_total_bytes": 511 * MIB}, "--max-queued-total-mib: got 511, expected at"),
+        ({"max_queued_total_requests": 63}, "--max-queued-total-requests: got 63, expected at"),
+        ({"device": "gpu"}, "--device: got 'gpu', expected cpu, cuda, cuda:N, null or model"),
+        ({"device": "cuda:999"}, r"--device: got 'cuda:999' with \d+ CUDA devices here"),
+        ({"http_tokens": Path(), "allow_anyone": True}, "keys: got --http-tokens and --allow-any"),
+        ({"sessions": SessionSettings(MIB, 2 * MIB)}, "--session-client-mib: got 2, .*at most 1"),
+        ({"sessions": SessionSettings(spill_bytes=1)}, "--session-spill-mib: got no directory"),
+        ({"sessions": SessionSettings(spill=Path("-"))}, "--session-spill -: got no directory"),
+        ({"tensor_parallel": 2, "columns": (0, 2)}, "--tensor-parallel: got --columns as well"),
+        ({"tensor_parallel": 2, "device": "null"}, "--tensor-parallel: got --device null"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    model: Path, settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SettingsError, match=expected):
+        serve(ServiceSettings(model, "unix:///-/no-folder", **settings))
 
 
 def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(

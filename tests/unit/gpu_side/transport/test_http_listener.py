@@ -65,7 +65,7 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 def _asks(body: bytes = BODY, *headers: str, line: str = "POST /v1/rpc") -> bytes:
     """Return a request; one of chunks where no header says how long it is."""
-    said = [f"Content-Length: {len(body)}"] if not headers or "Bearer" in headers[0] else []
+    said = [f"Content-Length: {len(body)}"] if not headers or "Auth" in headers[0] else []
     return "\r\n".join([f"{line} HTTP/1.1", "Host: x", *headers, *said, "", ""]).encode() + body
 
 
@@ -94,8 +94,8 @@ def test_tokens_decide_who_is_let_in_and_who_is_who() -> None:
         for status in (503, 200):
             assert _status(address, _asks(b"", line="GET /health")) == status
             listener.wait(timeout_ms=0)
-        for token in ("", STRANGER, FRIEND[:-1], "f"):
-            assert _status(address, _asks(BODY, f"Authorization: Bearer {token}")) == 401
+        for said in ("Bearer", f"Bearer {STRANGER}", f"Bearer {FRIEND[:-1]}", f"Basic {FRIEND}"):
+            assert _status(address, _asks(BODY, f"Authorization: {said}")) == 401
         assert not listener.wait(timeout_ms=0)
         assert listener.clients_refused == 4
         clients = []
@@ -120,9 +120,12 @@ def test_a_token_that_is_revoked_gets_no_reply_and_is_not_let_in_again() -> None
     ):
         waits = [revoked.submit(InitRequest()), stays.submit(InitRequest())]
         asked = [take(listener), take(listener)]
+        revoked.submit(InitRequest())
+        assert listener.wait(timeout_ms=LONG_MS)
         listener.allow(frozenset({_digest(OTHER)}))
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             revoked.wait(waits[0])
+        assert listener.receive() is None
         for incoming in asked:
             assert _answer(listener, incoming) == listener.is_allowed(incoming.key)
         until(lambda: stays.arrived(waits[1]))
@@ -373,6 +376,8 @@ def test_a_connection_that_does_not_come_to_its_close_is_cut(
 def test_https_needs_a_certificate(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="got no certificate"):
         open_listener("https://127.0.0.1:*")
+    with pytest.raises(EndpointError, match="got no HOST:PORT alone"):
+        open_listener("http://127.0.0.1:1/path")
     pem, no_key = _pem(tmp_path), tmp_path / "key.pem"
     pem.chmod(0o640)
     with pytest.raises(KeyFileError, match="mode 0640"):

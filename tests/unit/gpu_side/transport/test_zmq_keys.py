@@ -411,8 +411,19 @@ def test_what_is_no_handshake_is_cut_off_and_counted(
     assert listener.clients_refused == 1
     assert vars(caplog.records[0])["fields"]["reason"] == "no_zmtp_3"
     client_after = connect()
-    client_after.send(b"x")
-    take(listener)
+    # Of a message of too many frames the rest is no message either.
+    client_after.send_multipart([b"x"] * 99)
+    client_after.send(b"y")
+    assert len(take(listener).frames) < 99
+    assert take(listener).frames == [b"y"]
+
+
+def test_of_replies_that_are_not_read_no_more_is_kept_than_of_clients_that_stay() -> None:
+    unread = zmq_listener.Unread()
+    for number in range(1000):
+        unread.add(b"%d" % number, [(Mock(done=number != 5), 10)])
+    assert unread.clients < 200
+    assert [unread.bytes_of(b"%d" % number) for number in (5, 999)] == [10, 0]
 
 
 @pytest.mark.parametrize("listener", ["ipc"], indirect=True)
