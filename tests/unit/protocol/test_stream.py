@@ -422,6 +422,8 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_service_that_never_lets_in_is_noticed_and_leaves_nothing(
     listening: socket.socket, endpoint: str
 ) -> None:
+    with pytest.raises(EndpointError, match="got no stream"):
+        StreamChannel("tcp://127.0.0.1:1")
     with StreamChannel(endpoint, timeout_s=3600) as channel:
         files = sorted(os.listdir("/proc/self/fd"))
         ids = [channel.submit(InitRequest()) for _ in range(2)]

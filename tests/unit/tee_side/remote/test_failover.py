@@ -45,6 +45,7 @@ BROKEN = service_error(ErrorCode.INTERNAL)
 # What is no reply to what was asked.
 BAD_BYTES = ProtocolError("reply", got="x", expected="y", code=ErrorCode.MALFORMED_MESSAGE)
 OTHER_METHOD = ReplyError("reply", got="Linear", expected="LMHead")
+NO_URL = EndpointError("a", got="HTTP status 404", expected="gpu-service --http at this URL")
 MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected="ours")
 
 
@@ -269,6 +270,8 @@ def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple
         said = {str(index): kinds[index] for index in order if index >= gravest}
         said["other"] = BROKEN
         assert type(aggregate_errors("LMHead", said, None)) is type(kinds[gravest])
+    for other, kind in ((BAD_BYTES, ProtocolError), (BROKEN, ServiceError), (FULL, EndpointError)):
+        assert type(aggregate_errors("LMHead", {"a": BROKEN, "b": other}, None)) is kind
 
 
 def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> None:
@@ -417,6 +420,7 @@ def test_one_process_at_two_endpoints_is_refused(groups: list[ReplicaGroup], sai
         ),
         # A lone one says so itself.
         ({"a": {"held": ENDING}}, ServiceError, ENDING.where, ENDING.got),
+        ({"a": {"held": NO_URL}}, EndpointError, NO_URL.where, NO_URL.got),
         ({"a": {}, "b": {"held": MISMATCH}}, ModelMismatchError, MISMATCH.where, "other"),
     ],
 )
