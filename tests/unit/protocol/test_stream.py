@@ -184,14 +184,9 @@ def test_an_address_that_can_never_answer_is_told_at_once(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("small_buffers")
 def test_a_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint: str) -> None:
     request = LMHeadRequest(hidden_states=from_torch(torch.zeros(1000)))
-
-    def fill(channel: StreamChannel) -> None:
-        for _ in range(10_000):
-            channel.submit(request, timeout_s=0.05)
-
     with StreamChannel(endpoint) as channel:
         with pytest.raises(EndpointError, match="got a full send queue") as info:
-            fill(channel)
+            [channel.submit(request, timeout_s=0.05) for _ in range(10_000)]
         assert info.value.retryable
         assert len(channel._writer.unsent) == stream.QUEUED_REQUESTS
         # The service reads again: what waited goes out, and new requests too.

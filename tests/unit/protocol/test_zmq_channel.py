@@ -142,14 +142,9 @@ def test_a_full_send_queue_is_an_endpoint_error(
 ) -> None:
     """Within the request's own time, however long a handshake that failed may be waited for."""
     monkeypatch.setattr("protocol.zmq_channel._NOTICE_S", 3600.0)
-
-    def fill(channel: ZmqChannel) -> None:
-        for _ in range(QUEUED_MESSAGES + 1):
-            channel.submit(InitRequest(), timeout_s=0.1)
-
     with ZmqChannel(f"ipc://{tmp_path}/nobody") as channel:
         with pytest.raises(EndpointError, match="got a full send queue") as info:
-            fill(channel)
+            [channel.submit(InitRequest(), timeout_s=0.1) for _ in range(QUEUED_MESSAGES + 1)]
         assert info.value.retryable
         channel.close()
     assert channel._context.closed

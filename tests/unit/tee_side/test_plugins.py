@@ -168,11 +168,6 @@ class Theirs(Pad):
     name = "theirs"
 
 
-def test_a_mask_is_uniform_by_its_own_word_alone() -> None:
-    assert Pad.uniform
-    assert not Theirs.uniform
-
-
 FAILING = ImportError("no module\nthat it needs")
 A_POLICY = policy_of()
 
@@ -204,6 +199,8 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
             patch.setattr(f"tee_side.{module}.entry_points", entry_points)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
+        # A mask is uniform by its own word alone.
+        assert (Pad.uniform, Theirs.uniform) == (True, False)
         assert {*entries, ours, "twice"} <= set(names())
         for name in ("number", "one", "class"):
             with pytest.raises(TsqpError, match=f"entry point package:{name}: got .*{said}"):

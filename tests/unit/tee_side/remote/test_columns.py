@@ -120,10 +120,9 @@ def test_the_last_reply_ends_the_whole_and_all_are_told_what_only_they_could_tel
     def timed(sent_ns: int, elapsed_ns: int) -> Any:
         reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
         found = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
-        traffic = Traffic()
         return SimpleNamespace(
             endpoint="x",
-            traffic=traffic,
+            traffic=Traffic(),
             start=lambda *_: 1,
             wait=lambda _: found,
             distrust=lambda exchange, _: told.append((sent_ns, exchange)),

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -300,12 +301,8 @@ def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(world: Wo
     for error in (BAD_BYTES, OTHER_METHOD):
         a, b, replicas = _pair(world)
         ids = [replicas.submit(ask(value)) for value in range(3)]
-
-        def refuse(_id: int, _until: float = 0.0, error: TsqpError = error) -> bool:
-            raise error
-
         connection = [one for one in world.opened if one.endpoint == "a"][-1]
-        connection.arrived = refuse  # type: ignore[method-assign]
+        connection.arrived = Mock(side_effect=error)  # type: ignore[method-assign]
         a.answers = deque(["lost"])
         assert [replicas.wait(request_id).endpoint for request_id in ids] == ["b"] * 3
         b.answers = deque(["lost"])
@@ -364,12 +361,8 @@ def test_a_request_that_was_interrupted_on_its_way_ends_its_connection(world: Wo
     a, replicas = _lone(world)
     waiting = replicas.submit(ask(1))
     connection = world.opened[0]
-
-    def interrupted(*_: object, **__: object) -> int:
-        raise KeyboardInterrupt
-
     a.answers = deque(["good"])
-    connection.submit = interrupted  # type: ignore[method-assign]
+    connection.submit = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         replicas.submit(ask(2))
     assert connection.closed
