@@ -11,6 +11,7 @@ import zmq
 
 from gpu_side.access import ServiceKeys, read_allow_list
 from protocol.curve import (
+    PUBLIC_HEADER,
     SECRET_HEADER,
     ClientKeys,
     is_beyond_loopback,
@@ -110,6 +111,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     [
         ("", "got an empty file, expected a secret key"),
         ("# a key\n" + GOOD, "got another first line"),
+        (f"{PUBLIC_HEADER}\n{GOOD}\n", "got a public key, expected a secret key"),
         (f"{SECRET_HEADER} \n{GOOD}\n", "got another first line"),
         (f"{SECRET_HEADER}\n", "line 2: got 0 characters, expected a key of 40"),
         (f"{SECRET_HEADER}", "got 0 lines after the first, expected one"),

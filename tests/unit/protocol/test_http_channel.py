@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
-from protocol.errors import EndpointError, ErrorCode, KeyFileError, ProtocolError, SettingsError
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    KeyFileError,
+    ProtocolError,
+    SettingsError,
+)
 from protocol.http_access import HttpAccess, read_token
 from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply
@@ -178,12 +185,14 @@ def test_another_process_is_no_successor_where_one_is_asked_for() -> None:
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A proxy whose service is not there yet is waited for.
+    # A proxy whose service is not there yet is waited for, and so is one that is not there itself.
     with http_peer(_says(500)) as proxy, http_peer(_says(502), _says(504), _good) as peer:
         for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "https_proxy"):
             monkeypatch.setenv(name, proxy.url)
         _ask(peer.url)
     assert (len(proxy.heads), len(peer.heads)) == (0, 3)
+    with pytest.raises(DeadlineExceededError):
+        _ask(peer.url, timeout_s=0.1)
 
 
 def test_a_certificate_is_verified(tmp_path: Path) -> None:
@@ -199,6 +208,8 @@ def test_a_certificate_is_verified(tmp_path: Path) -> None:
         _ask(plain.url.replace("http:", "https:"))
     with pytest.raises(SettingsError, match="--http-ca: got something else"):
         HttpChannel("https://gpu.example", access=HttpAccess(ca="no certificate"))
+    with pytest.raises(EndpointError, match="got no URL"):
+        HttpChannel("tcp://127.0.0.1:1")
 
 
 def test_a_token_is_sent_where_it_stays_secret_and_stands_in_no_error() -> None:
@@ -212,7 +223,8 @@ def test_a_token_is_sent_where_it_stays_secret_and_stands_in_no_error() -> None:
     with pytest.raises(SettingsError, match="expected https://: the token is a secret"):
         HttpChannel("http://gpu.example", access=access)
     for url in ("https://gpu.example", "http://127.0.0.1:1", "http://[::1]:1", "http://localhost"):
-        HttpChannel(url, access=access).close()
+        with HttpChannel(url, access=access) as channel:
+            channel.close()
 
 
 def test_a_token_is_a_line_of_a_file_of_its_owner_alone(tmp_path: Path) -> None:

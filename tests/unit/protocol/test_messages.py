@@ -362,10 +362,6 @@ def test_the_keystream_is_that_of_aes_256_in_counter_mode() -> None:
 HUGE = b"\xff" * 4
 
 
-def _unpack(data: bytes, max_bytes: int = 2**20, max_containers: int = 64) -> dict[str, Any]:
-    return unpack(data, where="request", max_bytes=max_bytes, max_containers=max_containers)
-
-
 def _nested(depth: int) -> dict[str, Any]:
     return {"a": _nested(depth - 1)} if depth > 1 else {}
 
@@ -392,7 +388,7 @@ def _nested(depth: int) -> dict[str, Any]:
 )
 def test_what_is_no_map_within_the_limits_is_refused(data: bytes, text: str) -> None:
     with pytest.raises(ProtocolError, match=r"^request: got ") as info:
-        _unpack(data)
+        unpack(data, where="request", max_bytes=2**20, max_containers=64)
     assert info.value.code is ErrorCode.MALFORMED_MESSAGE
     assert text in str(info.value)
     assert "canary" not in str(info.value)

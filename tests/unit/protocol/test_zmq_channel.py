@@ -115,6 +115,8 @@ def test_where_a_socket_is_replaced_what_is_kept_is_bounded(
     for _ in range(3):  # nor by doing so again and again
         channel._replace_socket(keep_until=1000.0 + seconds)
         assert len(taken) == len(channel._kept) == min(seconds, QUEUED_MESSAGES)
+    assert channel._receive(0.0) is not None
+    assert len(channel._kept) == len(taken) - 1
 
 
 def test_what_is_queued_for_the_only_connection_goes_over_no_other(tmp_path: Path) -> None:
@@ -140,16 +142,14 @@ def test_a_full_send_queue_is_an_endpoint_error(
 ) -> None:
     """Within the request's own time, however long a handshake that failed may be waited for."""
     monkeypatch.setattr("protocol.zmq_channel._NOTICE_S", 3600.0)
-
-    def fill(channel: ZmqChannel) -> None:
-        for _ in range(QUEUED_MESSAGES + 1):
-            channel.submit(InitRequest(), timeout_s=0.1)
-
     with ZmqChannel(f"ipc://{tmp_path}/nobody") as channel:
         with pytest.raises(EndpointError, match="got a full send queue") as info:
-            fill(channel)
+            [channel.submit(InitRequest(), timeout_s=0.1) for _ in range(QUEUED_MESSAGES + 1)]
         assert info.value.retryable
+        channel.close()
     assert channel._context.closed
+    with pytest.raises(EndpointError, match="got a stream"):
+        ZmqChannel(f"unix://{tmp_path}/nobody")
 
 
 def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from protocol.errors import InputError, ManifestError, TsqpError
+from protocol.errors import InputError, ManifestError, PolicyError, TsqpError
 from tee_side.plugins import PluginError, checking_files, load_module, load_object, source_of
 from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.registry import MASKS, find_mask
+from tee_side.protect.verifier import find_checks
+from tee_side.remote.registered import find_registered
 from tests.kit.model import policy_of
 from tests.kit.rows import each_row
 
@@ -66,6 +68,9 @@ def test_a_file_is_run_once_whatever_path_leads_to_it(
     first = load_object(str(tmp_path / "json.py"), "VALUE")
     assert load_object("./json.py", "VALUE") is load_object("link.py", "VALUE") is first
     assert load_object("other/json.py", "VALUE") == "b"
+    for path in (tmp_path, tmp_path / "none.py"):
+        with pytest.raises(PluginError, match="got no such file, expected a Python file"):
+            load_module(path)
     assert sys.modules["json"] is json
 
 
@@ -163,11 +168,6 @@ class Theirs(Pad):
     name = "theirs"
 
 
-def test_a_mask_is_uniform_by_its_own_word_alone() -> None:
-    assert Pad.uniform
-    assert not Theirs.uniform
-
-
 FAILING = ImportError("no module\nthat it needs")
 A_POLICY = policy_of()
 
@@ -199,6 +199,8 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
             patch.setattr(f"tee_side.{module}.entry_points", entry_points)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
+        # A mask is uniform by its own word alone.
+        assert (Pad.uniform, Theirs.uniform) == (True, False)
         assert {*entries, ours, "twice"} <= set(names())
         for name in ("number", "one", "class"):
             with pytest.raises(TsqpError, match=f"entry point package:{name}: got .*{said}"):
@@ -210,5 +212,9 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
         }.items():
             with pytest.raises(TsqpError, match=text):
                 find(name)
+        sending = load_policy("tsqp")
+        for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
+            with pytest.raises(PolicyError, match="expected an installed package that registers"):
+                lacking()
         # What is not asked for is not imported.
         assert load_policy("shielded").masks == [Pad()]

@@ -112,13 +112,11 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
         ask = encoded if where == "ASK" else ASK
         return {"certificates": (leaf, ask, ARK), "crl": encoded if where == "CRL" else None}
 
-    def parts(*found: bytes) -> bytes:
-        return made.sequence(*found)
-
     def bits(content: bytes, unused: bytes = b"\0") -> bytes:
         return made.element(3, unused, content)
 
     _verify(**given(good))
+    parts = made.sequence
     algorithm, of = made.PSS_SHORT, f"AMD {where}: got"
     two = f"{of} two signature algorithms" if where == "leaf" else _BYTES
     rows = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, LimitError, PadsExhaustedError
 from tee_side.engine import step
 from tee_side.engine.composer import Composed, compose
@@ -277,11 +277,8 @@ def test_a_step_that_fails_leaves_no_pads_behind(
     """Smaller steps afterwards have fewer lanes: the others would keep them for ever."""
     tee = saved_model("llama").tee("shielded-prefill", micro_batches=2)
     (pads,) = tee.assembly.pads.values()
-
-    def lose(*_: object) -> Exchange:
-        raise DeadlineExceededError("loopback", got="no reply", expected="one")
-
-    monkeypatch.setattr(LoopbackChannel, "wait", lose)
+    lost = DeadlineExceededError("loopback", got="no reply", expected="one")
+    monkeypatch.setattr(LoopbackChannel, "wait", Mock(side_effect=lost))
     with pytest.raises(DeadlineExceededError):
         run_step([Part(_batch(tee, (40, 0)), "prefill")], tee.lanes)
     assert pads._store.available + pads._store.room == pads._store.capacity

@@ -189,6 +189,8 @@ def test_four_fifths_of_what_is_available_are_for_keys_and_values(
     monkeypatch.setattr(kv_cache, "_MEMORY", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
     assert kv_cache.available_kv_bytes() == 800 * 1024
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\n")
+    assert kv_cache.available_kv_bytes() == int(kv_cache._machine_bytes() * 0.8)
 
 
 def test_its_memory_is_its_own_and_goes_with_the_last_view(

@@ -61,6 +61,11 @@ def test_a_bank_that_will_not_fit_is_refused_before_anything_is_made(tmp_path: P
         patch.setattr(bank_files, "_free_bytes", lambda _: 4096)
         with pytest.raises(PadBankError, match="got 4096 bytes available"):
             create(tmp_path)
+        with pytest.raises(ValueError, match="got groups of 3, expected a divisor of 10"):
+            create(tmp_path, 10, group=3)
+        for sites in ((), LAYOUT.sites[::-1], LAYOUT.sites[:1] * 2):
+            with pytest.raises(ValueError, match="expected ascending numbers"):
+                PadLayout(sites)
     assert not list(tmp_path.iterdir())
 
 
@@ -405,13 +410,10 @@ def test_an_index_that_was_put_back_is_noticed(tmp_path: Path) -> None:
     new_boot(tmp_path)
     with reopen(tmp_path) as bank:
         assert bank.take(1) == range(1)
-
-
-def test_nonces_that_went_back_are_noticed_though_no_pad_was_used(tmp_path: Path) -> None:
-    with create(tmp_path) as bank:
-        before = (tmp_path / "bank.index").read_bytes()
-        bank.begin(2).abandon()  # nonces were counted
-    (tmp_path / "bank.index").write_bytes(before)
+        # Nor do nonces go back, though no pad was used.
+        older = index.read_bytes()
+        bank.begin(2).abandon()
+    index.write_bytes(older)
     with pytest.raises(PadBankError, match="put back"):
         reopen(tmp_path)
 
@@ -489,6 +491,7 @@ def test_the_place_of_a_witness_is_one_that_only_this_user_writes_to(
         fill(bank, 1)
     assert (memory / "w").stat().st_mode & 0o777 == 0o600
     assert (memory / "w").read_bytes() == (tmp_path / "bank.index").read_bytes()
+    monkeypatch.setattr(bank_files, "WITNESSES", tmp_path)
     own = "a directory of this user alone, as mkdir -m 700 makes it"
     for mode, witness, said in (
         (0o720, memory / "w", own),
@@ -496,6 +499,7 @@ def test_the_place_of_a_witness_is_one_that_only_this_user_writes_to(
         (0o700, Path("/dev/shm/w"), f"/dev/shm: got drwxrwxrwt, expected {own}"),
         # It would witness nothing beside bank or index.
         (0o700, tmp_path / "w", r"--bank-witness .*could be put back"),
+        (0o700, None, "--bank-witness: got no file system in memory"),
     ):
         memory.chmod(mode)
         with pytest.raises(PadBankError, match=said):

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -260,10 +261,8 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
 
 
 def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
-    def fail(_tokens: int) -> None:
-        raise RuntimeError("pads: got a second batch")
-
     def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
+        fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
         maker = BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
             with maker._changed:
@@ -313,6 +312,8 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
     directory = saved_model("llama").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     store = MemoryStore(PadLayout.of(config), 4)
+    with pytest.raises(ValueError, match="got capacity 0, block 1, expected at least 1"):
+        MemoryStore(store.layout, 0)
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         if site == (1, "down_proj"):

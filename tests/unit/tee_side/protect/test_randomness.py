@@ -16,7 +16,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 
-from protocol.errors import MaskError
+from protocol.errors import MaskError, PolicyError
 from tee_side.protect import randomness
 from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, Masked, Seed
@@ -55,6 +55,10 @@ def test_bytes_are_counter_mode_and_elements_are_bytes(monkeypatch: pytest.Monke
     assert Randomness(KEY, nonce).bytes(64) == _blocks(KEY, 2**128 - 2, 4)
     drawn = Randomness(KEY).ring(4, 2)
     assert (drawn.dtype, drawn.numpy().tobytes()) == (torch.int32, _blocks(KEY, 0, 2))
+    assert generator.ring(3, 0).shape == Keystream(KEY).rows(range(3), 0, 0).shape == (3, 0)
+    for wrong in (lambda: generator.bytes(-1), lambda: generator.ring(-1), lambda: Keystream(b"")):
+        with pytest.raises(ValueError, match="randomness: "):
+            wrong()
     # Keys come from the operating system.
     assert Randomness().bytes(32) != Randomness().bytes(32)
     monkeypatch.setattr(os, "urandom", lambda count: KEY[:count])
@@ -168,6 +172,10 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
     assert not torch.equal(first, second)
     with pytest.raises(KeyError):
         hide((2, "o_proj"))(X)
+    lacking: Any = {"no key": mask, "no factors": Pad(), "Mock, expected a RowMask": Mock()}
+    for got, one in lacking.items():
+        with pytest.raises(PolicyError, match=f"got {got}"):
+            linear_masking(one, Randomness())
 
 
 def _same(y: Tensor) -> Tensor:

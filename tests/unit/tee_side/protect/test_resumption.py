@@ -99,6 +99,8 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_with_a_device_the_log_is_read_from_its_end_on(
     bus: str, drivers: Path, log: KernelLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert (has_generation_id(), watch()) == (False, None)
+    watch.cache_clear()
     opened, sought = [], []
 
     def opens(path: Path, flags: int) -> int:

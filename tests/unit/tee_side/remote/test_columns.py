@@ -115,18 +115,17 @@ def test_parts_answer_as_one_service_does_and_the_one_that_lies_is_blamed_alone(
 
 
 def test_the_last_reply_ends_the_whole_and_all_are_told_what_only_they_could_tell() -> None:
-    told: list[object] = []
+    told: list[tuple[int, object]] = []
 
     def timed(sent_ns: int, elapsed_ns: int) -> Any:
         reply = TensorReply(output=from_torch(torch.ones(SHAPE)))
         found = Exchange(reply, 10, 20, 1, elapsed_ns, 0, None, sent_ns, "x")
-        traffic = Traffic()
         return SimpleNamespace(
             endpoint="x",
-            traffic=traffic,
+            traffic=Traffic(),
             start=lambda *_: 1,
             wait=lambda _: found,
-            distrust=lambda exchange, _: told.append(exchange),
+            distrust=lambda exchange, _: told.append((sent_ns, exchange)),
         )
 
     for first_ns, second_ns, whole_ns in ((1000, 500, 1000), (500, 1000, 1010)):
@@ -136,7 +135,10 @@ def test_the_last_reply_ends_the_whole_and_all_are_told_what_only_they_could_tel
         assert (found.bytes_sent, found.bytes_received, found.encode_ns) == (20, 40, 2)
         assert isinstance(found, Joined)
         channel.distrust(found, VerificationError("x", got="a wrong result", expected="x W"))
-        assert told[-2:] == [exchange for _, _, exchange in found.parts]
+        assert told[-2:] == [(exchange.sent_ns, exchange) for _, _, exchange in found.parts]
+    # Products of activations are the first part's.
+    channel.distrust(found.parts[1][2], wrong())
+    assert told[4:] == [(100, found.parts[1][2])]
 
 
 @each_row("message", [EMBEDDING, HEAD.message])
@@ -189,3 +191,5 @@ def test_what_a_part_fails_at_or_cannot_be_asked_is_given_up_at_every_part(
     with pytest.raises(VerificationError):
         channel.distrust(found, wrong())
     assert all(group.members[0].quarantined for group in world.made[0]._groups)
+    channel.close()
+    assert all(connection.closed for connection in world.opened)

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ BROKEN = service_error(ErrorCode.INTERNAL)
 # What is no reply to what was asked.
 BAD_BYTES = ProtocolError("reply", got="x", expected="y", code=ErrorCode.MALFORMED_MESSAGE)
 OTHER_METHOD = ReplyError("reply", got="Linear", expected="LMHead")
+NO_URL = EndpointError("a", got="HTTP status 404", expected="gpu-service --http at this URL")
 MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected="ours")
 
 
@@ -269,6 +271,8 @@ def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple
         said = {str(index): kinds[index] for index in order if index >= gravest}
         said["other"] = BROKEN
         assert type(aggregate_errors("LMHead", said, None)) is type(kinds[gravest])
+    for other, kind in ((BAD_BYTES, ProtocolError), (BROKEN, ServiceError), (FULL, EndpointError)):
+        assert type(aggregate_errors("LMHead", {"a": BROKEN, "b": other}, None)) is kind
 
 
 def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> None:
@@ -297,12 +301,8 @@ def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(world: Wo
     for error in (BAD_BYTES, OTHER_METHOD):
         a, b, replicas = _pair(world)
         ids = [replicas.submit(ask(value)) for value in range(3)]
-
-        def refuse(_id: int, _until: float = 0.0, error: TsqpError = error) -> bool:
-            raise error
-
         connection = [one for one in world.opened if one.endpoint == "a"][-1]
-        connection.arrived = refuse  # type: ignore[method-assign]
+        connection.arrived = Mock(side_effect=error)  # type: ignore[method-assign]
         a.answers = deque(["lost"])
         assert [replicas.wait(request_id).endpoint for request_id in ids] == ["b"] * 3
         b.answers = deque(["lost"])
@@ -361,12 +361,8 @@ def test_a_request_that_was_interrupted_on_its_way_ends_its_connection(world: Wo
     a, replicas = _lone(world)
     waiting = replicas.submit(ask(1))
     connection = world.opened[0]
-
-    def interrupted(*_: object, **__: object) -> int:
-        raise KeyboardInterrupt
-
     a.answers = deque(["good"])
-    connection.submit = interrupted  # type: ignore[method-assign]
+    connection.submit = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         replicas.submit(ask(2))
     assert connection.closed
@@ -417,6 +413,7 @@ def test_one_process_at_two_endpoints_is_refused(groups: list[ReplicaGroup], sai
         ),
         # A lone one says so itself.
         ({"a": {"held": ENDING}}, ServiceError, ENDING.where, ENDING.got),
+        ({"a": {"held": NO_URL}}, EndpointError, NO_URL.where, NO_URL.got),
         ({"a": {}, "b": {"held": MISMATCH}}, ModelMismatchError, MISMATCH.where, "other"),
     ],
 )

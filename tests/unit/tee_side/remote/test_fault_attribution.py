@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import product, repeat
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -182,11 +183,6 @@ def test_what_cannot_be_found_out_spares_no_liar_and_what_is_ours_bars_no_servic
     caplog.clear()
     told: list[TsqpError] = []
 
-    def find(*_: object) -> list[int]:
-        if isinstance(found, TsqpError):
-            raise found
-        return found
-
     def distrust(_: Exchange, error: TsqpError) -> None:
         told.append(error)
         if len(told) == barred:
@@ -200,7 +196,7 @@ def test_what_cannot_be_found_out_spares_no_liar_and_what_is_ours_bars_no_servic
     operator: Operator = "qkv_proj" if alone else "o_proj"
     policy = _verified(operator, mask, one_rpc_per_module=alone)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fault_attribution, "find_liars", find)
+        patch.setattr(fault_attribution, "find_liars", Mock(side_effect=repeat(found)))
         with pytest.raises(raised) as caught:
             _call(model, policy, channels, operator)
     assert caught.value.where == where

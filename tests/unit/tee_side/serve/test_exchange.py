@@ -39,6 +39,7 @@ from tests.kit.serve import (
 
 PATH = "/v1/completions"
 TOKEN = Delivery((NewToken(0, 300, None, None),), PromptRead())
+FULL = QueueFullError("queue", got="2", expected="at most 1")
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 
 
@@ -111,6 +112,10 @@ def test_what_could_never_run_is_refused_before_it_is_accounted_for() -> None:
 @in_a_loop
 async def test_an_error_of_one_prompt_cancels_the_others() -> None:
     async with _held(_body(False, prompt=[[5], [6]])) as (engine, _, asked):
+        # One that loses its place in the queue waits for another, as the request has begun.
+        engine.submitted.clear()
+        engine.step(Delivery(error=FULL, ended=True), ticket=1)
+        await engine.submitted.wait()
         first, second = engine.open
         engine.step(Delivery(error=GONE, ended=True))
         await asked.changed.wait()
@@ -130,7 +135,7 @@ class Full(FakeEngine):
         if full and self.never:
             raise PromptError("prompt", got="2", expected="at most 1")
         if full or (self.attempts - 1) % self.every:
-            raise QueueFullError("queue", got="2", expected="at most 1")
+            raise FULL
         self.most = max(self.most, len(self.open) + 1)
         return super().submit(*arguments)
 
@@ -148,6 +153,7 @@ def test_prompts_of_a_request_wait_for_places(
     reply = complete(engine, prompt=[[at + 1] for at in range(count)], max_tokens=1)
     assert [choice["index"] for choice in reply.json()["choices"]] == list(range(count))
     assert engine.most == most
+    assert complete(FakeEngine(error=FULL)).status == 503
     # What could never run cancels the one before it.
     never = Full(hold=True)
     never.never = True
