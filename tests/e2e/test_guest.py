@@ -100,7 +100,7 @@ class Guest:
         """Wait for a text on its console, and return all that stands there."""
         deadline = time.monotonic() + BOOT_S
         while text not in self.console():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.returncode is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"no {text!r}:\n{self.console()}")
             time.sleep(0.5)
         return self.console()
