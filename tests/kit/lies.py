@@ -261,19 +261,6 @@ _EITHER = (ReplyError, VerificationError)
 _ID = (ProtocolError, DeadlineExceededError)
 
 REORDERED = Lie("reordered", _swapped, _EITHER, silent=True, harmless=True)
-# In shared memory the second, which goes over the socket, may be seen first.
-_SECOND = Lie(
-    "right, then wrong",
-    lambda o: [o.encoded(), *o.with_output(torch.zeros_like(o.output))],
-    _WRONG,
-    harmless=True,
-)
-_BEFORE = Lie(
-    "id of the request before",
-    lambda o: [o.encoded(request_id=max(1, o.request_id - 1))],
-    (),
-    silent=True,
-)
 
 WIRE_LIES = (
     Lie("truncated header", _frame(0, Occasion.cut)),
@@ -288,7 +275,13 @@ WIRE_LIES = (
     REORDERED,
     Lie("late", _late, (), silent=True),
     Lie("duplicate", lambda o: [o.encoded(), o.encoded()], ()),
-    _SECOND,
+    # In shared memory the second, which goes over the socket, may be seen first.
+    Lie(
+        "right, then wrong",
+        lambda o: [o.encoded(), *o.with_output(torch.zeros_like(o.output))],
+        _WRONG,
+        harmless=True,
+    ),
     Lie("wrong shape", _reshaped, _FORM),
     Lie(
         "wrong dtype",
@@ -309,7 +302,12 @@ WIRE_LIES = (
     ),
     Lie("huge claims", _header(lambda _, t, o: t.update(shape=o.pick(*_SHAPES)))),
     Lie("wrong id", _wrong_id, _ID),
-    _BEFORE,
+    Lie(
+        "id of the request before",
+        lambda o: [o.encoded(request_id=max(1, o.request_id - 1))],
+        (),
+        silent=True,
+    ),
     Lie("wrong method", _wrong_method, _FORM),
     Lie(
         "extra frames",
