@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol import native
-from tests.kit.http_proxy import buffering_proxy
+from tests.kit.http_proxy import http_proxy
 from tests.kit.service import call, running_service
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "8")
@@ -54,7 +54,7 @@ def test_a_buffering_proxy_changes_no_token(tmp_path: Path, expected: list[int])
     let_in = ("--http-tokens", str(tmp_path / "tokens"))
     with (
         running_service("demo", "http://127.0.0.1:*", *let_in) as service,
-        buffering_proxy(service.endpoint) as proxy,
+        http_proxy(int(service.endpoint.rpartition(":")[2])) as proxy,
     ):
         assert _generated(proxy.url, "--http-token", str(tmp_path / "first")) == expected
         assert len(proxy.requests) > 20

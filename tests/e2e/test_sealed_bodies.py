@@ -21,7 +21,7 @@ from tee_side.serve.errors import ApiError
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.sealing import Sealing
-from tests.kit.http_proxy import HttpProxy, tls_ending_proxy
+from tests.kit.http_proxy import HttpProxy, http_proxy
 from tests.kit.rows import each_row
 from tests.kit.serve import SAID, FakeEngine, serving
 from tsqp.client.sealing import SealedTransport
@@ -47,7 +47,7 @@ def served(key: HpkeKey, engine: FakeEngine, folder: Path) -> Iterator[HttpProxy
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound.dup()]})
         thread.start()
         try:
-            with tls_ending_proxy(bound.getsockname(), folder) as proxy:
+            with http_proxy(bound.getsockname()[1], folder) as proxy:
                 yield proxy
         finally:
             server.should_exit = True

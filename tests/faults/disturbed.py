@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from tee_side.runner import Runner
 from tests.faults.row import note, percentile
@@ -26,7 +27,7 @@ class Peer:
 
     workers: Workers
     service: Service
-    proxy: Proxy | None = None
+    proxy: Any = None
 
     def kill(self) -> None:
         self.service.kill()

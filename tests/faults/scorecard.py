@@ -72,6 +72,8 @@ def read_results() -> Results:
 
 def record(results: Results, row: Row, found: Found, seconds: float) -> Results:
     """Return the results with those of a row's long run, in the order of names."""
+    about = dict(describe_machine())
+    first = f"{about.pop('processor')}, {about.pop('cores')} cores, {about.pop('memory_gib')} GiB"
     new = {
         "count": row.long,
         "measured": dict(found.measured),
@@ -79,7 +81,7 @@ def record(results: Results, row: Row, found: Found, seconds: float) -> Results:
         "passed": not found.failed(timed=True),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(describe_machine()),
+        "machine": ", ".join([first, *(f"{name} {version}" for name, version in about.items())]),
     }
     return dict(sorted({**results, row.name: new}.items()))
 
@@ -131,9 +133,3 @@ def render(results: Results) -> str:
     if machines:
         parts += ["Measured on:", "\n".join(f"- {machine}" for machine in machines)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _machine(machine: dict[str, Any]) -> str:
-    about = {**machine}
-    first = f"{about.pop('processor')}, {about.pop('cores')} cores, {about.pop('memory_gib')} GiB"
-    return ", ".join([first, *(f"{name} {version}" for name, version in about.items())])

@@ -44,18 +44,6 @@ CLIENTS = ("no key", "NULL", "PLAIN", "random", "revoked", "another service", "r
 _UNSERVED_S, _SERVED_S = 0.3, 20.0
 
 
-def set_keys(
-    kind: str, dealer: zmq.Socket[bytes], pair: tuple[bytes, bytes], server: bytes
-) -> None:
-    """Set the keys of a client of one kind: its own, public and secret, and the service's."""
-    dealer.linger = 0
-    if kind == "PLAIN":
-        dealer.plain_username = dealer.plain_password = b"admin"
-    elif kind != "NULL":
-        dealer.curve_serverkey = server
-        dealer.curve_publickey, dealer.curve_secretkey = pair
-
-
 def disable_keeper(service: MaliciousService, state: str, stack: ExitStack) -> None:
     """Have what looks at keys die at the first one, or never answer, until the stack ends."""
     handler, closing = service.listener._zap_handler, threading.Event()
@@ -86,9 +74,14 @@ def served(operators: RequestHandler, state: str, stack: ExitStack) -> dict[str,
     pairs = {"random": random, "revoked": revoked, "another service": right, "right": right}
     context, dealers = stack.enter_context(zmq.Context()), {}
     for kind in CLIENTS:
-        server = unknown[0] if kind == "another service" else own[0]
         dealers[kind] = dealer = stack.enter_context(context.socket(zmq.DEALER))
-        set_keys(kind, dealer, pairs.get(kind, (b"0" * 40, b"0" * 40)), server)
+        dealer.linger = 0
+        if kind == "PLAIN":
+            dealer.plain_username = dealer.plain_password = b"admin"
+        elif kind != "NULL":
+            dealer.curve_serverkey = (unknown if kind == "another service" else own)[0]
+            pair = pairs.get(kind, (b"0" * 40, b"0" * 40))
+            dealer.curve_publickey, dealer.curve_secretkey = pair
         dealer.connect(service.endpoint)
         # Without a connection it stays in the queue.
         dealer.send_multipart(encode_request(InitRequest(), 1, 10_000), zmq.NOBLOCK)

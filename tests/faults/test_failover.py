@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from protocol.messages import Request
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.faults.disturbed import PATIENT_S, Disturbed, Fault, Peer
@@ -153,10 +152,6 @@ def test_sessions_of_a_killed_service_are_made_again(
         assert tokens(runner, NEW_TOKENS // 2, happens) == model.greedy(PROMPT, NEW_TOKENS)
 
 
-def elements(requests: list[Request]) -> set[bytes]:
-    return {bytes(expanded(request).elements.data) for request in requests}
-
-
 def test_no_service_ever_gets_the_other_share(saved_model: Callable[..., SavedModel]) -> None:
     model = saved_model("llama")
     with Workers() as workers, watched() as sent:
@@ -166,7 +161,10 @@ def test_no_service_ever_gets_the_other_share(saved_model: Callable[..., SavedMo
         # One of each share, at different moments.
         sent.strike({(11, True): four[0].kill, (24, True): four[1].kill})
         assert tokens(runner_of(model, "two-server", *gpu)) == undisturbed
-    got = [elements(sent.to(worker.endpoint)) for worker in four]
+    got = [
+        {bytes(expanded(request).elements.data) for request in sent.to(worker.endpoint)}
+        for worker in four
+    ]
     first, second = got[0] | got[2], got[1] | got[3]
     assert all(got)
     # A share is uniform and drawn afresh: what is the same twice is the same share.

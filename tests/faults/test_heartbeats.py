@@ -28,11 +28,11 @@ from protocol.messages import InitReply, InitRequest, LMHeadRequest
 from protocol.pending import PendingChannel
 from protocol.tensors import from_torch
 from protocol.zmq_channel import ZmqChannel
-from tests.faults.disturbed import Disturbed, Fault, Peer
+from tests.faults.disturbed import Disturbed, Fault
 from tests.faults.row import Found, Row
-from tests.kit import proxy
 from tests.kit.demo import watched
 from tests.kit.model import SavedModel
+from tests.kit.proxy import HOLD
 from tests.kit.service import ENVIRONMENT, Forked, Workers, running_service
 from tests.kit.wire import tensor_reply
 from tsqp.key_files import new_key_pair
@@ -41,25 +41,18 @@ _LIMIT_S = 2.0
 _SIDE_BY_SIDE = 8
 
 
-def _set(fault: proxy.Fault) -> Callable[[Peer], None]:
-    def switch(peer: Peer) -> None:
-        assert peer.proxy is not None
-        peer.proxy.set(fault)
-
-    return switch
-
-
-def _half_open(peer: Peer) -> None:
-    assert peer.proxy is not None
-    peer.proxy.half_open()
-
-
 FAULTS = (
     Fault("SIGSTOP", lambda peer: peer.service.freeze(), lambda peer: peer.service.thaw()),
-    Fault("half-open", _half_open, lambda _: None),
+    Fault("half-open", lambda peer: peer.proxy.half_open(), lambda _: None),
     # A hole of a second may heal before heartbeats notice it: then it is only waited for.
     *(
-        Fault(f"black hole of {s:g} s", _set(proxy.HOLD), _set(proxy.CLEAN), s, short=s < 2)
+        Fault(
+            f"black hole of {s:g} s",
+            lambda peer: peer.proxy.set(HOLD),
+            lambda peer: peer.proxy.set(),
+            s,
+            short=s < 2,
+        )
         for s in (1.0, 5.0, 30.0)
     ),
 )
@@ -129,10 +122,8 @@ def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
         for name in ("service", "client"):
             new_key_pair(tmp_path / name)
         public = read_public_key(tmp_path / "service.pub")
-        keys, bind = (
-            ClientKeys(read_secret_key(tmp_path / "client.key"), public),
-            "tcp://127.0.0.1:*",
-        )
+        keys = ClientKeys(read_secret_key(tmp_path / "client.key"), public)
+        bind = "tcp://127.0.0.1:*"
         options += ["--identity", str(tmp_path / "service.key")]
         options += ["--allow", str(tmp_path / "client.pub")]
     with ExitStack() as stack:

@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -312,7 +313,7 @@ def lie_so_often(count: int, full: bool, *, over_shm: bool) -> Found:
     return tally.found(had)
 
 
-@Row(
+malicious_service = Row(
     "malicious_service",
     "malicious service behind CURVE",
     "truncated, bit-flipped, replayed, reordered, cross-session, wrong shape or dtype, NaN/Inf,"
@@ -321,22 +322,17 @@ def lie_so_often(count: int, full: bool, *, over_shm: bool) -> Found:
     short=50,
     long=10_000,
     minutes=10,
+    run=partial(lie_so_often, over_shm=False),
 )
-def malicious_service(count: int, full: bool) -> Found:
-    return lie_so_often(count, full, over_shm=False)
-
-
-@Row(
-    "malicious_shm",
-    "malicious service over shared memory",
-    "the same lies",
-    "0 accepted; the right result wherever a second service is there",
-    short=50,
+malicious_shm = replace(
+    malicious_service,
+    name="malicious_shm",
+    title="malicious service over shared memory",
+    test="the same lies",
     long=1000,
     minutes=2,
+    run=partial(lie_so_often, over_shm=True),
 )
-def malicious_shm(count: int, full: bool) -> Found:
-    return lie_so_often(count, full, over_shm=True)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -65,12 +65,8 @@ _HANGS_AFTER_S, _ADDRESS_SPACE = 20, 4 * 2**30
 
 
 def _memory_kib(name: str) -> int:
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        if line.startswith(f"{name}:")
-    )
-    return int(line.split()[1])
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition(f"\n{name}:")[2].split()[0])
 
 
 def _measured(read: Callable[[Path], object], directory: Path) -> Reading:

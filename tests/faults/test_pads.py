@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,23 @@ _SITES = tuple(site.number for site in tiny.LAYOUT.sites)
 KILLS = tuple(f"killed: {end}" for end in ENDS if end != "abandoned")
 
 
-def _life(longest: int) -> Any:
-    def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
-        """Run one life to its end, in a process of its own: two micro-batches draw in turns."""
-        last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
-        bank = BankFile.open(place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
-        pads = Pads(Pad(), bank, None, "fail")
-        lanes = [pads.lane(), pads.lane()]
-        while ledger.totals()[0] < last:
-            if bank.available < 12 and choose.random() < 0.9:
-                with bank.begin(min(bank.room, choose.randint(100, 1000))) as batch:
-                    put_all(batch)
-                    batch.commit()
-            try:
-                _step(choose.choice(lanes), ledger, choose)
-            except PadsExhaustedError:  # a step without pads
-                for lane in lanes:
-                    lane.end_step()
-        os._exit(0)
-
-    return live
+def _life(
+    longest: int, folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int
+) -> None:
+    """Run one life to its end, in a process of its own: two micro-batches draw in turns."""
+    last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
+    bank = BankFile.open(place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
+    pads = Pads(Pad(), bank, None, "fail")
+    lanes = [pads.lane(), pads.lane()]
+    while ledger.totals()[0] < last:
+        if bank.available < 12 and choose.random() < 0.9:
+            fill(bank, min(bank.room, choose.randint(100, 1000)))
+        try:
+            _step(choose.choice(lanes), ledger, choose)
+        except PadsExhaustedError:  # a step without pads
+            for lane in lanes:
+                lane.end_step()
+    os._exit(0)
 
 
 def _step(lane: PadLane, ledger: Ledger, choose: random.Random) -> None:
@@ -89,7 +87,7 @@ def pads(count: int, full: bool) -> Found:
             Path(name),
             count,
             seed=1,
-            run_life=_life(max(200, count // 20)),
+            run_life=partial(_life, max(200, count // 20)),
             purpose=tiny.PURPOSE,
             indices_per_draw=10,
         )

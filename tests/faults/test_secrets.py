@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -48,12 +48,10 @@ def make_place(folder: Path, bank_tokens: int) -> None:
     chunks = [token_ids(100, seed, size) for seed in range(8)]
     calibration = calibrate_on(read_config(model), Checkpoint(model), chunks)
     save_calibration(calibration, model / CALIBRATION_FILE)
-    raw = tokenizers.Tokenizer(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = tokenizers.Tokenizer(models.BPE({one: at for at, one in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
-    raw.train_from_iterator([], trainer)
     raw.save(str(model / "tokenizer.json"))
     options = ("--bank", str(folder / "bank" / "bank"), "--bank-key-beside-bank")
     command = ("pads", "make", str(model), *options, "--tokens", str(bank_tokens))

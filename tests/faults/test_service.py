@@ -31,7 +31,8 @@ from protocol.messages import (
 )
 from protocol.pending import PendingChannel
 from protocol.shared_memory import SLOTS
-from protocol.tensors import from_torch, to_torch
+from protocol.tensors import to_torch
+from tests.kit import ask
 from tests.kit.kernel_log import PLUGGED, RESUMED
 from tests.kit.model import make_model
 from tests.kit.service import (
@@ -71,8 +72,7 @@ def channel(service: Service) -> PendingChannel:
 
 
 def linear(value: float = 1.0, rows: int = 1) -> LinearRequest:
-    hidden = from_torch(torch.full((rows, HIDDEN), value))
-    return LinearRequest(layer_idx=0, module_names=("q_proj",), hidden_states=hidden)
+    return ask.linear(torch.full((rows, HIDDEN), value), "q_proj", layer=0)
 
 
 def output(channel: Channel, request_id: int) -> torch.Tensor:

@@ -54,13 +54,18 @@ class Profile:
             if self._entry is None and frame.f_code.co_name == CLIENT_ENTRY:
                 self._entry, self._begun, self._sent = frame, self._calls, len(self.sends)
             self._calls += 1
-        elif event == "return" and frame is self._entry and not _suspends(frame):
+        elif event == "return" and frame is self._entry:
+            if dis.opname[frame.f_code.co_code[frame.f_lasti]] in _YIELDS:
+                return  # it is suspended
             if len(self.sends) > self._sent:
                 self.rpcs.append(self._calls - self._begun)
             self._entry = None
         elif event == "c_call" and (
             argument.__name__ in _PUTS
-            or (argument.__name__ in _SENDS and _is_of_a_socket(argument))
+            or (
+                argument.__name__ in _SENDS
+                and type(getattr(argument, "__self__", None)).__module__ in ("socket", "_socket")
+            )
         ):
             self.sends.append(self._calls)
 
@@ -72,14 +77,6 @@ class Profile:
             bytecode = self._bytecode[code] = code.co_code
         at = frame.f_lasti
         return at < 0 or dis.opname[bytecode[at]] != "RESUME" or bytecode[at + 1] & 3 == 0
-
-
-def _is_of_a_socket(method: Any) -> bool:
-    return type(getattr(method, "__self__", None)).__module__ in ("socket", "_socket")
-
-
-def _suspends(frame: FrameType) -> bool:
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _YIELDS
 
 
 def measure() -> dict[str, float]:

@@ -611,24 +611,20 @@ def stand_in(session: Served) -> None:
         logging.getLogger().setLevel(logging.DEBUG)
 
     fails = [lambda *_, where=where: session.fail(where) for where in CRASHES]
-    befores: Sequence[tuple[Any, str, Callable[..., object]]] = (
-        (generating, "engine_requests", fails[0]),
-        (answers.StreamedAnswer, "add", fails[1]),
-        (Engine, "step", fails[3]),
-        (PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),
-    )
-    afters: Sequence[tuple[Any, str, Callable[..., object]]] = (
+    told: Sequence[tuple[str, Any, str, Callable[..., object]]] = (
+        ("before", generating, "engine_requests", fails[0]),
+        ("before", answers.StreamedAnswer, "add", fails[1]),
+        ("before", Engine, "step", fails[3]),
+        ("before", PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),
         # What is not delivered would be waited for.
-        (exchange.Exchange, "_deliver", fails[2]),
-        (Engine, "_sample", lambda found, *_: session.sampled.append(found.token_id)),
-        (Member, "quarantine", lambda _, member, __: session.quarantined.append(member)),
-        (ExactCheck, "draw", lambda check, *_: secret(check.low_kI)),
-        (FloatCheck, "draw", lambda check, *_: secret(check._products)),
+        ("after", exchange.Exchange, "_deliver", fails[2]),
+        ("after", Engine, "_sample", lambda found, *_: session.sampled.append(found.token_id)),
+        ("after", Member, "quarantine", lambda _, one, __: session.quarantined.append(one)),
+        ("after", ExactCheck, "draw", lambda check, *_: secret(check.low_kI)),
+        ("after", FloatCheck, "draw", lambda check, *_: secret(check._products)),
     )
-    for owner, name, told in befores:
-        setattr(owner, name, around(getattr(owner, name), before=told))
-    for owner, name, told in afters:
-        setattr(owner, name, around(getattr(owner, name), after=told))
+    for when, owner, name, call_ in told:
+        setattr(owner, name, around(getattr(owner, name), **{when: call_}))
     linear.carry_out = carry_out
     running.configure = log_everything
     # Seconds after every other fault would be most of the time.

@@ -175,6 +175,7 @@ class Timed(Listener):
             for number, one in enumerate(arrivals, 1)
         )
         self.sent_ns: list[int] = []
+        self.on_send = lambda _: self.sent_ns.append(clock.now - self._began)
         self.received_ns: list[int] = []
 
     def _here(self) -> bool:
@@ -194,7 +195,3 @@ class Timed(Listener):
         _, incoming = self._coming.popleft()
         self.received_ns.append(self._clock.now - self._began)
         return incoming._replace(received_ns=self._clock.now)
-
-    def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
-        self.sent_ns.append(self._clock.now - self._began)
-        return super().send(route, frames)

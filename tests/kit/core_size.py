@@ -49,8 +49,10 @@ finally:
 """
 
 
-def code_lines(source: str) -> int:
+@cache
+def code_lines(file: Path) -> int:
     """Count the lines that have code on them."""
+    source = file.read_text(encoding="utf-8")
     numbered = enumerate(source.splitlines(), start=1)
     lines = {number for number, line in numbered if line.strip() and line.strip()[0] != "#"}
     documentation: set[int] = set()
@@ -87,12 +89,7 @@ def all_of(*packages: str) -> list[Path]:
 
 def total(files: Iterable[Path]) -> int:
     """Count the code lines of files."""
-    return sum(map(_lines_of, files))
-
-
-@cache
-def _lines_of(file: Path) -> int:
-    return code_lines(file.read_text(encoding="utf-8"))
+    return sum(map(code_lines, files))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,7 +31,7 @@ from tee_side.engine.engine import EngineSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.kit.model import assemble
+from tests.kit.model import assemble, finish
 from tests.kit.service import Service, Workers
 from tsqp.cli.program import model_directory
 
@@ -79,8 +79,7 @@ def expected(ids: Tokens, new_tokens: int) -> Tokens:
     tee = assemble(DEMO, "quantized-clear")
     engine = tee.engine(step_tokens=64)
     sequence = engine.add(ids, max_new_tokens=new_tokens)
-    while engine.running:
-        engine.step()
+    finish(engine)
     tee.assembly.close()
     return tuple(sequence.token_ids)
 
@@ -219,24 +218,21 @@ def relative_slope(samples: Sequence[tuple[float, int]]) -> float:
     return slope * (kept[-1][0] - kept[0][0]) / mean
 
 
-class _Times:
-    """Set in each process of crowds: where all wait until they are connected, and until when."""
-
-    ready: Any
-    stop: Any
+# Set in each process of crowds: where all wait until they are connected, and until when.
+_TIMES: list[Any] = []
 
 
-def _set_times(ready: Any, stop: Any) -> None:
-    _Times.ready, _Times.stop = ready, stop
+def _set_times(*times: Any) -> None:
+    _TIMES[:] = times
 
 
 def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     """Generate until told to stop. `texts`: each session's prompt, and what the model says."""
-    found, lock = Crowd(), threading.Lock()
+    found, lock, (ready, stop) = Crowd(), threading.Lock(), _TIMES
 
     def one(runner: Runner, ids: Tokens) -> None:
         right, before = texts[ids], runner.traffic.round_trips
-        while not _Times.stop.is_set():
+        while not stop.is_set():
             said = generate(runner, ids, len(right))
             ended = time.monotonic()
             wrong = said.error is None and said.tokens != right
@@ -252,9 +248,9 @@ def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     with ExitStack() as stack:
         runners = [stack.enter_context(Runner(settings([gpu]))) for _ in texts]
         pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
-        _Times.ready.wait(_READY_S)
+        ready.wait(_READY_S)
         ended = [pool.submit(one, *pair) for pair in zip(runners, texts, strict=True)]
-        while not _Times.stop.wait(1.0):
+        while not stop.wait(1.0):
             found.rss.append((time.monotonic(), resident_bytes()))
         for session in ended:
             session.result()
@@ -271,14 +267,10 @@ def crowds(
     """
     context = get_context("spawn")
     times = context.Barrier(len(parts) + 1), context.Event()
-    pool: Executor
-    if apart:
-        pool = ProcessPoolExecutor(
-            len(parts), mp_context=context, initializer=_set_times, initargs=times
-        )
-    else:
-        pool = ThreadPoolExecutor(len(parts), initializer=_set_times, initargs=times)
-    with pool:
+    given: Any = (context,) if apart else ("crowd",)
+    with (ProcessPoolExecutor if apart else ThreadPoolExecutor)(
+        len(parts), *given, _set_times, times
+    ) as pool:
         found = [pool.submit(run_crowd, gpu, part) for part in parts]
         try:
             times[0].wait(_READY_S)

@@ -168,24 +168,19 @@ def body_of(stated: Statement) -> bytes:
 
 def _request(near: ssl.SSLSocket) -> bytes:
     found = b""
-    while b"\r\n\r\n" not in found:
-        piece = near.recv(4096)
-        if not piece:
-            break
+    while b"\r\n\r\n" not in found and (piece := near.recv(4096)):
         found += piece
     return found
 
 
 def _reply(request: bytes, answer: Answer, asked: list[bytes]) -> bytes:
-    path = request.split(b" ")[1]
-    if not path.startswith(b"/v1/attestation?nonce="):
-        body = b'{"served": true}'
-        return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-    asked.append(bytes.fromhex(path.partition(b"=")[2].decode()))
-    stated = answer(asked[-1])
-    if isinstance(stated, bytes):
-        return stated
-    body = body_of(stated)
+    path, body = request.split(b" ")[1], b'{"served": true}'
+    if path.startswith(b"/v1/attestation?nonce="):
+        asked.append(bytes.fromhex(path.partition(b"=")[2].decode()))
+        stated = answer(asked[-1])
+        if isinstance(stated, bytes):
+            return stated
+        body = body_of(stated)
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 

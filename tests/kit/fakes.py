@@ -55,11 +55,6 @@ class FakeService:
     nonces: list[bytes] = field(default_factory=list)
     checked: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
 
-    @property
-    def is_up(self) -> bool:
-        """Whether it is there, or has come back by now."""
-        return self.up or time.monotonic() >= self.comes_back
-
 
 class FakeConnection(Channel):
     """One connection to a `FakeService`."""
@@ -94,7 +89,7 @@ class FakeConnection(Channel):
         if isinstance(request, InitRequest):
             service.events.append("Init")
             service.nonces.append(request.nonce)
-            if not service.is_up:
+            if not service.up and time.monotonic() < service.comes_back:
                 raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
             if service.swallows:
                 service.swallows -= 1

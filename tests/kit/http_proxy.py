@@ -90,23 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def tls_ending_proxy(server: tuple[str, int], folder: Path) -> Iterator[HttpProxy]:
-    """Run one as load balancers are: it ends TLS, and reads what it carries."""
-    serving, trusting = certificate(folder)
-    with _running(HttpProxy(server, trusting), serving) as proxy:
-        yield proxy
+def http_proxy(port: int, folder: Path | None = None) -> Iterator[HttpProxy]:
+    """Run one in front of a port: as load balancers are, with a certificate in a folder.
 
-
-@contextmanager
-def buffering_proxy(url: str) -> Iterator[HttpProxy]:
-    """Run one as serverless hosts have it, in front of a service with a URL."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    with _running(HttpProxy((host, int(port)), buffers=True)) as proxy:
-        yield proxy
-
-
-@contextmanager
-def _running(proxy: HttpProxy, context: ssl.SSLContext | None = None) -> Iterator[HttpProxy]:
+    It ends TLS, and reads what it carries. Without a folder, as serverless hosts have it.
+    """
+    context, trusting = certificate(folder) if folder else (None, None)
+    proxy = HttpProxy(("127.0.0.1", port), trusting, buffers=folder is None)
     version = "HTTP/1.1" if proxy.buffers else "HTTP/1.0"
     handler = type("Handler", (_Handler,), {"proxy": proxy, "protocol_version": version})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:

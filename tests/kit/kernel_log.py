@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import socket
-from typing import Self
+from contextlib import ExitStack
 
 # Of Linux 6.18, when this project's own VM was resumed.
 RESUMED = "5,344,1305043,-;random: crng reseeded due to virtual machine fork\n"
 PLUGGED = "6,345,1405043,-;usb 1-1: New USB device found\n SUBSYSTEM=usb\n DEVICE=c189:1\n"
 
 
-class KernelLog:
+class KernelLog(ExitStack):
     """`reader`: the file to watch."""
 
     def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__()
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, theirs = map(self.enter_context, pair)
         theirs.setblocking(False)
-        self._theirs = theirs
         self.reader = theirs.fileno()
 
     def say(self, *records: str) -> None:
         for record in records:
             self._ours.sendall(record.encode())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ours.close()
-        self._theirs.close()

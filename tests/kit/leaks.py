@@ -6,29 +6,22 @@ import os
 import random
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
-from protocol.messages import (
-    FUSED_MODULES,
-    EmbeddingRequest,
-    LinearRequest,
-    LMHeadRequest,
-    Request,
-    RingLinearRequest,
-)
+from protocol.messages import FUSED_MODULES, Request
 from protocol.tensors import WireTensor, from_torch, to_torch
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.words import OPERATORS, Operator, is_linear
+from tee_side.words import Operator, is_linear
+from tests.kit import ask, model
 from tests.kit.model import SavedModel, make_model, token_ids
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak.attack import Attack, View, Work
@@ -76,17 +69,9 @@ def recorded(
     masks = MaskSettings(calibration=model.calibration if chosen.arithmetic == "int8" else None)
     folder.mkdir(exist_ok=True)
     played = PlaySettings(model.directory, folder, new_tokens, masks=masks, **settings)
-    with _same_draws():
+    draw = random.Random(0).randbytes
+    with patch.object(os, "urandom", draw), patch.object(secrets, "token_bytes", draw):
         return play(chosen, prompts, played)
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        draw = random.Random(0).randbytes
-        patch.setattr(os, "urandom", draw)
-        patch.setattr(secrets, "token_bytes", draw)
-        yield
 
 
 def policy_of(*operators: Operator, name: str = "planted", phase: str | None = None) -> Policy:
@@ -100,8 +85,7 @@ def policy_of(*operators: Operator, name: str = "planted", phase: str | None = N
 
 def policy_with(name: str = "planted", **operators: Any) -> Policy:
     """Return a policy of some placements; all else stays."""
-    placed = dict.fromkeys(OPERATORS, "tee") | operators
-    return Policy.model_validate({"name": name, "summary": name, "operators": placed})
+    return model.policy_of(operators, name=name, summary=name)
 
 
 def message(request: Request) -> Message:
@@ -113,18 +97,16 @@ def linear(where: Where, rows_RI: torch.Tensor) -> Message:
     layer, operator = where
     assert layer is not None
     assert is_linear(operator)
-    modules, rows = FUSED_MODULES[operator], from_torch(rows_RI.contiguous())
-    if rows_RI.dtype == torch.int32:
-        return message(RingLinearRequest(layer_idx=layer, module_names=modules, elements=rows))
-    return message(LinearRequest(layer_idx=layer, module_names=modules, hidden_states=rows))
+    made = ask.ring if rows_RI.dtype == torch.int32 else ask.linear
+    return message(made(rows_RI.contiguous(), *FUSED_MODULES[operator], layer=layer))
 
 
 def embedding(ids: Sequence[int]) -> Message:
-    return message(EmbeddingRequest(input_ids=from_torch(torch.tensor(ids)), dtype="float32"))
+    return message(ask.embedding(torch.tensor(ids)))
 
 
 def lm_head(rows_RD: torch.Tensor) -> Message:
-    return message(LMHeadRequest(hidden_states=from_torch(rows_RD.contiguous())))
+    return message(ask.head(rows_RD.contiguous()))
 
 
 def inputs_of(public: PublicModel, ids: Sequence[int]) -> dict[Where, torch.Tensor]:

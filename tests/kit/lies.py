@@ -39,6 +39,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import from_torch, to_torch
+from tests.kit.masks import wrapped
 
 Frames: TypeAlias = list[bytes]
 Fields: TypeAlias = dict[str, Any]
@@ -210,10 +211,6 @@ def _reshaped(o: Occasion) -> list[Frames]:
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
-def _retyped(o: Occasion) -> list[Frames]:
-    return o.with_output(o.output.to(o.pick(*(one for one in _DTYPES if one != o.output.dtype))))
-
-
 def _not_numbers(o: Occasion) -> list[Frames]:
     output, value = o.output, o.pick(float("nan"), float("inf"), float("-inf"))
     if output.is_floating_point() and o.pick(True, False):
@@ -234,15 +231,6 @@ def _wrong_method(o: Occasion) -> list[Frames]:
 def _wrong_id(o: Occasion) -> list[Frames]:
     near = o.request_id + 1, o.request_id ^ (1 << o.chance.randrange(62))
     return [o.encoded(request_id=o.pick(0, *near, o.chance.randrange(1, 2**63)))]
-
-
-def _oversized(o: Occasion) -> list[Frames]:
-    frames, filler = o.encoded(), bytes(OVERSIZED_BYTES)
-    return [o.pick([frames[0], filler], [filler], [*frames, filler])]
-
-
-def _garbage(o: Occasion) -> list[Frames]:
-    return [[o.chance.randbytes(o.pick(0, 1, 16, 300)) for _ in range(o.pick(1, 2, 3, 8))]]
 
 
 def _missing_field(fields: Fields, tensor: Fields, o: Occasion) -> None:
@@ -273,19 +261,6 @@ _EITHER = (ReplyError, VerificationError)
 _ID = (ProtocolError, DeadlineExceededError)
 
 REORDERED = Lie("reordered", _swapped, _EITHER, silent=True, harmless=True)
-# In shared memory the second, which goes over the socket, may be seen first.
-_SECOND = Lie(
-    "right, then wrong",
-    lambda o: [o.encoded(), *o.with_output(torch.zeros_like(o.output))],
-    _WRONG,
-    harmless=True,
-)
-_BEFORE = Lie(
-    "id of the request before",
-    lambda o: [o.encoded(request_id=max(1, o.request_id - 1))],
-    (),
-    silent=True,
-)
 
 WIRE_LIES = (
     Lie("truncated header", _frame(0, Occasion.cut)),
@@ -300,9 +275,19 @@ WIRE_LIES = (
     REORDERED,
     Lie("late", _late, (), silent=True),
     Lie("duplicate", lambda o: [o.encoded(), o.encoded()], ()),
-    _SECOND,
+    # In shared memory the second, which goes over the socket, may be seen first.
+    Lie(
+        "right, then wrong",
+        lambda o: [o.encoded(), *o.with_output(torch.zeros_like(o.output))],
+        _WRONG,
+        harmless=True,
+    ),
     Lie("wrong shape", _reshaped, _FORM),
-    Lie("wrong dtype", _retyped, _FORM),
+    Lie(
+        "wrong dtype",
+        lambda o: o.with_output(o.output.to(o.pick(*(d for d in _DTYPES if d != o.output.dtype)))),
+        _FORM,
+    ),
     Lie(
         "wrong dtype, same bytes",
         _header(lambda _, t, o: t.update(dtype={"float32": "int32"}.get(t["dtype"], "float32"))),
@@ -310,10 +295,19 @@ WIRE_LIES = (
     ),
     Lie("NaN or Inf", _not_numbers, _EITHER),
     # ZeroMQ closes the connection; a stream and shared memory say why.
-    Lie("oversized", _oversized, (EndpointError, ProtocolError)),
+    Lie(
+        "oversized",
+        lambda o: [[*o.encoded()[: o.pick(0, 1, 9)], bytes(OVERSIZED_BYTES)]],
+        (EndpointError, ProtocolError),
+    ),
     Lie("huge claims", _header(lambda _, t, o: t.update(shape=o.pick(*_SHAPES)))),
     Lie("wrong id", _wrong_id, _ID),
-    _BEFORE,
+    Lie(
+        "id of the request before",
+        lambda o: [o.encoded(request_id=max(1, o.request_id - 1))],
+        (),
+        silent=True,
+    ),
     Lie("wrong method", _wrong_method, _FORM),
     Lie(
         "extra frames",
@@ -324,7 +318,10 @@ WIRE_LIES = (
         "wrong frame index",
         _header(lambda _, t, o: t.update(frame=o.pick(0, 2, -1, 2**40, "1", None, True))),
     ),
-    Lie("garbage", _garbage),
+    Lie(
+        "garbage",
+        lambda o: [[o.chance.randbytes(o.pick(0, 1, 16, 300)) for _ in range(o.pick(1, 2, 3, 8))]],
+    ),
     Lie("deep or large containers", _frame(0, lambda o, _: o.pick(*_BOMBS))),
     Lie("unknown field", _header(lambda f, t, o: o.pick(f, f["response"], t).update(trusted=True))),
     Lie("missing field", _header(_missing_field)),
@@ -373,18 +370,13 @@ def low_rank(right: torch.Tensor, chance: random.Random) -> torch.Tensor:
     column = torch.randint(1, 4, (rows.shape[0], 1), generator=generator)
     row = torch.randint(-3, 4, (1, rows.shape[1]), generator=generator)
     row[0, 0] = 1
-    return _in_ring(rows.to(torch.int64) + column * row).reshape(right.shape)
+    return wrapped(rows.to(torch.int64) + column * row).reshape(right.shape)
 
 
 def scaled(right: torch.Tensor, chance: random.Random) -> torch.Tensor:
     if right.is_floating_point():
         return (right.double() * 1.001).to(right.dtype)
-    return _in_ring((right.double() * 1.001).round().to(torch.int64))
-
-
-def _in_ring(wide: torch.Tensor) -> torch.Tensor:
-    """Take int64 modulo 2^32, as int32."""
-    return ((wide + 2**31) % 2**32 - 2**31).to(torch.int32)
+    return wrapped((right.double() * 1.001).round().to(torch.int64))
 
 
 def surely_wrong(wrong: torch.Tensor, right: torch.Tensor, chance: random.Random) -> torch.Tensor:

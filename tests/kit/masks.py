@@ -101,7 +101,8 @@ class Trial:
 
     @property
     def crossed(self) -> bytes:
-        return b"".join(_bytes(tensor) for tensor in self.sent)
+        flat = (tensor.contiguous().view(-1) for tensor in self.sent)
+        return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)
 
 
 def supported(mask: type[Mask]) -> list[Operator]:
@@ -121,7 +122,7 @@ def apply(
     randomness: Randomness,
     *,
     site_key: bytes = bytes(32),
-    change: Change | None = None,
+    change: Change = lambda x: x,
     dtype: torch.dtype = torch.float32,
 ) -> Trial:
     """Hide the input of an operator, let the server compute, and unmask.
@@ -130,7 +131,7 @@ def apply(
     """
     if operator == "embedding":
         return _embedding(mask, rows, randomness)
-    asked = _Asked(operator, rows, randomness, site_key, change or _same, dtype)
+    asked = _Asked(operator, rows, randomness, site_key, change, dtype)
     if operator in PRODUCTS:
         return _product(mask, asked)
     return _segment(mask, asked) if isinstance(mask, SegmentMask) else _linear(mask, asked)
@@ -174,14 +175,10 @@ def _hidden(
             gain = None
             if operator in ("qkv_proj", "gate_up_proj"):
                 gain = 1 + 0.2 * _normal(in_features, seed=2)
-            transform = mask.transform(
-                FeatureSite(in_features, outputs, gain, Randomness(asked.site_key))
-            )
-            return (
-                transform.mask(x_TI, randomness),
-                transform.weight(weight_OI.double()).float(),
-                0.0,
-            )
+            site = FeatureSite(in_features, outputs, gain, Randomness(asked.site_key))
+            transform = mask.transform(site)
+            served_OI = transform.weight(weight_OI.double()).float()
+            return transform.mask(x_TI, randomness), served_OI, 0.0
         case AdditiveMask():
             r_TI = mask.draw(randomness.ring(*x_TI.shape))
             u_TO = _served(r_TI, weight_OI)
@@ -235,8 +232,7 @@ def _model() -> dict[str, torch.Tensor]:
 
 def _product(mask: Mask, asked: _Asked) -> Trial:
     operator, rows, randomness, _, change, dtype = asked
-    if not isinstance(mask, RowMask):
-        raise TypeError(f"mask {mask.name}: got {operator}, expected a row mask for it")
+    assert isinstance(mask, RowMask), mask.name
     context = EARLIER + rows
     a_shape, b_shape = (
         ((KV_HEADS, GROUP * rows, HEAD_DIM), (KV_HEADS, HEAD_DIM, context))
@@ -246,23 +242,14 @@ def _product(mask: Mask, asked: _Asked) -> Trial:
     a, b = change(_normal(*a_shape, seed=3)).to(dtype), change(_normal(*b_shape, seed=4)).to(dtype)
     given = a.clone(), b.clone()
     masked = mask.mask_product(a, b, randomness)
-    assert torch.equal(a, given[0]), "a mask changed its input"
-    assert torch.equal(b, given[1]), "a mask changed its input"
-    reply = torch.matmul(masked.a, masked.b)
-    return Trial(
-        (a, b),
-        (masked.a, masked.b),
-        (reply,),
-        masked.unmask,
-        torch.matmul(a.double(), b.double()),
-        _unmasked(masked.unmask, (reply,)),
-        0.0,
-    )
+    assert all(map(torch.equal, (a, b), given)), "a mask changed its input"
+    replies = (torch.matmul(masked.a, masked.b),)
+    plain, result = torch.matmul(a.double(), b.double()), _unmasked(masked.unmask, replies)
+    return Trial((a, b), (masked.a, masked.b), replies, masked.unmask, plain, result, 0.0)
 
 
 def _embedding(mask: Mask, rows: int, randomness: Randomness) -> Trial:
-    if not isinstance(mask, RowMask):
-        raise TypeError(f"mask {mask.name}: got embedding, expected a row mask for it")
+    assert isinstance(mask, RowMask), mask.name
     table = _normal(VOCABULARY, HIDDEN, seed=5)
     ids_T = torch.arange(rows) * 7 % VOCABULARY
     masked = mask.mask_ids(ids_T, VOCABULARY, randomness)
@@ -278,8 +265,7 @@ def _unmasked(
 ) -> torch.Tensor:
     given = [reply.clone() for reply in replies]
     result = unmask(*replies)
-    for reply, same in zip(replies, given, strict=True):
-        assert torch.equal(reply, same), "a mask changed a reply"
+    assert all(map(torch.equal, replies, given)), "a mask changed a reply"
     return result
 
 
@@ -297,14 +283,6 @@ def _served(sent: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 # ------------------------------- whole layers, from the models' definition, without code of ours

@@ -246,8 +246,7 @@ class Tee:
         """Return `new_tokens` greedy token ids."""
         engine = self.engine()
         sequence = engine.add(prompt_ids, max_new_tokens=new_tokens, eos_token_ids=frozenset())
-        while engine.running:
-            engine.step()
+        finish(engine)
         return sequence.token_ids
 
 

@@ -17,6 +17,7 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.store import Batch, PadStore
+from tests.kit.masks import wrapped
 
 LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
 PURPOSE = Purpose.of(
@@ -41,8 +42,7 @@ def product(site: int, r: torch.Tensor) -> torch.Tensor:
     shape = LAYOUT.by_number[site]
     count = shape.in_features * shape.out_features
     weight = (torch.arange(count) * 37 % 255 - 127).reshape(shape.in_features, shape.out_features)
-    exact = (r.to(torch.int64) @ weight) % 2**32
-    return torch.where(exact >= 2**31, exact - 2**32, exact).to(torch.int32)
+    return wrapped(r.to(torch.int64) @ weight)
 
 
 def put_all(batch: Batch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from protocol.errors import PromptError
 from protocol.model.config import read_config
 from tee_side.engine.background import State
-from tee_side.engine.request import Delivery, Grammar, Logprob, NewToken, PromptRead, Request
+from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.stats import EngineStats
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
@@ -196,18 +197,10 @@ class FakeWatch:
         self.receipts.append(receipt)
 
 
-class FakeGrammar:
-    def __init__(self, kind: GrammarKind, content: Any) -> None:
-        self.kind, self.content = kind, content
-
-    def matcher(self) -> Any:
-        raise NotImplementedError
-
-
-def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Grammar:
+def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Any:
     if content == "(":
         raise PromptError("grammar", got="an open bracket", expected="a regular expression")
-    return FakeGrammar(kind, content)
+    return SimpleNamespace(kind=kind, content=content)
 
 
 def authorise(request: HttpRequest) -> str:
@@ -316,16 +309,13 @@ class Connection:
         self.changed.set()
 
 
-connection = Connection
-
-
 async def send(app: FastAPI | Sealing, to: Connection) -> Reply:
     await app(to.scope, to.receive, to.send)
     return to.reply
 
 
 async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
-    return await send(app, connection(*parts, **more))
+    return await send(app, Connection(*parts, **more))
 
 
 @cache
@@ -360,7 +350,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @asynccontextmanager
 async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Connection]:
-    found = connection(*parts, **more)
+    found = Connection(*parts, **more)
     task = asyncio.create_task(send(app, found))
     try:
         yield found
@@ -407,7 +397,7 @@ class SealedRequest(NamedTuple):
 
     def ask(self, path: str = "", chunk: int = 2**30) -> Connection:
         body = b"".join(self.parts)
-        return connection("POST", path or self.path, body, OUTSIDE, chunk)
+        return Connection("POST", path or self.path, body, OUTSIDE, chunk)
 
     def opened(self, reply: Reply) -> Reply:
         """Open an answer. Raises ProtocolError."""

@@ -312,11 +312,8 @@ def running_server(
             server.process.kill()
 
 
-class Workers(Closing):
+class Workers(ExitStack):
     """Starts gpu-services from any thread; use as a context manager, which ends them all."""
-
-    def __init__(self) -> None:
-        self._started = ExitStack()
 
     def start(self, *arguments: str, log: Path | None = None) -> Service:
         """Start `gpu-service ARGUMENTS` and wait until it is ready.
@@ -337,7 +334,7 @@ class Workers(Closing):
         with log.open("ab+") if log else TemporaryFile("ab+") as file:
             begins = file.seek(0, os.SEEK_END)
             process = Forked(program, arguments, ENVIRONMENT, stderr=file.fileno())
-            self._started.callback(process.kill)
+            self.callback(process.kill)
             until_s, ended = time.monotonic() + WAIT_S, False
             while time.monotonic() < until_s and not ended:
                 ended = process.returncode is not None
@@ -352,9 +349,6 @@ class Workers(Closing):
         arguments = list(worker.arguments)
         arguments[arguments.index("--bind") + 1] = worker.endpoint
         return self.start(*arguments)
-
-    def close(self) -> None:
-        self._started.close()
 
 
 def until(holds: Callable[[], object]) -> None:

@@ -25,19 +25,14 @@ def attach(endpoint: str, files: Sequence[int], said: bytes = ATTACH) -> socket.
     return raw
 
 
-class RawClient:
+class RawClient(ExitStack):
     """A client's end of a segment, without a channel. Use as a context manager."""
 
     def __init__(self, endpoint: str, area_bytes: int = 1000) -> None:
+        super().__init__()
         self.lane, self.file = create(area_bytes, area_bytes)
-        self.socket = attach(endpoint, [self.file])
-
-    def __enter__(self) -> RawClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        os.close(self.file)
+        self.callback(os.close, self.file)
+        self.socket = self.enter_context(attach(endpoint, [self.file]))
 
     def put(self, slot: int, frames: Sequence[Buffer]) -> None:
         """Put a request, and wake the service up whether it sleeps or not."""

@@ -22,15 +22,14 @@ from tests.kit.rows import each_row
 from tests.kit.serve import (
     Connection,
     FakeEngine,
-    FakeGrammar,
     FakeTicket,
     FakeWatch,
     Reply,
     call,
     chat,
+    compile_grammar,
     complete,
     connected,
-    connection,
     in_a_loop,
     model,
     serving,
@@ -178,7 +177,7 @@ async def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_ag
 
 @in_a_loop
 async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_once() -> None:
-    engine, asked = FakeEngine(hold=True), connection("POST", PATH, _body(True))
+    engine, asked = FakeEngine(hold=True), Connection("POST", PATH, _body(True))
     writing, resume = asyncio.Event(), asyncio.Event()
 
     async def send(_message: Any) -> None:
@@ -212,7 +211,7 @@ async def test_what_the_end_of_the_server_cuts_off_is_told_as_passing() -> None:
         await asyncio.Event().wait()
 
     for begun, receive in ((reading, no_body), (engine.submitted, None)):
-        asked = connection("POST", PATH, _body(False))
+        asked = Connection("POST", PATH, _body(False))
         app = create_app(serving(engine))
         task = asyncio.create_task(app(asked.scope, receive or asked.receive, asked.send))
         await begun.wait()
@@ -402,11 +401,11 @@ class Compiler:
         self.compiled: list[str] = []
         self.begun, self.release = threading.Semaphore(0), threading.Event()
 
-    def __call__(self, kind: GrammarKind, content: Any, _owner: str) -> FakeGrammar:
+    def __call__(self, kind: GrammarKind, content: Any, owner: str) -> Any:
         self.compiled.append(content)
         self.begun.release()
         assert content != "costly" or self.release.wait(60)
-        return FakeGrammar(kind, content)
+        return compile_grammar(kind, content, owner)
 
 
 @in_a_loop
@@ -420,7 +419,7 @@ async def test_costly_grammars_of_one_key_hold_up_no_other_nor_those_of_a_client
 
     def made(owner: str, grammar: str | None) -> Any:
         body = {"prompt": "a", "guided_regex": grammar}
-        return connection("POST", PATH, body, {"authorization": owner})
+        return Connection("POST", PATH, body, {"authorization": owner})
 
     async def done(owner: str, grammar: str | None) -> Reply:
         found = made(owner, grammar)

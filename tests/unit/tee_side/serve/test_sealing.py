@@ -37,12 +37,12 @@ from tests.kit.serve import (
     NOW_S,
     OUTSIDE,
     Clock,
+    Connection,
     FakeEngine,
     Reply,
     SealedRequest,
     ask,
     authorise,
-    connection,
     in_a_loop,
     sealed,
     sealing,
@@ -168,7 +168,7 @@ def test_a_request_that_was_changed_cut_or_sent_elsewhere_is_refused() -> None:
     for number, (asked, data, path) in enumerate(_changed()):
         # As proxies send it: in one piece, or the head first.
         for chunk in (2**30, 100):
-            to = connection("POST", path, data, OUTSIDE, chunk)
+            to = Connection("POST", path, data, OUTSIDE, chunk)
             reply = asyncio.run(send(sealing(app), to))
             if reply.headers["content-type"] == CONTENT_TYPE:
                 reply = asked.opened(reply)
@@ -302,7 +302,7 @@ def test_a_client_that_leaves_before_its_head_gets_nothing() -> None:
 
     asked = sealed(COMPLETIONS, HELLO)
     for size in (0, 10, len(asked.parts[0]), len(asked.parts[0]) + 20):
-        to = connection("POST", COMPLETIONS, b"".join(asked.parts)[:size], OUTSIDE)
+        to = Connection("POST", COMPLETIONS, b"".join(asked.parts)[:size], OUTSIDE)
         to._messages[-1]["more_body"] = True
         to.leave()
         asyncio.run(send(sealing(app), to))
