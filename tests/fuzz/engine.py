@@ -17,6 +17,7 @@ import re
 import resource
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ class Report:
     memory, at most.
     """
 
-    executions: dict[str, int] = field(default_factory=dict)
+    executions: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
     largest_bytes: int = 0
@@ -116,7 +117,7 @@ class Fuzzer:
         self, target: Target, seed: int, *, folder: Path = CORPUS, timed: bool = True
     ) -> None:
         self.target, self._timed = target, timed
-        self.report = Report({target.name: 0})
+        self.report = Report()
         # One case for each outcome, and those of them that ended in a result.
         self.kept: dict[str, Case] = {}
         self.good: dict[str, Case] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
@@ -35,27 +35,15 @@ def _same_size(mutator: Mutator, case: Case, other: Case) -> Case:
     return (data[: len(case[0])].ljust(len(case[0]), b"\0") if mutator.chance(0.9) else data,)
 
 
-class _AnySignature:
-    """A key for which every signature is right, and its own certificate."""
-
-    key_size = 4096
-
-    def verify(self, *_arguments: object) -> None:
-        """Accept it."""
-
-    def public_key(self) -> _AnySignature:
-        """Return the key."""
-        return self
-
-
-RSAPublicKey.register(_AnySignature)
+# A key for which every signature is right, and its own certificate.
+_ANY = Mock(spec=RSAPublicKey, key_size=4096, verify=lambda *_: None)
+_ANY.public_key = lambda: _ANY
 _signed_body = amd_certificates._signed_body
 _report = cache(lambda *which: SnpReport.parse(make_report(*which)))
 
 
 def _unverified(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[bytes, bytes]:
-    by: Any = _AnySignature() if name == "leaf" else issuer
-    return _signed_body(name, encoded, by)
+    return _signed_body(name, encoded, _ANY if name == "leaf" else issuer)
 
 
 def _leaf(case: Case) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -49,8 +50,7 @@ def _work(task: tuple[str, int, int]) -> tuple[str, Report, dict[str, Case]]:
 
 def merge(total: Report, found: Report) -> None:
     """Add one report to another."""
-    for name, count in found.executions.items():
-        total.executions[name] = total.executions.get(name, 0) + count
+    total.executions += found.executions
     known = set(map(kind_of, total.findings))
     total.findings += [finding for finding in found.findings if kind_of(finding) not in known]
     for field in ("slowest_s", "largest_bytes", "peak_bytes"):
@@ -84,16 +84,13 @@ def fuzz(
             target.keep([case for case in new.values() if case not in seeds])
 
 
-def read_executions() -> dict[str, int]:
+def read_executions() -> Counter[str]:
     """Return how often each target was executed by all full runs together."""
-    counts: dict[str, int] = json.loads(EXECUTIONS.read_text(encoding="utf-8"))
-    return counts
+    return Counter(json.loads(EXECUTIONS.read_text(encoding="utf-8")))
 
 
 def count_executions(report: Report) -> int:
     """Add a run to the count, and return the sum of all."""
-    counts = read_executions()
-    for name, count in report.executions.items():
-        counts[name] = counts.get(name, 0) + count
+    counts = read_executions() + report.executions
     EXECUTIONS.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return sum(counts.values())

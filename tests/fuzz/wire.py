@@ -15,21 +15,14 @@ from typing import Any
 
 import torch
 
-from gpu_side.encoding import (
-    MAX_REQUEST_FRAMES,
-    Form,
-    RequestReader,
-    encode_reply,
-    open_request,
-    read_request,
-)
+from gpu_side.encoding import MAX_REQUEST_FRAMES, Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.session_settings import SessionSettings
 from gpu_side.weights import load_weights
 from protocol.encoding import MAX_REPLY_FRAMES, decode_reply, encode_request, reply_template
 from protocol.errors import ErrorCode, ModelMismatchError, ProtocolError, ReplyError, ServiceError
 from protocol.memory_pool import MemoryPool
-from protocol.messages import LinearRequest, Request, TensorReply
+from protocol.messages import LinearRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest
@@ -42,7 +35,7 @@ from tests.fuzz import mutate
 from tests.fuzz.engine import Target
 from tests.fuzz.files import tiny_model
 from tests.fuzz.mutate import Case
-from tests.kit.wire import Expecting
+from tests.kit.wire import READER, Expecting, read_in_full, read_known, received, said
 
 _MAX_BYTES = 8 * 1024 * 1024
 
@@ -52,11 +45,6 @@ def _case(frames: Sequence[Buffer]) -> Case:
 
 
 # ---------------------------------------------------------------------------- messages
-
-
-def _received(case: Sequence[bytes]) -> list[Buffer]:
-    """Return frames as a transport hands them out: writable memory of their own."""
-    return [memoryview(bytearray(frame)) for frame in case]
 
 
 def _described(message: object) -> str:
@@ -71,36 +59,14 @@ def _described(message: object) -> str:
     return " ".join(said)
 
 
-def _read(frames: Sequence[Buffer]) -> tuple[Form, int, int | None, Request]:
-    opened = open_request(frames, _MAX_BYTES)
-    return opened.form, opened.request_id, opened.timeout_ms, read_request(opened)
-
-
-# One for all executions, as one service has for all its clients.
-_reader = RequestReader(_MAX_BYTES, lambda request: lambda _: (request, None))
-
-
-def _read_known(frames: Sequence[Buffer]) -> tuple[Form, int, int | None, Request]:
-    opened = _reader.open(frames)
-    return opened.form, opened.request_id, opened.timeout_ms, _reader.read(opened)[0]
-
-
-def _said(decode: Callable[[Sequence[Buffer]], object], case: Case) -> tuple[object, ...]:
-    try:
-        found = decode(_received(case))
-    except ProtocolError as error:
-        return type(error), str(error), error.code
-    return found, repr(found)
-
-
 def request(case: Case) -> str:
     """Read a request in full, by what is remembered of its header, and as it is encoded again."""
-    known = len(case) > 1 and _reader.open(_received(case)).known is not None
-    if _said(_read_known, case) != _said(_read, case):
+    known = len(case) > 1 and READER.open(received(case)).known is not None
+    if said(read_known, case) != said(read_in_full, case):
         raise ValueError("not the same when its header is remembered")
-    form, request_id, timeout_ms, message = _read(_received(case))
+    form, request_id, timeout_ms, message = read_in_full(case)
     if form is Form.FRAMED:
-        again = _read(encode_request(message, request_id, timeout_ms or 0))
+        again = read_in_full(encode_request(message, request_id, timeout_ms or 0))
         if again != (form, request_id, timeout_ms, message):
             raise ValueError("another request when it is encoded again")
     return f"{form.value} {_described(message)}" + " known" * known
@@ -114,7 +80,7 @@ def _expecting() -> list[Expecting]:
         layer_idx=0, module_names=("o_proj",), hidden_states=WireTensor("float32", (1,), b"")
     )
     for case in REPLY.seeds():
-        result = decode_reply(_received(case))
+        result = decode_reply(received(case))
         if isinstance(result.response, TensorReply):
             output = result.response.output
             prepared = PreparedRequest(nothing, output.shape, output.dtype)
@@ -128,12 +94,12 @@ def reply(case: Case) -> str:
     """Read a reply in full, as one that is expected, and as it is encoded again."""
     taken = False
     for expecting in _expecting():
-        frames = [memoryview(bytearray(frame)) for frame in case]
+        frames = received(case)
         expected = expecting.expected(frames)
         taken |= expected is not None
         if expected is not None and repr(expected) != repr(decode_reply(frames)):
             raise ValueError("not the same when it is expected")
-    found = decode_reply(_received(case))
+    found = decode_reply(received(case))
     result = found.error if found.response is None else found.response
     if result is None or (found.response is not None and found.error is not None):
         raise ValueError("a reply that is not exactly one of result and error")
@@ -249,7 +215,7 @@ def _check() -> ServiceCheck:
 
 def handshake(case: Case) -> str:
     """Compare what a service says of itself with the model, as a runner does."""
-    found = decode_reply(_received(case))
+    found = decode_reply(received(case))
     if found.response is None:
         raise ServiceError("Init", code=found.error or ErrorCode.INTERNAL)
     _check().verify("ipc://service", found.response)
@@ -258,7 +224,7 @@ def handshake(case: Case) -> str:
 
 def operators(case: Case) -> str:
     """Compute what a request asks for, as a service does."""
-    message: Any = read_request(open_request(_received(case), _MAX_BYTES))
+    message: Any = read_in_full(case)[-1]
     if message.method == "Health":
         return "Health"  # the loop's own
     with torch.inference_mode():

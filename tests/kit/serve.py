@@ -15,7 +15,7 @@ import torch
 from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 
-from protocol.errors import PromptError
+from protocol.errors import EndpointError, PromptError
 from protocol.model.config import read_config
 from tee_side.engine.background import State
 from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
@@ -30,6 +30,7 @@ from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import GrammarKind, ServedModel, Serving
 from tsqp.cli.program import model_directory
 
+GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 SAID = "The cat sat on the mat, and looked at a bird."
 
 
@@ -340,6 +341,10 @@ def chat(engine: FakeEngine | None = None, **body: Any) -> Reply:
     return call(serving(engine), "POST", "/v1/chat/completions", {"messages": messages} | body)
 
 
+def embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
+    return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
+
+
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
     def run(*fixtures: Any, **more: Any) -> None:
@@ -368,8 +373,8 @@ def engine_stats(**changed: float | None) -> EngineStats:
 class Clock:
     """Seconds that pass when the test says so."""
 
-    def __init__(self) -> None:
-        self.now_s = 1000.0
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
 
     def __call__(self) -> float:
         return self.now_s

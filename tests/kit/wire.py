@@ -20,14 +20,14 @@ import msgpack
 import torch
 import zmq
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.stream_listener import StreamListener
 from protocol.encoding import Reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.liveness import PROBE
-from protocol.messages import InitRequest, SegmentRequest, TensorReply
+from protocol.messages import InitRequest, Request, SegmentRequest, TensorReply
 from protocol.pending import Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
 from protocol.stream_wire import to_pieces
@@ -136,6 +136,40 @@ def not_refused(
             if found is not code or "canary" in said:
                 wrong.append(f"{path} {value!r}: got {found} ({said}), expected {code}")
     return wrong
+
+
+# One for all tests, as one service has for all its clients.
+READER = RequestReader(8 * 2**20, lambda request: lambda _: (request, None))
+Read: TypeAlias = tuple[Form, int, int | None, Request]
+
+
+def received(frames: Sequence[Buffer]) -> list[Buffer]:
+    """Return frames as a transport hands them out: writable memory of their own."""
+    return [memoryview(bytearray(frame)) for frame in frames]
+
+
+def read_in_full(frames: Sequence[Buffer]) -> Read:
+    """Read a request, and nothing of it by what is remembered of its header."""
+    opened = open_request(received(frames), 8 * 2**20)
+    return opened.form, opened.request_id, opened.timeout_ms, read_request(opened)
+
+
+def read_known(frames: Sequence[Buffer]) -> Read:
+    opened = READER.open(received(frames))
+    return opened.form, opened.request_id, opened.timeout_ms, READER.read(opened)[0]
+
+
+def said(
+    decode: Callable[[Sequence[Buffer]], tuple[Any, ...]], frames: Sequence[Buffer]
+) -> tuple[object, ...]:
+    """Return all that could be seen of how a message is decoded."""
+    try:
+        found = decode(frames)
+    except ProtocolError as error:
+        answered = getattr(error, "form", None), getattr(error, "request_id", None)
+        return type(error), str(error), ErrorCode(error.code), *answered
+    # repr, for equal values of unequal types; the fields that were set, which == leaves out.
+    return found, repr(found), getattr(found[-1], "model_fields_set", None)
 
 
 LARGE = 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from itertools import product, repeat
 from typing import Any, get_args
 
 import msgpack
@@ -11,16 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
-from gpu_side.encoding import (
-    EnvelopeError,
-    Form,
-    RequestReader,
-    encode_reply,
-    open_request,
-    read_request,
-)
+from gpu_side.encoding import Form, encode_reply
 from protocol.encoding import MAX_REPLY_HEADER_BYTES, Reply, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -43,9 +36,10 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor
+from tests.fuzz.mutate import Mutator, parts
 from tests.kit.rows import each_row
+from tests.kit.wire import inline, read_in_full, read_known, received, said
 
-MAX_BYTES = 2**24
 BOMB_BYTES = 3 * 1024 * 1024
 MEMORY_BYTES = 64 * 1024 * 1024
 
@@ -57,19 +51,6 @@ noisy = settings(common, max_examples=100)
 floats = st.sampled_from(["float32", "float16", "bfloat16"])
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 ids = st.integers(1, 2**63 - 1)
-# What a peer could put anywhere in a map.
-junk = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**64 - 1),
-    st.floats(),
-    st.text(max_size=20),
-    st.binary(max_size=40),
-    st.lists(st.integers(-2, 9), max_size=5),
-    st.dictionaries(st.sampled_from(["frame", "dtype", "shape", "x"]), st.integers(-1, 5)),
-    st.dictionaries(st.binary(max_size=3), st.none(), max_size=2),
-    st.lists(st.lists(st.integers(-(2**63), 2**64 - 1), max_size=1), max_size=2),
-)
 
 
 @st.composite
@@ -130,15 +111,6 @@ timings = st.none() | st.builds(
 )
 
 
-def _as_received(frames: list[Buffer]) -> list[Buffer]:
-    """What ZeroMQ hands over: writable memory of its own."""
-    return [memoryview(bytearray(frame)) for frame in frames]
-
-
-def _read(frames: list[Buffer]) -> Request:
-    return read_request(open_request(frames, MAX_BYTES))
-
-
 @common
 @given(
     message=requests,
@@ -149,13 +121,11 @@ def _read(frames: list[Buffer]) -> Request:
 def test_a_request_is_read_as_it_was_written(
     message: Request, request_id: int, timeout_ms: int, prefix: str
 ) -> None:
-    opened = open_request(_as_received(encode_request(message, request_id, timeout_ms)), MAX_BYTES)
-    assert (opened.form, opened.method) == (Form.FRAMED, message.method)
-    assert (opened.request_id, opened.timeout_ms) == (request_id, timeout_ms)
-    assert read_request(opened) == message
+    found = read_in_full(encode_request(message, request_id, timeout_ms))
+    assert found == (Form.FRAMED, request_id, timeout_ms, message)
     if isinstance(message, MatmulRequest) and message.a.dtype != message.b.dtype:
         return  # inline, one dtype field stands for both
-    assert _read([msgpack.packb(_inline(message, prefix), use_bin_type=True)]) == message
+    assert read_in_full([_inline(message, prefix)])[-1] == message
 
 
 @common
@@ -164,12 +134,11 @@ def test_a_reply_is_read_as_it_was_written(
     result: tuple[str, Response | ErrorCode], request_id: int, timing: Timing | None
 ) -> None:
     method, value = result
-    reply = decode_reply(_as_received(encode_reply(Form.FRAMED, request_id, method, value, timing)))
+    reply = decode_reply(received(encode_reply(Form.FRAMED, request_id, method, value, timing)))
     failed = isinstance(value, ErrorCode)
     expected = (None, value) if failed else (value, None)
     assert reply == Reply(request_id, method, *expected, timing)
-    (inline,) = encode_reply(Form.INLINE, 0, method, value)
-    found = msgpack.unpackb(inline)
+    found = msgpack.unpackb(*encode_reply(Form.INLINE, 0, method, value))
     if isinstance(value, ErrorCode):
         assert found == {"status": "error", "error": value.value}
     elif isinstance(value, TensorReply):
@@ -180,7 +149,7 @@ def test_a_reply_is_read_as_it_was_written(
         }
 
 
-def _inline(message: Request, prefix: str) -> dict[str, Any]:
+def _inline(message: Request, prefix: str) -> bytes:
     """Lay a request out by hand, as wire.md has it."""
     body: dict[str, Any] = {}
     for name in type(message).model_fields:
@@ -198,44 +167,7 @@ def _inline(message: Request, prefix: str) -> dict[str, Any]:
             body[name] = prefix + value
         elif (name, value) != ("bias", True):  # true where it is left out
             body[name] = value
-    return {"method": message.method, "request": body}
-
-
-def _flipped(frames: list[Buffer], data: st.DataObject) -> list[Buffer]:
-    """Overwrite, cut or extend a few bytes, drop or repeat a frame."""
-    changed = [bytearray(frame) for frame in frames]
-    for _ in range(data.draw(st.integers(1, 3))):
-        frame = changed[data.draw(st.integers(0, len(changed) - 1))]
-        place = data.draw(st.integers(0, max(0, len(frame) - 1)))
-        kind = data.draw(st.sampled_from(["write", "cut", "insert", "drop", "repeat"]))
-        if kind == "write" and frame:
-            frame[place] = data.draw(st.integers(0, 255))
-        elif kind == "cut":
-            del frame[place:]
-        elif kind == "insert":
-            frame[place:place] = data.draw(st.binary(min_size=1, max_size=8))
-        elif kind == "drop" and len(changed) > 1:
-            changed.pop()
-        elif kind == "repeat":
-            changed.append(bytearray(frame))
-    return list(changed)
-
-
-def _tampered(message: dict[Any, Any], data: st.DataObject) -> dict[Any, Any]:
-    """Replace, add or remove one entry, at any depth."""
-    target = message
-    while True:
-        inner = sorted(str(key) for key, value in target.items() if isinstance(value, dict))
-        step = data.draw(st.sampled_from([None, *inner]))
-        if step is None:
-            break
-        target = target[step]
-    key = data.draw(st.sampled_from([*sorted(map(str, target)), "extra", b"bytes"]))
-    if data.draw(st.booleans()):
-        target.pop(key, None)
-    else:
-        target[key] = data.draw(junk)
-    return message
+    return inline(message.method, body)
 
 
 BOMBS = {
@@ -273,44 +205,13 @@ def _peak_bytes(decode: Callable[[list[Buffer]], object], data: bytes) -> int:
 
 @each_row("name", list(BOMBS))
 def test_bomb_is_refused_in_little_memory(name: str) -> None:
-    assert _peak_bytes(_read, BOMBS[name]) < MEMORY_BYTES
+    assert _peak_bytes(read_in_full, BOMBS[name]) < MEMORY_BYTES
     reply = BOMBS[name][:MAX_REPLY_HEADER_BYTES]
     assert _peak_bytes(decode_reply, reply) < MEMORY_BYTES
 
 
-# One for all examples, as one service has for all its clients.
-_reader = RequestReader(MAX_BYTES, lambda request: lambda _: (request, None))
-
 # Around every bound that a number of a header has.
-numbers = st.sampled_from(
-    [0, 1, 2, MAX_TIMEOUT_MS, MAX_TIMEOUT_MS + 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
-) | st.integers(0, 2**64 - 1)
-
-
-def _said(decode: Callable[[list[Buffer]], Any], frames: list[Buffer]) -> tuple[object, ...]:
-    """What a decoder says of a message: all that anybody could see of it."""
-    try:
-        decoded = decode(frames)
-    except ProtocolError as error:
-        said: tuple[object, ...] = (type(error), str(error), ErrorCode(error.code))
-        if isinstance(error, EnvelopeError):
-            said += (error.form, error.request_id)
-        return said
-    message = decoded[-1]
-    # repr, for equal values of unequal types; the fields that were set, which == leaves out.
-    seen = message.model_fields_set if isinstance(message, BaseModel) else None
-    return decoded, repr(decoded), seen
-
-
-def _in_full(frames: list[Buffer]) -> tuple[object, ...]:
-    opened = open_request(frames, MAX_BYTES)
-    return opened.form, opened.request_id, opened.timeout_ms, opened.method, read_request(opened)
-
-
-def _as_known(frames: list[Buffer]) -> tuple[object, ...]:
-    opened = _reader.open(frames)
-    request, _ = _reader.read(opened)
-    return opened.form, opened.request_id, opened.timeout_ms, opened.method, request
+BORDERS = (0, 1, 2, MAX_TIMEOUT_MS, MAX_TIMEOUT_MS + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 @noisy
@@ -319,34 +220,27 @@ def _as_known(frames: list[Buffer]) -> tuple[object, ...]:
     result=results,
     prefix=st.sampled_from(["", "torch."]),
     noise=st.lists(st.binary(max_size=200), max_size=6),
-    numbers=st.tuples(numbers, numbers),
-    data=st.data(),
+    mutator=st.builds(Mutator, st.integers(0, 2**32 - 1)),
 )
 def test_noise_damage_and_what_is_tampered_with_is_valid_or_refused_known_or_not(
     message: Request,
     result: tuple[str, Response | ErrorCode],
     prefix: str,
-    noise: list[bytes],
-    numbers: tuple[int, int],
-    data: st.DataObject,
+    noise: list[Buffer],
+    mutator: Mutator,
 ) -> None:
     request, reply = encode_request(message, 1, 1000), encode_reply(Form.FRAMED, 1, *result)
-    inline: list[Buffer] = [msgpack.packb(_tampered(_inline(message, prefix), data))]
+    good = [tuple(map(bytes, one)) for one in (request, reply, [_inline(message, prefix)])]
     header, *frames = request
-    more = [
-        request,
-        encode_request(message, *numbers),
-        [header, *data.draw(st.permutations(frames))],
-    ]
-    for good in (request, reply):
-        header, *frames = good
-        tampered = msgpack.packb(_tampered(msgpack.unpackb(header), data))
-        for wrong in (list(noise), _flipped(good, data), [tampered, *frames], inline, *more):
-            received = _as_received(wrong)
-            as_reply = _said(lambda frames: (decode_reply(frames),), list(received))
-            in_full = _said(_in_full, list(received))
-            for said in (as_reply, in_full):
-                assert isinstance(said[0], tuple) or len(str(said[1])) < 8192
-            # What is remembered outlives the example. Twice: the first may be what is remembered.
-            assert _said(_as_known, list(received)) == in_full
-            assert _said(_as_known, list(received)) == in_full
+    wrong = [noise, request, [header, *mutator.sample(frames, len(frames))]]
+    numbers = (*zip(BORDERS, repeat(1)), *zip(repeat(1), BORDERS))
+    wrong += [encode_request(message, *pair) for pair in numbers]
+    for case, other in product(good, good):
+        wrong += [parts(mutator, case, other), [mutator.structured(case[0]), *case[1:]]]
+    for one in wrong:
+        in_full = said(read_in_full, one)
+        for told in (in_full, said(lambda frames: decode_reply(received(frames)), one)):
+            assert isinstance(told[0], tuple) or len(str(told[1])) < 8192
+        # What is remembered outlives the example. Twice: the first may be what is remembered.
+        assert said(read_known, one) == in_full
+        assert said(read_known, one) == in_full

@@ -8,23 +8,18 @@ import json
 import math
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protocol.errors import EndpointError
 from tee_side.attest.receipts import Receipt, verify
 from tee_side.engine.request import Logprob
-from tee_side.serve.audit_log import AuditLog, AuditReader, open_log
-from tee_side.serve.limits import Limits
-from tee_side.serve.metrics import Metrics
 from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Serving
-from tee_side.serve.watch import Watch
 from tests.kit.rows import each_row
 from tests.kit.serve import (
+    GONE,
     SAID,
     FakeEngine,
     FakeWatch,
@@ -32,7 +27,7 @@ from tests.kit.serve import (
     call,
     chat,
     complete,
-    engine_stats,
+    embed,
     logprob,
     model,
     serving,
@@ -47,15 +42,9 @@ def _ids(text: str) -> list[int]:
     return tokenizer().encode(text)[1:]
 
 
-def _streamed(engine: FakeEngine | None = None, **body: Any) -> list[Any]:
-    reply = complete(engine, stream=True, **body)
-    assert reply.status == 200, reply.text
-    events = reply.events()
-    assert events.pop() == "[DONE]"
-    return events
-
-
-def _joined(events: list[Any]) -> list[dict[str, Any]]:
+def _joined(reply: Reply) -> list[dict[str, Any]]:
+    *events, done = reply.events()
+    assert done == "[DONE]"
     found: dict[int, dict[str, Any]] = {}
     for part in (part for event in events for part in event["choices"]):
         whole = found.setdefault(part["index"], {**part, "text": "", "logprobs": None})
@@ -123,7 +112,7 @@ def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) 
 )
 def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
     whole = complete(FakeEngine(says=_ids(MIXED)), **body).json()["choices"]
-    assert _joined(_streamed(FakeEngine(says=_ids(MIXED)), **body)) == whole
+    assert _joined(complete(FakeEngine(says=_ids(MIXED)), stream=True, **body)) == whole
     assert [choice["index"] for choice in whole] == [*range(len(whole))]
     assert {choice["finish_reason"] for choice in whole} == {
         "length" if "max_tokens" in body else "stop"
@@ -144,7 +133,7 @@ def test_text_offset_is_the_text_in_front_of_a_token_and_equal_streamed_or_not()
     for stop in (None, " a dog", "cat"):
         body = {"logprobs": 1, "stop": stop}
         whole = complete(FakeEngine(says=ids), **body).json()["choices"][0]["logprobs"]
-        (parts,) = _joined(_streamed(FakeEngine(says=ids), **body))
+        (parts,) = _joined(complete(FakeEngine(says=ids), stream=True, **body))
         assert whole["text_offset"] == parts["logprobs"]["text_offset"] == expected
 
 
@@ -189,14 +178,10 @@ def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() 
     assert (found["tokens"], found["token_logprobs"]) == (names[:1], [-9999.0])
 
 
-def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
-    return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
-
-
 def test_each_input_has_a_vector_of_length_one() -> None:
     for given, count in ((["Hello", "a"], 2), ([5, 6], 1), ([[5], [6, 7], [8]], 3)):
         engine = FakeEngine()
-        body = _embed(engine, input=given).json()
+        body = embed(engine, input=given).json()
         assert [item["index"] for item in body["data"]] == list(range(count))
         for item, request in zip(body["data"], engine.requests, strict=True):
             assert (request.max_new_tokens, request.pooling) == (0, "last")
@@ -205,11 +190,11 @@ def test_each_input_has_a_vector_of_length_one() -> None:
             assert item["embedding"] == pytest.approx(expected)
         tokens = sum(len(request.prompt_ids) for request in engine.requests)
         assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    numbers = _embed().json()["data"][0]["embedding"]
-    text = _embed(encoding_format="base64").json()["data"][0]["embedding"]
+    numbers = embed().json()["data"][0]["embedding"]
+    text = embed(encoding_format="base64").json()["data"][0]["embedding"]
     assert list(struct.unpack("<3f", base64.b64decode(text))) == numbers
     engine = FakeEngine()
-    _embed(engine, pooling="mean")
+    embed(engine, pooling="mean")
     assert engine.requests[0].pooling == "mean"
 
 
@@ -263,8 +248,6 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()
 MODEL, POLICY, NOW = b"m" * 32, b"p" * 32, 1_764_000_000
 COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-MESSAGES = [{"role": "user", "content": "Hello"}]
-GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 DONE = b"data: [DONE]\n\n"
 LINE = b": tsqp-receipt "
 
@@ -272,7 +255,7 @@ LINE = b": tsqp-receipt "
 ASKED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ["Hello", "a cat", "b"], "n": 2, "logprobs": 1}),
     (COMPLETIONS, {"prompt": "Hello", "stream_options": {"include_usage": True}}),
-    (CHATS, {"messages": MESSAGES, "n": 2, "logprobs": True, "stop": "cat"}),
+    (CHATS, {"messages": CHAT, "n": 2, "logprobs": True, "stop": "cat"}),
     (EMBEDDINGS, {"input": ["Hello", "a cat"], "encoding_format": "base64"}),
 ]
 FORMS = [(path, body, False) for path, body in ASKED if "stream_options" not in body]
@@ -282,10 +265,6 @@ FORMS += [(path, body, True) for path, body in ASKED if path != EMBEDDINGS]
 def signing(engine: FakeEngine | None = None, **changes: Any) -> Serving:
     chain = ReceiptChain(KEY, MODEL, POLICY, lambda: NOW)
     return serving(engine, **({"receipts": chain} | changes))
-
-
-def post(served: Serving, path: str, body: dict[str, Any], **more: Any) -> Reply:
-    return call(served, "POST", path, body, **more)
 
 
 def split(reply: Reply) -> tuple[bytes, bytes]:
@@ -315,14 +294,16 @@ def test_a_receipt_is_of_the_bytes_that_were_sent_and_received(
     # With blanks that another writer of JSON would not have.
     content = json.dumps(body | {"stream": stream} if path != EMBEDDINGS else body, indent=3)
     sent, kind = f"\n {content} \n".encode(), {"content-type": "application/json"}
+    watch = FakeWatch()
     plain, reply = (
-        call(served, "POST", path, sent, kind, chunk=7) for served in (serving(), signing())
+        call(make(watch=watch), "POST", path, sent, kind, chunk=7) for make in (serving, signing)
     )
     answer, signed = split(reply)
     found = verify(signed, PUBLIC)
     assert (found.request, found.response) == (sha256(sent), sha256(answer))
     assert (found.model, found.policy, found.time) == (MODEL, POLICY, NOW)
     assert (found.sequence, found.previous) == (0, bytes(32))
+    assert watch.receipts == [None, sha256(signed)]
     assert ("tsqp-receipt" in reply.headers) is not stream
     # Where the server signs none there is none.
     assert "tsqp-receipt" not in str(plain.headers) + plain.text
@@ -336,23 +317,23 @@ def test_a_receipt_is_of_the_bytes_that_were_sent_and_received(
 def test_counts_and_sampling_are_told_as_the_answer_has_them() -> None:
     body = {"prompt": [[5, 6], [7]], "n": 2, "max_tokens": 3}
     for served, counts in ((signing(), (3, 12)), (signing(round_usage=10), (10, 20))):
-        reply = post(served, COMPLETIONS, body)
+        reply = call(served, "POST", COMPLETIONS, body)
         usage, found = reply.json()["usage"], receipt_of(reply)
         assert (found.prompt_tokens, found.completion_tokens) == counts
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == counts
     body = {"prompt": [5], "top_k": -1, "top_p": 0.5, "n": 2, "seed": 9, "max_tokens": 10**6}
-    found = receipt_of(post(signing(), COMPLETIONS, body | {"logit_bias": {"7": 1}}))
+    found = receipt_of(call(signing(), "POST", COMPLETIONS, body | {"logit_bias": {"7": 1}}))
     unused = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     used = {"temperature": 1.0, "top_k": 0, "top_p": 0.5, "repetition_penalty": 1.0}
     assert found.sampling == unused | used | {"n": 2, "max_tokens": 511, "logit_bias": 1}
     assert found.seed == 9
-    assert receipt_of(post(signing(), EMBEDDINGS, {"input": "a"})).sampling == {}
+    assert receipt_of(call(signing(), "POST", EMBEDDINGS, {"input": "a"})).sampling == {}
 
 
 def test_a_stream_that_breaks_off_with_an_error_has_one_for_what_it_says() -> None:
     watch = FakeWatch()
     served = signing(FakeEngine(error=GONE, fail_after=2), watch=watch)
-    reply = post(served, COMPLETIONS, {"prompt": [5, 6], "stream": True})
+    reply = call(served, "POST", COMPLETIONS, {"prompt": [5, 6], "stream": True})
     answer, signed = split(reply)
     found = verify(signed, PUBLIC)
     assert b'data: {"error"' in answer.split(b"\n\n")[-2]
@@ -365,27 +346,12 @@ def test_what_is_refused_or_asks_nothing_of_the_model_has_none_and_leaves_no_gap
     stream: bool,
 ) -> None:
     served = signing(FakeEngine(error=GONE))
-    reply = post(served, COMPLETIONS, {"prompt": [5], "stream": stream})
+    reply = call(served, "POST", COMPLETIONS, {"prompt": [5], "stream": stream})
     assert reply.status == 503
     assert "tsqp-receipt" not in str(reply.headers) + reply.text
     mended = replace(served, engine=FakeEngine())
-    assert receipt_of(post(mended, COMPLETIONS, {"prompt": [5]})).sequence == 0
-    assert "tsqp-receipt" not in post(signing(), "/tokenize", {"prompt": "a"}).headers
-
-
-def test_the_log_has_the_digest_of_each_receipt(tmp_path: Path) -> None:
-    with AuditLog(tmp_path / "audit.log", bytes(32)) as audit:
-        watch = Watch(Limits(lambda _: None), Metrics("demo", engine_stats), audit, "shielded")
-        served, body = signing(watch=watch), {"prompt": [5]}
-        signed = [
-            split(post(served, COMPLETIONS, body | {"stream": stream}))[1]
-            for stream in (False, True)
-        ]
-        post(serving(watch=watch), COMPLETIONS, body)
-    with open_log(tmp_path / "audit.log") as file:
-        records = list(AuditReader(file, bytes(32), "log"))
-    assert [record.get("receipt") for record in records] == [*map(sha256, signed), None]
-    assert "receipt" not in records[-1]
+    assert receipt_of(call(mended, "POST", COMPLETIONS, {"prompt": [5]})).sequence == 0
+    assert "tsqp-receipt" not in call(signing(), "POST", "/tokenize", {"prompt": "a"}).headers
 
 
 def test_a_model_that_writes_a_receipt_writes_text() -> None:
@@ -393,6 +359,6 @@ def test_a_model_that_writes_a_receipt_writes_text() -> None:
     said = f"\n\n{LINE.decode()}QUJD\n\ndata: [DONE]\n\n"
     engine = FakeEngine(says=tokenizer().encode(said)[1:])
     body = {"prompt": said, "echo": True, "stream": True}
-    answer, signed = split(post(signing(engine), COMPLETIONS, body))
+    answer, signed = split(call(signing(engine), "POST", COMPLETIONS, body))
     assert verify(signed, PUBLIC).response == sha256(answer)
     assert answer.count(b"\n") == 2 * answer.count(b"data: {")

@@ -9,8 +9,8 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -50,6 +50,7 @@ from tests.kit.serve import (
     call,
     chat,
     complete,
+    embed,
     in_a_loop,
     model,
     serving,
@@ -57,10 +58,6 @@ from tests.kit.serve import (
 from tsqp.client.attested_tls import read_answer
 
 Ask = Callable[..., Reply]
-
-
-def embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
-    return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
 
 
 # Clients' own; none changes an answer.
@@ -407,14 +404,10 @@ def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:
 def test_a_caller_beyond_its_limits_is_429_before_its_prompt_is_tokenized(
     path: str, body: dict[str, Any]
 ) -> None:
-    def never(*_: object, **__: object) -> NoReturn:
-        raise AssertionError
-
     full = RateLimitError("API key alice", got="1", expected="0", after_s=2.5, headers={"x-a": "b"})
     watch = FakeWatch(full=full)
     served = serving(watch=watch, authorise=authorise)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tokenizer, "encode", never)
+    with patch.object(Tokenizer, "encode", side_effect=AssertionError):
         reply = call(served, "POST", path, body, {"authorization": "Bearer right"})
     assert (reply.status, reply.error()["code"]) == (429, "rate_limit_exceeded")
     assert (reply.headers["retry-after"], reply.headers["x-a"]) == ("3", "b")
@@ -453,8 +446,7 @@ def test_evidence_is_of_the_nonce_and_not_asked_for_too_often() -> None:
         assert (status, error.headers) == (429, {"retry-after": "1"})
     # Why the hardware gives none is for us alone.
     made, why = identity(), EvidenceError("tdx", got="Seekrit", expected="a quote")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made, "state", Mock(side_effect=why))
+    with patch.object(made, "state", side_effect=why):
         status, error = _refusal(Attestation(made, clock))
     assert (status, "Seekrit" in str(error.body)) == (503, False)
 
@@ -465,12 +457,7 @@ async def test_while_16_wait_for_the_hardware_none_more_does(
 ) -> None:
     made, release = identity(), threading.Event()
     state = made.state
-
-    def slow(nonce: bytes) -> Any:
-        assert release.wait(60)
-        return state(nonce)
-
-    monkeypatch.setattr(made, "state", slow)
+    monkeypatch.setattr(made, "state", lambda nonce: release.wait(60) and state(nonce))
     attestation = Attestation(made, Clock())
     waiting = [asyncio.create_task(_asked(attestation)) for _ in range(16)]
     await asyncio.sleep(0)  # the turn in which they begin

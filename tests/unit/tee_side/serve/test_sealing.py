@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.codec import pack
-from protocol.errors import EndpointError, ProtocolError
+from protocol.errors import ProtocolError
 from tee_side.serve import sealing as module
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
@@ -33,7 +32,9 @@ from tee_side.serve.sealed_bodies import (
 from tee_side.serve.sealing import WINDOW_S, Sealing
 from tests.kit.rows import each_row
 from tests.kit.serve import (
+    GONE,
     JSON,
+    KEY,
     NOW_S,
     OUTSIDE,
     Clock,
@@ -51,7 +52,6 @@ from tests.kit.serve import (
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 HELLO = json.dumps({"prompt": "Hello"}).encode()
 BEARER = {"authorization": b"Bearer right"}
 HYBRID = HpkeKey()
@@ -129,6 +129,10 @@ def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> No
     assert (seen[0]["method"], seen[0]["path"], seen[0]["extensions"]) == ("PUT", "/health", {})
 
 
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+
 def _head(**fields: Any) -> bytes:
     return pack({"time": NOW_S, "method": "POST", "headers": JSON} | fields)
 
@@ -150,7 +154,7 @@ def _changed() -> Iterator[tuple[SealedRequest, bytes, str]]:
     parts = asked.parts
     data = b"".join(parts)
     for at in range(0, len(data), 16):
-        yield asked, data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], COMPLETIONS
+        yield asked, flipped(data, at), COMPLETIONS
         yield asked, data[:at], COMPLETIONS
     # A request is for its path and its server alone, and no part of another.
     other = sealed(COMPLETIONS, HELLO)
@@ -249,8 +253,7 @@ def test_a_request_is_of_now(app: Any) -> None:
 
 def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any) -> None:
     for ahead in (-WINDOW_S, WINDOW_S):
-        now = Clock()
-        now.now_s = float(NOW_S)
+        now = Clock(NOW_S)
         by = sealing(app, clock=now)
         asked = sealed(COMPLETIONS, HELLO, time=NOW_S + ahead)
         assert answer(by, asked).status == 200
@@ -269,8 +272,7 @@ def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any)
 
 def test_a_full_memory_forgets_nothing(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
-    now = Clock()
-    now.now_s = float(NOW_S)
+    now = Clock(NOW_S)
     by = sealing(app, clock=now)
     asked = [sealed(COMPLETIONS, HELLO, time=NOW_S + at) for at in range(3)]
     assert [answer(by, one).status for one in asked] == [200] * 3
@@ -317,11 +319,6 @@ MORE = 5 + 16
 PIECES = [b"head", b"", b"Once upon a time", b"x" * 40]
 
 
-@cache
-def key(hybrid: bool) -> HpkeKey:
-    return HpkeKey(hybrid=hybrid)
-
-
 def sealer(name: str = "request", salt: bytes = SALT, secret: bytes = SECRET) -> Direction:
     return Direction(name.encode(), salt, secret)  # type: ignore[arg-type]
 
@@ -329,10 +326,6 @@ def sealer(name: str = "request", salt: bytes = SALT, secret: bytes = SECRET) ->
 def chunks_of(pieces: list[bytes]) -> list[bytes]:
     sealing = sealer()
     return [sealing.seal(piece, final=at + 1 == len(pieces)) for at, piece in enumerate(pieces)]
-
-
-def flipped(data: bytes, at: int, bit: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
 def opening(data: bytes, by: Direction, step: int) -> Iterator[bytes]:
@@ -362,7 +355,7 @@ def refused(data: bytes, step: int = 2**30) -> str:
 def test_a_secret_opens_as_it_is_by_its_key_and_at_its_target_alone(
     hybrid: bool, suite: str, public: int, sealed: int
 ) -> None:
-    mine = key(hybrid)
+    mine = HYBRID if hybrid else KEY
     assert (mine.suite, len(mine.public), mine.sealed_bytes) == (suite, public, sealed)
     secret, front = seal_secret(mine.suite, mine.public, TARGET)
     assert (len(secret), len(front)) == (KEY_BYTES, sealed)
@@ -373,7 +366,7 @@ def test_a_secret_opens_as_it_is_by_its_key_and_at_its_target_alone(
     others = [(HpkeKey(hybrid=hybrid), front, TARGET)]
     others += [(mine, front, target) for target in (b"", b"/v1/chat/completions")]
     fronts = [front[:-1], front + b"\0", bytes(len(front))]
-    fronts += [flipped(front, at, at % 8) for at in range(0, len(front), 7)]
+    fronts += [flipped(front, at) for at in range(0, len(front), 7)]
     for by, data, target in [*others, *((mine, one, TARGET) for one in fronts)]:
         with pytest.raises(ProtocolError, match="another key, purpose or content"):
             open_secret(by, data, target)
@@ -383,10 +376,10 @@ def test_a_secret_opens_as_it_is_by_its_key_and_at_its_target_alone(
     "suite, public",
     [
         ("x25519", bytes(32)),  # of small order: no secret comes of it
-        ("x25519", key(True).public),
-        ("mlkem768-x25519", key(True).public + b"x"),
+        ("x25519", HYBRID.public),
+        ("mlkem768-x25519", HYBRID.public + b"x"),
         ("mlkem768-x25519", b"\xff" * 1216),
-        ("mlkem768-x25519", key(True).public[:-32] + bytes(32)),
+        ("mlkem768-x25519", HYBRID.public[:-32] + bytes(32)),
     ],
     ids=str,
 )
@@ -415,7 +408,7 @@ def test_a_body_that_was_changed_cut_or_put_in_another_order_is_refused() -> Non
     one, two, three, last = parts = chunks_of(PIECES)
     sealed = b"".join(parts)
     for at in range(len(sealed)):
-        refused(flipped(sealed, at, at % 8))
+        refused(flipped(sealed, at))
         for step in (2**30, 7):
             assert "an early end" in refused(sealed[:at], step)
     other = sealer(secret=b"o" * 32).seal(b"head")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import Metric
@@ -78,10 +79,10 @@ def test_an_answer(world: World) -> None:
     for seconds, count in ((1.5, 1), (0.25, 1), (0.25, 3)):
         world.clock.wait(seconds)
         one.token(count)
-    one.end("length", 10, 5)
+    one.end("length", 10, 5, receipt=KEY)
     said = {"key": "alice", "policy": "shielded", "outcome": "ok"}
     counts = {"prompt_tokens": 10, "completion_tokens": 5, "duration_s": 2.5}
-    assert world.records() == [said | counts]
+    assert world.records() == [said | counts | {"receipt": KEY}]
     assert world.told() == {
         "length": 1,
         "time_to_first_token_seconds_count": 1,
@@ -105,7 +106,9 @@ def test_an_end_counts_once_and_no_text_of_it_is_in_the_log(world: World) -> Non
         one.end("length", 1, 1)
         world.clock.wait(60)
     recorded = ["ok", "cancelled", "PadsExhaustedError", *["error"] * 4]
-    assert [record["outcome"] for record in world.records()] == recorded
+    records = world.records()
+    assert [record["outcome"] for record in records] == recorded
+    assert not any("receipt" in record for record in records)
     counted = {name: n for name, n in world.told().items() if name in FINISHED_REASONS}
     assert counted == {"stop": 1, "abort": 1, "error": 5}
 
@@ -185,17 +188,18 @@ def test_pads_made_per_second_of_the_last_minute() -> None:
 
 
 class Keyed:
-    """Keys whose limits the test changes, and a clock that it moves."""
+    """A key whose limits the test changes, and a clock that it moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
         self.clock, self.keys = Clock(), dict[str, ApiKey]()
         self.limits = Limits(self.keys.get, self.clock)
+        self.key(**limits)
 
-    def key(self, name: str = "alice", **limits: int) -> None:
-        self.keys[name] = ApiKey(name=name, sha256="0" * 64, **limits)
+    def key(self, **limits: int) -> None:
+        self.keys["alice"] = ApiKey(name="alice", sha256="0" * 64, **limits)
 
-    def begin(self, tokens: int = 1, owner: str = "alice", prompt: int = 0) -> Admission:
-        return self.limits.begin(owner, prompt, tokens)
+    def begin(self, tokens: int = 1, prompt: int = 0) -> Admission:
+        return self.limits.begin("alice", prompt, tokens)
 
     def refused(self, tokens: int = 1, prompt: int = 0) -> RateLimitError:
         before = self.limits.running("alice"), self.limits.headers("alice")
@@ -208,13 +212,8 @@ class Keyed:
         return int(self.limits.headers("alice")[f"x-ratelimit-remaining-{what}"])
 
 
-@pytest.fixture
-def keyed() -> Keyed:
-    return Keyed()
-
-
-def test_requests_a_minute_refill_steadily(keyed: Keyed) -> None:
-    keyed.key(requests_per_minute=6)
+def test_requests_a_minute_refill_steadily() -> None:
+    keyed = Keyed(requests_per_minute=6)
     for _ in range(6):
         keyed.begin().end(2)
     refused = keyed.refused()
@@ -231,8 +230,8 @@ def test_requests_a_minute_refill_steadily(keyed: Keyed) -> None:
     keyed.refused()
 
 
-def test_tokens_are_reserved_and_settled(keyed: Keyed) -> None:
-    keyed.key(tokens_per_minute=600)
+def test_tokens_are_reserved_and_settled() -> None:
+    keyed = Keyed(tokens_per_minute=600)
     first = keyed.begin(400, prompt=100)
     assert keyed.left() == 100
     refused = keyed.refused(200)
@@ -245,8 +244,8 @@ def test_tokens_are_reserved_and_settled(keyed: Keyed) -> None:
     assert keyed.refused(0).retry_after_s == 30
 
 
-def test_what_can_never_fit_is_not_to_be_retried(keyed: Keyed) -> None:
-    keyed.key(tokens_per_minute=100, max_tokens=60)
+def test_what_can_never_fit_is_not_to_be_retried() -> None:
+    keyed = Keyed(tokens_per_minute=100, max_tokens=60)
     for refused, got in (
         (keyed.refused(61), "got 61, expected at most 60 (max_tokens)"),
         (keyed.refused(60, prompt=50), "got no room for 110, expected at most 100 (tokens a"),
@@ -256,8 +255,8 @@ def test_what_can_never_fit_is_not_to_be_retried(keyed: Keyed) -> None:
         assert "retry-after" not in refused.headers
 
 
-def test_concurrent_requests(keyed: Keyed) -> None:
-    keyed.key(concurrent=2)
+def test_concurrent_requests() -> None:
+    keyed = Keyed(concurrent=2)
     held = [keyed.begin() for _ in range(2)]
     refused = keyed.refused()
     assert (refused.retryable, refused.headers) == (True, {"retry-after": "1"})
@@ -267,8 +266,8 @@ def test_concurrent_requests(keyed: Keyed) -> None:
     keyed.refused()
 
 
-def test_what_a_key_took_outlives_a_change_of_its_limits(keyed: Keyed) -> None:
-    keyed.key(requests_per_minute=10, tokens_per_minute=100, concurrent=2)
+def test_what_a_key_took_outlives_a_change_of_its_limits() -> None:
+    keyed = Keyed(requests_per_minute=10, tokens_per_minute=100, concurrent=2)
     held = [keyed.begin(30), keyed.begin(30)]
     keyed.key(requests_per_minute=3, tokens_per_minute=70, concurrent=3)
     assert (keyed.left("requests"), keyed.left()) == (1, 10)
@@ -317,15 +316,11 @@ def test_a_key_is_found_with_its_limits(keys: ApiKeys) -> None:
 def test_every_entry_is_compared_whichever_it_is(
     keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared, compare = [], hmac.compare_digest
-
-    def counted(a: str, b: str) -> bool:
-        compared.append(b)
-        return compare(a, b)
-
-    monkeypatch.setattr(hmac, "compare_digest", counted)
+    compare = Mock(wraps=hmac.compare_digest)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     for key in (ALICE, BOB, "tsqp-nobody"):
         keys.find(f"Bearer {key}")
+    compared = [call.args[1] for call in compare.call_args_list]
     assert compared == [hash_of(ALICE), hash_of(BOB)] * 3
 
 
