@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
 
-from tests.kit.service import Service, running_service
+from protocol.model.files import use_seal
+from tests.kit.service import Service, call, running_service
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")
@@ -19,6 +22,25 @@ def demo_service() -> Iterator[Service]:
     """A gpu-service process on loopback."""
     with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as service:
         yield service
+
+
+class Sealed(NamedTuple):
+    """The demo model, sealed."""
+
+    directory: Path
+    key: Path
+    digest: str
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sealed]:
+    root = tmp_path_factory.mktemp("sealed")
+    key, directory = root / "model.key", root / "sealed"
+    assert call("tsqp", "seal", "new-key", str(key)).returncode == 0
+    done = call("tsqp", "seal", "demo", "--to", str(key), "-o", str(directory))
+    assert done.returncode == 0, done.stderr
+    yield Sealed(directory, key, done.stdout.split()[-1])
+    use_seal(directory, None)
 
 
 @pytest.fixture(scope="session")

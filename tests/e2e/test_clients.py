@@ -6,7 +6,7 @@ import json
 import signal
 import ssl
 from contextlib import closing
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -24,7 +24,7 @@ PROMPT = "Once upon a time"
 CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 OPTIONS: Any = {"model": "demo", "seed": 7, "max_tokens": 24}
 # Answers that outlast what a test does meanwhile.
-LONG: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "n": 16}
+LONG = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "n": 16, "stream": True}
 
 
 def client_of(server: Server, key: str = "unused", **options: Any) -> openai.OpenAI:
@@ -43,23 +43,17 @@ def test_a_shielded_server_says_what_generate_says_whole_and_streamed(tmp_path: 
             (answer,) = client.completions.create(
                 prompt=PROMPT, temperature=0.8, top_p=0.9, logprobs=0, **OPTIONS
             ).choices
-            _is_the_same_streamed(client)
+            whole = client.chat.completions.create(messages=CHAT, **OPTIONS)
+            streamed = {"stream": True, "stream_options": {"include_usage": True}, **OPTIONS}
+            chunks = list(client.chat.completions.create(messages=CHAT, **streamed))
     names = TokenNames(Tokenizer(model_directory("demo")))
     assert answer.logprobs is not None
     assert answer.logprobs.tokens == [json.loads(names.of(at)[0]) for at in wanted["token_ids"]]
     assert answer.text == wanted["text"]
-
-
-def _is_the_same_streamed(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(messages=CHAT, **OPTIONS)
     text, usage = whole.choices[0].message.content, whole.usage
     assert text
     assert usage is not None
     assert (whole.choices[0].finish_reason, usage.completion_tokens) == ("length", 24)
-    stream = client.chat.completions.create(
-        messages=CHAT, stream=True, stream_options={"include_usage": True}, **OPTIONS
-    )
-    chunks = list(stream)
     assert len(chunks) > 20
     pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
     assert "".join(pieces) == text
@@ -111,16 +105,6 @@ def test_every_option_of_answers_reaches_the_server(tmp_path: Path) -> None:
     assert 3 in counts
 
 
-def begin_stream(server: Server, key: str = "") -> tuple[HTTPConnection, HTTPResponse]:
-    """Ask for an answer that takes long, and return when its first event is here."""
-    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=60)
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": True}), headers)
-    reply = connection.getresponse()
-    assert reply.readline().startswith(b"data: {")
-    return connection, reply
-
-
 def new_key(name: str, *limits: str) -> tuple[str, str]:
     """Return a key and its entry."""
     made = call("tsqp", "api-key", name, *limits)
@@ -166,8 +150,12 @@ def test_keys_limits_signals_and_the_audit_log(tmp_path: Path) -> None:
         until(lambda: "api_keys_unchanged" in server.process.stderr.readline())
         assert _is_let_in(server, carol)
 
-        connection, reply = begin_stream(server, bob)
-        with closing(connection), closing(reply):
+        # An answer that takes long, of which the first event is here.
+        connection = HTTPConnection(server.address.removeprefix("http://"), timeout=60)
+        headers = {"content-type": "application/json", "authorization": f"Bearer {bob}"}
+        connection.request("POST", "/v1/completions", json.dumps(LONG), headers)
+        with closing(connection), closing(connection.getresponse()) as reply:
+            assert reply.readline().startswith(b"data: {")
             assert server.stop() == 128 + signal.SIGTERM
             # After some seconds of grace what still runs is cut off, and told so.
             assert '"code":"failed"' in reply.read().decode().split("\n\n")[-2]

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -112,16 +112,6 @@ class Guest:
         self._console.close()
 
 
-@contextmanager
-def guest(image: Path, tools: Path, folder: Path, *devices: str | Path) -> Iterator[Guest]:
-    """Start an image, and end it."""
-    running = Guest(image, tools, folder, *devices)
-    try:
-        yield running
-    finally:
-        running.close()
-
-
 def _configure(image: Path, *words: str, digest: str | None = None) -> None:
     pinned = () if digest is None else ("--manifest-digest", digest)
     done = run("tsqp", "image", "configure", str(image), *pinned, "--", *words)
@@ -148,7 +138,7 @@ def test_a_shielded_run_in_the_guest_says_what_one_outside_says(
             "tcp": f"tcp://10.0.2.2:{port}",
         }[link]
         _configure(image, *shielded, there)
-        with guest(image, tools, folder, *words) as running:
+        with closing(Guest(image, tools, folder, *words)) as running:
             said = running.until("Power down")
         found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert found, said
@@ -175,7 +165,8 @@ def test_clients_verify_a_guest_and_no_other_one(
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     address = f"https://127.0.0.1:{port}"
-    with guest(image, tools, folder, "--disk", disk, "--publish", f"127.0.0.1:{port}") as running:
+    devices = ("--disk", disk, "--publish", f"127.0.0.1:{port}")
+    with closing(Guest(image, tools, folder, *devices)) as running:
         said = running.until("ready: ")
         claims = dict(re.findall(r"(\w+) ([0-9a-f]{64})", said))
         assert claims["model"] == digest

@@ -15,27 +15,21 @@ PACKAGES = ("protocol", "tee_side", "gpu_side", "tsqp")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel of a copy of the tree, made without a network."""
-    source = tmp_path_factory.mktemp("source")
+@pytest.mark.slow
+def test_a_wheel_holds_the_packages_with_their_data(tmp_path: Path) -> None:
+    # Of a copy of the tree, made without a network.
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, tmp_path)
     for name in (*PACKAGES, "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, ignore=_LEFT_OUT)
-    (source / "tests").mkdir()
-    (source / "tests" / "__init__.py").touch()
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=_LEFT_OUT)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
-    options = ["--no-build-isolation", "--wheel-dir", str(source / "wheels"), str(source)]
+    options = ["--no-build-isolation", "--wheel-dir", str(tmp_path / "wheels"), str(tmp_path)]
     done = subprocess.run([*pip, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = (source / "wheels").glob("*.whl")
-    return zipfile.ZipFile(path)
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_the_packages_with_their_data(wheel: zipfile.ZipFile) -> None:
-    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES

@@ -7,13 +7,14 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 import openai
 import pytest
 
 from protocol.model.files import use_seal
+from tests.e2e.conftest import Sealed
 from tests.e2e.test_bad_input import refused
 from tests.kit.evidence import policy_text
 from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, call, running_server
@@ -22,27 +23,12 @@ from tsqp.client import connect
 WAIT_S = 60
 
 
-class Sealed(NamedTuple):
-    """The demo model, sealed. `options`: of a server that has it, but for its key."""
-
-    directory: Path
-    key: Path
-    manifest: Path
-    model: str
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return (*TEE_ONLY, "--attest", "simulated", "--manifest", str(self.manifest))
-
-
-@pytest.fixture(scope="module")
-def sealed(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
-    root = tmp_path_factory.mktemp("sealed")
-    key, directory, manifest = root / "model.key", root / "sealed", root / "manifest.json"
-    made = call("tsqp", "manifest", "demo", "-o", str(manifest))
-    for arguments in (("new-key", str(key)), ("demo", "--to", str(key), "-o", str(directory))):
-        assert call("tsqp", "seal", *arguments).returncode == 0
-    return Sealed(directory, key, manifest, made.stdout.split()[-1])
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[str, ...]:
+    """Those of a server that has the sealed model, but for its key; a manifest's path ends them."""
+    manifest = str(tmp_path / "manifest.json")
+    assert call("tsqp", "manifest", "demo", "-o", manifest).returncode == 0
+    return (*TEE_ONLY, "--attest", "simulated", "--manifest", manifest)
 
 
 def written(path: Path, digests: dict[str, str]) -> Path:
@@ -67,17 +53,18 @@ def serving_keys(sealed: Sealed, policy: Path) -> Iterator[tuple[str, Forked]]:
 
 
 def test_a_model_opens_for_what_the_key_server_s_policy_names(
-    sealed: Sealed, tmp_path: Path
+    sealed: Sealed, options: tuple[str, ...], tmp_path: Path
 ) -> None:
+    model = sha256(Path(options[-1]).read_bytes()).hexdigest()
     anything = {"model": "00" * 32, "policy": "00" * 32, "settings": "00" * 32}
     policy = written(tmp_path / "other.toml", anything)
     with serving_keys(sealed, policy) as (url, key_server):
-        arguments = (*("serve", str(sealed.directory)), *sealed.options, "--seal-key-server", url)
+        arguments = ("serve", str(sealed.directory), *options, "--seal-key-server", url)
         process = Forked("tee-runner", arguments, ENVIRONMENT)
         _, said = process.communicate(WAIT_S)
         assert process.returncode == 2
         assert f"{url}: got a refusal: the step 'model' failed, expected a key" in said
-        assert f"refused: model: got {sealed.model}, expected {'00' * 32}" in (
+        assert f"refused: model: got {model}, expected {'00' * 32}" in (
             key_server.stderr.readline()
         )
         key_server.send_signal(signal.SIGTERM)
@@ -85,10 +72,10 @@ def test_a_model_opens_for_what_the_key_server_s_policy_names(
     # What an operator reads off, and writes into the policy.
     digests = dict(re.findall(r"(\w+) ([0-9a-f]{64})", said))
     assert digests.keys() == anything.keys()
-    assert digests["model"] == sealed.model
+    assert digests["model"] == model
     policy = written(tmp_path / "appraisal.toml", digests)
     with serving_keys(sealed, policy) as (url, key_server):
-        given = (*sealed.options, "--seal-key-server", url)
+        given = (*options, "--seal-key-server", url)
         with running_server(*given, model=str(sealed.directory)) as server:
             assert "released to simulated: model " in key_server.stderr.readline()
             # Clients are told the very digests.
@@ -103,21 +90,21 @@ def test_a_model_opens_for_what_the_key_server_s_policy_names(
             assert reply.choices[0].text
 
 
-def test_what_is_refused(sealed: Sealed, tmp_path: Path) -> None:
+def test_what_is_refused(sealed: Sealed, options: tuple[str, ...], tmp_path: Path) -> None:
     directory, config = tmp_path / "sealed", tmp_path / "settings.toml"
     shutil.copytree(sealed.directory, directory)
-    shutil.copyfile(sealed.manifest, directory / "manifest.json")
+    shutil.copy(options[-1], directory)
     config.write_text('seal-key-server = "http://127.0.0.1:9"\n')
     server, inside = ("--seal-key-server", "http://127.0.0.1:9"), str(directory / "manifest.json")
     before = signal.getsignal(signal.SIGHUP)
     for arguments, said in (
         ((*TEE_ONLY, *server), "--seal-key-server: got no --attest, expected --attest: a key"),
-        ((*sealed.options[:-2], *server), "--attest: got no --manifest"),
-        ((*sealed.options[:-1], inside, *server), f"--manifest: got a file in {directory}, with"),
-        ((*sealed.options, *server, "--seal-key", str(sealed.key)), "of the seal: got 2 options"),
-        ((*sealed.options, *server[:1], "https://a"), "--seal-key-server: got another form"),
+        ((*options[:-2], *server), "--attest: got no --manifest"),
+        ((*options[:-1], inside, *server), f"--manifest: got a file in {directory}, with"),
+        ((*options, *server, "--seal-key", str(sealed.key)), "of the seal: got 2 options"),
+        ((*options, *server[:1], "https://a"), "--seal-key-server: got another form"),
         # A settings file may say it, where the manifest pins that file.
-        ((*sealed.options, "--config", str(config)), " does not pin"),
+        ((*options, "--config", str(config)), " does not pin"),
     ):
         result = call("tee-runner", "serve", str(directory), *arguments)
         # It says what it tells a key server, before it asks.

@@ -9,38 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from protocol.model.files import use_seal
+from tests.e2e.conftest import Sealed
 from tests.e2e.test_bad_input import refused
 from tests.kit.service import call
 
 PROMPT = ("--policy", "tee-only", "--prompt", "Once upon a time", "--max-new-tokens", "8", "--json")
-
-
-class Sealed(NamedTuple):
-    """The demo model, sealed."""
-
-    directory: Path
-    key: Path
-    digest: str
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return ("--seal-key", str(self.key), "--seal-digest", self.digest)
-
-
-@pytest.fixture(scope="module")
-def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sealed]:
-    root = tmp_path_factory.mktemp("sealed")
-    key, directory = root / "model.key", root / "sealed"
-    assert call("tsqp", "seal", "new-key", str(key)).returncode == 0
-    done = call("tsqp", "seal", "demo", "--to", str(key), "-o", str(directory))
-    assert done.returncode == 0, done.stderr
-    yield Sealed(directory, key, done.stdout.split()[-1])
-    use_seal(directory, None)
 
 
 def generated(*arguments: str, **environment: str) -> list[int]:
@@ -79,8 +56,9 @@ def test_the_same_tokens_and_no_file_is_written(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in sealed.directory.rglob("*")}
+    opened = ("--seal-key", str(sealed.key), "--seal-digest", sealed.digest)
     with noted() as written:
-        assert generated(str(sealed.directory), *sealed.options) == tokens
+        assert generated(str(sealed.directory), *opened) == tokens
     assert not [path for path in written if _is_file(path)]
     assert list(tmp_path.rglob("*")) == []
     assert before == {path: path.stat().st_mtime_ns for path in sealed.directory.rglob("*")}

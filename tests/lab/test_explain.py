@@ -13,7 +13,7 @@ from protocol.errors import SettingsError
 from protocol.messages import Timing
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS, PHASES, Operator, Phase
-from tests.kit.model import Models, assemble, token_ids, with_results
+from tests.kit.model import Models, assemble, finish, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
@@ -74,8 +74,7 @@ def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
     tee = assemble(directory, "tsqp")
     engine = tee.engine(step_tokens=8)
     engine.add(token_ids(PROMPT), max_new_tokens=1, eos_token_ids=frozenset())
-    while engine.running:
-        engine.step()
+    finish(engine)
     assert tee.channel is not None
     headers = Headers(first_request_id=1, timing=LOOPBACK_TIMING)
     found = _explain(directory, "tsqp", prompt_tokens=PROMPT, step_tokens=8, headers=headers)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from unittest import mock
 
 import pytest
 import torch
 
-from protocol.channel import Exchange, Traffic
+from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, SettingsError
-from protocol.messages import InitRequest, LMHeadRequest, Request, TensorReply, Timing
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
 from tsqp.lab import link as link_module
@@ -37,28 +38,14 @@ class Clock:
         self.now_ns = max(self.now_ns, deadline_ns)
 
 
-class Instant:
-    """A channel whose replies are there at once, of the size that the test says."""
-
-    endpoint = "instant"
-    timing: Timing | None = None
-    elapsed_ns = 1000
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-        self._sent_ns: dict[int, int] = {}
-
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        self._sent_ns[len(self._sent_ns) + 1] = time.perf_counter_ns()
-        return len(self._sent_ns)
-
-    def wait(self, request_id: int) -> Exchange:
-        sent_ns = self._sent_ns[request_id]
-        elapsed_ns, timing = self.elapsed_ns, self.timing
-        return Exchange(REPLY, 10, 1000, 1, elapsed_ns, 3, timing, sent_ns, self.endpoint)
-
-    def abandon(self, request_id: int) -> None:
-        """Do nothing."""
+def instant(timing: Timing | None = None, elapsed_ns: int = 1000) -> mock.Mock:
+    """Return a channel whose replies are there at once. A request's number is when it was sent."""
+    made = mock.Mock(endpoint="instant")
+    made.submit = lambda _request, timeout_s=None: time.perf_counter_ns()
+    made.wait = lambda sent_ns: Exchange(
+        REPLY, 10, 1000, 1, elapsed_ns, 3, timing, sent_ns, "instant"
+    )
+    return made
 
 
 @pytest.fixture
@@ -85,9 +72,7 @@ def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None
 def test_a_reply_comes_when_the_link_has_carried_it(
     clock: Clock, link: Link, timing: Timing | None, elapsed_ns: int, expected_ns: int
 ) -> None:
-    inner = Instant()
-    inner.timing, inner.elapsed_ns = timing, elapsed_ns
-    channel = ModelledLink(inner, link)
+    channel = ModelledLink(instant(timing, elapsed_ns), link)
     exchange = channel.wait(channel.submit(MEGABYTE))
     assert expected_ns <= exchange.elapsed_ns < expected_ns + 100
     assert clock.now_ns >= exchange.sent_ns + expected_ns * (link.gbps is not None)
@@ -96,8 +81,7 @@ def test_a_reply_comes_when_the_link_has_carried_it(
 
 
 def test_requests_and_replies_queue_behind_each_other(clock: Clock) -> None:
-    inner = Instant()
-    channel = ModelledLink(inner, Link(8.0, 100.0))
+    channel = ModelledLink(instant(), Link(8.0, 100.0))
     size = 1_000_000 + HEADER
     first, second = channel.submit(MEGABYTE), channel.submit(MEGABYTE)
     began_ns = channel.wait(first).sent_ns
@@ -108,7 +92,7 @@ def test_requests_and_replies_queue_behind_each_other(clock: Clock) -> None:
 
 
 def test_deadline_holds_over_the_link(clock: Clock) -> None:
-    channel = ModelledLink(Instant(), Link(None, 3e6), timeout_s=1.0)
+    channel = ModelledLink(instant(), Link(None, 3e6), timeout_s=1.0)
     began_ns = clock.now_ns
     with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 1 s over a modelled"):
         channel.call(InitRequest())

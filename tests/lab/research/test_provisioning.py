@@ -40,7 +40,6 @@ from tsqp.lab.research.segment_permutation import SegmentPermutation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
 MASKS = [FeaturePermutation(), FeatureRotation(block=20)]
-IDS = [mask.name for mask in MASKS]
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def _served(source: Path, mask: Any, server: Path) -> tuple[Provisioned, dict[st
     return made, found
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=IDS)
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
     saved_model: Models, out: Path, mask: FeatureMask
 ) -> None:
@@ -253,12 +252,6 @@ def _key(**changes: Any) -> FeatureKey:
     return FeatureKey.bind(**{**fields, **changes})
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    _key().save(tmp_path / "key")
-    return tmp_path / "key"
-
-
 def _refusal(path: Path) -> FeatureKeyError:
     with pytest.raises(FeatureKeyError) as caught:
         FeatureKey.load(path)
@@ -303,8 +296,10 @@ def test_a_saved_key_is_read_back_by_its_owner_alone(tmp_path: Path, umask: int)
     ],
 )
 def test_a_changed_key_is_refused_by_the_field_that_does_not_fit(
-    path: Path, changes: dict[str, Any], where: str
+    tmp_path: Path, changes: dict[str, Any], where: str
 ) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
     path.write_text(json.dumps({**_key().model_dump(mode="json"), **changes}))
     error = _refusal(path)
     if where != "provision_id":
@@ -315,33 +310,23 @@ def test_a_changed_key_is_refused_by_the_field_that_does_not_fit(
     assert error.got == changes.get("provision_id", _key().provision_id)
 
 
-def _key_of(directory: Path, **changes: Any) -> FeatureKey:
-    config, checkpoint = read_config(directory), Checkpoint(directory)
-    digests = {
-        "model_digest": model_digest(config, checkpoint),
-        "linear_digest": linear_digest(config, checkpoint),
-    }
-    return _key(**{**digests, **changes})
-
-
-def _check(key: FeatureKey, directory: Path, mask: FeatureMask = MASK) -> None:
-    key.check(read_config(directory), Checkpoint(directory), mask)
-
-
 def test_the_key_of_other_weights_or_of_another_mask_is_refused_with_both(
     saved_model: Models,
 ) -> None:
     own = saved_model().directory
-    _check(_key_of(own), own)
-    for field in ("model_digest", "linear_digest"):
+    config, checkpoint = given = read_config(own), Checkpoint(own)
+    digests = {"model_digest": model_digest(*given), "linear_digest": linear_digest(*given)}
+    key = _key(**digests)
+    key.check(config, checkpoint, MASK)
+    for field, digest in digests.items():
         with pytest.raises(FeatureKeyError, match=field) as caught:
-            _check(_key_of(own, **{field: OTHER}), own)
+            _key(**digests | {field: OTHER}).check(config, checkpoint, MASK)
         assert caught.value.got == OTHER
-        assert getattr(_key_of(own), field) in caught.value.expected
+        assert digest in caught.value.expected
     for mask in (FeatureRotation(block=8), FeaturePermutation(block=16)):
         with pytest.raises(FeatureKeyError) as caught:
-            _check(_key_of(own), own, mask)
+            key.check(config, checkpoint, mask)
         assert caught.value.got.startswith("feature-rotation block=16")
         assert caught.value.expected.startswith(f"{mask.name} block={mask.block}")
         with pytest.raises(FeatureKeyError):
-            _key_of(own).transforms(mask, read_config(own), [])
+            key.transforms(mask, config, [])

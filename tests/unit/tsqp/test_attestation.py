@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import httpx2
 import pynvml
@@ -25,7 +26,6 @@ from zmq.utils import z85
 from protocol.codec import pack
 from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError, SettingsError
-from protocol.model.manifest import Manifest
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, Purpose, report_data
 from tee_side.attest.evidence import Evidence
@@ -53,13 +53,7 @@ from tsqp.gpu_evidence import ask_gpus
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease
 from tsqp.manifest import make_manifest
-from tsqp.seal_keys import State
 from tsqp.service_attestation import attested_service
-
-
-@pytest.fixture(scope="module")
-def manifest() -> Manifest:
-    return make_manifest(model_directory("demo"))
 
 
 def usual() -> dict[str, Any]:
@@ -73,13 +67,14 @@ def claims(loaded: Loaded, **changes: Any) -> Claims:
 
 
 @pytest.fixture(scope="module")
-def loaded(manifest: Manifest) -> Loaded:
-    return Loaded(manifest, load_policy("tee-only"), None)
+def loaded() -> Loaded:
+    return Loaded(make_manifest(model_directory("demo")), load_policy("tee-only"), None)
 
 
-def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded, manifest: Manifest) -> None:
+def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded) -> None:
     found = claims(loaded)
-    assert found.model == hashlib.sha256(manifest.to_bytes()).digest()
+    assert loaded.manifest is not None
+    assert found.model == hashlib.sha256(loaded.manifest.to_bytes()).digest()
     assert found.policy.hex() == policy_digest(loaded.policy)
     assert found.settings == settings_digest(usual())
     other = replace(loaded, policy=load_policy("shielded"))
@@ -160,26 +155,29 @@ def test_the_key_of_a_connection_is_not_on_a_disk(loaded: Loaded) -> None:
         assert not Path(name).exists()
 
 
-def test_a_key_server_is_told_what_clients_are(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def server(url: str, state: State) -> bytes:
-        said[url] = state(bytes(32), key)
-        return b"the key"
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """A key server that asks for no proof: it is called with what makes one."""
+    made = mock.Mock(return_value=b"the key")
+    monkeypatch.setattr(attestation, "key_of_server", made)
+    return made
 
-    said: dict[str, Statement] = {}
+
+def test_a_key_server_is_told_what_clients_are(
+    loaded: Loaded, server: mock.Mock, capsys: pytest.CaptureFixture[str]
+) -> None:
     key, policy = HpkeKey(), loaded.policy
-    monkeypatch.setattr(attestation, "key_of_server", server)
     settings = usual() | {"seal_key_server": "http://a", "dtype": "float32"}
     with pytest.raises(SettingsError, match="--seal-key-server: got no --attest"):
         release_key(settings | {"attest": None}, loaded.manifest, policy, "http://a")
     with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
         release_key(settings, None, policy, "http://a")
-    assert not said
+    assert not server.called
     assert release_key(settings, loaded.manifest, policy, "http://a") == b"the key"
-    told = Claims.decode(said["http://a"].claims)
-    evidence = Evidence.decode(said["http://a"].evidence)
-    assert verify_simulated(evidence.report).report_data == report_data(said["http://a"].claims)
+    server.assert_called_once_with("http://a", mock.ANY)
+    said = server.call_args.args[1](bytes(32), key)
+    told, evidence = Claims.decode(said.claims), Evidence.decode(said.evidence)
+    assert verify_simulated(evidence.report).report_data == report_data(said.claims)
     assert (told.nonce, told.hpke_suite, told.hpke_key) == (bytes(32), key.suite, key.public)
     assert (told.purpose, told.tls_key, told.receipt_key) == ("key", NONE, None)
     own = {"purpose", "nonce", "time", "tls_key", "receipt_key", "hpke_suite", "hpke_key"}
@@ -198,14 +196,7 @@ class Programs(NamedTuple):
 
 
 @pytest.fixture
-def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-
-    def server(url: str, state: State) -> bytes:
-        asking.append(state)
-        return b"the key"
-
-    asking = list[State]()
-    monkeypatch.setattr(attestation, "key_of_server", server)
+def programs(loaded: Loaded, tmp_path: Path, server: mock.Mock) -> Programs:
     release_key(usual(), loaded.manifest, loaded.policy, "http://a")
     public = tmp_path / "service.pub"
     given = {name: usual()[name] for name in ("attest", "attest_certificate", "attest_collateral")}
@@ -214,31 +205,29 @@ def programs(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert service is not None
     state: dict[Purpose, Callable[[bytes], Statement]] = {
         "serve": identity.state,
-        "key": lambda nonce: asking[0](nonce, HpkeKey()),
+        "key": lambda nonce: server.call_args.args[1](nonce, HpkeKey()),
         "service": lambda nonce: Statement.decode(service.attest(nonce, "ab" * 32)),
     }
     return Programs(identity, ClientKeys(service.secret, public_key_of(public)), state)
 
 
 # Reads what a program of `purpose` says of itself; returns or raises why it is not accepted.
-Reader: TypeAlias = Callable[[Programs, Purpose, Path], str]
+Reader: TypeAlias = Callable[[Programs, Purpose, Path], str | None]
 DEVELOPMENT = AppraisalPolicy.development()
 
 
-def client(programs: Programs, purpose: Purpose, _: Path) -> str:
+def client(programs: Programs, purpose: Purpose, _: Path) -> None:
     with serving(programs.server, programs.state[purpose]) as server:
         prove(Address.of(server.url), AttestedContext(DEVELOPMENT))
-    return ""
 
 
-def sealed_client(programs: Programs, purpose: Purpose, _: Path) -> str:
+def sealed_client(programs: Programs, purpose: Purpose, _: Path) -> None:
     def handle(request: httpx2.Request) -> httpx2.Response:
         stated = programs.state[purpose](bytes.fromhex(request.url.params["nonce"]))
         return httpx2.Response(200, content=body_of(stated))
 
     carrier = httpx2.MockTransport(handle)
     ProvedTransport("https://example.test", DEVELOPMENT, carrier, 60.0).prove()
-    return ""
 
 
 def said_by(*arguments: object) -> str:
@@ -269,11 +258,10 @@ def key_server(programs: Programs, purpose: Purpose, _: Path) -> str:
     return "" if status == 200 else said[0]
 
 
-def runner(programs: Programs, purpose: Purpose, _: Path) -> str:
+def runner(programs: Programs, purpose: Purpose, _: Path) -> None:
     stated = programs.state[purpose](bytes(32)).encode()
     appraise = ServiceAppraisal("simulated", DEVELOPMENT)
     appraise("tcp://gpu:1", programs.service, stated, bytes(32))
-    return ""
 
 
 READERS: Mapping[Reader, Purpose] = {
@@ -289,7 +277,7 @@ def test_evidence_for_one_reader_is_none_for_another(
 ) -> None:
     for purpose in programs.state:
         try:
-            found = reader(programs, purpose, tmp_path)
+            found = reader(programs, purpose, tmp_path) or ""
         except (NotAttestedError, EvidenceError) as error:
             found = str(error)
         refusal = f"purpose: got {purpose}, expected {wanted}"

@@ -36,14 +36,6 @@ def make(model: Path, *arguments: str) -> Result:
     return CliRunner().invoke(tsqp, ["manifest", str(model), *arguments])
 
 
-def pinned(model: Path) -> list[str]:
-    """Make a manifest inside the model, and return the options that pin it."""
-    result = make(model)
-    assert result.exit_code == 0, result.output
-    digest = result.stdout.split()[-1]
-    return ["--manifest", str(model / "manifest.json"), "--manifest-digest", digest]
-
-
 def generate(model: Path, *arguments: str) -> Result:
     return CliRunner().invoke(tee_runner, ["generate", str(model), *GENERATE, *arguments])
 
@@ -84,7 +76,8 @@ def test_it_is_written_inside_the_model_and_nowhere_over_a_file(
 
 
 def test_what_differs_is_refused_by_file(model: Path, tmp_path: Path) -> None:
-    given = pinned(model)
+    digest = make(model).stdout.split()[-1]
+    given = ["--manifest", str(model / "manifest.json"), "--manifest-digest", digest]
     assert generate(model, *given).stderr == ""
     # It says what a manifest inside the model is worth without its digest.
     said = f"{given[1]} lies in the model's directory, and is taken without --manifest-digest"

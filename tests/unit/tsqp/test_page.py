@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from protocol.channel import Channel, Exchange, Traffic
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest
@@ -31,32 +31,8 @@ MINE, OTHERS = "a" * 32, "b" * 32
 DEMO = model_directory("demo")
 
 
-class Wire:
-    """A channel that answers nothing and writes down what it is asked for."""
-
-    endpoint = "wire"
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-        self.asked: list[tuple[Any, ...]] = []
-
-    def submit(self, *asked: Any) -> int:
-        self.asked.append(asked)
-        return len(self.asked)
-
-    start = submit
-
-    def wait(self, request_id: int) -> Exchange:
-        return Exchange(endpoint=str(request_id))
-
-
 def rows_of(count: int, width: int = 4) -> LinearRequest:
     return linear(torch.ones(count, width), *QKV, layer=0)
-
-
-def tapped(feed: Feed, wire: Wire | None = None) -> Channel:
-    channel: Any = Wire() if wire is None else wire
-    return feed(channel, 1.0)
 
 
 def shown(feed: Feed, page: str = MINE) -> dict[str, Any]:
@@ -66,14 +42,15 @@ def shown(feed: Feed, page: str = MINE) -> dict[str, Any]:
 
 
 def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
-    feed, wire = Feed(), Wire()
-    channel = tapped(feed, wire)
+    feed, wire = Feed(), mock.Mock()
+    channel = feed(wire, 1.0)
     payload = torch.tensor([[7, 8]], dtype=torch.int32)
     prepared = PreparedRequest(ring(payload * 0, *QKV, layer=0), (1, 6), "int32")
     with feed.answering(MINE):
-        assert channel.wait(channel.start(prepared, payload, 2.0)).endpoint == "1"
-        assert wire.asked == [(prepared, payload, 2.0)]
-        assert wire.asked[0][1] is payload
+        assert channel.wait(channel.start(prepared, payload, 2.0)) is wire.wait.return_value
+        wire.wait.assert_called_once_with(wire.start.return_value)
+        assert wire.start.call_args.args == (prepared, payload, 2.0)
+        assert wire.start.call_args.args[1] is payload
         payload.zero_()
         assert [rows.tolist() for rows in feed.inputs(MINE)] == [[[7, 8]]]
         assert shown(feed)["samples"][0]["head"] == "0700000008000000"
@@ -89,7 +66,7 @@ def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
 @pytest.mark.parametrize("other", [OTHERS, None])
 def test_what_crosses_while_others_are_answered_is_counted_and_not_shown(other: str | None) -> None:
     feed = Feed()
-    channel = tapped(feed)
+    channel = feed(mock.Mock(), 1.0)
     channel.submit(rows_of(1))  # for no answer
     with feed.answering(MINE):
         channel.submit(rows_of(1))
@@ -107,7 +84,7 @@ def test_what_crosses_while_others_are_answered_is_counted_and_not_shown(other: 
 @pytest.fixture
 def client() -> TestClient:
     feed = Feed()
-    channel = tapped(feed)
+    channel = feed(mock.Mock(), 1.0)
 
     def complete(_: HttpRequest) -> Response:
         channel.submit(rows_of(3, 192))

@@ -7,22 +7,13 @@ import sys
 import threading
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tsqp.cli import printing
 from tsqp.cli.printing import Printer
 from tsqp.cli.status import StatusLine
-
-
-class Text:
-    """Decodes token 0 to nothing, as half of a character, 9 to a command, others to letters."""
-
-    def feed(self, token_id: int) -> str:
-        return {0: "", 9: "\x1b[2J"}.get(token_id, chr(96 + token_id))
-
-    def flush(self) -> str:
-        return "."
 
 
 class Output(io.StringIO):
@@ -42,7 +33,9 @@ class Output(io.StringIO):
 
 def printer(monkeypatch: pytest.MonkeyPatch, output: Output) -> Printer:
     monkeypatch.setattr(sys, "stdout", output)
-    text: Any = Text()
+    # Token 0 is half of a character, 9 a command, others are letters.
+    text = mock.Mock(flush=lambda: ".")
+    text.feed = lambda token_id: {0: "", 9: "\x1b[2J"}.get(token_id, chr(96 + token_id))
     return Printer(text, StatusLine("tsqp", enabled=False))
 
 

@@ -14,7 +14,7 @@ import pytest
 from tsqp import end_with_parent
 from tsqp.processes import child
 
-linux_only = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a child of its parent's end"
 )
 _PARENT = """
@@ -27,7 +27,6 @@ with child([sys.executable, "-c", code], stdout=subprocess.PIPE) as (process, _)
 """
 
 
-@linux_only
 def test_a_child_ends_when_its_parent_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -42,7 +41,6 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
             os.close(descriptor)
 
 
-@linux_only
 def test_a_child_whose_parent_is_gone_ends_before_it_begins(tmp_path: Path) -> None:
     mark = tmp_path / "begun"
     command = [sys.executable, "-I", "-S", end_with_parent.__file__, "0", "touch", str(mark)]
@@ -51,7 +49,6 @@ def test_a_child_whose_parent_is_gone_ends_before_it_begins(tmp_path: Path) -> N
     assert not mark.exists()
 
 
-@linux_only
 def test_a_child_gets_no_settings_of_ours_and_what_it_is_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import click
@@ -41,10 +42,11 @@ run(command, "tee-runner")
 """
 
 
-def end_of(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
-    command = click.command()(body)
+def end_of(
+    body: Callable[[], object], capsys: pytest.CaptureFixture[str], **options: bool
+) -> tuple[object, str]:
     with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit) as ended:
-        run(command, "tsqp")
+        run(click.command()(body), "tsqp", **options)
     return ended.value.code, capsys.readouterr().err
 
 
@@ -117,26 +119,21 @@ def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
 def test_secrets_are_not_drawn_from_a_generator_without_a_seed(
     has_secrets: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unseeded(size: int, flags: int) -> bytes:
-        assert (size, flags) == (1, os.GRND_NONBLOCK)
-        raise BlockingIOError
-
     monkeypatch.setattr("tsqp.cli.program.keep_memory_private", lambda *, from_others: None)
     order: list[str] = []
     monkeypatch.setattr(resumption, "watch", lambda: order.append("watch"))
 
-    def start() -> object:
-        with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit) as ended:
-            run(click.command()(lambda: order.append("run")), "tsqp", has_secrets=has_secrets)
-        return ended.value.code
-
-    assert start() == 0
+    given: Any = (lambda: order.append("run"), capsys)
+    assert end_of(*given, has_secrets=has_secrets)[0] == 0
     assert order == (["watch", "run"] if has_secrets else ["run"])
     order.clear()
+    unseeded = mock.Mock(side_effect=BlockingIOError)
     monkeypatch.setattr(os, "getrandom", unseeded)
-    assert (start(), "run" in order) == ((2, False) if has_secrets else (0, True))
+    status, err = end_of(*given, has_secrets=has_secrets)
+    assert (status, "run" in order) == ((2, False) if has_secrets else (0, True))
+    assert unseeded.mock_calls == [mock.call(1, os.GRND_NONBLOCK)] * has_secrets
     said = "tsqp: error: the operating system's random generator: got no seed, expected"
-    assert capsys.readouterr().err.startswith(said) == has_secrets
+    assert err.startswith(said) == has_secrets
 
 
 @each_row(

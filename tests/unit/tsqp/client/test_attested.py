@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cryptography import x509
@@ -304,10 +305,6 @@ def test_the_proxy_outlives_a_lack_of_descriptors_and_of_places(
     assert said == ["not accepted: Too many open files"]
 
 
-def fail(*_: Any) -> None:
-    raise RuntimeError("a mistake")
-
-
 @each_row("lies", [True, False])
 def test_connections_are_cut_and_refused_when_the_server_proves_nothing_any_more(
     policy: AppraisalPolicy, honest: Identity, monkeypatch: pytest.MonkeyPatch, lies: bool
@@ -326,7 +323,7 @@ def test_connections_are_cut_and_refused_when_the_server_proves_nothing_any_more
         ask(near)
         begun.set()
         if not lies:
-            monkeypatch.setattr(proxy_module, "prove", fail)
+            monkeypatch.setattr(proxy_module, "prove", mock.Mock(side_effect=RuntimeError))
         assert near.recv(1000) == b""
         with connected(proxy) as late:
             late.sendall(b"GET /late" + REQUEST[4:])

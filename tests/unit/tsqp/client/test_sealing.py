@@ -51,7 +51,7 @@ class Server(httpx2.BaseTransport):
         self.key, self.inner, self.outer = key, inner, outer
         self.sent: list[httpx2.Request] = []
         self.head = RequestHead(time=0, method="NONE", headers={})
-        self.body, self.said, self.target = b"", b"", b""
+        self.body, self.target = b"", b""
         self.parts: list[bytes] = []
         self.change: Callable[[list[bytes]], list[bytes]] = list
         self.stream = Pieces([])
@@ -67,7 +67,7 @@ class Server(httpx2.BaseTransport):
         self.head, self.body = RequestHead.decode(head), b"".join(body)
         direction = Direction(b"response", SALT, secret)
         headers = {"content-type": b"text/event-stream", "location": b"/elsewhere"}
-        said = self.said or ResponseHead(status=self.inner, headers=headers).encode()
+        said = ResponseHead(status=self.inner, headers=headers).encode()
         self.parts = [SALT + direction.seal(said), *map(direction.seal, PIECES)]
         self.parts.append(direction.seal(b"", final=True))
         self.stream = Pieces(self.change(self.parts))
