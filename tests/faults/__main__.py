@@ -4,8 +4,8 @@
 
 The long run of each row is a process of its own, with all that it starts in its group. It has
 failed if it does not end well, or takes three times as long as the row says. results.json keeps
-what was found, of a row that is not run the last result. An N-th of each row is judged and not
-recorded. The exit status is 1 if a row fails.
+what was found, of a row that is not run the last result. An N-th of each row is judged alike, and
+is no result; what fuzzing finds joins the corpus. The exit status is 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 def run_apart(row: Row, share: int) -> Found:
     """Make the long run of a row, or a share of it, in a process of its own; record a whole one."""
-    began = time.monotonic()
+    began, limit = time.monotonic(), _PATIENCE * max(1, row.minutes / share)
     with tempfile.NamedTemporaryFile("r") as file:
         command = [sys.executable, "-m", "tests.faults", "--share", str(share)]
         command += ["--run", row.name, file.name]
         process = subprocess.Popen(command, env=_ENVIRONMENT, start_new_session=True)
         try:
-            status = process.wait(60 * _PATIENCE * row.minutes)
+            status = process.wait(60 * limit)
             ended = f"with {status}" if status else ""
         except subprocess.TimeoutExpired:
-            ended = f"by us, after {_PATIENCE * row.minutes:g} min"
+            ended = f"by us, after {limit:g} min"
         finally:
             with suppress(ProcessLookupError):  # none is left
                 os.killpg(process.pid, signal.SIGKILL)
@@ -63,7 +63,7 @@ def run_here(row: Row, share: int, file: Path) -> None:
     # Warnings of lost services are what these rows are about.
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    found = dataclasses.asdict(row.run(row.long // share, True))
+    found = dataclasses.asdict(row.run(max(row.short, row.long // share), True))
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -76,6 +76,8 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="only write the page from the results")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.share < 1:
+        parser.error(f"--share: got {given.share}, expected at least 1")
     if given.run:
         run_here(rows[given.run[0]], given.share, Path(given.run[1]))
         return 0

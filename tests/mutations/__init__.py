@@ -1,9 +1,8 @@
 """Mistakes made on purpose, each of which a test must notice: `python -m tests.mutations`.
 
-`mistakes/` has a file for each concern: its tests, and a row for each mistake with the test that
-notices it. A mutation replaces one piece of text, which stands in its file exactly once, in a copy
-of the tree; that test runs there, and where it notices nothing all tests of the concern. A new
-check in the code gets a row that takes it away.
+`mistakes/` has a file for each concern: its tests, and a row for each mistake with the one of them
+that must notice it. A mutation replaces one piece of text, which stands in its file exactly once,
+in a copy of the tree; that test runs there. A new check in the code gets a row that takes it away.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -142,9 +141,10 @@ class Table:
                 problems.append(f"{mutation.name}: {error}")
             except MutationError as error:
                 problems.append(str(error))
-            file, name = mutation.by.split("::")[:2]
+            file, _, name = mutation.by.removesuffix("::runTest").partition("::")
             text = path.read_text(encoding="utf-8") if (path := root / file).is_file() else ""
-            if re.search(rf"\b{name}\b", text) is None:
+            # A state machine of hypothesis is assigned.
+            if re.search(rf"^(async def |def )?{name}(\(| =)", text, re.MULTILINE) is None:
                 problems.append(f"{mutation.name}: got no {mutation.by}, which noticed it")
         for concern in self.concerns:
             try:
@@ -236,7 +236,7 @@ def try_all(
 ) -> dict[str, Result]:
     """Try mutations in `jobs` copies, after their tests passed without. Raises MutationError.
 
-    `each`: all tests of a concern say what they notice; else one that notices a mutation is enough.
+    `each`: all tests of a concern say what they notice, and not only the one that a row names.
     """
     if problems := table.problems():
         raise MutationError("\n".join(problems))
@@ -250,37 +250,37 @@ def try_all(
             stack.callback(copy.close)
             copies.put(copy)
 
-        def tests(mutation: Mutation, copy: Copy) -> Iterator[list[str]]:
-            marks = table.marks(mutation.concern)
-            if not each:
-                yield [mutation.by, *marks]
-            yield [*table.tests_of(mutation.concern, copy.root), *marks]
+        def tests(mutations: Sequence[Mutation], root: Path) -> list[str]:
+            """Return pytest's arguments for mutations of one concern."""
+            concern = mutations[0].concern
+            names = table.tests_of(concern, root) if each else sorted({m.by for m in mutations})
+            return [*names, *table.marks(concern)]
 
-        def unchanged(concern: str) -> None:
-            copy = copies.get()
-            names = {mutation.by for mutation in chosen if mutation.concern == concern}
-            result = copy.run([*sorted(names), *table.marks(concern)])
-            copies.put(copy)
+        def unchanged(mutations: Sequence[Mutation]) -> None:
+            with _taken(copies) as copy:
+                result = copy.run(tests(mutations, copy.root))
             if result.outcome == "caught":
-                raise MutationError(f"{concern}: {result.by} fails without any mutation")
+                where = mutations[0].concern
+                raise MutationError(f"{where}: {result.by} fails without any mutation")
 
         def mutated(mutation: Mutation) -> Result:
-            copy = copies.get()
-            result = Result("missed", [])
-            try:
-                for names in tests(mutation, copy):
-                    result = copy.try_mutation(mutation, names)
-                    if result.outcome == "caught":
-                        break
-            finally:
-                copies.put(copy)
-            said = (
-                f"{result.outcome}  {mutation.concern}/{mutation.name}  {' '.join(result.by[:1])}"
-            )
-            print(said, file=sys.stderr, flush=True)  # noqa: T201
+            with _taken(copies) as copy:
+                result = copy.try_mutation(mutation, tests([mutation], copy.root))
+            said = (result.outcome, f"{mutation.concern}/{mutation.name}", *result.by[:1])
+            print(*said, sep="  ", file=sys.stderr, flush=True)  # noqa: T201
             return result
 
+        of = {m.concern: [n for n in chosen if n.concern == m.concern] for m in chosen}
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(unchanged, dict.fromkeys(mutation.concern for mutation in chosen)))
+            list(pool.map(unchanged, of.values()))
             results = list(pool.map(mutated, chosen))
     return {mutation.name: result for mutation, result in zip(chosen, results, strict=True)}
+
+
+@contextmanager
+def _taken(copies: SimpleQueue[Copy]) -> Iterator[Copy]:
+    copy = copies.get()
+    try:
+        yield copy
+    finally:
+        copies.put(copy)

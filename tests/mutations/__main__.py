@@ -23,7 +23,7 @@ def main() -> int:
     missed = {name for name, result in results.items() if result.outcome == "missed"}
     print(f"{len(results) - len(missed)} of {len(results)} mutations were caught")  # noqa: T201
     for name in sorted(missed):
-        print(f"missed: {name}")  # noqa: T201
+        print(f"missed by the test that its row names: {name}")  # noqa: T201
     return 1 if missed else 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations import Mutation, MutationError, Table
+from tests.mutations import Mutation, MutationError, Result, Table, try_all
 
 
 def test_every_mutation_fits_the_tree() -> None:
@@ -27,6 +27,32 @@ def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path, text: str, ti
     # Nor the test that noticed it, if it has another name now.
     (tmp_path / "test_a.py").write_text("def test_bc(): ...")
     assert "name: got no test_a.py::test_b, which" in Table({}, [mutation]).problems(tmp_path)[1]
+
+
+class _Copy:
+    """Tests `a` fail without any mutation, and `b` notice everything."""
+
+    def __init__(self, root: Path, *_options: str) -> None:
+        self.root = root
+
+    def run(self, tests: list[str]) -> Result:
+        return Result("caught" if tests[0] == "a" else "missed", ["a"])
+
+    def try_mutation(self, _mutation: Mutation, tests: list[str]) -> Result:
+        return Result("caught" if tests[0] == "b" else "missed", [])
+
+    def close(self) -> None: ...
+
+
+def test_a_test_notices_what_it_did_not_fail_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.mutations.Copy", _Copy)
+    monkeypatch.setattr(Table, "problems", lambda _: [])
+    rows = [Mutation(by, f"of {by}", "", "", "", by) for by in "abcaa"]
+    table = Table({}, rows)
+    found = try_all(table, rows[1:3], 1, each=False)
+    assert {name: one.outcome for name, one in found.items()} == {"b": "caught", "c": "missed"}
+    with pytest.raises(MutationError, match=r"of a: \['a'\] fails without"):
+        try_all(table, rows, 1, each=False)
 
 
 def test_a_name_that_is_used_twice_is_an_error(tmp_path: Path) -> None:
