@@ -265,7 +265,10 @@ def try_all(
 
         def mutated(mutation: Mutation) -> Result:
             with _taken(copies) as copy:
-                result = copy.try_mutation(mutation, tests([mutation], copy.root))
+                try:
+                    result = copy.try_mutation(mutation, tests([mutation], copy.root))
+                except MutationError as error:  # the others are tried all the same
+                    result = Result("missed", [str(error)])
             said = (result.outcome, f"{mutation.concern}/{mutation.name}", *result.by[:1])
             print(*said, sep="  ", file=sys.stderr, flush=True)  # noqa: T201
             return result

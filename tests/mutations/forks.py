@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import sys
 import traceback
 from typing import NoReturn
@@ -21,6 +22,8 @@ for _name in ("torch", "pydantic", "zmq", "msgpack", "transformers.models.llama.
 
 # Neither of pytest's.
 _BROKEN = 70
+# A mistake that never ends may take memory all the while, up to this.
+_MOST_BYTES = 6 * 2**30
 
 
 def _run(arguments: list[str]) -> NoReturn:
@@ -45,6 +48,7 @@ def main() -> None:
             nothing = os.open(os.devnull, os.O_RDONLY)
             for number, descriptor in enumerate((nothing, file, file)):
                 os.dup2(descriptor, number)
+            resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
             # A script's own folder comes first; the tree's root is meant.
             sys.path[0] = os.getcwd()
             _run(question["arguments"])
