@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -67,10 +68,8 @@ for_many_clients = pytest.mark.parametrize(
 class Peer:
     """A service on a listener, that answers what the test tells it to."""
 
-    def __init__(self, endpoint: str, max_message_bytes: int = 2**30, spin_us: float = 0.0) -> None:
-        self.listener = open_listener(
-            endpoint, max_message_bytes=max_message_bytes, spin_us=spin_us
-        )
+    def __init__(self, endpoint: str, **settings: Any) -> None:
+        self.listener = open_listener(endpoint, **{"max_message_bytes": 2**30} | settings)
         self.endpoint = self.listener.endpoint.replace("vsock://any:", "vsock://1:")
         self.route: tuple[bytes, ...] = ()
         self._routes: dict[int, tuple[bytes, ...]] = {}

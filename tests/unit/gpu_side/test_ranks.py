@@ -204,8 +204,7 @@ def test_a_rank_that_does_not_start_or_come_ends_the_service(
     store: Any = started.job.store
     # One that is told to stop waits for no other, and that is no failure.
     ranks._stop.requested = True
-    assert not started.join()
-    assert started.failure is None
+    assert (started.join(), started.failure) == (False, None)
     ranks._stop.requested = False
     no_answer = pytest.raises(EndpointError, match="a rank: got no answer")
     with patch("gpu_side.ranks.group.JOIN_S", 0.0), no_answer:
@@ -232,13 +231,11 @@ def test_messages_between_ranks_have_any_size(
     with pytest.raises(RuntimeError, match="a rank that does not come"):
         Group(Place(1, 2), tmp_path / "store", CPU, lambda: True)
     head = Group(Place(0, 2), tmp_path / "store", CPU)
-    limit = timedelta(seconds=JOIN_S)
-    joins.assert_called_once_with(
-        "gloo", store=ANY, rank=0, world_size=2, timeout=limit, device_id=None
-    )
+    given: dict[str, Any] = {"timeout": timedelta(seconds=JOIN_S), "device_id": None}
+    joins.assert_called_once_with("gloo", store=ANY, rank=0, world_size=2, **given)
     assert joins.call_args.kwargs["store"].path == str(tmp_path / "store")
     other = Group(Place(1, 2), None, CPU)
-    joins.assert_called_with("gloo", timeout=limit, device_id=None)
+    joins.assert_called_with("gloo", **given)
     for payload in (b"", b"row", bytes(range(256)) * 100, b"row"):
         for work in head.send(b"header", payload, head.others):
             work.wait()
@@ -246,7 +243,7 @@ def test_messages_between_ranks_have_any_size(
     assert not wire
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     Group(Place(0, 2), None, CUDA)
-    joins.assert_called_with("cpu:gloo,cuda:nccl", timeout=limit, device_id=CUDA)
+    joins.assert_called_with("cpu:gloo,cuda:nccl", **given | {"device_id": CUDA})
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(SettingsError, match="got a torch without NCCL"):
         Group(Place(0, 2), None, CUDA)
