@@ -54,7 +54,7 @@ def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
     with feed.answering(MINE):
         assert channel.wait(channel.start(prepared, payload, 2.0)) is wire.wait.return_value
         wire.wait.assert_called_once_with(wire.start.return_value)
-        wire.start.assert_called_once_with(prepared, payload, 2.0)  # no copy: those have no ==
+        wire.start.assert_called_once_with(prepared, payload, 2.0)  # == of two tensors raises
         payload.zero_()
         assert [rows.tolist() for rows in feed.inputs(MINE)] == [[[7, 8]]]
         assert shown(feed)["samples"][0]["head"] == "0700000008000000"
