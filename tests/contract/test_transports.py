@@ -6,9 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -67,8 +68,8 @@ for_many_clients = pytest.mark.parametrize(
 class Peer:
     """A service on a listener, that answers what the test tells it to."""
 
-    def __init__(self, endpoint: str, max_message_bytes: int = 2**30) -> None:
-        self.listener = open_listener(endpoint, max_message_bytes=max_message_bytes, spin_us=100.0)
+    def __init__(self, endpoint: str, **settings: Any) -> None:
+        self.listener = open_listener(endpoint, **{"max_message_bytes": 2**30} | settings)
         self.endpoint = self.listener.endpoint.replace("vsock://any:", "vsock://1:")
         self.route: tuple[bytes, ...] = ()
         self._routes: dict[int, tuple[bytes, ...]] = {}
@@ -195,15 +196,19 @@ def _one_round_trip(peer: Peer, channel: Channel) -> None:
     channel.wait(request_id)
 
 
-# Around the sizes from which a transport copies less, and beyond every buffer.
+# Around the sizes from which a transport copies less, and beyond every buffer. `spin_us`: of both.
 @each_row(
     ("elements", "spin_us"),
     [*product((1, 8200, 16_350, 32_800, LARGE + 1), (0.0,)), (4000, 500.0), (LARGE, 500.0)],
 )
-def test_what_is_sent_comes_back(peer: Peer, elements: int, spin_us: float) -> None:
+def test_what_is_sent_comes_back(address: str, elements: int, spin_us: float) -> None:
     sent = torch.arange(elements, dtype=torch.float32)
     kept: list[torch.Tensor] = []
-    with _echoing(peer), _connected(peer, spin_us=spin_us) as channel:
+    with (
+        closing(Peer(address, spin_us=spin_us)) as peer,
+        _echoing(peer),
+        _connected(peer, spin_us=spin_us) as channel,
+    ):
         for count in range(1, 4):
             exchange = channel.call(LMHeadRequest(hidden_states=from_torch(sent)))
             received = _output(exchange.response)

@@ -23,10 +23,10 @@ from tsqp.client import connect
 WAIT_S = 60
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> tuple[str, ...]:
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Those of a server that has the sealed model, but for its key; a manifest's path ends them."""
-    manifest = str(tmp_path / "manifest.json")
+    manifest = str(tmp_path_factory.mktemp("manifest") / "manifest.json")
     assert call("tsqp", "manifest", "demo", "-o", manifest).returncode == 0
     return (*TEE_ONLY, "--attest", "simulated", "--manifest", manifest)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from protocol.channel import Exchange
+from protocol.channel import Channel, Exchange, Traffic
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import from_torch
@@ -38,11 +39,11 @@ class Clock:
         self.now_ns = max(self.now_ns, deadline_ns)
 
 
-def instant(timing: Timing | None = None, elapsed_ns: int = 1000) -> mock.Mock:
+def instant(timing: Timing | None = None, elapsed_ns: int = 1000) -> Any:
     """Return a channel whose replies are there at once. A request's number is when it was sent."""
-    made = mock.Mock(endpoint="instant")
-    made.submit = lambda _request, timeout_s=None: time.perf_counter_ns()
-    made.wait = lambda sent_ns: Exchange(
+    made = mock.create_autospec(Channel, instance=True, endpoint="instant", traffic=Traffic())
+    made.submit.side_effect = lambda _request, timeout_s=None: time.perf_counter_ns()
+    made.wait.side_effect = lambda sent_ns: Exchange(
         REPLY, 10, 1000, 1, elapsed_ns, 3, timing, sent_ns, "instant"
     )
     return made
@@ -72,8 +73,11 @@ def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None
 def test_a_reply_comes_when_the_link_has_carried_it(
     clock: Clock, link: Link, timing: Timing | None, elapsed_ns: int, expected_ns: int
 ) -> None:
-    channel = ModelledLink(instant(timing, elapsed_ns), link)
+    real = instant(timing, elapsed_ns)
+    channel = ModelledLink(real, link)
     exchange = channel.wait(channel.submit(MEGABYTE))
+    real.submit.assert_called_once_with(MEGABYTE, 30.0)
+    real.wait.assert_called_once_with(exchange.sent_ns)
     assert expected_ns <= exchange.elapsed_ns < expected_ns + 100
     assert clock.now_ns >= exchange.sent_ns + expected_ns * (link.gbps is not None)
     assert exchange.response is REPLY
@@ -92,9 +96,11 @@ def test_requests_and_replies_queue_behind_each_other(clock: Clock) -> None:
 
 
 def test_deadline_holds_over_the_link(clock: Clock) -> None:
-    channel = ModelledLink(instant(), Link(None, 3e6), timeout_s=1.0)
+    real = instant()
+    channel = ModelledLink(real, Link(None, 3e6), timeout_s=1.0)
     began_ns = clock.now_ns
     with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 1 s over a modelled"):
         channel.call(InitRequest())
     assert 10**9 <= clock.now_ns - began_ns < 1.001e9
     channel.call(InitRequest(), timeout_s=4.0)
+    assert real.submit.call_args_list == [mock.call(InitRequest(), time_s) for time_s in (1.0, 4.0)]

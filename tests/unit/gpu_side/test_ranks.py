@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call, patch
+from unittest.mock import ANY, Mock, call, create_autospec, patch
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from gpu_side.handler import RequestHandler
 from gpu_side.ranks import head, worker
-from gpu_side.ranks.group import IDLE, Group
+from gpu_side.ranks.group import IDLE, JOIN_S, Group
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.job import RankJob
 from gpu_side.ranks.place import Place, place_of
@@ -129,6 +129,8 @@ def _joined(ranks: Ranks) -> Iterator[RequestHandler]:
         stack.callback(thread.join)
         stack.callback(pair.send, b"", b"", [1])
         yield RequestHandler(ranks.served(ranks.job.load(CPU)), LIMIT)
+    # Each leaves the group where it ends; the head only where no other has failed.
+    assert pair.leave.call_count == 1 + (ranks._ending and ranks.failure is None)
     # The head says when it ends, not a terminal.
     assert told.mock_calls == [call(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]
 
@@ -149,6 +151,7 @@ def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None
             ProtocolError, match="rank 1: got a process killed by SIGKIL"
         ) as refused:
             together.apply(_requests(1)[0])
+        ranks.close()
         assert refused.value.code is ErrorCode.SHUTTING_DOWN
     assert ranks._stop.requested
 
@@ -192,7 +195,8 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     assert working.ends_ns() == 0
 
 
-def test_a_rank_that_does_not_start_ends_the_service(
+@patch.dict(os.environ)
+def test_a_rank_that_does_not_start_or_come_ends_the_service(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
@@ -200,8 +204,12 @@ def test_a_rank_that_does_not_start_ends_the_service(
     store: Any = started.job.store
     # One that is told to stop waits for no other, and that is no failure.
     ranks._stop.requested = True
-    assert not started.join()
+    assert (started.join(), started.failure) == (False, None)
     ranks._stop.requested = False
+    no_answer = pytest.raises(EndpointError, match="a rank: got no answer")
+    with patch("gpu_side.ranks.group.JOIN_S", 0.0), no_answer:
+        started.join()
+    started.failure, ranks._stop.requested = None, False
     started.start()
     with pytest.raises(EndpointError, match="rank 1: got a process that ended with 1"):
         started.join()
@@ -209,24 +217,33 @@ def test_a_rank_that_does_not_start_ends_the_service(
     assert not store.parent.exists()
 
 
+@patch.dict(os.environ)
 def test_messages_between_ranks_have_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks in this process, on a stand-in for torch's connections."""
     wire: deque[torch.Tensor] = deque()
-    monkeypatch.setattr(dist, "init_process_group", Mock())
+    joins = create_autospec(dist.init_process_group)
+    monkeypatch.setattr(dist, "init_process_group", joins)
     monkeypatch.setattr(dist, "isend", lambda tensor, _: wire.append(tensor.clone()) or Mock())
     for name in ("irecv", "recv"):
         monkeypatch.setattr(dist, name, lambda to, _: Mock(filled=to.copy_(wire.popleft())))
     with pytest.raises(RuntimeError, match="a rank that does not come"):
         Group(Place(1, 2), tmp_path / "store", CPU, lambda: True)
     head = Group(Place(0, 2), tmp_path / "store", CPU)
+    given: dict[str, Any] = {"timeout": timedelta(seconds=JOIN_S), "device_id": None}
+    joins.assert_called_once_with("gloo", store=ANY, rank=0, world_size=2, **given)
+    assert joins.call_args.kwargs["store"].path == str(tmp_path / "store")
     other = Group(Place(1, 2), None, CPU)
+    joins.assert_called_with("gloo", **given)
     for payload in (b"", b"row", bytes(range(256)) * 100, b"row"):
         for work in head.send(b"header", payload, head.others):
             work.wait()
         assert other.receive(0, IDLE) == (b"header", payload)
     assert not wire
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    Group(Place(0, 2), None, CUDA)
+    joins.assert_called_with("cpu:gloo,cuda:nccl", **given | {"device_id": CUDA})
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(SettingsError, match="got a torch without NCCL"):
         Group(Place(0, 2), None, CUDA)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from gpu_side.transport.http_listener import HttpListener
+from gpu_side.transport.stream_listener import StreamListener
+from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.endpoint import UNIX_PATH_MAX_BYTES, parse_endpoint
 from protocol.errors import EndpointError
+from protocol.http_channel import HttpChannel
+from protocol.stream import StreamChannel
+from protocol.zmq_channel import ZmqChannel
 from tests.kit.rows import each_row
 
 ANY = 2**32 - 1
@@ -62,6 +69,22 @@ def test_a_malformed_endpoint_is_refused(endpoint: str) -> None:
 def test_a_wildcard_is_for_binding_only(endpoint: str) -> None:
     assert parse_endpoint(endpoint, for_bind=True).address == TO_BIND[endpoint]
     _refusal(endpoint)
+
+
+@each_row(
+    ("opens", "endpoint", "said"),
+    [
+        (StreamChannel, "tcp://127.0.0.1:1", "no stream"),
+        (StreamListener, "tcp://127.0.0.1:1", "no stream"),
+        (ZmqChannel, "unix:///nobody", "a stream"),
+        (ZmqListener, "unix:///nobody", "a stream"),
+        (HttpChannel, "tcp://127.0.0.1:1", "no URL"),
+        (HttpListener, "http://127.0.0.1:1/path", "no HOST:PORT alone"),
+    ],
+)
+def test_an_endpoint_of_no_use_to_a_class_is_refused(opens: Any, endpoint: str, said: str) -> None:
+    with pytest.raises(EndpointError, match=f"{endpoint}: got {said}, expected"):
+        opens(endpoint)
 
 
 @each_row(("scheme", "limit"), [("ipc", zmq.IPC_PATH_MAX_LEN), ("unix", UNIX_PATH_MAX_BYTES)])

@@ -185,8 +185,9 @@ def test_an_address_that_can_never_answer_is_told_at_once(tmp_path: Path) -> Non
 def test_a_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint: str) -> None:
     request = LMHeadRequest(hidden_states=from_torch(torch.zeros(1000)))
     with StreamChannel(endpoint) as channel:
-        with pytest.raises(EndpointError, match="got a full send queue") as info:
-            [channel.submit(request, timeout_s=0.05) for _ in range(10_000)]
+        with pytest.raises(EndpointError, match="got a full send queue") as info:  # noqa: PT012
+            for _ in range(10_000):
+                channel.submit(request, timeout_s=0.05)
         assert info.value.retryable
         assert len(channel._writer.unsent) == stream.QUEUED_REQUESTS
         # The service reads again: what waited goes out, and new requests too.
@@ -417,8 +418,6 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_service_that_never_lets_in_is_noticed_and_leaves_nothing(
     listening: socket.socket, endpoint: str
 ) -> None:
-    with pytest.raises(EndpointError, match="got no stream"):
-        StreamChannel("tcp://127.0.0.1:1")
     with StreamChannel(endpoint, timeout_s=3600) as channel:
         files = sorted(os.listdir("/proc/self/fd"))
         ids = [channel.submit(InitRequest()) for _ in range(2)]

@@ -143,13 +143,12 @@ def test_a_full_send_queue_is_an_endpoint_error(
     """Within the request's own time, however long a handshake that failed may be waited for."""
     monkeypatch.setattr("protocol.zmq_channel._NOTICE_S", 3600.0)
     with ZmqChannel(f"ipc://{tmp_path}/nobody") as channel:
-        with pytest.raises(EndpointError, match="got a full send queue") as info:
-            [channel.submit(InitRequest(), timeout_s=0.1) for _ in range(QUEUED_MESSAGES + 1)]
+        with pytest.raises(EndpointError, match="got a full send queue") as info:  # noqa: PT012
+            for _ in range(QUEUED_MESSAGES + 1):
+                channel.submit(InitRequest(), timeout_s=0.1)
         assert info.value.retryable
         channel.close()
     assert channel._context.closed
-    with pytest.raises(EndpointError, match="got a stream"):
-        ZmqChannel(f"unix://{tmp_path}/nobody")
 
 
 def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) -> None:

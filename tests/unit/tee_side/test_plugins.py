@@ -212,9 +212,13 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
         }.items():
             with pytest.raises(TsqpError, match=text):
                 find(name)
-        sending = load_policy("tsqp")
-        for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
-            with pytest.raises(PolicyError, match="expected an installed package that registers"):
-                lacking()
         # What is not asked for is not imported.
         assert load_policy("shielded").masks == [Pad()]
+
+
+def test_what_no_installed_package_brings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending = load_policy("tsqp")
+    monkeypatch.setattr("tee_side.plugins.entry_points", Mock(return_value=[]))
+    for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
+        with pytest.raises(PolicyError, match="expected an installed package that registers"):
+            lacking()

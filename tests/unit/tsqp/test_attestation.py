@@ -158,7 +158,7 @@ def test_the_key_of_a_connection_is_not_on_a_disk(loaded: Loaded) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """A key server that asks for no proof: it is called with what makes one."""
-    made = mock.Mock(return_value=b"the key")
+    made: mock.Mock = mock.create_autospec(attestation.key_of_server, return_value=b"the key")
     monkeypatch.setattr(attestation, "key_of_server", made)
     return made
 

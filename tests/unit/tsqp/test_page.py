@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from protocol.channel import Channel, Traffic
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest
@@ -35,6 +36,10 @@ def rows_of(count: int, width: int = 4) -> LinearRequest:
     return linear(torch.ones(count, width), *QKV, layer=0)
 
 
+def made_wire() -> Any:
+    return mock.create_autospec(Channel, instance=True, endpoint="wire", traffic=Traffic())
+
+
 def shown(feed: Feed, page: str = MINE) -> dict[str, Any]:
     found = feed.described(page, 0)
     assert found is not None
@@ -42,20 +47,20 @@ def shown(feed: Feed, page: str = MINE) -> dict[str, Any]:
 
 
 def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
-    feed, wire = Feed(), mock.Mock()
+    feed, wire = Feed(), made_wire()
     channel = feed(wire, 1.0)
     payload = torch.tensor([[7, 8]], dtype=torch.int32)
     prepared = PreparedRequest(ring(payload * 0, *QKV, layer=0), (1, 6), "int32")
     with feed.answering(MINE):
         assert channel.wait(channel.start(prepared, payload, 2.0)) is wire.wait.return_value
         wire.wait.assert_called_once_with(wire.start.return_value)
-        assert wire.start.call_args.args == (prepared, payload, 2.0)
-        assert wire.start.call_args.args[1] is payload
+        wire.start.assert_called_once_with(prepared, payload, 2.0)  # == of two tensors raises
         payload.zero_()
         assert [rows.tolist() for rows in feed.inputs(MINE)] == [[[7, 8]]]
         assert shown(feed)["samples"][0]["head"] == "0700000008000000"
         for _ in range(50):
-            channel.submit(rows_of(50))
+            assert channel.submit(rows_of(50)) is wire.submit.return_value
+    assert wire.submit.call_args_list == [mock.call(rows_of(50), None)] * 50
     found = shown(feed)
     assert [one["number"] for one in found["samples"]] == list(range(20, 52))
     assert (found["requests"], found["rows"], found["running"]) == (51, 2501, False)
@@ -66,7 +71,7 @@ def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
 @pytest.mark.parametrize("other", [OTHERS, None])
 def test_what_crosses_while_others_are_answered_is_counted_and_not_shown(other: str | None) -> None:
     feed = Feed()
-    channel = feed(mock.Mock(), 1.0)
+    channel = feed(made_wire(), 1.0)
     channel.submit(rows_of(1))  # for no answer
     with feed.answering(MINE):
         channel.submit(rows_of(1))
@@ -84,7 +89,7 @@ def test_what_crosses_while_others_are_answered_is_counted_and_not_shown(other: 
 @pytest.fixture
 def client() -> TestClient:
     feed = Feed()
-    channel = feed(mock.Mock(), 1.0)
+    channel = feed(made_wire(), 1.0)
 
     def complete(_: HttpRequest) -> Response:
         channel.submit(rows_of(3, 192))

@@ -27,7 +27,6 @@ from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.serve.token_names import TokenNames
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
@@ -84,7 +83,6 @@ def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
     found = known[kind]
     ids = found.encode(text, add_special_tokens=False)
     assert found.decode([*found.special_tokens.values(), *ids]) == text
-    assert TokenNames(found).of(9999) == ('"token_id:9999"', "null")
     joined = b"".join(found.token_bytes(token_id) for token_id in ids).decode()
     assert joined == (f" {text}" if kind == "sentencepiece" and text else text)
     stream, whole = TextStream(found), found.decode(ids)

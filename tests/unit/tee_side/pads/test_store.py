@@ -223,6 +223,11 @@ def store(
         yield made
 
 
+def test_a_store_that_would_hold_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="got capacity 0, block 1, expected at least 1"):
+        MemoryStore(LAYOUT, 0)
+
+
 def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> None:
     use(store, store.take(6))
     with pytest.raises(KeyError):

@@ -172,7 +172,14 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
     assert not torch.equal(first, second)
     with pytest.raises(KeyError):
         hide((2, "o_proj"))(X)
-    lacking: Any = {"no key": mask, "no factors": Pad(), "Mock, expected a RowMask": Mock()}
+
+
+def test_a_mask_that_lacks_what_it_needs_is_refused() -> None:
+    lacking: Any = {
+        "no key": FeaturePermutation(),
+        "no factors": Pad(),
+        "Mock, expected a RowMask": Mock(),
+    }
     for got, one in lacking.items():
         with pytest.raises(PolicyError, match=f"got {got}"):
             linear_masking(one, Randomness())

@@ -17,6 +17,7 @@ from tee_side.attest.receipts import Receipt, verify
 from tee_side.engine.request import Logprob
 from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Serving
+from tee_side.serve.token_names import TokenNames
 from tests.kit.rows import each_row
 from tests.kit.serve import (
     GONE,
@@ -176,6 +177,13 @@ def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() 
     names = [f"bytes:\\x{byte:02x}" for byte in "é😀".encode()]
     assert list(found["top_logprobs"][0]) == names
     assert (found["tokens"], found["token_logprobs"]) == (names[:1], [-9999.0])
+
+
+def test_a_token_is_named_by_its_text_or_else_its_bytes_or_else_its_number() -> None:
+    names = TokenNames(tokenizer())
+    assert names.of(_ids("a")[0]) == ('"a"', "[97]")
+    assert names.of(_ids("é")[0]) == (r'"bytes:\\xc3"', "[195]")
+    assert names.of(9999) == ('"token_id:9999"', "null")
 
 
 def test_each_input_has_a_vector_of_length_one() -> None:
