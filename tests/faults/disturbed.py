@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from tee_side.runner import Runner
 from tests.faults.row import note, percentile
@@ -27,7 +26,7 @@ class Peer:
 
     workers: Workers
     service: Service
-    proxy: Any = None
+    proxy: Proxy | None = None
 
     def kill(self) -> None:
         self.service.kill()

@@ -41,7 +41,7 @@ class Row:
     """`name`: by which it is chosen and recorded; `title`, `test`, `passes`: its texts on the page.
 
     `run`: gets how often, which is `short` or `long`, and whether it is the long run. `minutes`:
-    how long that takes on two cores. A row becomes one as the decorator of its function.
+    how long that takes on two cores. Where it is not given, the row decorates that function.
     """
 
     name: str

@@ -28,11 +28,11 @@ from protocol.messages import InitReply, InitRequest, LMHeadRequest
 from protocol.pending import PendingChannel
 from protocol.tensors import from_torch
 from protocol.zmq_channel import ZmqChannel
-from tests.faults.disturbed import Disturbed, Fault
+from tests.faults.disturbed import Disturbed, Fault, Peer
 from tests.faults.row import Found, Row
 from tests.kit.demo import watched
 from tests.kit.model import SavedModel
-from tests.kit.proxy import HOLD
+from tests.kit.proxy import CLEAN, HOLD, Proxy
 from tests.kit.service import ENVIRONMENT, Forked, Workers, running_service
 from tests.kit.wire import tensor_reply
 from tsqp.key_files import new_key_pair
@@ -41,15 +41,20 @@ _LIMIT_S = 2.0
 _SIDE_BY_SIDE = 8
 
 
+def _proxy(peer: Peer) -> Proxy:
+    assert peer.proxy is not None
+    return peer.proxy
+
+
 FAULTS = (
     Fault("SIGSTOP", lambda peer: peer.service.freeze(), lambda peer: peer.service.thaw()),
-    Fault("half-open", lambda peer: peer.proxy.half_open(), lambda _: None),
+    Fault("half-open", lambda peer: _proxy(peer).half_open(), lambda _: None),
     # A hole of a second may heal before heartbeats notice it: then it is only waited for.
     *(
         Fault(
             f"black hole of {s:g} s",
-            lambda peer: peer.proxy.set(HOLD),
-            lambda peer: peer.proxy.set(),
+            lambda peer: _proxy(peer).set(HOLD),
+            lambda peer: _proxy(peer).set(CLEAN),
             s,
             short=s < 2,
         )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.errors import TsqpError
-from tests.fuzz.mutate import Case, Change, Mutator
+from tests.kit.mutate import Case, Change, Mutator
 
 MAX_SECONDS = 0.050
 MAX_BYTES = 64 * 1024 * 1024

@@ -22,10 +22,9 @@ from tee_side.attest.evidence import Evidence
 from tee_side.attest.snp_report import SnpReport, Tcb
 from tee_side.attest.statement import read_certificate
 from tee_side.serve.sealed_bodies import Direction
-from tests.fuzz import mutate
 from tests.fuzz.engine import Target
-from tests.fuzz.mutate import Case, Mutator
-from tests.kit import snp_chain
+from tests.kit import mutate, snp_chain
+from tests.kit.mutate import Case, Mutator
 from tests.kit.snp_chain import make_chain, make_report
 
 
@@ -36,7 +35,7 @@ def _same_size(mutator: Mutator, case: Case, other: Case) -> Case:
 
 
 # A key for which every signature is right, and its own certificate.
-_ANY = Mock(spec=RSAPublicKey, key_size=4096, verify=lambda *_: None)
+_ANY = Mock(spec=["key_size", "public_key", "verify"], key_size=4096, __class__=RSAPublicKey)
 _ANY.public_key = lambda: _ANY
 _signed_body = amd_certificates._signed_body
 _report = cache(lambda *which: SnpReport.parse(make_report(*which)))

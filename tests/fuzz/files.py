@@ -52,9 +52,9 @@ from tee_side.protect.pads import bank_format
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.layout import PadLayout, SiteShape
-from tests.fuzz import mutate
 from tests.fuzz.engine import Target
-from tests.fuzz.mutate import Case
+from tests.kit import mutate
+from tests.kit.mutate import Case
 from tsqp.key_files import public_key_of
 
 

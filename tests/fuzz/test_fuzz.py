@@ -8,8 +8,8 @@ from pathlib import Path
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import REQUEST_TYPES
 from tests.fuzz.engine import CORPUS, Fuzzer, Target
-from tests.fuzz.mutate import Case, one
 from tests.fuzz.targets import TARGETS
+from tests.kit.mutate import Case, one
 from tests.kit.rows import each_row
 
 

@@ -31,13 +31,18 @@ from protocol.stream_wire import MessageReader
 from protocol.tensors import Buffer, WireTensor, to_torch
 from tee_side.model.layers import load_tee_model
 from tee_side.remote.handshake import ServiceCheck
-from tests.fuzz import mutate
 from tests.fuzz.engine import Target
 from tests.fuzz.files import tiny_model
-from tests.fuzz.mutate import Case
-from tests.kit.wire import READER, Expecting, read_in_full, read_known, received, said
-
-_MAX_BYTES = 8 * 1024 * 1024
+from tests.kit import mutate
+from tests.kit.mutate import Case
+from tests.kit.wire import (
+    MAX_BYTES,
+    Expecting,
+    KnowingReader,
+    as_received,
+    outcome_of,
+    read_in_full,
+)
 
 
 def _case(frames: Sequence[Buffer]) -> Case:
@@ -59,15 +64,28 @@ def _described(message: object) -> str:
     return " ".join(said)
 
 
+@cache
+def _headers() -> dict[bytes, Any]:
+    """Return what is remembered of the headers among the seeds."""
+    reader = KnowingReader()
+    for case in FRAMED.seeds():
+        reader.read_known(case)
+    return reader.known
+
+
 def request(case: Case) -> str:
     """Read a request in full, by what is remembered of its header, and as it is encoded again."""
-    known = len(case) > 1 and READER.open(received(case)).known is not None
-    if said(read_known, case) != said(read_in_full, case):
+    reader = KnowingReader()
+    reader.known |= _headers()  # and nothing of the cases before this one, which others may be
+    known = len(case) > 1 and reader.open(as_received(case)).known is not None
+    in_full = outcome_of(read_in_full, case)
+    # Twice: the first may be what is remembered.
+    if any(outcome_of(reader.read_known, case) != in_full for _ in range(2)):
         raise ValueError("not the same when its header is remembered")
-    form, request_id, timeout_ms, message = read_in_full(case)
+    form, request_id, timeout_ms, method, message = read_in_full(case)
     if form is Form.FRAMED:
         again = read_in_full(encode_request(message, request_id, timeout_ms or 0))
-        if again != (form, request_id, timeout_ms, message):
+        if again != (form, request_id, timeout_ms, method, message):
             raise ValueError("another request when it is encoded again")
     return f"{form.value} {_described(message)}" + " known" * known
 
@@ -80,7 +98,7 @@ def _expecting() -> list[Expecting]:
         layer_idx=0, module_names=("o_proj",), hidden_states=WireTensor("float32", (1,), b"")
     )
     for case in REPLY.seeds():
-        result = decode_reply(received(case))
+        result = decode_reply(as_received(case))
         if isinstance(result.response, TensorReply):
             output = result.response.output
             prepared = PreparedRequest(nothing, output.shape, output.dtype)
@@ -94,12 +112,12 @@ def reply(case: Case) -> str:
     """Read a reply in full, as one that is expected, and as it is encoded again."""
     taken = False
     for expecting in _expecting():
-        frames = received(case)
+        frames = as_received(case)
         expected = expecting.expected(frames)
         taken |= expected is not None
         if expected is not None and repr(expected) != repr(decode_reply(frames)):
             raise ValueError("not the same when it is expected")
-    found = decode_reply(received(case))
+    found = decode_reply(as_received(case))
     result = found.error if found.response is None else found.response
     if result is None or (found.response is not None and found.error is not None):
         raise ValueError("a reply that is not exactly one of result and error")
@@ -124,7 +142,7 @@ def _messages_in(data: bytes, max_frames: int) -> tuple[list[list[bytes]], int, 
         if len(data) - at < 4 + 8 * count:
             break
         sizes = struct.unpack_from(f"<{count}Q", data, at + 4)
-        if sum(sizes) > _MAX_BYTES:
+        if sum(sizes) > MAX_BYTES:
             return messages, at, True
         position, frames = 4 + 8 * count, []
         for size in sizes:
@@ -147,7 +165,7 @@ def _drain(reader: MessageReader) -> None:
 def _stream(max_frames: int, read: Callable[[Case], str]) -> Callable[[Case], str]:
     """Return a reader of a stream that comes in pieces, and of the messages in it."""
     pool = MemoryPool()
-    limits = {"max_frames": max_frames, "max_message_bytes": _MAX_BYTES}
+    limits = {"max_frames": max_frames, "max_message_bytes": MAX_BYTES}
 
     def execute(case: Case) -> str:
         refused: ProtocolError | None = None
@@ -183,7 +201,7 @@ def http_body(case: Case) -> str:
     data = b"".join(case)
     messages, size, refused = _messages_in(data, MAX_REQUEST_FRAMES)
     whole = not refused and len(messages) == 1 and size == len(data)
-    limits = {"max_frames": MAX_REQUEST_FRAMES, "max_message_bytes": _MAX_BYTES}
+    limits = {"max_frames": MAX_REQUEST_FRAMES, "max_message_bytes": MAX_BYTES}
     try:
         found = frames_in(memoryview(bytearray(data)), "peer", **limits)
     except ProtocolError:
@@ -203,7 +221,7 @@ def _service() -> RequestHandler:
     cpu, both = torch.device("cpu"), ("float", "int8")
     weights = load_weights(tiny_model(), device=cpu, dtype=torch.float32, arithmetic=both)
     sessions = SessionSettings(bytes=2**18, client_bytes=2**18)
-    return RequestHandler(weights, _MAX_BYTES, sessions=sessions)
+    return RequestHandler(weights, MAX_BYTES, sessions=sessions)
 
 
 @cache
@@ -215,7 +233,7 @@ def _check() -> ServiceCheck:
 
 def handshake(case: Case) -> str:
     """Compare what a service says of itself with the model, as a runner does."""
-    found = decode_reply(received(case))
+    found = decode_reply(as_received(case))
     if found.response is None:
         raise ServiceError("Init", code=found.error or ErrorCode.INTERNAL)
     _check().verify("ipc://service", found.response)
@@ -237,10 +255,11 @@ def operators(case: Case) -> str:
 _target = partial(Target, change=mutate.parts, errors=(ProtocolError,))
 _stream_target = partial(Target, change=mutate.parts, errors=(ProtocolError,), weight=1)
 _REFUSES = (ProtocolError, ReplyError, ServiceError, ModelMismatchError)
+FRAMED = _target("request-framed", request, weight=6)
 REPLY = _target("reply", reply, weight=6)
 
 WIRE = (
-    _target("request-framed", request, weight=6),
+    FRAMED,
     _target("request-inline", request, weight=3),
     REPLY,
     _stream_target("stream-of-requests", _stream(MAX_REQUEST_FRAMES, request)),

@@ -14,13 +14,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from protocol.errors import TsqpError
@@ -218,21 +219,28 @@ def relative_slope(samples: Sequence[tuple[float, int]]) -> float:
     return slope * (kept[-1][0] - kept[0][0]) / mean
 
 
-# Set in each process of crowds: where all wait until they are connected, and until when.
-_TIMES: list[Any] = []
+class _Times(NamedTuple):
+    """Of the crowds of a process: where all wait until they are connected, and until when."""
+
+    ready: Barrier
+    stop: Event
 
 
-def _set_times(*times: Any) -> None:
-    _TIMES[:] = times
+# One, which each process of crowds is given as it starts.
+_TIMES: list[_Times] = []
+
+
+def _set_times(times: _Times) -> None:
+    _TIMES[:] = [times]
 
 
 def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     """Generate until told to stop. `texts`: each session's prompt, and what the model says."""
-    found, lock, (ready, stop) = Crowd(), threading.Lock(), _TIMES
+    found, lock, (times,) = Crowd(), threading.Lock(), _TIMES
 
     def one(runner: Runner, ids: Tokens) -> None:
         right, before = texts[ids], runner.traffic.round_trips
-        while not stop.is_set():
+        while not times.stop.is_set():
             said = generate(runner, ids, len(right))
             ended = time.monotonic()
             wrong = said.error is None and said.tokens != right
@@ -248,9 +256,9 @@ def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     with ExitStack() as stack:
         runners = [stack.enter_context(Runner(settings([gpu]))) for _ in texts]
         pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
-        ready.wait(_READY_S)
+        times.ready.wait(_READY_S)
         ended = [pool.submit(one, *pair) for pair in zip(runners, texts, strict=True)]
-        while not stop.wait(1.0):
+        while not times.stop.wait(1.0):
             found.rss.append((time.monotonic(), resident_bytes()))
         for session in ended:
             session.result()
@@ -266,14 +274,14 @@ def crowds(
     `apart`: each in a process of its own.
     """
     context = get_context("spawn")
-    times = context.Barrier(len(parts) + 1), context.Event()
-    given: Any = (context,) if apart else ("crowd",)
-    with (ProcessPoolExecutor if apart else ThreadPoolExecutor)(
-        len(parts), *given, _set_times, times
-    ) as pool:
+    times = _Times(context.Barrier(len(parts) + 1), context.Event())
+    make: Callable[..., Executor] = ThreadPoolExecutor
+    if apart:
+        make = partial(ProcessPoolExecutor, mp_context=context)
+    with make(len(parts), initializer=_set_times, initargs=(times,)) as pool:
         found = [pool.submit(run_crowd, gpu, part) for part in parts]
         try:
-            times[0].wait(_READY_S)
+            times.ready.wait(_READY_S)
             yield found
         finally:
-            times[1].set()
+            times.stop.set()

@@ -21,8 +21,8 @@ from protocol.tensors import WireTensor, from_torch, to_torch
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import Operator, is_linear
-from tests.kit import ask, model
-from tests.kit.model import SavedModel, make_model, token_ids
+from tests.kit import ask
+from tests.kit.model import SavedModel, make_model, policy_of, token_ids
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak.attack import Attack, View, Work
 from tsqp.lab.leak.model import AttackRun, Control, PolicyLeak, Rate, Score
@@ -74,7 +74,7 @@ def recorded(
         return play(chosen, prompts, played)
 
 
-def policy_of(*operators: Operator, name: str = "planted", phase: str | None = None) -> Policy:
+def sending(*operators: Operator, name: str = "planted", phase: str | None = None) -> Policy:
     """Return a policy that sends some operators in the clear, in one phase or both."""
     sent: list[dict[str, str]] = [{"place": "gpu", "mask": "none", "verify": "none"}]
     if phase is not None:
@@ -85,7 +85,7 @@ def policy_of(*operators: Operator, name: str = "planted", phase: str | None = N
 
 def policy_with(name: str = "planted", **operators: Any) -> Policy:
     """Return a policy of some placements; all else stays."""
-    return model.policy_of(operators, name=name, summary=name)
+    return policy_of(operators, name=name, summary=name)
 
 
 def message(request: Request) -> Message:

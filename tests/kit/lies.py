@@ -297,7 +297,8 @@ WIRE_LIES = (
     # ZeroMQ closes the connection; a stream and shared memory say why.
     Lie(
         "oversized",
-        lambda o: [[*o.encoded()[: o.pick(0, 1, 9)], bytes(OVERSIZED_BYTES)]],
+        # Behind nothing, the header, or the whole reply.
+        lambda o: [[*o.encoded()[: o.pick(0, 1, None)], bytes(OVERSIZED_BYTES)]],
         (EndpointError, ProtocolError),
     ),
     Lie("huge claims", _header(lambda _, t, o: t.update(shape=o.pick(*_SHAPES)))),

@@ -20,7 +20,14 @@ import msgpack
 import torch
 import zmq
 
-from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
+from gpu_side.encoding import (
+    Form,
+    OpenedRequest,
+    RequestReader,
+    encode_reply,
+    open_request,
+    read_request,
+)
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.stream_listener import StreamListener
@@ -138,28 +145,36 @@ def not_refused(
     return wrong
 
 
-# One for all tests, as one service has for all its clients.
-READER = RequestReader(8 * 2**20, lambda request: lambda _: (request, None))
-Read: TypeAlias = tuple[Form, int, int | None, Request]
+MAX_BYTES = 8 * 2**20
+Read: TypeAlias = tuple[Form, int, int | None, str, Request]
 
 
-def received(frames: Sequence[Buffer]) -> list[Buffer]:
+def as_received(frames: Sequence[Buffer]) -> list[Buffer]:
     """Return frames as a transport hands them out: writable memory of their own."""
     return [memoryview(bytearray(frame)) for frame in frames]
 
 
 def read_in_full(frames: Sequence[Buffer]) -> Read:
     """Read a request, and nothing of it by what is remembered of its header."""
-    opened = open_request(received(frames), 8 * 2**20)
-    return opened.form, opened.request_id, opened.timeout_ms, read_request(opened)
+    return _read(open_request(as_received(frames), MAX_BYTES), read_request)
 
 
-def read_known(frames: Sequence[Buffer]) -> Read:
-    opened = READER.open(received(frames))
-    return opened.form, opened.request_id, opened.timeout_ms, READER.read(opened)[0]
+class KnowingReader(RequestReader[None]):
+    """Reads requests as a service does, which remembers the headers of all its clients."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_BYTES, lambda _: None)
+
+    def read_known(self, frames: Sequence[Buffer]) -> Read:
+        return _read(self.open(as_received(frames)), lambda opened: self.read(opened)[0])
 
 
-def said(
+def _read(opened: OpenedRequest, read: Callable[[OpenedRequest], Request]) -> Read:
+    message = read(opened)
+    return opened.form, opened.request_id, opened.timeout_ms, opened.method, message
+
+
+def outcome_of(
     decode: Callable[[Sequence[Buffer]], tuple[Any, ...]], frames: Sequence[Buffer]
 ) -> tuple[object, ...]:
     """Return all that could be seen of how a message is decoded."""

@@ -35,10 +35,10 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.tensors import ITEMSIZE, Buffer, WireTensor
-from tests.fuzz.mutate import Mutator, parts
+from protocol.tensors import ITEMSIZE, Buffer, WireTensor, from_torch
+from tests.kit.mutate import Mutator, parts
 from tests.kit.rows import each_row
-from tests.kit.wire import inline, read_in_full, read_known, received, said
+from tests.kit.wire import KnowingReader, as_received, inline, outcome_of, read_in_full
 
 BOMB_BYTES = 3 * 1024 * 1024
 MEMORY_BYTES = 64 * 1024 * 1024
@@ -122,7 +122,7 @@ def test_a_request_is_read_as_it_was_written(
     message: Request, request_id: int, timeout_ms: int, prefix: str
 ) -> None:
     found = read_in_full(encode_request(message, request_id, timeout_ms))
-    assert found == (Form.FRAMED, request_id, timeout_ms, message)
+    assert found == (Form.FRAMED, request_id, timeout_ms, message.method, message)
     if isinstance(message, MatmulRequest) and message.a.dtype != message.b.dtype:
         return  # inline, one dtype field stands for both
     assert read_in_full([_inline(message, prefix)])[-1] == message
@@ -134,7 +134,7 @@ def test_a_reply_is_read_as_it_was_written(
     result: tuple[str, Response | ErrorCode], request_id: int, timing: Timing | None
 ) -> None:
     method, value = result
-    reply = decode_reply(received(encode_reply(Form.FRAMED, request_id, method, value, timing)))
+    reply = decode_reply(as_received(encode_reply(Form.FRAMED, request_id, method, value, timing)))
     failed = isinstance(value, ErrorCode)
     expected = (None, value) if failed else (value, None)
     assert reply == Reply(request_id, method, *expected, timing)
@@ -214,6 +214,24 @@ def test_bomb_is_refused_in_little_memory(name: str) -> None:
 BORDERS = (0, 1, 2, MAX_TIMEOUT_MS, MAX_TIMEOUT_MS + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 
 
+def _judge(reader: KnowingReader, frames: list[Buffer]) -> None:
+    """Read a message as a request, known or not, and as a reply: it is valid or refused."""
+    in_full = outcome_of(read_in_full, frames)
+    for told in (in_full, outcome_of(lambda given: decode_reply(as_received(given)), frames)):
+        assert isinstance(told[0], tuple) or len(str(told[1])) < 8192
+    # Twice: the first may be what is remembered.
+    assert outcome_of(reader.read_known, frames) == in_full
+    assert outcome_of(reader.read_known, frames) == in_full
+
+
+def test_numbers_of_a_header_at_their_bounds_are_valid_or_refused_known_or_not() -> None:
+    reader = KnowingReader()
+    message = LMHeadRequest(hidden_states=from_torch(torch.ones(1, 4)))
+    for pair in ((1, 1), *zip(BORDERS, repeat(1)), *zip(repeat(1), BORDERS)):
+        _judge(reader, encode_request(message, *pair))
+    assert len(reader.known) == 1
+
+
 @noisy
 @given(
     message=requests,
@@ -232,15 +250,11 @@ def test_noise_damage_and_what_is_tampered_with_is_valid_or_refused_known_or_not
     request, reply = encode_request(message, 1, 1000), encode_reply(Form.FRAMED, 1, *result)
     good = [tuple(map(bytes, one)) for one in (request, reply, [_inline(message, prefix)])]
     header, *frames = request
-    wrong = [noise, request, [header, *mutator.sample(frames, len(frames))]]
-    numbers = (*zip(BORDERS, repeat(1)), *zip(repeat(1), BORDERS))
-    wrong += [encode_request(message, *pair) for pair in numbers]
+    # The first is what is remembered; behind it its header with other frames.
+    wrong = [request, noise, [header, *mutator.sample(frames, len(frames))], request[:-1]]
+    wrong += [[*request, b""], [header, *(bytes(frame) + b"x" for frame in frames)]]
     for case, other in product(good, good):
         wrong += [parts(mutator, case, other), [mutator.structured(case[0]), *case[1:]]]
+    reader = KnowingReader()
     for one in wrong:
-        in_full = said(read_in_full, one)
-        for told in (in_full, said(lambda frames: decode_reply(received(frames)), one)):
-            assert isinstance(told[0], tuple) or len(str(told[1])) < 8192
-        # What is remembered outlives the example. Twice: the first may be what is remembered.
-        assert said(read_known, one) == in_full
-        assert said(read_known, one) == in_full
+        _judge(reader, one)

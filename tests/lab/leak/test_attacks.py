@@ -22,10 +22,10 @@ from tests.kit.leaks import (
     leak_of,
     linear,
     lm_head,
-    policy_of,
     recorded,
     run_of,
     scores_of,
+    sending,
     uniform,
     view_of,
 )
@@ -178,7 +178,7 @@ EMPTY: dict[str, tuple[Policy | str, Trace]] = {
     "nothing": ("clear-segment", Trace(())),
     "nothing of a cloak": ("cloak", Trace(())),
     "deeper": ("attention-in-tee", Trace((linear((1, "o_proj"), torch.ones(1, 96)),))),
-    "decode": (policy_of("qkv_proj", phase="decode"), Trace((linear(FIRST, torch.ones(1, 48)),))),
+    "decode": (sending("qkv_proj", phase="decode"), Trace((linear(FIRST, torch.ones(1, 48)),))),
 }
 # `lacks`: what the attacker does not have, of linear weights and of a token in front of prompts.
 REFUSED: list[tuple[str, str, str | None, str]] = [

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import PolicyError, SettingsError, TsqpError
 from tee_side.policy.placement import load_policy
-from tests.kit.leaks import FIRST_PLACE, VOCABULARY, begun, make_begun_model, policy_of, policy_with
+from tests.kit.leaks import FIRST_PLACE, VOCABULARY, begun, make_begun_model, policy_with, sending
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tests.kit.service import call
@@ -155,7 +155,7 @@ def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path
 
 
 NOISE = ("n", load_policy("float-noise"))
-PRODUCTS = ("p", policy_of("attn_scores", "attn_values", "o_proj"))
+PRODUCTS = ("p", sending("attn_scores", "attn_values", "o_proj"))
 LAYERED = {**SENT, "layers": "0-7", "mask": "none"}
 DEEP = ("d", policy_with("deep", qkv_proj=[LAYERED, {"place": "tee", "layers": "8-"}]))
 ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))

@@ -22,9 +22,9 @@ from tests.kit.leaks import (
     begun,
     linear,
     make_begun_model,
-    policy_of,
     policy_with,
     recorded,
+    sending,
     truth_of,
 )
 from tests.kit.model import SavedModel, token_ids
@@ -118,8 +118,8 @@ OTHER_LAYER = [
     sent("decode", 2, layers="1"),
 ]
 OWN: list[tuple[Policy, list[int]]] = [
-    (policy_of("qkv_proj", "attn_scores", "attn_values", name="products"), BOTH),
-    (policy_of("lm_head", name="head-alone"), [1, 1, 1, 1]),
+    (sending("qkv_proj", "attn_scores", "attn_values", name="products"), BOTH),
+    (sending("lm_head", name="head-alone"), [1, 1, 1, 1]),
     (policy_with("prefill-alone", qkv_proj=PREFILL_ALONE, o_proj=PREFILL_ALONE), [5]),
     (policy_with("prefill-and-a-head", qkv_proj=PREFILL_MASKED, lm_head=sent(mask=3)), BOTH),
     (policy_with("decode-alone", qkv_proj=[stays("prefill"), sent("decode", 3)]), DECODE),

@@ -208,9 +208,11 @@ def test_a_record_has_an_upper_size(path: Path) -> None:
 class Disk:
     """Takes so many bytes, then refuses."""
 
+    # The system's, whatever another disk has put in its place.
+    _pwrite = staticmethod(os.pwrite)
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room: int | None = None
-        self._pwrite = os.pwrite
         monkeypatch.setattr(os, "pwrite", self.pwrite)
 
     def pwrite(self, descriptor: int, content: bytes, offset: int) -> int:

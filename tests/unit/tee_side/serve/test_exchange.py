@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import EndpointError, LimitError, PromptError
+from protocol.errors import LimitError, PromptError
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.engine.waiting import QueueFullError
@@ -20,6 +20,7 @@ from tee_side.serve.limits import RateLimitError
 from tee_side.serve.serving import GrammarKind
 from tests.kit.rows import each_row
 from tests.kit.serve import (
+    GONE,
     Connection,
     FakeEngine,
     FakeTicket,
@@ -39,7 +40,6 @@ from tests.kit.serve import (
 PATH = "/v1/completions"
 TOKEN = Delivery((NewToken(0, 300, None, None),), PromptRead())
 FULL = QueueFullError("queue", got="2", expected="at most 1")
-GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 
 
 def _body(stream: bool, **more: Any) -> dict[str, Any]:
@@ -108,19 +108,36 @@ def test_what_could_never_run_is_refused_before_it_is_accounted_for() -> None:
         assert (watch.begun, engine.requests) == ([], [])
 
 
+def test_a_full_queue_is_told_as_passing() -> None:
+    # Where no prompt of the request gets a place, and where the only one loses it.
+    for engine in (FakeEngine(refuse=FULL), FakeEngine(error=FULL)):
+        reply, watch = _ask(engine, _body(True))
+        assert (reply.status, reply.error()["code"]) == (503, "overloaded")
+        assert reply.headers["retry-after"] == "1"
+        assert [outcome for outcome, *_ in watch.ended] == ["QueueFullError"]
+
+
 @in_a_loop
 async def test_an_error_of_one_prompt_cancels_the_others() -> None:
     async with _held(_body(False, prompt=[[5], [6]])) as (engine, _, asked):
-        # One that loses its place in the queue waits for another, as the request has begun.
-        engine.submitted.clear()
-        engine.step(Delivery(error=FULL, ended=True), ticket=1)
-        await engine.submitted.wait()
         first, second = engine.open
         engine.step(Delivery(error=GONE, ended=True))
         await asked.changed.wait()
         assert asked.reply.status == 503
         assert (engine.cancelled, engine.open) == ([second], [])
         assert first.request.prompt_ids == (5,)
+
+
+@in_a_loop
+async def test_a_prompt_that_loses_its_place_gets_another_while_one_of_its_request_goes_on() -> (
+    None
+):
+    async with _held(_body(False, prompt=[[5], [6]])) as (engine, _, asked):
+        engine.submitted.clear()
+        engine.step(Delivery(error=FULL, ended=True), ticket=1)
+        await engine.submitted.wait()
+        assert [ticket.request.prompt_ids for ticket in engine.open] == [(5,), (6,)]
+        assert (asked.reply.status, engine.cancelled) == (0, [])
 
 
 class Full(FakeEngine):
@@ -152,7 +169,6 @@ def test_prompts_of_a_request_wait_for_places(
     reply = complete(engine, prompt=[[at + 1] for at in range(count)], max_tokens=1)
     assert [choice["index"] for choice in reply.json()["choices"]] == list(range(count))
     assert engine.most == most
-    assert complete(FakeEngine(error=FULL)).status == 503
     # What could never run cancels the one before it.
     never = Full(hold=True)
     never.never = True

@@ -195,8 +195,8 @@ class Keyed:
         self.limits = Limits(self.keys.get, self.clock)
         self.key(**limits)
 
-    def key(self, **limits: int) -> None:
-        self.keys["alice"] = ApiKey(name="alice", sha256="0" * 64, **limits)
+    def key(self, name: str = "alice", /, **limits: int) -> None:
+        self.keys[name] = ApiKey(name=name, sha256="0" * 64, **limits)
 
     def begin(self, tokens: int = 1, prompt: int = 0) -> Admission:
         return self.limits.begin("alice", prompt, tokens)
@@ -228,6 +228,12 @@ def test_requests_a_minute_refill_steadily() -> None:
     for _ in range(6):
         keyed.begin()
     keyed.refused()
+    # What one key has taken is nothing to another.
+    keyed.key("bob", requests_per_minute=1, concurrent=1)
+    keyed.limits.precheck("bob")
+    keyed.limits.begin("bob", 0, 1)
+    assert keyed.limits.headers("bob")["x-ratelimit-remaining-requests"] == "0"
+    assert keyed.limits.running("bob") == 1
 
 
 def test_tokens_are_reserved_and_settled() -> None:
