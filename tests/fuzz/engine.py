@@ -28,6 +28,8 @@ from tests.kit.mutate import Case, Change, Mutator
 MAX_SECONDS = 0.050
 MAX_BYTES = 64 * 1024 * 1024
 _MAX_TEXT = 3100
+# Of a finding, in base64: enough to be read again.
+_MAX_SHOWN = 100_000
 # Read between two looks at the memory of the process.
 BATCH = 2000
 # Kept on disk, for each target, beside its seeds.
@@ -197,7 +199,7 @@ class Fuzzer:
             self._found(f"{peak} bytes", case)
 
     def _found(self, why: str, case: Case) -> None:
-        finding = f"{self.target.name}: {why}: {encode_case(case)[:400]}"
+        finding = f"{self.target.name}: {why}: {encode_case(case)[:_MAX_SHOWN]}"
         # One of each kind: a mistake that is met once is met a thousand times.
         if kind_of(finding) not in map(kind_of, self.report.findings):
             self.report.findings.append(finding)
