@@ -12,7 +12,7 @@ KERNELS := $(wildcard protocol/native/*.cpp protocol/native/*.h tee_side/native/
 TORCH_ARGS ?=
 # Python compiles what it imports; compiling all 12,000 files of torch first would take longer.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-PYTEST := $(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 # What is tried on a larger shape: attacks on the first layer, and policies that they are about.
@@ -63,7 +63,7 @@ test-slow: $(RELEASE)  ## run what test leaves out: a browser, clients, Triton's
 	$(PYTEST) -m slow --ignore tests/e2e/test_guest.py --ignore tests/e2e/test_image.py --ignore tests/native
 
 test-guest: $(RELEASE)  ## build guest images twice, start them under emulation, chat with the whole one (root, half an hour)
-	$(BIN)/python -m pytest -q -rs tests/e2e/test_image.py tests/e2e/test_guest.py
+	$(BIN)/python -m pytest -q tests/e2e/test_image.py tests/e2e/test_guest.py
 
 mutations: $(RELEASE)  ## try mistakes on purpose that the tests must notice; ONLY=NAME: one of them, or a concern
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
@@ -75,7 +75,7 @@ test-kernels: $(STAMP)  ## run what compares whole passes with each other kernel
 	        tests/boundary/test_uniform.py; done
 
 sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and with faults on purpose
-	$(BIN)/python -m pytest -q -rs tests/native
+	$(BIN)/python -m pytest -q tests/native
 
 fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 10 minutes
 	$(BIN)/python -m tests.fuzz

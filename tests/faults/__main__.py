@@ -4,8 +4,9 @@
 
 The long run of each row is a process of its own, with all that it starts in its group. It has
 failed if it does not end well, or takes three times as long as the row says. results.json keeps
-what was found, of a row that is not run the last result. An N-th of each row is judged alike, and
-is no result; what fuzzing finds joins the corpus. The exit status is 1 if a row fails.
+what was found, of a row that is not run the last result. An N-th of each row is judged alike, but
+for growth of memory, and is no result; what fuzzing finds joins the corpus. The exit status is 1 if
+a row fails.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ FORKS = Path(__file__).with_name("forks.py")
 
 # Plugins that the process before a fork has loaded without pytest's rewriting are not ours.
 _REWRITTEN = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", _REWRITTEN)
+# Many a mistake is a wait without an end: a test that takes seconds is not waited for so long.
+_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", _REWRITTEN, "--timeout", "40")
 
 # pytest's exit statuses: all passed, some failed, and collection was interrupted by an error.
 _PASSED, _FAILED, _INTERRUPTED = 0, 1, 2
