@@ -25,7 +25,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.faults.row import Found, Row, note
-from tests.faults.scorecard import PAGE, ROWS, read_results, record, render, write_results
+from tests.faults.scorecard import (
+    PAGE,
+    ROWS,
+    read_results,
+    record,
+    render,
+    shown_all,
+    write_results,
+)
 from tsqp.cli.logs import OWN_LOGGERS
 from tsqp.end_with_parent import end_with
 
@@ -88,8 +96,9 @@ def main() -> int:
     for row in () if given.page else ROWS:
         if not given.only or row.name in given.only:
             note(f"{row.name} ...")
-            failed = run_apart(row, given.share).failed(timed=True)
-            note(f"{row.name}: {'; '.join(failed) or 'passed'}")
+            found = run_apart(row, given.share)
+            failed = found.failed(timed=True)
+            note(f"{row.name}: {'; '.join(failed) or 'passed'} ({shown_all(found.measured)})")
             all_passed &= not failed
     PAGE.write_text(render(read_results()), encoding="utf-8")
     return 0 if all_passed else 1

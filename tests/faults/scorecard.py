@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -108,6 +109,10 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
+def shown_all(measured: Mapping[str, Measured]) -> str:
+    return "; ".join(f"{what}: {shown(value)}" for what, value in measured.items())
+
+
 def shown(value: Measured) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -121,7 +126,7 @@ def render(results: Results) -> str:
         found, verdict, when = "", "not run", ""
         if row.name in results:
             of = results[row.name]
-            found = "; ".join(f"{what}: {shown(value)}" for what, value in of["measured"].items())
+            found = shown_all(of["measured"])
             verdict = "pass" if of["passed"] else "FAIL"
             when = f"{of['date'][:10]}, {of['commit']}, {of['seconds'] / 60:.1f} min"
             machines[of["machine"]] = None
