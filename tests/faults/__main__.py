@@ -24,16 +24,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.faults.row import Found, Row, note
-from tests.faults.scorecard import (
-    PAGE,
-    ROWS,
-    read_results,
-    record,
-    render,
-    shown_all,
-    write_results,
-)
+from tests.faults.row import Found, Row, note, shown_all
+from tests.faults.scorecard import PAGE, ROWS, read_results, record, render, write_results
 from tsqp.cli.logs import OWN_LOGGERS
 from tsqp.end_with_parent import end_with
 

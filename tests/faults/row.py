@@ -57,6 +57,17 @@ class Row:
         return replace(self, run=run)
 
 
+def shown_all(measured: Mapping[str, Measured]) -> str:
+    """Return what a row measured as text."""
+    return "; ".join(f"{what}: {shown(value)}" for what, value in measured.items())
+
+
+def shown(value: Measured) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
 def note(text: str) -> None:
     """Write a line about something unexpected to stderr, for people who look into a failed row."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +21,7 @@ from tests.faults import (
     test_secrets,
     test_server,
 )
-from tests.faults.row import Found, Measured, Row
+from tests.faults.row import Found, Row, shown_all
 from tsqp.lab.bench.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,16 +106,6 @@ def commit() -> str:
     written = [f":(exclude){path.relative_to(ROOT)}" for path in (RESULTS, PAGE)]
     changed = git("status", "--porcelain", "--", ".", *written)
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
-
-
-def shown_all(measured: Mapping[str, Measured]) -> str:
-    return "; ".join(f"{what}: {shown(value)}" for what, value in measured.items())
-
-
-def shown(value: Measured) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else value
 
 
 def render(results: Results) -> str:
