@@ -245,7 +245,7 @@ def test_what_is_no_message_ends_the_connection(
         served.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         with pytest.raises(ProtocolError, match=f"{channel.endpoint}: got 1347703880 frames"):
             channel.wait(first)
-        assert channel._socket is None  # at once
+        assert (channel._socket, channel._probe._socket.fileno()) == (None, -1)  # at once
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             channel.wait(second)
     # It does not go on reading in the middle of something.

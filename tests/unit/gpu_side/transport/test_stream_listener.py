@@ -229,6 +229,8 @@ def test_a_client_whose_requests_wait_is_not_read_from(
 
         with pytest.raises(BlockingIOError):
             flood()
+        # As many as may wait, and what else the last read brought: far from megabytes.
+        assert len(listener._turns[0].reader.messages) < 10_000
 
 
 def test_a_client_with_many_bytes_that_wait_is_not_read_from(

@@ -79,6 +79,10 @@ def test_a_bank_that_will_not_fit_is_refused_before_anything_is_made(tmp_path: P
             {"sites": (LAYOUT.sites[0], SiteShape(1, "qkv_proj", 2, 6))},
             "bank: layout, layer 1 qkv_proj: got 2 -> 5, expected 2 -> 6",
         ),
+        (
+            {"sites": (*LAYOUT.sites, SiteShape(1, "down_proj", 2, 6))},
+            "bank: layout, layer 1 down_proj: got no pads, expected 2 -> 6",
+        ),
     ],
 )
 def test_a_bank_of_something_else_is_refused_and_not_left_locked(
