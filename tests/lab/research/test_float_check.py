@@ -75,6 +75,7 @@ def test_honest_products_pass_and_lies_are_refused(dtype: torch.dtype) -> None:
         for lie, wrong in LIES.items() if not seed % 2 else ():
             assert not within_tolerance(x, blocks, wrong(y), near), lie
         check = FloatCheck.draw(weight, randomness)
+        assert len(check._vectors) == 8  # one vector misses a small lie now and then
         for mask in (None, RowMix()):
             tolerance = Tolerance.of(dtype, mask)
             assert check.holds(x, y, [x], tolerance)
