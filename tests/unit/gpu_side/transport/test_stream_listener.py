@@ -220,6 +220,9 @@ def test_a_client_whose_requests_wait_is_not_read_from(
 ) -> None:
     burst = request_bytes() * 1000
     with raw_socket(endpoint) as greedy:
+        greedy.sendall(request_bytes())
+        while not listener._turns:  # accepted, so that the flood is read as far as it is
+            listener.wait(timeout_ms=1)
         greedy.setblocking(False)
 
         def flood() -> None:
