@@ -296,10 +296,8 @@ def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
         channel.submit(InitRequest())
         # Without taking a request, until another shares.
-        for _ in range(1000):
+        while set(listener._sharing) == had and not listener.clients_refused:
             listener.wait(timeout_ms=10)
-            if set(listener._sharing) != had or listener.clients_refused:
-                break
         assert len(listener._sharing) == 1
     assert listener.clients_refused == 0
 
