@@ -187,7 +187,7 @@ class Runner:
                 settings.request_timeout_s,
                 appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
             )
-            self._services = Services(groups, config.num_hidden_layers, options, config)
+            self._services = Services(groups, config.num_hidden_layers, options)
             opened.callback(self._services.close)
             self._services.connect(settings.connect_timeout_s)
             self._lanes = partial(

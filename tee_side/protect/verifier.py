@@ -16,6 +16,7 @@ import torch
 from protocol.errors import PolicyError
 from protocol.integer import exact_product
 from protocol.messages import (
+    WHOLE,
     Arithmetic,
     Columns,
     ModuleName,
@@ -23,9 +24,9 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    part_of,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
-from protocol.model.columns import WHOLE, part_of
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
 from protocol.model.weights import row_layout, weight_rows
@@ -48,7 +49,7 @@ InTime: TypeAlias = Callable[[Blocks, int], Blocks]
 class Claim(NamedTuple):
     """What a service was asked, and what it says that the whole output is.
 
-    `columns`: the part of the output that it is asked about: it has not claimed the rest.
+    `columns`: the part of the output that is checked: the columns of one rank, or all of them.
     """
 
     request: Request

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from protocol.errors import ModelMismatchError, ReplyError
-from protocol.messages import Arithmetic, Columns, InitReply, Response
+from protocol.messages import Arithmetic, InitReply, Response
 from protocol.model.checkpoint import Checkpoint
-from protocol.model.columns import WHOLE, columns_in_words
 from protocol.model.config import ModelConfig
 from protocol.model.identity import model_digest
 from protocol.model.rope import rope_frequencies
@@ -73,17 +72,12 @@ class ServiceCheck:
         self._expected = expected
 
     def verify(
-        self,
-        endpoint: str,
-        reply: Response | None,
-        layers: tuple[int, int] | None = None,
-        columns: Columns = WHOLE,
+        self, endpoint: str, reply: Response | None, layers: tuple[int, int] | None = None
     ) -> InitReply:
         """Compare a service's Init reply with the TEE's own copy, and return it.
 
-        `layers`: first and last that it is to be asked for, None for all; `columns`: which part of
-        every weight's output columns. Raises ModelMismatchError naming the field, and ReplyError
-        for an Init reply that is none.
+        `layers`: first and last that it is to be asked for, None for all. Raises ModelMismatchError
+        naming the field, and ReplyError for an Init reply that is none.
         """
         if not isinstance(reply, InitReply):
             got = type(reply).__name__
@@ -113,13 +107,6 @@ class ServiceCheck:
                 got="{}-{}".format(*reply.layers),
                 expected=f"{first}-{last}, which it is to be asked for (gpu-service --layers,"
                 " tee-runner --gpu ENDPOINT=LAYERS)",
-            )
-        if reply.columns != columns:
-            raise ModelMismatchError(
-                f"{where}: columns",
-                got=columns_in_words(reply.columns),
-                expected=f"{columns_in_words(columns)}, which it is to be asked for (gpu-service"
-                " --columns, tee-runner --gpu ENDPOINT,columns=I/N)",
             )
         if self._whole_layers and reply.ranks != 1:
             expected = "1: the policy has segments (gpu-service without --tensor-parallel)"

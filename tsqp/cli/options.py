@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         " layers stand in for each other. Where a policy needs two that do not collude, the first"
         " gets share 1; with more than two for the same layers, share= says which.",
         multiple=True,
-        metavar="ENDPOINT[=LAYERS][,share=1|2][,columns=I/N]",
+        metavar="ENDPOINT[=LAYERS][,share=1|2]",
     ),
     "identity": _file("Our secret key (tsqp keys new): services know us by it."),
     "service-key": _row(

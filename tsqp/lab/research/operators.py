@@ -25,9 +25,9 @@ from protocol.messages import (
     ModuleName,
     Request,
     TensorReply,
+    part_of,
 )
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
-from protocol.model.columns import part_of
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Preparable, PreparedRequest

@@ -155,34 +155,28 @@ def test_rounding_is_no_difference_and_a_hundredth_is(check: ServiceCheck, good:
 
 
 @each_row(
-    ("changes", "layers", "columns", "said"),
+    ("changes", "layers", "said"),
     [
-        ({}, (1, 1), (0, 1), None),
-        ({"layers": (1, 2)}, (1, 2), (0, 1), None),
-        ({"layers": (1, 2)}, None, (0, 1), "layers: got 1-2, expected 0-2, which"),
-        ({"layers": (1, 1)}, (1, 2), (0, 1), "layers: got 1-1, expected 1-2, which"),
-        ({"layers": (0, 1)}, (0, 2), (0, 1), "layers: got 0-1, expected 0-2, which"),
-        ({"columns": (1, 2)}, None, (1, 2), None),
-        ({"columns": (0, 2)}, None, (1, 2), "columns: got columns 0/2, expected columns 1/2, whi"),
-        ({"columns": (0, 2)}, None, (0, 3), "columns: got columns 0/2, expected columns 0/3, whi"),
-        ({"columns": (0, 2)}, None, (0, 1), "columns: got columns 0/2, expected all columns, whi"),
-        ({}, None, (0, 2), "columns: got all columns, expected columns 0/2, which"),
+        ({}, (1, 1), None),
+        ({"layers": (1, 2)}, (1, 2), None),
+        ({"layers": (1, 2)}, None, "layers: got 1-2, expected 0-2, which"),
+        ({"layers": (1, 1)}, (1, 2), "layers: got 1-1, expected 1-2, which"),
+        ({"layers": (0, 1)}, (0, 2), "layers: got 0-1, expected 0-2, which"),
     ],
 )
-def test_a_service_must_hold_the_layers_and_columns_that_it_is_asked_for(
+def test_a_service_must_hold_the_layers_that_it_is_asked_for(
     check: ServiceCheck,
     good: InitReply,
     changes: dict[str, Any],
     layers: Any,
-    columns: Any,
     said: str | None,
 ) -> None:
     reply = good.model_copy(update=changes)
     if said is None:
-        assert check.verify("there", reply, layers, columns) is reply
+        assert check.verify("there", reply, layers) is reply
         return
     with pytest.raises(ModelMismatchError, match=f"model at there: {said}"):
-        check.verify("there", reply, layers, columns)
+        check.verify("there", reply, layers)
 
 
 def test_a_service_of_several_ranks_is_not_asked_for_whole_layers(
