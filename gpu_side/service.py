@@ -32,13 +32,14 @@ from gpu_side.transport.http_keys import HttpKeys, read_tokens
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol import native
-from protocol.curve import is_beyond_loopback, require_zmq_keys
+from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.endpoint import is_beyond_loopback
 from protocol.errors import KernelError, SettingsError
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.messages import WHOLE, Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
-from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from gpu_side.ranks.head import Ranks

@@ -55,8 +55,8 @@ def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer],
     if unused:
         raise ProtocolError(
             where,
-            got=f"{len(unused)} frames that no field points at",
-            expected="every frame used once",
+            f"{len(unused)} frames that no field points at",
+            "every frame used once",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
     return validate(cls, fields, where)
@@ -85,8 +85,8 @@ def _framed_tensor(
     if set(value) != {"dtype", "shape", "frame"} or type(index) is not int or index not in unused:
         raise ProtocolError(
             path,
-            got=f"{len(value)} keys, frame {describe_untrusted(index)}",
-            expected="dtype, shape and a frame of its own",
+            f"{len(value)} keys, frame {describe_untrusted(index)}",
+            "dtype, shape and a frame of its own",
             code=ErrorCode.INVALID_FIELD,
         )
     unused.remove(index)

@@ -20,9 +20,8 @@ from concurrent.futures import Future
 import httpcore2
 
 from protocol.channel import Exchange
-from protocol.curve import is_exposed
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
-from protocol.endpoint import parse_endpoint
+from protocol.endpoint import is_exposed, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
 from protocol.http_access import (
     CHANNEL_HEADER,
@@ -83,12 +82,12 @@ class HttpChannel(PendingChannel):
         access: HttpAccess | None = None,
     ) -> None:
         if not parse_endpoint(endpoint).is_http:
-            raise EndpointError(endpoint, got="no URL", expected="http(s)://HOST:PORT")
+            raise EndpointError(endpoint, "no URL", "http(s)://HOST:PORT")
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         access = access or HttpAccess()
         if access.token is not None and is_exposed(endpoint):
             expected = "https://: the token is a secret"
-            raise SettingsError("--http-token", got=f"{endpoint}, in the clear", expected=expected)
+            raise SettingsError("--http-token", f"{endpoint}, in the clear", expected)
         self._url = endpoint.rstrip("/") + RPC_PATH
         self._headers: dict[bytes | str, bytes | str] = {
             CHANNEL_HEADER: secrets.token_hex(16),
@@ -194,7 +193,7 @@ class HttpChannel(PendingChannel):
             except httpcore2.ConnectError as error:
                 if (reason := _tls_reason(error)) is not None:
                     expected = "a certificate of a trusted CA for this host (--http-ca)"
-                    raise EndpointError(self.endpoint, got=reason, expected=expected) from None
+                    raise EndpointError(self.endpoint, reason, expected) from None
                 status = 0
             except _LostError as lost:
                 if not lost.is_absent or self._instance is not None:
@@ -216,8 +215,8 @@ class HttpChannel(PendingChannel):
                 if len(received) > longest_bytes(MAX_REPLY_FRAMES, most_bytes):
                     raise ProtocolError(
                         f"reply from {self.endpoint}",
-                        got=f"{len(received)} bytes and more",
-                        expected=f"at most {most_bytes}",
+                        f"{len(received)} bytes and more",
+                        f"at most {most_bytes}",
                         code=ErrorCode.LIMIT_EXCEEDED,
                     )
         received_ns = time.perf_counter_ns()
@@ -238,7 +237,7 @@ class HttpChannel(PendingChannel):
             got = f"HTTP status {status}" + (" of another server" if status == 200 else "")
             refused = "a token that the service lists (--http-token)"
             expected = refused if status in _REFUSES_TOKEN else "gpu-service --http at this URL"
-            raise EndpointError(self.endpoint, got=got, expected=expected)
+            raise EndpointError(self.endpoint, got, expected)
         if self._one_connection and self._instance not in (None, instance):
             raise _LostError(connection)
         self._instance = instance
@@ -250,7 +249,7 @@ def _context(access: HttpAccess) -> ssl.SSLContext:
         return ssl.create_default_context(cadata=access.ca)
     except (ssl.SSLError, ValueError):
         expected = "certificates of CAs, as PEM"
-        raise SettingsError("--http-ca", got="something else", expected=expected) from None
+        raise SettingsError("--http-ca", "something else", expected) from None
 
 
 def _tls_reason(error: BaseException | None) -> str | None:

@@ -104,8 +104,8 @@ class IntegerSite:
         layer, operator = self._site
         return ActivationRangeError(
             f"{operator} in layer {layer}: {error.where}",
-            got=error.got,
-            expected=f"{error.expected} (calibrate with text more like this one)",
+            error.got,
+            f"{error.expected} (calibrate with text more like this one)",
         )
 
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
@@ -145,9 +145,7 @@ class DynamicSite:
 
     def refuse(self, _norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""
-        raise ActivationRangeError(
-            "lm_head: input row", got="not finite", expected="finite numbers"
-        )
+        raise ActivationRangeError("lm_head: input row", "not finite", "finite numbers")
 
 
 def own_scales(x_TI: torch.Tensor) -> torch.Tensor:
@@ -198,7 +196,7 @@ class IntegerSites:
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
         elif self._head_scale_V is not None and not weights.scale.equal(self._head_scale_V):
             expected = "those that were read at the start"
-            raise CalibrationError("lm_head: weight scales", got="others", expected=expected)
+            raise CalibrationError("lm_head: weight scales", "others", expected)
 
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":

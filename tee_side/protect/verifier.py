@@ -31,7 +31,6 @@ from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
 from protocol.model.weights import row_layout, weight_rows
 from protocol.tensors import to_torch
-from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites, tensors_of
@@ -178,6 +177,8 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
     """
     if arithmetic == "int8":
         return Secrets
+    from tee_side.plugins import load_entry_point, one_entry_point
+
     if (entry := one_entry_point(GROUP, arithmetic)) is None:
         raise PolicyError(
             f'policy {policy}: verify = "freivalds"',

@@ -9,7 +9,6 @@ TEE from finding out: where that fails, every service that answered is asked no 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from protocol.messages import EmbeddingRequest
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.verifier import Blocks, Claim, ResultCheck, Unverified
+from tee_side.remote.overlap import time_left
 from tee_side.remote.services.replicas import Replicas
 from tee_side.words import Operator
 
@@ -80,22 +80,6 @@ class Refused(NamedTuple):
     well_formed: bool
 
 
-def time_left(operator: Operator, until: float) -> float | None:
-    """Return how long a further request of a call may take; None for the channel's own deadline.
-
-    Raises DeadlineExceededError where nothing is left: the service that got a request without any
-    time would be taken for lost.
-    """
-    if until == math.inf:
-        return None
-    left_s = until - time.monotonic()
-    if left_s <= 0:
-        raise DeadlineExceededError(
-            operator, got="the end of its time", expected="all replies that it needs"
-        )
-    return left_s
-
-
 def refuse(refused: Refused, until: float) -> float | None:
     """Ask services at fault no more, and return how long another may take to compute the same.
 
@@ -117,8 +101,8 @@ def _distrust_forms(refused: Refused) -> ReplyError:
         except ReplyError as error:
             found = ReplyError(
                 f"{refused.operator} reply from {answer.exchange.endpoint}",
-                got=error.got,
-                expected=error.expected,
+                error.got,
+                error.expected,
             )
             answer.channel.distrust(answer.exchange, found)
     if found is None:
@@ -138,16 +122,16 @@ def _distrust_liars(refused: Refused, until: float) -> VerificationError:
     if not suspects:
         raise MaskError(
             f"{refused.rules.name}: {where}",
-            got="a wrong result, unmasked from right answers",
-            expected="factors that were made from these weights, and an unmask that undoes mask",
+            "a wrong result, unmasked from right answers",
+            "factors that were made from these weights, and an unmask that undoes mask",
         )
     all_of_them = " or ".join(dict.fromkeys(one.exchange.endpoint for one in suspects))
     none_left: VerificationError | None = None
     for suspect in suspects:
         error = VerificationError(
             f"{where} at {all_of_them if liars is None else suspect.exchange.endpoint}",
-            got="a wrong result" + ("" if liars is None else _ranks(suspect, refused, until)),
-            expected="what the weights of the TEE's own model give",
+            "a wrong result" + ("" if liars is None else _ranks(suspect, refused, until)),
+            "what the weights of the TEE's own model give",
         )
         try:
             suspect.channel.distrust(suspect.exchange, error)
@@ -232,6 +216,6 @@ def _require_time(is_over: Callable[[], bool]) -> None:
     if is_over():
         raise DeadlineExceededError(
             "finding out who computed wrongly",
-            got="the end of the request's time",
-            expected="time to compute the product once more",
+            "the end of the request's time",
+            "time to compute the product once more",
         )

@@ -28,7 +28,7 @@ from tsqp.cli.settings import (
 )
 
 if TYPE_CHECKING:
-    from tee_side.policy.layer_range import LayerRange
+    from tee_side.words import LayerRange
 
 MIB = 1024 * 1024
 
@@ -37,7 +37,7 @@ def _layers(
     _context: click.Context, _parameter: click.Parameter, text: str | None
 ) -> LayerRange | None:
     """Read layers as `tee-runner --gpu` reads them behind `=`."""
-    from tee_side.policy.layer_range import LayerRange
+    from tee_side.words import LayerRange
 
     try:
         return None if text is None else LayerRange.parse(text)

@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         multiple=True,
     ),
     "http-ca": _file("CAs (PEM) by which https:// services are known; default: the system's."),
-    # The default is `protocol.zmq_sockets.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
+    # The default is `protocol.liveness.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
     "heartbeat-timeout-s": _row(
         FiniteFloatRange(0, 3600),
         1.0,

@@ -131,4 +131,4 @@ def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
 
 
 def _silent(endpoint: str) -> DeadlineExceededError:
-    return DeadlineExceededError(endpoint, got="no answer yet", expected="a reply to Init")
+    return DeadlineExceededError(endpoint, "no answer yet", "a reply to Init")

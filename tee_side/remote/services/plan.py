@@ -10,12 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from protocol.curve import ClientKeys, is_beyond_loopback, require_zmq_keys
-from protocol.endpoint import parse_endpoint
+import torch
+
+from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import SettingsError
-from tee_side.policy.layer_range import LAYER_RANGE, LayerRange
+from protocol.messages import FUSED_MODULES, MAX_STATEMENT_BYTES
+from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
+from tee_side.protect.masking import most_rows
+from tee_side.words import LAYER_RANGE, PRODUCTS, LayerRange, Operator, is_projection
+
+if TYPE_CHECKING:
+    from protocol.curve import ClientKeys
 
 GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
 WITHOUT_COLUMNS = (
@@ -24,11 +32,16 @@ WITHOUT_COLUMNS = (
     " ENDPOINT=LAYERS)"
 )
 _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
+# A header with its method, dtypes and shapes, and the lengths and padding around frames.
+_HEADER_BYTES = 16 * 1024
+# What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
+_NORM_BYTES = 512
+_RING_ITEMSIZE = 4
 _NO_PATH = ("tcp", "vsock", "http", "https")
 
 
 def _refused(got: object, expected: str) -> SettingsError:
-    return SettingsError("--gpu", got=str(got), expected=expected)
+    return SettingsError("--gpu", str(got), expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +211,15 @@ def check_links(
     """
     for spec, own in zip(specs, keys, strict=True):
         if own is not None:
+            from protocol.curve import require_zmq_keys
+
             require_zmq_keys(spec.endpoint)
         elif policy.service.attested != "none":
             expected = "--identity and --service-key: the key of its link is in its evidence"
             raise _refused(f"{spec.endpoint} without keys", expected)
     if policy.service.attested != "none" and len({own and own.service for own in keys}) < len(keys):
         expected = "one --service-key for each --gpu: each attested service makes its own"
-        raise SettingsError("--service-key", got="one for several services", expected=expected)
+        raise SettingsError("--service-key", "one for several services", expected)
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}
@@ -223,8 +238,8 @@ def check_links(
             if other.share != spec.share:
                 raise SettingsError(
                     "--service-key",
-                    got=f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
-                    expected="one --service-key for each --gpu, and different keys for different"
+                    f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                    "one --service-key for each --gpu, and different keys for different"
                     " shares: services that do not collude share no key",
                 )
             continue
@@ -248,3 +263,39 @@ def one_service(first: object, second: object, shares: int = 2) -> SettingsError
     same = str(first) == str(second)
     twice = f"{first} twice" if same else f"{first} and {second}, one and the same"
     return _refused(twice, "each service once" if shares == 1 else "two that do not collude")
+
+
+def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: torch.dtype) -> int:
+    """Return a bound in bytes for every reply that a run can ask for, Init's among them.
+
+    Without it a service could make the TEE take, and keep, as much as the message limit allows for
+    every small request.
+
+    `step_tokens`: rows of a step; `dtype`: of the TEE. Attention products are [K, G * T, S] with as
+    many keys as the model has positions.
+    """
+    sizes = [init_reply_bytes(config)]
+    for operator, placement in policy.leaving():
+        elements = most_rows(placement.mask, step_tokens) * _row_elements(operator, config)
+        integers = policy.arithmetic == "int8" and is_projection(operator)
+        sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
+    attested = policy.service.attested != "none"
+    return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
+
+
+def init_reply_bytes(config: ModelConfig) -> int:
+    """Return a bound in bytes for an Init reply, without its header's fixed part."""
+    norms = 2 * config.num_hidden_layers + 1
+    return norms * (4 * config.hidden_size + _NORM_BYTES) + 4 * config.head_dim
+
+
+def _row_elements(operator: Operator, config: ModelConfig) -> int:
+    """Return how many numbers come back for each row that was sent."""
+    if operator in FUSED_MODULES:
+        modules = FUSED_MODULES[operator]
+        return sum(config.module_shape(module)[0] for module in modules)
+    if operator == "attn_scores":
+        return config.num_attention_heads * config.max_position_embeddings
+    if operator in PRODUCTS:
+        return config.num_attention_heads * config.head_dim
+    return config.vocab_size if operator == "lm_head" else config.hidden_size

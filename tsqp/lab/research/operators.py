@@ -48,8 +48,7 @@ from tee_side.protect.verifier import (
     rows_of_part,
 )
 from tee_side.remote.call import CallPlan, carry_out
-from tee_side.remote.linear import CallSettings
-from tee_side.remote.registered import RunParts
+from tee_side.remote.linear import CallSettings, RunParts
 from tee_side.words import Operator, Phase
 from tsqp.lab.research.float_check import (
     FLOAT_VECTORS,

@@ -18,17 +18,18 @@ from protocol.errors import SettingsError
 from protocol.messages import InitReply, InitRequest, Timing
 from protocol.model.config import read_config
 from protocol.tensors import from_torch
-from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import most_rows
-from tee_side.remote.reply_size import init_reply_bytes, largest_reply
 from tee_side.remote.services.plan import (
     ReplicaGroup,
     ServiceSpec,
     assign_shares,
     check_links,
+    init_reply_bytes,
+    largest_reply,
     plan_services,
 )
+from tee_side.words import LayerRange
 from tests.kit.model import CLEAR, Models, policy_of
 from tests.kit.rows import each_row
 
