@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
-from protocol.messages import Message
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import M, validate
 
@@ -29,20 +28,6 @@ def to_framed(value: Any, frames: list[Buffer]) -> Any:
     if isinstance(value, dict):
         return {name: to_framed(item, frames) for name, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
-
-
-def framed_key(message: Message, frames: list[Buffer]) -> tuple[object, ...]:
-    """Append a flat message's tensors to the frames; return what `to_framed` would depend on."""
-    cls = type(message)
-    key: list[object] = [cls]
-    for name in cls.__pydantic_fields__:
-        value = getattr(message, name)
-        if isinstance(value, WireTensor):
-            frames.append(value.data)
-            key += (value.dtype, value.shape)
-        else:
-            key.append(value)
-    return tuple(key)
 
 
 def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer], where: str) -> M:

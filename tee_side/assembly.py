@@ -58,9 +58,9 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
     DynamicSite,
     FloatSite,
-    FloatSites,
     IntegerSite,
     IntegerSites,
+    LinearSite,
     load_biases,
     tensors_of,
 )
@@ -160,7 +160,7 @@ class Assembly:
             else:
                 self._transforms = self.key.transforms(feature, config, gains)
         self.linear_digest = linear_digest(config, checkpoint)
-        biases = _load_biases(self._parts)
+        self._biases = biases = _load_biases(self._parts)
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
             calibration = _load_calibration(settings.calibration, self.linear_digest, self._parts)
@@ -169,7 +169,6 @@ class Assembly:
             head = any(name == "lm_head" for name, _ in policy.leaving())
             scale_V = load_head_scale(checkpoint, config) if head else None
             self._integers = IntegerSites(calibration, biases, model.dtype, scale_V)
-        self._sites = self._integers or FloatSites(biases)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}
         self.pads: dict[Mask, Pads] = {}
@@ -308,7 +307,11 @@ class Assembly:
         """Resolve how a site leaves under a mask and a verification; `pads`: of that mask."""
         # What is neither masked nor checked is computed with its bias and all.
         bias_leaves = self._integers is None and mask is None and verify == "none"
-        linear = FloatSite() if bias_leaves else self._sites[site]
+        linear: LinearSite
+        if self._integers is not None:
+            linear = self._integers[site]
+        else:
+            linear = FloatSite(None if bias_leaves else self._biases.get(site))
         check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
         hide_at = linear_masking(mask, randomness, pads=pads, transforms=self._transforms)
         padded = None

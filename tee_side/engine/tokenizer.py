@@ -152,10 +152,6 @@ class Tokenizer:
             return token.replace("▁", " ").encode()
         return self.decode([token_id]).encode()
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of `token_bytes`, with U+FFFD for what is part of a character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
     @cached_property
     def _added(self) -> dict[int, str]:
         return {i: token.content for i, token in self._raw.get_added_tokens_decoder().items()}

@@ -41,12 +41,6 @@ class LinearSite(Protocol):
         ...
 
 
-class Sites(Protocol):
-    """The sites of a model."""
-
-    def __getitem__(self, site: Site, /) -> LinearSite: ...
-
-
 class FloatSite:
     """Floats as they are; only the bias is left to add, if there is one."""
 
@@ -60,16 +54,6 @@ class FloatSite:
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Add the bias."""
         return y_TO if self.bias_O is None else y_TO + self.bias_O
-
-
-class FloatSites:
-    """Sites of a model that is computed in floats."""
-
-    def __init__(self, biases: Biases) -> None:
-        self._biases = biases
-
-    def __getitem__(self, site: Site) -> FloatSite:
-        return FloatSite(self._biases.get(site))
 
 
 class IntegerSite:
