@@ -14,8 +14,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import httpcore2
 
@@ -30,7 +31,6 @@ from protocol.http_access import (
     RPC_PATH,
     HttpAccess,
 )
-from protocol.http_streams import Backend
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import longest_bytes, to_pieces
@@ -259,3 +259,71 @@ def _tls_reason(error: BaseException | None) -> str | None:
             return f"TLS that fails: {getattr(error, 'verify_message', error.reason)}"
         error = error.__cause__ or error.__context__
     return None
+
+
+class Stream(httpcore2.AsyncNetworkStream):
+    """One connection of the HTTP library, made by asyncio alone: given up, it leaves nothing.
+
+    Over TLS where its backend makes such.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Receive some bytes, none at the end. Raises httpcore2.ReadError."""
+        try:
+            return await self._reader.read(max_bytes)
+        except OSError as error:
+            raise httpcore2.ReadError from error
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Send. Raises httpcore2.WriteError."""
+        try:
+            self._writer.write(buffer)
+            await self._writer.drain()
+        except OSError as error:
+            raise httpcore2.WriteError from error
+
+    async def aclose(self) -> None:
+        """Close at once."""
+        self._writer.transport.abort()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Do nothing: TLS was begun with the connection."""
+        return self
+
+    def get_extra_info(self, info: str) -> Any:
+        """Say whether an idle connection has ended (`is_readable`); of nothing else."""
+        if info == "is_readable":
+            return self._reader.at_eof() or self._writer.is_closing()
+        return None
+
+
+class Backend(httpcore2.AsyncNetworkBackend):
+    """Connects. `context`: what verifies the peer, None: without TLS."""
+
+    def __init__(self, context: ssl.SSLContext | None) -> None:
+        self._context = context
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Connect. Raises httpcore2.ConnectError, whose cause says why."""
+        try:
+            reader, writer = await asyncio.open_connection(host, port, ssl=self._context)
+            for option in socket_options or ():
+                writer.get_extra_info("socket").setsockopt(*option)
+        except (OSError, UnicodeError) as error:  # the second: a name that is no host's
+            raise httpcore2.ConnectError from error
+        return Stream(reader, writer)
