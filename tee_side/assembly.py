@@ -73,7 +73,7 @@ from tee_side.protect.verifier import (
     find_checks,
 )
 from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear, RunParts, SitePlan
-from tee_side.words import Operator, Phase, Site, Verify, is_projection
+from tee_side.words import Operator, Phase, Site, Verify, is_projection, registered_name
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
@@ -272,7 +272,8 @@ class Assembly:
             if is_projection(operator) and operator in policy.projections:
                 placement = policy.at(operator, layer, phase)
                 return remote_linear((layer, operator), placement.mask, placement.verify)
-            return self._registered[operator].bind(layer, phase, settings, randomness)
+            registered = self._registered[registered_name(operator)]
+            return registered.bind(layer, phase, settings, randomness)
 
         layers = self._parts.config.num_hidden_layers
         made = partial(place, policy, layers, stays, leaves)
@@ -360,13 +361,11 @@ class Assembly:
                 self._on_load(what, done, len(sites))
 
     @cached_property
-    def _registered(self) -> dict[Operator, RegisteredOperator]:
-        # Both products of attention are one object's.
-        made = {one: one(self._parts) for one in dict.fromkeys(self._registered_classes.values())}
-        return {operator: made[one] for operator, one in self._registered_classes.items()}
+    def _registered(self) -> dict[str, RegisteredOperator]:
+        return {name: made(self._parts) for name, made in self._registered_classes.items()}
 
 
-def _find_registered(policy: Policy, layers: int) -> dict[Operator, type[RegisteredOperator]]:
+def _find_registered(policy: Policy, layers: int) -> dict[str, type[RegisteredOperator]]:
     """Return what sends operators that are no `RemoteLinear`, nor part of a segment."""
     inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
     others = [o for o, _ in policy.leaving() if o not in policy.projections and o not in inside]

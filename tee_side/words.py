@@ -71,6 +71,11 @@ def is_linear(operator: Operator) -> TypeGuard[LinearOperator]:
     return operator in FUSED_MODULES
 
 
+def registered_name(operator: Operator) -> str:
+    """Return under which name the class is registered that sends an operator (`tsqp.operators`)."""
+    return "attention" if operator in PRODUCTS else operator
+
+
 # "3", "0-3" or "4-"; for expressions that look for one in a longer text.
 LAYER_RANGE = r"\d{1,4}(?:-\d{0,4})?"
 

@@ -15,7 +15,7 @@ from protocol.errors import PolicyError
 from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.randomness import Randomness
 from tee_side.remote.linear import CallSettings, RunParts
-from tee_side.words import PRODUCTS, Operator, Phase
+from tee_side.words import Operator, Phase, registered_name
 
 GROUP = "tsqp.operators"
 
@@ -39,14 +39,14 @@ class RegisteredOperator(Protocol):
 
 def find_registered(
     policy: str, operators: Sequence[Operator]
-) -> dict[Operator, type[RegisteredOperator]]:
-    """Return the classes that send operators of a policy, by operator.
+) -> dict[str, type[RegisteredOperator]]:
+    """Return the classes that send operators of a policy, by the names they are registered under.
 
     Raises PolicyError that says what to install, and PluginError for a package that does not load.
     """
-    found: dict[Operator, type[RegisteredOperator]] = {}
+    found: dict[str, type[RegisteredOperator]] = {}
     for operator in operators:
-        name = "attention" if operator in PRODUCTS else operator
+        name = registered_name(operator)
         if (entry := one_entry_point(GROUP, name)) is None:
             raise PolicyError(
                 f"policy {policy}: {operator}",
@@ -54,5 +54,5 @@ def find_registered(
                 f"an installed package that registers {name!r} in the entry points"
                 f' {GROUP}, as tsqp does, or place = "tee"',
             )
-        found[operator] = load_entry_point(entry)
+        found[name] = load_entry_point(entry)
     return found

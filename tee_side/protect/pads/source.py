@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from os import getpid
 from typing import Literal
 
 import torch
@@ -225,7 +225,7 @@ class PadLane:
         # Words that were read ahead are in a forked child, too, and the store is not asked for
         # them again.
         store = self._store
-        if store.closed or getpid() != store.process:
+        if store.closed or os.getpid() != store.process:
             store.check_usable()
         indices = self._indices
         if indices is None or site in self._used or rows > self._rows:
