@@ -168,9 +168,13 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
             check(indices)
         read(indices, site, u_TO)
 
+    def all_tampered(indices: range) -> dict[int, torch.Tensor]:
+        check(indices)
+        return read_all(indices)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "_read_into", tampered)
-        patch.setattr(store, "_read_all", lambda indices: check(indices) or read_all(indices))
+        patch.setattr(store, "_read_all", all_tampered)
         # One row is read of all sites at once, many rows site by site.
         if rows > 1:
             lane.draw(FIRST, rows)
