@@ -232,9 +232,7 @@ def _nobody(endpoint: str) -> PendingChannel:
     raise EndpointError(endpoint, got="no service", expected="none to be asked")
 
 
-def _unchecked(
-    endpoint: str, _reply: Response | None, layers: tuple[int, int], _columns: tuple[int, int]
-) -> InitReply:
+def _unchecked(endpoint: str, _reply: Response | None, layers: tuple[int, int]) -> InitReply:
     raise ReplyError(endpoint, got=str(layers), expected="nothing to be checked")
 
 

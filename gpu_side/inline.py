@@ -70,7 +70,6 @@ _FRAMED_ONLY = (
     "max_queued_requests",
     "max_queued_bytes",
     "statement",
-    "columns",
     "ranks",
 )
 

@@ -1,7 +1,7 @@
-"""A part of the output columns of every weight: its sizes, and how it is read.
+"""A rank's part of the output columns of every weight: its sizes, and how it is read.
 
-Each module is parted for itself (`protocol.model.columns`), and the vocabulary of the LM head and
-of the embedding as well: a tied weight is one tensor in a part, too.
+Each module is parted for itself (`protocol.messages.part_of`), and so is the vocabulary of the LM
+head and of the embedding: a tied weight is one tensor in a part, too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from protocol.errors import ModelError, SettingsError, describe
-from protocol.messages import FUSED_MODULES, ModuleName
+from protocol.messages import FUSED_MODULES, MAX_RANKS, Columns, ModuleName, part_of
 from protocol.model.checkpoint import Checkpoint
-from protocol.model.columns import MAX_PARTS, Columns, part_of
 from protocol.model.config import ModelConfig
 
 
@@ -75,7 +74,7 @@ def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
     """
     part, parts = columns
     shapes = (config.module_shape(name) for names in FUSED_MODULES.values() for name in names)
-    most = min(MAX_PARTS, config.vocab_size, *(shape[0] for shape in shapes))
+    most = min(MAX_RANKS, config.vocab_size, *(shape[0] for shape in shapes))
     if not 1 <= parts <= most:
         raise SettingsError(option, got=f"{parts} parts", expected=f"1 to {most}")
     if not 0 <= part < parts:

@@ -16,7 +16,9 @@ from gpu_side.segment_weights import order_name, transformed_tensors
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,
+    WHOLE,
     Arithmetic,
+    Columns,
     InitConfig,
     InitReply,
     LinearOperator,
@@ -31,7 +33,6 @@ from protocol.model.checkpoint import (
     linear_tensors,
     norm_names,
 )
-from protocol.model.columns import WHOLE, Columns
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import is_there
 from protocol.model.identity import linear_digest, model_digest
@@ -139,7 +140,6 @@ class ServedModel:
             layers=(self.held_layers[0], self.held_layers[-1]),
             max_queued_requests=limits.requests,
             max_queued_bytes=limits.bytes,
-            columns=self.columns,
             ranks=self.ranks,
         )
 

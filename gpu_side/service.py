@@ -32,14 +32,14 @@ from gpu_side.transport.http_keys import HttpKeys, read_tokens
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol import native
-from protocol.curve import is_beyond_loopback, require_zmq_keys
+from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.endpoint import is_beyond_loopback
 from protocol.errors import KernelError, SettingsError
-from protocol.messages import Arithmetic
-from protocol.model.columns import WHOLE, Columns
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
+from protocol.messages import WHOLE, Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
-from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from gpu_side.ranks.head import Ranks
@@ -56,17 +56,16 @@ class ServiceSettings:
     without int8 ones where the device's int8 products are not exact, or the weights are transformed
     for a feature mask. `spin_us`: how long to look for the next message before blocking, as long as
     messages come that fast, and to ask a GPU whether it is done. `layers`: first and last whose
-    weights to hold, None: all. `columns`: which part of their output columns, of how many;
-    `tensor_parallel`: by how many processes, each with a part. `sessions`: how much
-    of them to keep. `metrics`: as `gpu_side.metrics.parse_address` reads it, None: not
-    served. `max_queued_`: how much of one client may wait, in bytes None: one message as large as
-    allowed; and of all together, None: as much as of four. `drain_timeout_s`: how long to go on
-    with what was taken, once told to stop. `identity`: our secret key (or `secret`: itself, made in
-    this process), and `allow`: the list of the clients that are let in, which SIGHUP reads again;
-    without them everybody is let in, and other machines have to be allowed by `allow_anyone`.
-    `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `kernels`: those of the CPU, see
-    `protocol.native.use`; None: those in use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP
-    reads the tokens again.
+    weights to hold, None: all. `tensor_parallel`: by how many processes to compute, each with its
+    part of the output columns. `sessions`: how much of them to keep. `metrics`: as
+    `gpu_side.metrics.parse_address` reads it, None: not served. `max_queued_`: how much of one
+    client may wait, in bytes None: one message as large as allowed; and of all together, None: as
+    much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
+    `identity`: our secret key (or `secret`: itself, made in this process), and `allow`: the list of
+    the clients that are let in, which SIGHUP reads again; without them everybody is let in, and
+    other machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
+    `protocol.zmq_sockets`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
+    use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP reads the tokens again.
     """
 
     model: Path
@@ -79,7 +78,6 @@ class ServiceSettings:
     arithmetic: Literal["float", "int8", "both"] = "both"
     spin_us: float = 0.0
     layers: tuple[int, int] | None = None
-    columns: Columns = WHOLE
     tensor_parallel: int = 1
     sessions: SessionSettings = field(default_factory=SessionSettings)
     metrics: str | None = None
@@ -150,8 +148,6 @@ class ServiceSettings:
         if self.tensor_parallel == 1:
             return None
         check_columns(read_config(self.model), (0, self.tensor_parallel), OPTION)
-        if self.columns != WHOLE:
-            raise SettingsError(OPTION, got="--columns as well", expected="one of the two")
         return place_of(self.tensor_parallel)
 
     @property
@@ -323,7 +319,6 @@ def _load(
     began = time.monotonic()
     config = read_config(settings.model)
     dtype, layers = settings.dtype or config.dtype, settings.layers
-    check_columns(config, settings.columns, "--columns")
     log.info(
         "loading",
         extra={
@@ -335,7 +330,7 @@ def _load(
                 else f"{layers[0]}-{layers[1]}",
                 "device": str(device),
                 "dtype": dtype,
-                **_parts(settings),
+                **({"ranks": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}),
             }
         },
     )
@@ -343,9 +338,7 @@ def _load(
     arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
 
     if isinstance(device, NullDevice):
-        held, _ = read_served_model(
-            settings.model, arithmetic, weights=False, layers=layers, columns=settings.columns
-        )
+        held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
         log.warning(
             "null_device",
             extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
@@ -377,7 +370,7 @@ def _load(
             dtype=torch_dtype(dtype),
             arithmetic=arithmetic,
             layers=layers,
-            columns=settings.columns if ranks is None else ranks.job.columns,
+            columns=WHOLE if ranks is None else ranks.job.columns,
             progress=progress,
         )
     except _StoppedWhileLoadingError:
@@ -388,13 +381,6 @@ def _load(
         served = ranks.served(weights)
     limits, spin_us = state.queue.limits, settings.spin_us
     return RequestHandler(served, limit, limits, spin_us, attest, settings.sessions)
-
-
-def _parts(settings: ServiceSettings) -> dict[str, object]:
-    """Log which part of the columns is held, and how many ranks hold theirs."""
-    if settings.tensor_parallel > 1:
-        return {"ranks": settings.tensor_parallel}
-    return {} if settings.columns == WHOLE else {"columns": "{}/{}".format(*settings.columns)}
 
 
 def _job(settings: ServiceSettings, place: Place, device: Device) -> RankJob:

@@ -18,9 +18,8 @@ from gpu_side.segment_weights import SegmentWeights, load_segment_weights
 from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model
 from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
-from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
+from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
-from protocol.model.columns import WHOLE, Columns
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import FusedLinear, load_linear, load_tensor

@@ -46,10 +46,7 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
     """
     if len(data) > max_bytes:
         raise ProtocolError(
-            where,
-            got=f"{len(data)} bytes",
-            expected=f"at most {max_bytes}",
-            code=ErrorCode.LIMIT_EXCEEDED,
+            where, f"{len(data)} bytes", f"at most {max_bytes}", code=ErrorCode.LIMIT_EXCEEDED
         )
     containers = 0
 
@@ -100,7 +97,5 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
         # ValueError covers bad UTF-8, trailing bytes, exceeded limits and our own refusals.
         message, got = None, f"undecodable msgpack ({type(error).__name__}: {error})"[:160]
     if not isinstance(message, _Map):
-        raise ProtocolError(
-            where, got=got, expected="a map within limits", code=ErrorCode.MALFORMED_MESSAGE
-        )
+        raise ProtocolError(where, got, "a map within limits", code=ErrorCode.MALFORMED_MESSAGE)
     return message

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import SettingsError
-from protocol.ivshmem import IvshmemChannel
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.pending import PendingChannel
-from protocol.shm import ShmChannel
-from protocol.stream import StreamChannel
-from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
+    from protocol.curve import ClientKeys
     from protocol.http_access import HttpAccess
+    from protocol.stream import StreamChannel
+
+# Only the transport of the endpoint is imported: a run does not trust the code of the others.
 
 
 def open_channel(
@@ -32,28 +31,32 @@ def open_channel(
     """Connect to a service.
 
     `timeout_s`: deadline of a request that names none. `spin_us`: see `protocol.spin`. `keys`: ours
-    and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any.
+    and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only
+    ZeroMQ has any.
     `http`: of use for URLs alone. Raises EndpointError, and SettingsError for keys where the
     endpoint has no use for them, and without the extra `http` where it needs it.
     """
     parsed = parse_endpoint(endpoint)
     if keys is not None and not parsed.is_zmq:
+        from protocol.curve import require_zmq_keys
+
         require_zmq_keys(endpoint)
     if parsed.is_http:
         try:
-            # Not imported, and need not be installed, where no service has a URL.
-            from protocol.http_channel import HttpChannel  # noqa: PLC0415
+            # It need not be installed where no service has a URL.
+            from protocol.http_channel import HttpChannel
         except ModuleNotFoundError:
             expected = "it installed: pip install '.[http]'"
-            raise SettingsError(endpoint, got="no httpcore2", expected=expected) from None
+            raise SettingsError(endpoint, "no httpcore2", expected) from None
         return HttpChannel(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, access=http
         )
     if parsed.is_stream:
-        classes = {"shm": ShmChannel, "ivshmem": IvshmemChannel}
-        return classes.get(parsed.scheme, StreamChannel)(
+        return _stream_class(parsed.scheme)(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
         )
+    from protocol.zmq_channel import ZmqChannel
+
     return ZmqChannel(
         endpoint,
         timeout_s=timeout_s,
@@ -62,3 +65,19 @@ def open_channel(
         keys=keys,
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
+
+
+def _stream_class(scheme: str) -> type[StreamChannel]:
+    match scheme:
+        case "shm":
+            from protocol.shm import ShmChannel
+
+            return ShmChannel
+        case "ivshmem":
+            from protocol.ivshmem import IvshmemChannel
+
+            return IvshmemChannel
+        case _:
+            from protocol.stream import StreamChannel
+
+            return StreamChannel

@@ -22,10 +22,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import zmq
 from zmq.utils import z85
@@ -40,7 +39,6 @@ MAX_KEY_FILE_BYTES = 1024
 _KEY_TEXT = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _A_KEY = "a key of 40 Z85 characters"
 
-K = TypeVar("K")
 FileCheck = Callable[[Path, bytes], None]
 
 
@@ -65,7 +63,7 @@ def require_curve() -> None:
     """Raise SettingsError where this ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise SettingsError(
-            "keys", got=f"libzmq {zmq.zmq_version()} without CURVE", expected="one built with it"
+            "keys", f"libzmq {zmq.zmq_version()} without CURVE", "one built with it"
         )
 
 
@@ -105,45 +103,10 @@ def require_zmq_keys(endpoint: str) -> None:
         http = "a URL, which has tokens and certificates instead (--http-token)"
         raise SettingsError(
             f"keys for {endpoint}",
-            got=stream if parsed.is_stream else http,
-            expected="tcp://HOST:PORT or ipc://PATH",
+            stream if parsed.is_stream else http,
+            "tcp://HOST:PORT or ipc://PATH",
         )
     require_curve()
-
-
-def is_beyond_loopback(endpoint: str) -> bool:
-    """Say whether an endpoint is, or may be, on a network, where keys are all that keeps it.
-
-    Not vsock:// and ivshmem://: they have no keys, and the peer that they reach runs on this
-    machine.
-    """
-    host = parse_endpoint(endpoint, for_bind=True).host
-    loopback = host in ("localhost", "lo", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
-    return host != "" and not loopback
-
-
-def is_exposed(endpoint: str) -> bool:
-    """Say whether messages to an endpoint without keys may cross a network in the clear."""
-    return is_beyond_loopback(endpoint) and not endpoint.startswith("https://")
-
-
-def one_for_each(
-    keys: Sequence[K], endpoints: Sequence[str], option: str = "--service-key"
-) -> list[K | None]:
-    """Say which keys go with which endpoint: none, one for all, or one for each in order.
-
-    A URL has none, and is not counted. Raises SettingsError.
-    """
-    keyed = [not endpoint.startswith(("http://", "https://")) for endpoint in endpoints]
-    needed = sum(keyed)
-    if len(keys) != needed and (len(keys) > 1 or (keys and not needed)):
-        raise SettingsError(
-            option,
-            got=f"{len(keys)} for {needed} endpoints",
-            expected="one for all of them, or one for each in order",
-        )
-    in_order = iter(keys if len(keys) == needed else list(keys) * needed)
-    return [next(in_order, None) if has_key else None for has_key in keyed]
 
 
 def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> bytes:
@@ -154,14 +117,14 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
     # Before its mode: a public key in the place of a secret one is world-readable, rightly.
     if lines[0] == other:
         got = f"a {'public' if secret else 'secret'} key"
-        raise KeyFileError(str(path), got=got, expected=wants)
+        raise KeyFileError(str(path), got, wants)
     (require_only_we_read if secret else require_only_we_write)(path, status)
     if lines[0] != wanted:
         got = "another first line" if text else "an empty file"
-        raise KeyFileError(str(path), got=got, expected=f"{wants}, {wanted!r} in its first line")
+        raise KeyFileError(str(path), got, f"{wants}, {wanted!r} in its first line")
     if len(lines) < 2 or any(lines[2:]):
         got = f"{len(lines) - 1} lines after the first"
-        raise KeyFileError(str(path), got=got, expected=f"one: {_A_KEY}")
+        raise KeyFileError(str(path), got, f"one: {_A_KEY}")
     return checked_key(lines[1], f"{path}: line 2")
 
 
@@ -170,7 +133,7 @@ def require_only_we_read(path: Path, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         got = f"mode {stat.S_IMODE(status.st_mode):04o}"
         wants = f"{SECRET_MODE:04o}: for its owner alone (chmod 600)"
-        raise KeyFileError(str(path), got=got, expected=wants)
+        raise KeyFileError(str(path), got, wants)
     require_only_we_write(path, status)
 
 
@@ -182,16 +145,14 @@ def require_only_we_write(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(
-            str(path),
-            got=f"mode {mode:04o}",
-            expected="a file that only its owner can change (chmod go-w)",
+            str(path), f"mode {mode:04o}", "a file that only its owner can change (chmod go-w)"
         )
     # Root can change every file.
     if status.st_uid not in (0, os.geteuid()):
         raise KeyFileError(
             str(path),
-            got=f"a file of user {status.st_uid}",
-            expected=f"one of root or of user {os.geteuid()}, who reads it",
+            f"a file of user {status.st_uid}",
+            f"one of root or of user {os.geteuid()}, who reads it",
         )
 
 
@@ -202,11 +163,11 @@ def checked_key(text: str, where: str) -> bytes:
     """
     if not _KEY_TEXT.fullmatch(text):
         got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
-        raise KeyFileError(where, got=got, expected=_A_KEY)
+        raise KeyFileError(where, got, _A_KEY)
     key = text.encode("ascii")
     # Five characters can say more than four bytes hold.
     if any(_value(key[start : start + 5]) >= 2**32 for start in range(0, 40, 5)):
-        raise KeyFileError(where, got="five characters beyond 32 bits", expected=_A_KEY)
+        raise KeyFileError(where, "five characters beyond 32 bits", _A_KEY)
     return key
 
 
@@ -226,15 +187,15 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise KeyFileError(where, got="no regular file", expected="a file of keys")
+                raise KeyFileError(where, "no regular file", "a file of keys")
             content = file.read(limit + 1)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise KeyFileError(where, got=reason, expected="a file of keys") from None
+        raise KeyFileError(where, reason, "a file of keys") from None
     if len(content) > limit:
-        raise KeyFileError(where, got="a larger file", expected=f"at most {limit} bytes of keys")
+        raise KeyFileError(where, "a larger file", f"at most {limit} bytes of keys")
     check(path, content)
     try:
         return content.decode("utf-8").replace("\r\n", "\n"), status
     except UnicodeDecodeError:
-        raise KeyFileError(where, got="bytes that are no text", expected="keys as text") from None
+        raise KeyFileError(where, "bytes that are no text", "keys as text") from None

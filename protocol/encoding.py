@@ -88,8 +88,8 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
     if not 1 <= len(frames) <= MAX_REPLY_FRAMES:
         raise ProtocolError(
             "reply",
-            got=f"{len(frames)} frames",
-            expected=f"1 to {MAX_REPLY_FRAMES}",
+            f"{len(frames)} frames",
+            f"1 to {MAX_REPLY_FRAMES}",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
     envelope = unpack(
@@ -102,16 +102,16 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
     if header.version != PROTOCOL_VERSION:
         raise ProtocolError(
             "reply.version",
-            got=str(header.version),
-            expected=str(PROTOCOL_VERSION),
+            str(header.version),
+            str(PROTOCOL_VERSION),
             code=ErrorCode.UNSUPPORTED_VERSION,
         )
     good = header.status == "success"
     if (header.response is not None) != good or (header.error is not None) == good:
         raise ProtocolError(
             "reply",
-            got=f"status {header.status} with {len(envelope)} keys",
-            expected="response with success, error with error",
+            f"status {header.status} with {len(envelope)} keys",
+            "response with success, error with error",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
     response: Response | None = None

@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import zmq
 
-from protocol.errors import EndpointError
+from protocol.errors import EndpointError, SettingsError
 
 Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock", "ivshmem", "http", "https"]
 # What a socket of the standard library connects to: a path, or (CID, port).
 StreamAddress: TypeAlias = str | tuple[int, int]
+K = TypeVar("K")
 
 SPELLINGS = (
     "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH, vsock://CID:PORT,"
@@ -100,7 +102,7 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
             return Endpoint(endpoint, "ivshmem", stream, memory)
         if (address := _vsock_address(f"vsock://{stream}", for_bind)) is not None:
             return Endpoint(endpoint, "ivshmem", address, memory)
-    raise EndpointError("endpoint", got=repr(endpoint), expected=SPELLINGS)
+    raise EndpointError("endpoint", repr(endpoint), SPELLINGS)
 
 
 def _network_host(endpoint: str, for_bind: bool) -> str:
@@ -118,11 +120,9 @@ def _network_host(endpoint: str, for_bind: bool) -> str:
 def _is_path(endpoint: str, path: str, limit: int) -> bool:
     size = len(os.fsencode(path))
     if size > limit:
-        raise EndpointError(endpoint, got=f"a path of {size} bytes", expected=f"at most {limit}")
+        raise EndpointError(endpoint, f"a path of {size} bytes", f"at most {limit}")
     if path.startswith(("@", "\0")):
-        raise EndpointError(
-            endpoint, got="an abstract socket, which any process can bind", expected="a path"
-        )
+        raise EndpointError(endpoint, "an abstract socket, which any process can bind", "a path")
     return path != "" and "\0" not in path
 
 
@@ -138,3 +138,38 @@ def _vsock_address(endpoint: str, for_bind: bool) -> tuple[int, int] | None:
     ):
         return None
     return (cid, port) if cid <= VSOCK_ANY and port <= VSOCK_ANY else None
+
+
+def is_beyond_loopback(endpoint: str) -> bool:
+    """Say whether an endpoint is, or may be, on a network, where keys are all that keeps it.
+
+    Not vsock:// and ivshmem://: they have no keys, and the peer that they reach runs on this
+    machine.
+    """
+    host = parse_endpoint(endpoint, for_bind=True).host
+    loopback = host in ("localhost", "lo", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
+    return host != "" and not loopback
+
+
+def is_exposed(endpoint: str) -> bool:
+    """Say whether messages to an endpoint without keys may cross a network in the clear."""
+    return is_beyond_loopback(endpoint) and not endpoint.startswith("https://")
+
+
+def one_for_each(
+    keys: Sequence[K], endpoints: Sequence[str], option: str = "--service-key"
+) -> list[K | None]:
+    """Say which keys go with which endpoint: none, one for all, or one for each in order.
+
+    A URL has none, and is not counted. Raises SettingsError.
+    """
+    keyed = [not endpoint.startswith(("http://", "https://")) for endpoint in endpoints]
+    needed = sum(keyed)
+    if len(keys) != needed and (len(keys) > 1 or (keys and not needed)):
+        raise SettingsError(
+            option,
+            f"{len(keys)} for {needed} endpoints",
+            "one for all of them, or one for each in order",
+        )
+    in_order = iter(keys if len(keys) == needed else list(keys) * needed)
+    return [next(in_order, None) if has_key else None for has_key in keyed]

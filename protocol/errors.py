@@ -11,6 +11,7 @@
     │   ├── FeatureKeyError     key of a feature mask
     │   ├── ManifestError       manifest of a model directory
     │   ├── SealError           sealed model directory
+    │   ├── PluginError         a user's own Python file or installed package
     │   └── KeyFileError        key of a channel, or list of allowed ones
     ├── EndpointError           nothing can be bound or reached there      (retry helps)
     │   └── AbsentError     nobody is there, yet or for a moment           (retry helps)
@@ -89,7 +90,7 @@ class TsqpError(Exception):
 
     retryable: bool = False
 
-    def __init__(self, where: str, *, got: str, expected: str) -> None:
+    def __init__(self, where: str, got: str, expected: str) -> None:
         where, got, expected = one_line(where), one_line(got), one_line(expected)
         super().__init__(where, got, expected)
         self.where = where
@@ -136,6 +137,10 @@ class ManifestError(InputError):
     """A manifest that is missing, malformed or of another model than the directory holds."""
 
 
+class PluginError(InputError):
+    """A user's own file or package that cannot be loaded, or lacks what it is loaded for."""
+
+
 class SealError(InputError):
     """A sealed model that was changed, is of another seal, or is sealed for another key."""
 
@@ -163,8 +168,8 @@ class DeadlineExceededError(TsqpError):
 class ProtocolError(TsqpError):
     """Bytes from the peer that do not follow the wire schema."""
 
-    def __init__(self, where: str, *, got: str, expected: str, code: ErrorCode) -> None:
-        super().__init__(where, got=got, expected=expected)
+    def __init__(self, where: str, got: str, expected: str, *, code: ErrorCode) -> None:
+        super().__init__(where, got, expected)
         self.code = code
 
 

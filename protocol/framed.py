@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
-from protocol.messages import Message
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import M, validate
 
@@ -31,20 +30,6 @@ def to_framed(value: Any, frames: list[Buffer]) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def framed_key(message: Message, frames: list[Buffer]) -> tuple[object, ...]:
-    """Append a flat message's tensors to the frames; return what `to_framed` would depend on."""
-    cls = type(message)
-    key: list[object] = [cls]
-    for name in cls.__pydantic_fields__:
-        value = getattr(message, name)
-        if isinstance(value, WireTensor):
-            frames.append(value.data)
-            key += (value.dtype, value.shape)
-        else:
-            key.append(value)
-    return tuple(key)
-
-
 def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer], where: str) -> M:
     """Build a message model from a header's map and the frames that it points at.
 
@@ -55,8 +40,8 @@ def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer],
     if unused:
         raise ProtocolError(
             where,
-            got=f"{len(unused)} frames that no field points at",
-            expected="every frame used once",
+            f"{len(unused)} frames that no field points at",
+            "every frame used once",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
     return validate(cls, fields, where)
@@ -85,8 +70,8 @@ def _framed_tensor(
     if set(value) != {"dtype", "shape", "frame"} or type(index) is not int or index not in unused:
         raise ProtocolError(
             path,
-            got=f"{len(value)} keys, frame {describe_untrusted(index)}",
-            expected="dtype, shape and a frame of its own",
+            f"{len(value)} keys, frame {describe_untrusted(index)}",
+            "dtype, shape and a frame of its own",
             code=ErrorCode.INVALID_FIELD,
         )
     unused.remove(index)

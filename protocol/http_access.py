@@ -38,7 +38,5 @@ def read_token(path: Path) -> str:
     token = text.removesuffix("\n")
     if not _TOKEN.fullmatch(token):
         got = f"{len(token)} characters that are no token"
-        raise KeyFileError(
-            str(path), got=got, expected="one line of 32 or more of A-Z a-z 0-9 ._~+/-"
-        )
+        raise KeyFileError(str(path), got, "one line of 32 or more of A-Z a-z 0-9 ._~+/-")
     return token

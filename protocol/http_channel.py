@@ -14,15 +14,15 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import httpcore2
 
 from protocol.channel import Exchange
-from protocol.curve import is_exposed
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
-from protocol.endpoint import parse_endpoint
+from protocol.endpoint import is_exposed, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
 from protocol.http_access import (
     CHANNEL_HEADER,
@@ -31,7 +31,6 @@ from protocol.http_access import (
     RPC_PATH,
     HttpAccess,
 )
-from protocol.http_streams import Backend
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import longest_bytes, to_pieces
@@ -83,12 +82,12 @@ class HttpChannel(PendingChannel):
         access: HttpAccess | None = None,
     ) -> None:
         if not parse_endpoint(endpoint).is_http:
-            raise EndpointError(endpoint, got="no URL", expected="http(s)://HOST:PORT")
+            raise EndpointError(endpoint, "no URL", "http(s)://HOST:PORT")
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         access = access or HttpAccess()
         if access.token is not None and is_exposed(endpoint):
             expected = "https://: the token is a secret"
-            raise SettingsError("--http-token", got=f"{endpoint}, in the clear", expected=expected)
+            raise SettingsError("--http-token", f"{endpoint}, in the clear", expected)
         self._url = endpoint.rstrip("/") + RPC_PATH
         self._headers: dict[bytes | str, bytes | str] = {
             CHANNEL_HEADER: secrets.token_hex(16),
@@ -194,7 +193,7 @@ class HttpChannel(PendingChannel):
             except httpcore2.ConnectError as error:
                 if (reason := _tls_reason(error)) is not None:
                     expected = "a certificate of a trusted CA for this host (--http-ca)"
-                    raise EndpointError(self.endpoint, got=reason, expected=expected) from None
+                    raise EndpointError(self.endpoint, reason, expected) from None
                 status = 0
             except _LostError as lost:
                 if not lost.is_absent or self._instance is not None:
@@ -216,8 +215,8 @@ class HttpChannel(PendingChannel):
                 if len(received) > longest_bytes(MAX_REPLY_FRAMES, most_bytes):
                     raise ProtocolError(
                         f"reply from {self.endpoint}",
-                        got=f"{len(received)} bytes and more",
-                        expected=f"at most {most_bytes}",
+                        f"{len(received)} bytes and more",
+                        f"at most {most_bytes}",
                         code=ErrorCode.LIMIT_EXCEEDED,
                     )
         received_ns = time.perf_counter_ns()
@@ -238,7 +237,7 @@ class HttpChannel(PendingChannel):
             got = f"HTTP status {status}" + (" of another server" if status == 200 else "")
             refused = "a token that the service lists (--http-token)"
             expected = refused if status in _REFUSES_TOKEN else "gpu-service --http at this URL"
-            raise EndpointError(self.endpoint, got=got, expected=expected)
+            raise EndpointError(self.endpoint, got, expected)
         if self._one_connection and self._instance not in (None, instance):
             raise _LostError(connection)
         self._instance = instance
@@ -250,7 +249,7 @@ def _context(access: HttpAccess) -> ssl.SSLContext:
         return ssl.create_default_context(cadata=access.ca)
     except (ssl.SSLError, ValueError):
         expected = "certificates of CAs, as PEM"
-        raise SettingsError("--http-ca", got="something else", expected=expected) from None
+        raise SettingsError("--http-ca", "something else", expected) from None
 
 
 def _tls_reason(error: BaseException | None) -> str | None:
@@ -260,3 +259,71 @@ def _tls_reason(error: BaseException | None) -> str | None:
             return f"TLS that fails: {getattr(error, 'verify_message', error.reason)}"
         error = error.__cause__ or error.__context__
     return None
+
+
+class Stream(httpcore2.AsyncNetworkStream):
+    """One connection of the HTTP library, made by asyncio alone: given up, it leaves nothing.
+
+    Over TLS where its backend makes such.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Receive some bytes, none at the end. Raises httpcore2.ReadError."""
+        try:
+            return await self._reader.read(max_bytes)
+        except OSError as error:
+            raise httpcore2.ReadError from error
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Send. Raises httpcore2.WriteError."""
+        try:
+            self._writer.write(buffer)
+            await self._writer.drain()
+        except OSError as error:
+            raise httpcore2.WriteError from error
+
+    async def aclose(self) -> None:
+        """Close at once."""
+        self._writer.transport.abort()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Do nothing: TLS was begun with the connection."""
+        return self
+
+    def get_extra_info(self, info: str) -> Any:
+        """Say whether an idle connection has ended (`is_readable`); of nothing else."""
+        if info == "is_readable":
+            return self._reader.at_eof() or self._writer.is_closing()
+        return None
+
+
+class Backend(httpcore2.AsyncNetworkBackend):
+    """Connects. `context`: what verifies the peer, None: without TLS."""
+
+    def __init__(self, context: ssl.SSLContext | None) -> None:
+        self._context = context
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Connect. Raises httpcore2.ConnectError, whose cause says why."""
+        try:
+            reader, writer = await asyncio.open_connection(host, port, ssl=self._context)
+            for option in socket_options or ():
+                writer.get_extra_info("socket").setsockopt(*option)
+        except (OSError, UnicodeError) as error:  # the second: a name that is no host's
+            raise httpcore2.ConnectError from error
+        return Stream(reader, writer)

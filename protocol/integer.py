@@ -181,8 +181,8 @@ def _check_product(elements: torch.Tensor, weight: torch.Tensor, product: RingPr
     if not right:
         raise KernelError(
             f"int8 products on {elements.device}",
-            got=f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
-            expected="those of exact arithmetic",
+            f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
+            "those of exact arithmetic",
         )
 
 
@@ -191,9 +191,7 @@ def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.
     (rows, K), N = elements.shape, weight.shape[0]
     # With one in_feature the two layouts of a weight cannot be told apart, and `_int_mm` errs.
     if not 2 <= K <= MAX_IN_FEATURES:
-        raise KernelError(
-            "int8 product", got=f"{K} in_features", expected=f"2 to {MAX_IN_FEATURES}"
-        )
+        raise KernelError("int8 product", f"{K} in_features", f"2 to {MAX_IN_FEATURES}")
     out = torch.empty(rows, N, dtype=torch.int32, device=elements.device)
     if elements.device.type == "cpu" and weight.stride(1) == 1 and choice().compiled:
         elements = elements.contiguous()

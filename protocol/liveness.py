@@ -12,6 +12,9 @@ import socket
 from contextlib import suppress
 from typing import Final
 
+# Of ZeroMQ, with a quarter of it between two heartbeats: a stopped peer is noticed after 1.25 s at
+# most.
+DEFAULT_HEARTBEAT_TIMEOUT_S = 1.0
 PROBE: Final = b"\0"
 # After waiting in vain for so long a client probes, and waits for the answer three times as long:
 # a peer that stops just after an answer is noticed 1.2 s later.

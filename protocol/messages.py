@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from protocol.model.columns import MAX_PARTS
 from protocol.seed import expand
 from protocol.tensors import WireTensor
 
@@ -48,11 +47,21 @@ InstanceId: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ByteCount: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 # First and last, both included.
 Layers: TypeAlias = Annotated[tuple[LayerIndex, LayerIndex], Field(strict=False)]
-# Which part of a weight's output columns, from 0, and of how many.
-Columns: TypeAlias = Annotated[
-    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1, le=MAX_PARTS)]],
-    Field(strict=False),
-]
+# The most ranks of one service (`gpu-service --tensor-parallel`).
+MAX_RANKS = 64
+# Which rank's part of a weight's output columns, from 0, and of how many ranks.
+Columns: TypeAlias = tuple[int, int]
+# The columns of a service that computes by itself.
+WHOLE: Columns = (0, 1)
+
+
+def part_of(size: int, rank: int, ranks: int) -> slice:
+    """Return which of `size` output columns a rank computes; sizes differ by one at most.
+
+    Each rank computes whole products of its own columns, so nothing is added up, and integers are
+    those of one process, bit for bit.
+    """
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 class Message(BaseModel):
@@ -237,9 +246,9 @@ class InitReply(Message):
     embedding goes with layer 0 and the LM head with the model's last. `max_queued_requests` and
     `max_queued_bytes`: of one client, how much may wait; what is beyond is answered with
     QUEUE_FULL. `statement`: claims of the service and evidence of them for the request's nonce
-    (`tee_side.attest.statement`), nothing without one. `columns`: which part of every weight's
-    output columns it holds, of how many (`protocol.model.columns`); `ranks`: by how many processes,
-    of a part of them each, it computes. Only the framed form carries these twelve.
+    (`tee_side.attest.statement`), nothing without one. `ranks`: by how many processes it computes,
+    each with its part of every weight's output columns (`part_of`). Only the framed form carries
+    these eleven.
     """
 
     config: InitConfig
@@ -255,8 +264,7 @@ class InitReply(Message):
     max_queued_requests: Size
     max_queued_bytes: ByteCount
     statement: Annotated[bytes, Field(max_length=MAX_STATEMENT_BYTES)] = b""
-    columns: Columns = (0, 1)
-    ranks: Annotated[int, Field(ge=1, le=MAX_PARTS)] = 1
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
 
     @model_validator(mode="after")
     def _consistent(self) -> InitReply:
@@ -264,8 +272,6 @@ class InitReply(Message):
             raise ValueError("the first layer before the last")
         if len(set(self.arithmetic)) != len(self.arithmetic):
             raise ValueError("each arithmetic once")
-        if self.columns[0] >= self.columns[1]:
-            raise ValueError("a part of the columns that there is")
         return self
 
 

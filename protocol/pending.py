@@ -210,8 +210,8 @@ class PendingChannel(ABC):
         if size > self._max_message_bytes:
             raise OversizedRequestError(
                 f"{pending.method} to {self.endpoint}",
-                got=f"{size} bytes",
-                expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
+                f"{size} bytes",
+                f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
         pending.encode_ns = time.perf_counter_ns() - begun_ns
@@ -238,16 +238,16 @@ class PendingChannel(ABC):
         elif reply is None:
             raise DeadlineExceededError(
                 self.endpoint,
-                got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
-                expected="a gpu-service that answers there",
+                f"no reply to {pending.method} within {pending.timeout_s:g} s",
+                "a gpu-service that answers there",
             )
         elif reply.error is not None:
             raise ServiceError(f"{pending.method} at {self.endpoint}", code=reply.error)
         elif reply.method != pending.method:
             raise ReplyError(
                 f"reply {request_id} from {self.endpoint}",
-                got=reply.method if reply.method in REQUEST_TYPES else "an unknown operator",
-                expected=pending.method,
+                reply.method if reply.method in REQUEST_TYPES else "an unknown operator",
+                pending.method,
             )
         else:
             pending.response, pending.timing = reply.response, reply.timing
@@ -330,8 +330,8 @@ class PendingChannel(ABC):
         if size > self._max_reply_bytes:
             raise ProtocolError(
                 f"reply from {self.endpoint}",
-                got=f"{size} bytes",
-                expected=f"at most {self._max_reply_bytes}, which is the largest to ask for",
+                f"{size} bytes",
+                f"at most {self._max_reply_bytes}, which is the largest to ask for",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
         reply = self._expected_reply(frames) or decode_reply(frames)
@@ -348,9 +348,8 @@ class PendingChannel(ABC):
         elif not self._first_id < request_id <= self._last_id:
             raise ProtocolError(
                 f"reply from {self.endpoint}",
-                got=f"request id {request_id}"
-                + (f" with {reply.error.value}" if reply.error else ""),
-                expected="the id of a request that was sent",
+                f"request id {request_id}" + (f" with {reply.error.value}" if reply.error else ""),
+                "the id of a request that was sent",
                 code=ErrorCode.MALFORMED_MESSAGE,
             )
 
@@ -376,6 +375,6 @@ class PendingChannel(ABC):
     def _connection_lost(self, when: str) -> EndpointError:
         return EndpointError(
             self.endpoint,
-            got=f"a lost connection {when}",
-            expected="a gpu-service that stays (it may have stopped: see its log)",
+            f"a lost connection {when}",
+            "a gpu-service that stays (it may have stopped: see its log)",
         )

@@ -7,13 +7,16 @@ by `Channel.start`, and a reply with exactly the expected header needs no decodi
 
 from __future__ import annotations
 
+import struct
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy
+
+from protocol import native
 from protocol.encoding import reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
-from protocol.header_numbers import REPLY, REQUEST
-from protocol.message_shape import MessageShape
+from protocol.header_numbers import REPLY, REQUEST, HeaderLayout
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -24,6 +27,7 @@ from protocol.messages import (
     TensorReply,
 )
 from protocol.seed import SEED_SHAPE
+from protocol.stream_wire import layout
 from protocol.tensors import (
     Buffer,
     WireTensor,
@@ -48,6 +52,28 @@ Preparable: TypeAlias = (
     | LMHeadRequest
     | RingLMHeadRequest
 )
+
+_SHAPE = struct.Struct("5q")
+# A head that is longer is not taken by compiled code (message.h).
+_MAX_HEAD_BYTES = 1024
+
+
+class MessageShape:
+    """A message of which all but a few numbers and a tensor is known before, for compiled code.
+
+    `protocol/native/message.h` says how it is laid out in memory. `address`: of that, 0 where there
+    is no compiled code for it. `total_bytes`: of the message, as it lies in a stream or a slot.
+    """
+
+    def __init__(self, numbers: HeaderLayout, template: bytes, payload_bytes: int) -> None:
+        header = numbers.header(template, *(0 for _ in numbers.places))
+        (first, _), gaps, self.total_bytes = layout((len(header), payload_bytes))
+        head = gaps[0] + header + gaps[1]
+        places = [first.start + place for place in numbers.places]
+        content = _SHAPE.pack(len(head), payload_bytes, *places, *([0] * (3 - len(places)))) + head
+        self._kept = numpy.frombuffer(content, numpy.uint8)
+        fits = native.library is not None and len(head) <= _MAX_HEAD_BYTES
+        self.address: int = self._kept.ctypes.data if fits else 0
 
 
 class PreparedRequest:
@@ -99,8 +125,8 @@ class PreparedRequest:
         if tensor.shape != self.shape or short_name(tensor.dtype) != self.dtype:
             raise ProtocolError(
                 f"payload of {self.method}",
-                got=f"{short_name(tensor.dtype)} {list(tensor.shape)}",
-                expected=f"{self.dtype} {list(self.shape)}",
+                f"{short_name(tensor.dtype)} {list(tensor.shape)}",
+                f"{self.dtype} {list(self.shape)}",
                 code=ErrorCode.INVALID_FIELD,
             )
         return raw_bytes(tensor)
@@ -116,15 +142,22 @@ class PreparedRequest:
         """
         if exchange.output is not None:
             return exchange.output
-        response = exchange.response
-        got = type(response).__name__
-        if isinstance(response, TensorReply):
-            output = response.output
-            if output.shape == self.reply_shape and output.dtype == self.reply_dtype:
-                return to_torch(output)
-            got = f"{output.dtype} {list(output.shape)}"
-        raise ReplyError(
-            f"{self.method} reply from {exchange.endpoint}",
-            got=got,
-            expected=f"{self.reply_dtype} {list(self.reply_shape)}",
-        )
+        return reply_tensor(exchange, self.method, self.reply_shape, self.reply_dtype)
+
+
+def reply_tensor(
+    exchange: Exchange, method: str, shape: tuple[int, ...], dtype: str
+) -> torch.Tensor:
+    """Return the tensor of a reply to `method`, as a view of its bytes.
+
+    Raises ReplyError for a reply of another kind, shape or dtype (a short name).
+    """
+    response = exchange.response
+    got = type(response).__name__
+    if isinstance(response, TensorReply):
+        output = response.output
+        if (output.shape, output.dtype) == (shape, dtype):
+            return to_torch(output)
+        got = f"{output.dtype} {list(output.shape)}"
+    where = f"{method} reply from {exchange.endpoint}"
+    raise ReplyError(where, got, f"{dtype} {list(shape)}")

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from protocol import native
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.message_shape import MessageShape
+from protocol.prepared import MessageShape
 from protocol.stream_wire import ALIGNMENT, layout
 from protocol.tensors import Buffer
 
@@ -173,15 +173,13 @@ def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
 def _refused(
     got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE
 ) -> ProtocolError:
-    return ProtocolError("shared memory", got=got, expected=expected, code=code)
+    return ProtocolError("shared memory", got, expected, code=code)
 
 
 def require_library() -> None:
     """Raise EndpointError where the library that orders reads and writes is not compiled."""
     if native.library is None:
-        raise EndpointError(
-            "shm://", got="no compiled kernels", expected="them (tsqp doctor says how)"
-        )
+        raise EndpointError("shm://", "no compiled kernels", "them (tsqp doctor says how)")
 
 
 class SlotMemory(NamedTuple):
@@ -339,15 +337,15 @@ def frames_in(
     if size > max_message_bytes:
         raise ProtocolError(
             f"message from {where}",
-            got=f"{size} bytes",
-            expected=f"at most {max_message_bytes}",
+            f"{size} bytes",
+            f"at most {max_message_bytes}",
             code=ErrorCode.LIMIT_EXCEEDED,
         )
     if not 1 <= len(places) <= max_frames or total != len(message):
         raise ProtocolError(
             f"message from {where}",
-            got=f"{len(places)} frames in {len(message)} bytes",
-            expected=f"1 to {max_frames} frames, and no byte behind them",
+            f"{len(places)} frames in {len(message)} bytes",
+            f"1 to {max_frames} frames, and no byte behind them",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
     return list(map(message.__getitem__, places))

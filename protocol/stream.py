@@ -66,7 +66,7 @@ class StreamChannel(PendingChannel):
     ) -> None:
         address = parse_endpoint(endpoint).address
         if address is None:
-            raise EndpointError(endpoint, got="no stream", expected=f"a stream of {SPELLINGS}")
+            raise EndpointError(endpoint, "no stream", f"a stream of {SPELLINGS}")
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         self._address: StreamAddress = address
         self._spin = AdaptiveSpin(spin_us)
@@ -97,9 +97,7 @@ class StreamChannel(PendingChannel):
             except OSError as error:
                 if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
                     raise EndpointError(
-                        self.endpoint,
-                        got=os.strerror(error.errno or 0),
-                        expected="an address to connect to",
+                        self.endpoint, os.strerror(error.errno or 0), "an address to connect to"
                     ) from None
                 if time.monotonic() >= give_up:
                     raise self._nobody_there(method, timeout_s) from None
@@ -124,8 +122,8 @@ class StreamChannel(PendingChannel):
             return self._connection_lost(f"before {method} could be sent")
         return DeadlineExceededError(
             self.endpoint,
-            got=f"no connection for {method} within {timeout_s:g} s",
-            expected="a gpu-service that answers there",
+            f"no connection for {method} within {timeout_s:g} s",
+            "a gpu-service that answers there",
         )
 
     def _disconnect(self) -> None:
@@ -236,9 +234,7 @@ class StreamChannel(PendingChannel):
             if not full:
                 return
             if left_s <= 0 and writer.unsent:
-                raise EndpointError(
-                    self.endpoint, got="a full send queue", expected="a service that reads"
-                )
+                raise EndpointError(self.endpoint, "a full send queue", "a service that reads")
 
     # -------------------------------------------------------------------------- receiving
 

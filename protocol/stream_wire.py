@@ -335,4 +335,4 @@ class MessageReader:
     def _refused(
         self, got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE
     ) -> ProtocolError:
-        return ProtocolError(f"message from {self._where}", got=got, expected=expected, code=code)
+        return ProtocolError(f"message from {self._where}", got, expected, code=code)

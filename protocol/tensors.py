@@ -34,8 +34,8 @@ def dtype_name(name: object, where: str) -> str:
     if short not in ITEMSIZE:
         raise ProtocolError(
             f"{where}.dtype",
-            got=describe_untrusted(name),
-            expected=f"one of {', '.join(ITEMSIZE)}",
+            describe_untrusted(name),
+            f"one of {', '.join(ITEMSIZE)}",
             code=ErrorCode.INVALID_FIELD,
         )
     return short
@@ -74,31 +74,28 @@ class WireTensor:
         ):
             raise ProtocolError(
                 f"{where}.shape",
-                got=describe_untrusted(shape),
-                expected=f"1 to {MAX_DIMENSIONS} positive integers",
+                describe_untrusted(shape),
+                f"1 to {MAX_DIMENSIONS} positive integers",
                 code=ErrorCode.INVALID_FIELD,
             )
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise ProtocolError(
-                where,
-                got=type(data).__name__,
-                expected="raw bytes",
-                code=ErrorCode.INVALID_FIELD,
+                where, type(data).__name__, "raw bytes", code=ErrorCode.INVALID_FIELD
             )
         expected_bytes = math.prod(shape) * ITEMSIZE[name]
         if expected_bytes > MAX_TENSOR_BYTES:
             raise ProtocolError(
                 f"{where}.shape",
-                got=f"{expected_bytes} bytes",
-                expected=f"at most {MAX_TENSOR_BYTES}",
+                f"{expected_bytes} bytes",
+                f"at most {MAX_TENSOR_BYTES}",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
         received_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if received_bytes != expected_bytes:
             raise ProtocolError(
                 where,
-                got=f"{received_bytes} bytes",
-                expected=f"{expected_bytes} for {name} {list(shape)}",
+                f"{received_bytes} bytes",
+                f"{expected_bytes} for {name} {list(shape)}",
                 code=ErrorCode.INVALID_FIELD,
             )
         return WireTensor(name, tuple(shape), data)
@@ -164,7 +161,7 @@ def require_little_endian() -> None:
     if sys.byteorder != "little":
         raise ProtocolError(
             "this machine",
-            got=f"{sys.byteorder}-endian byte order",
-            expected="little-endian",
+            f"{sys.byteorder}-endian byte order",
+            "little-endian",
             code=ErrorCode.INTERNAL,
         )

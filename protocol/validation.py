@@ -1,15 +1,18 @@
 """Checks fields against a model, and says what is wrong with the first one that is.
 
-`validate` is for fields from the wire, of which nothing is quoted; `validate_file` for those of a
-person's own file.
+`validate` is for fields from the wire, of which nothing is quoted; `validate_file` and
+`first_problem` for those of a person's own file. What pydantic refuses is said in the words of our
+own errors: where, got and expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from protocol.errors import (
     ErrorCode,
@@ -23,6 +26,7 @@ from protocol.errors import (
 from protocol.model.files import shown
 
 M = TypeVar("M", bound=BaseModel)
+_OURS = "refusal"
 
 
 def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
@@ -42,9 +46,7 @@ def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
         elif kind == "dataclass_exact_type":
             got, expected = f"a value of type {type(value).__name__}", "a tensor"
         path = ".".join(["", *(str(part) for part in location)])
-        raise ProtocolError(
-            f"{where}{path}", got=got, expected=expected, code=ErrorCode.INVALID_FIELD
-        ) from None
+        raise ProtocolError(f"{where}{path}", got, expected, code=ErrorCode.INVALID_FIELD) from None
 
 
 class Fault(NamedTuple):
@@ -83,15 +85,60 @@ def validate_file(
     if isinstance(value, dict):
         for key in value:
             if key not in cls.model_fields:
-                raise error(
-                    f"{where}: {shown(str(key))}", got=describe(value[key]), expected="no such key"
-                )
+                raise error(f"{where}: {shown(str(key))}", describe(value[key]), "no such key")
     try:
         return cls.model_validate(value)
     except ValidationError as refused:
         fault = first_fault(refused)
         raise error(
-            f"{where}: {fault.field}" if fault.field else where,
-            got=fault.got,
-            expected=fault.expected,
+            f"{where}: {fault.field}" if fault.field else where, fault.got, fault.expected
         ) from None
+
+
+class Problem(NamedTuple):
+    """The first thing that was refused. `path`: keys and indices that lead to it."""
+
+    path: tuple[str | int, ...]
+    where: str
+    got: str
+    expected: str
+
+    @property
+    def field(self) -> str:
+        """Keys and indices with dots in between."""
+        return ".".join(map(str, self.path))
+
+
+def refusal(got: str, expected: str, where: str = "") -> PydanticCustomError:
+    """Return an error for a validator that knows what it got better than pydantic does.
+
+    `where`: beyond the field that is being validated. `first_problem` takes it apart again.
+    """
+    values = {"where": where, "got": got, "expected": expected}
+    return PydanticCustomError(_OURS, "{expected} (got {got})", values)
+
+
+def first_problem(error: ValidationError, known: Iterable[str] = ()) -> Problem:
+    """Return the first problem of several. `known`: what an unknown key may have meant."""
+    fault = first_fault(error)
+    context = fault.context
+    if fault.kind == _OURS:
+        return Problem(fault.path, context["where"], context["got"], context["expected"])
+    key = fault.path[-1] if fault.path else ""
+    expected = {
+        "dict_type": "a table",
+        "model_type": "a table",
+        "too_short": f"at least {context.get('min_length')} of them",
+        "extra_forbidden": fault.expected + did_you_mean(key, known),
+        "int_parsing": "an integer",
+        "float_parsing": "a number",
+        "string_too_long": f"at most {context.get('max_length')} characters",
+        "string_pattern_mismatch": f"text that matches {context.get('pattern')}",
+    }.get(fault.kind, fault.expected)
+    return Problem(fault.path, "", fault.got, expected)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return a suggestion that follows a message about an unknown name; empty if none is near."""
+    near = get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -22,11 +22,11 @@ from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import AbsentError, EndpointError, ErrorCode, ProtocolError
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
 from protocol.tensors import Buffer
 from protocol.zmq_sockets import (
-    DEFAULT_HEARTBEAT_TIMEOUT_S,
     DONTWAIT,
     QUEUED_MESSAGES,
     bytes_received,
@@ -126,9 +126,7 @@ class ZmqChannel(PendingChannel):
             self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             raise EndpointError(
-                self.endpoint,
-                got=os.strerror(error.errno or 0),
-                expected="an address to connect to",
+                self.endpoint, os.strerror(error.errno or 0), "an address to connect to"
             ) from None
         self._connected = True
 
@@ -164,7 +162,7 @@ class ZmqChannel(PendingChannel):
             if self._lost:
                 raise self._connection_lost(f"before {method} could be sent") from None
             raise EndpointError(
-                self.endpoint, got="a full send queue", expected="a service that reads"
+                self.endpoint, "a full send queue", "a service that reads"
             ) from None
         return sent_ns
 
@@ -219,7 +217,7 @@ class ZmqChannel(PendingChannel):
         if self._refusal is None:
             return super()._connection_lost(when)
         error, got, expected = self._refusal
-        return error(self.endpoint, got=f"{got} {when}", expected=expected)
+        return error(self.endpoint, f"{got} {when}", expected)
 
     def _wait_for_connection(self, method: str, patience_s: float) -> None:
         """Have a lost connection replaced in a moment; raise EndpointError if that cannot be.
@@ -301,8 +299,8 @@ class ZmqChannel(PendingChannel):
             self._end_connection(keep_until=deadline)
             raise ProtocolError(
                 f"reply from {self.endpoint}",
-                got=f"{unfinished} bytes of a message without its end",
-                expected=f"at most {self._socket_bytes}",
+                f"{unfinished} bytes of a message without its end",
+                f"at most {self._socket_bytes}",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
 
@@ -340,8 +338,8 @@ class ZmqChannel(PendingChannel):
         if last.more:
             raise ProtocolError(
                 f"reply from {self.endpoint}",
-                got=f"more than {MAX_REPLY_FRAMES} frames",
-                expected=f"at most {MAX_REPLY_FRAMES}",
+                f"more than {MAX_REPLY_FRAMES} frames",
+                f"at most {MAX_REPLY_FRAMES}",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
         return frames

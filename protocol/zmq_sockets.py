@@ -23,8 +23,6 @@ from protocol.endpoint import Endpoint
 from protocol.errors import EndpointError
 from protocol.tensors import Buffer
 
-# With a quarter of it between two heartbeats: a peer that stops is noticed after 1.25 s at most.
-DEFAULT_HEARTBEAT_TIMEOUT_S = 1.0
 # A peer that is stopped accepts connections, which its kernel does, and goes no further.
 HANDSHAKE_TIMEOUT_MS = 2000
 # How long ZeroMQ waits for TCP to connect before it tries again.
@@ -158,4 +156,4 @@ def bytes_received(descriptor: int) -> int | None:
 def require_zmq(endpoint: Endpoint) -> None:
     """Raise EndpointError for a stream's endpoint."""
     if not endpoint.is_zmq:
-        raise EndpointError(endpoint.text, got="a stream", expected="tcp://HOST:PORT or ipc://PATH")
+        raise EndpointError(endpoint.text, "a stream", "tcp://HOST:PORT or ipc://PATH")

@@ -6,14 +6,13 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -37,12 +36,10 @@ from tee_side.model.local_operators import (
     sites_where,
 )
 from tee_side.model.operators import MicroBatchOperators, place, tables_of
-from tee_side.model.segment import SegmentCall, Sessions, cut
 from tee_side.observer import Observer, Observers, timed
-from tee_side.policy.placement import Policy, Segment
+from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, linear_masking
-from tee_side.protect.masks.keyed import TransformKey, load_key
 from tee_side.protect.masks.mask import (
     AdditiveMask,
     KeyedSegment,
@@ -53,20 +50,17 @@ from tee_side.protect.masks.mask import (
 )
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import PaddedSite
-from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, site_number
 from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
-from tee_side.protect.pads.source import Pads, WhenOut
-from tee_side.protect.pads.store import MemoryStore
+from tee_side.protect.pads.source import PadLane, Pads, WhenOut
+from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
     DynamicSite,
     FloatSite,
-    FloatSites,
     IntegerSite,
     IntegerSites,
+    LinearSite,
     load_biases,
     tensors_of,
 )
@@ -78,14 +72,17 @@ from tee_side.protect.verifier import (
     check_verifiable,
     find_checks,
 )
-from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear
-from tee_side.remote.registered import (
-    RegisteredOperator,
-    RunParts,
-    find_registered,
-    registered_name,
-)
-from tee_side.words import Operator, Phase, Site, Verify, is_projection
+from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear, RunParts, SitePlan
+from tee_side.words import Operator, Phase, Site, Verify, is_projection, registered_name
+
+if TYPE_CHECKING:
+    from tee_side.model.segment import Sessions
+    from tee_side.protect.masks.keyed import TransformKey
+    from tee_side.protect.pads.bank_files import BankPlace
+    from tee_side.remote.registered import RegisteredOperator
+
+# Banks, segments, keyed masks and registered operators are imported where a policy or an option
+# names them: a run does not trust the code of the others.
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
@@ -147,16 +144,14 @@ class Assembly:
         check_verifiable(policy.name, self._verified, config, checkpoint)
         if self._verified:
             self._checks_class = find_checks(policy.name, policy.served_arithmetic)
-        self._registered_classes = find_registered(
-            policy, head_in_segment=any(one.head for one in policy.segments(layers))
-        )
+        self._registered_classes = _find_registered(policy, layers)
         _check_settings(settings, padded, self._parts)
         checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
         checkpoint.refuse_extra(config)
         self.key: TransformKey | None = None
         self._transforms: Mapping[Site, KeyedTransform] | None = None
         self._keyed: KeyedSegment | None = None
-        self._sessions: dict[int, Sessions] = defaultdict(Sessions)
+        self._sessions: dict[int, Sessions] = {}
         if (feature := policy.feature_mask) is not None:
             self.key = _load_key(settings.key, feature, self._parts)
             gains = [(n.input_layernorm, n.post_attention_layernorm) for n in model.norms]
@@ -165,7 +160,7 @@ class Assembly:
             else:
                 self._transforms = self.key.transforms(feature, config, gains)
         self.linear_digest = linear_digest(config, checkpoint)
-        biases = _load_biases(self._parts)
+        self._biases = biases = _load_biases(self._parts)
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
             calibration = _load_calibration(settings.calibration, self.linear_digest, self._parts)
@@ -174,18 +169,17 @@ class Assembly:
             head = any(name == "lm_head" for name, _ in policy.leaving())
             scale_V = load_head_scale(checkpoint, config) if head else None
             self._integers = IntegerSites(calibration, biases, model.dtype, scale_V)
-        self._sites = self._integers or FloatSites(biases)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}
         self.pads: dict[Mask, Pads] = {}
         with ExitStack() as opened:
             for mask, sites in padded.items():
                 layout = PadLayout.of(config, sites)
+                # A step may have as many rows; memory is taken as it is filled.
                 store = opened.enter_context(
-                    # A step may have as many rows; memory is taken as it is filled.
                     closing(MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens)))
                     if settings.bank is None
-                    else closing(BankFile.open(settings.bank, self._purpose(layout, mask)))
+                    else closing(self._open_bank(settings.bank, layout, mask))
                 )
                 self.pads[mask] = Pads(
                     mask,
@@ -198,15 +192,19 @@ class Assembly:
                 )
             self._closing = opened.pop_all()
 
-    def _purpose(self, layout: PadLayout, mask: AdditiveMask) -> Purpose:
+    def _open_bank(self, place: BankPlace, layout: PadLayout, mask: AdditiveMask) -> PadStore:
+        from tee_side.protect.pads.bank import BankFile
+        from tee_side.protect.pads.bank_format import Purpose
+
         checkpoint = self._parts.checkpoint
-        return Purpose.of(
+        purpose = Purpose.of(
             layout,
             mask=mask.described(),
             model=checkpoint.directory.resolve().name,
             model_digest=model_digest(self._parts.config, checkpoint),
             linear_digest=self.linear_digest or "",
         )
+        return BankFile.open(place, purpose)
 
     def _pad_maker(self, mask: AdditiveMask, sites: Sequence[Site]) -> PadMaker | None:
         config, checkpoint = self._parts.config, self._parts.checkpoint
@@ -258,37 +256,10 @@ class Assembly:
 
         @cache
         def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:
-            # What is neither masked nor checked is computed with its bias and all.
-            bias_leaves = self._integers is None and mask is None and verify == "none"
-            hide_at = linear_masking(
-                mask,
-                randomness,
-                pads=None if mask is None else pads.get(mask),
-                transforms=self._transforms,
-            )
-            linear = FloatSite() if bias_leaves else self._sites[site]
-            check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
-            padded = None
-            if (
-                type(mask) is Pad  # what a subclass sends is its own affair
-                and isinstance(linear, IntegerSite | DynamicSite)
-                and linear.compiled
-                and settings.observer is None
-            ):
-                exact = check.exact if isinstance(check, LinearCheck) else None
-                padded = PaddedSite(linear, site_number(*site), pads[mask], exact)
-            return RemoteLinear(
-                site,
-                self._parts.config,
-                settings,
-                hide=hide_at(site),
-                rules=MaskRules(mask),
-                check=check,
-                linear=linear,
-                padded=padded,
-                bias_leaves=bias_leaves,
-                one_rpc_per_module=policy.one_rpc_per_module,
-            )
+            drawn = None if mask is None else pads.get(mask)
+            plan = self._site_plan(site, mask, verify, drawn, randomness)
+            apart = policy.one_rpc_per_module
+            return RemoteLinear(plan, self._parts.config, settings, one_rpc_per_module=apart)
 
         def stays(operator: Operator, layer: int | None) -> Product:
             function = local.get((layer, operator), not_here)
@@ -304,19 +275,53 @@ class Assembly:
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
-        def segment(one: Segment) -> SegmentCall:
-            sessions = self._sessions[one.first]
-            return SegmentCall(one, self._parts.config, settings, sessions, self._keyed)
-
         layers = self._parts.config.num_hidden_layers
-        found = policy.segments(layers)
-        segments = [part for one in found for part in cut(one, settings.channels_at)]
-        made = partial(place, policy, layers, stays, leaves, segments, segment)
+        made = partial(place, policy, layers, stays, leaves)
+        if found := policy.segments(layers):
+            from tee_side.model.segment import SegmentCall, Sessions, cut
+
+            segments = [part for one in found for part in cut(one, settings.channels_at)]
+            sessions, config = self._sessions, self._parts.config
+            for one in segments:
+                sessions.setdefault(one.first, Sessions())
+            made = partial(
+                made,
+                segments=segments,
+                segment=lambda one: SegmentCall(
+                    one, config, settings, sessions[one.first], self._keyed
+                ),
+            )
         tables = made()
         apart = pads or tables["decode"].head_in_segment
         withheld = made(withheld=True) if apart else tables
         model = self._model.observed(settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
+
+    def _site_plan(
+        self,
+        site: Site,
+        mask: Mask | None,
+        verify: Verify,
+        pads: PadLane | None,
+        randomness: Randomness,
+    ) -> SitePlan:
+        """Resolve how a site leaves under a mask and a verification; `pads`: of that mask."""
+        # What is neither masked nor checked is computed with its bias and all.
+        bias_leaves = self._integers is None and mask is None and verify == "none"
+        linear: LinearSite
+        if self._integers is not None:
+            linear = self._integers[site]
+        else:
+            linear = FloatSite(None if bias_leaves else self._biases.get(site))
+        check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
+        hide_at = linear_masking(mask, randomness, pads=pads, transforms=self._transforms)
+        padded = None
+        # What a subclass of `Pad` sends is its own affair.
+        if pads is not None and type(mask) is Pad and isinstance(linear, IntegerSite | DynamicSite):
+            exact = check.exact if isinstance(check, LinearCheck) else None
+            if linear.compiled:
+                padded = PaddedSite(linear, site_number(*site), pads, exact)
+        return SitePlan(site, linear, hide_at(site), MaskRules(mask), check, bias_leaves, padded)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
@@ -360,6 +365,17 @@ class Assembly:
         return {name: made(self._parts) for name, made in self._registered_classes.items()}
 
 
+def _find_registered(policy: Policy, layers: int) -> dict[str, type[RegisteredOperator]]:
+    """Return what sends operators that are no `RemoteLinear`, nor part of a segment."""
+    inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
+    others = [o for o, _ in policy.leaving() if o not in policy.projections and o not in inside]
+    if not others:
+        return {}
+    from tee_side.remote.registered import find_registered
+
+    return find_registered(policy.name, others)
+
+
 def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> None:
     """Refuse files that the policy has no use for, and pads that nothing can come from.
 
@@ -374,9 +390,7 @@ def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> 
     }
     for option, (given, used, what) in uses.items():
         if given is not None and not used:
-            raise SettingsError(
-                option, got=str(given), expected=f"nothing: {name} runs without {what}"
-            )
+            raise SettingsError(option, str(given), f"nothing: {name} runs without {what}")
     for mask, sites in padded.items():
         where, got, expected = f"{name}: mask {mask.name}", "", ""
         if bank is None and not parts.checkpoint.holds(tensors_of(sites, parts.config)):
@@ -390,13 +404,15 @@ def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> 
                 got = f"masks {' and '.join(other.described() for other in padded)}"
                 expected = "one mask with pads: a bank is made for one"
         if got:
-            raise PolicyError(where, got=got, expected=expected)
+            raise PolicyError(where, got, expected)
 
 
 def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> TransformKey:
     if path is None:
         expected = f"the key that tsqp provision --mask {mask.name} wrote"
-        raise SettingsError("--key", got="none", expected=expected)
+        raise SettingsError("--key", "none", expected)
+    from tee_side.protect.masks.keyed import load_key
+
     key = load_key(path)
     key.check(parts.config, parts.checkpoint, mask)
     return key

@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import ValidationError
 
-from protocol.errors import InputError, ManifestError, TsqpError, describe
-from tee_side.refusals import first_problem
+from protocol.errors import ManifestError, PluginError, TsqpError, describe
+from protocol.validation import first_problem
 
 Base = TypeVar("Base")
 _PREFIX = "tsqp_plugin_"
@@ -39,10 +39,6 @@ def accept_any(_path: Path, _content: bytes) -> None:
 _check: ContextVar[FileCheck] = ContextVar("check", default=accept_any)
 # Of modules that were loaded, by name.
 _sources: dict[str, bytes] = {}
-
-
-class PluginError(InputError):
-    """A user's own file or package that cannot be loaded, or lacks what it is loaded for."""
 
 
 def source_of(module: str) -> bytes | None:
@@ -96,12 +92,12 @@ def load_module(path: Path) -> ModuleType:
         _check.get()(path, _sources[name])
         return sys.modules[name]
     if resolved.suffix != ".py" or not resolved.is_file():
-        raise PluginError(str(path), got="no such file", expected="a Python file (.py)")
+        raise PluginError(str(path), "no such file", "a Python file (.py)")
     try:
         content = read_checked(path)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise PluginError(str(path), got=reason, expected="a readable file") from None
+        raise PluginError(str(path), reason, "a readable file") from None
     loader = _CheckedSource(str(resolved), content)
     module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
     module.__file__ = str(resolved)
@@ -117,11 +113,6 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def is_path(name: str) -> bool:
-    """Say whether a person means a file, and nothing by its name."""
-    return "/" in name or name.endswith(".py")
-
-
 def loaded_files() -> list[Path]:
     """Return the files that this process has loaded, for one that is to unpickle their classes."""
     return [
@@ -135,7 +126,7 @@ def load_object(path: str, name: str) -> object:
     """Return a module-level object of a Python file. Raises PluginError."""
     module = load_module(Path(path))
     if not hasattr(module, name):
-        raise PluginError(path, got=f"nothing named {name}", expected=f"{name} = ...")
+        raise PluginError(path, f"nothing named {name}", f"{name} = ...")
     found: object = getattr(module, name)
     return found
 
@@ -149,9 +140,7 @@ def one_entry_point(group: str, name: str) -> EntryPoint | None:
     if len(found) > 1:
         owners = " and ".join(sorted(entry.value for entry in found))
         raise PluginError(
-            f"entry points {group}",
-            got=f"{owners} for {name!r}",
-            expected="one of them: uninstall the others",
+            f"entry points {group}", f"{owners} for {name!r}", "one of them: uninstall the others"
         )
     return next(iter(found), None)
 
@@ -210,9 +199,9 @@ class Kind(Generic[Base]):
             if _is_one(found, self.base):
                 return found
             expected = f"a subclass of {self.words}"
-            raise self.error(f"entry point {entry.value}", got=describe(found), expected=expected)
+            raise self.error(f"entry point {entry.value}", describe(found), expected)
         expected = f"one of {', '.join(self.names())}, or a path to a .py file"
-        raise self.error(self.word, got=repr(name), expected=expected)
+        raise self.error(self.word, repr(name), expected)
 
 
 def _failure(where: str, error: Exception, expected: str) -> PluginError:
@@ -225,4 +214,4 @@ def _failure(where: str, error: Exception, expected: str) -> PluginError:
         got, expected = problem.got, problem.expected
     elif isinstance(error, TsqpError):
         where, got, expected = f"{where}: {error.where}", error.got, error.expected
-    return PluginError(where, got=got, expected=expected)
+    return PluginError(where, got, expected)

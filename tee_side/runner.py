@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from protocol import native
 from protocol.channel import ChannelWrapper, Traffic
 from protocol.connect import open_channel
-from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.manifest import Manifest
 from protocol.pending import PendingChannel
 from protocol.tensors import require_little_endian, torch_dtype
-from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.generation import Generation, PadTotals
+from tee_side.engine.generation import Generation, PadTotals, Totals
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.engine.stats import Totals
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers
@@ -35,18 +34,19 @@ from tee_side.protect.pads.background_maker import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
 from tee_side.remote.handshake import ServiceCheck
-from tee_side.remote.reply_size import largest_reply
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import (
     ServiceSpec,
     assign_shares,
     check_links,
+    largest_reply,
     plan_services,
 )
 from tee_side.words import Operator
 
 if TYPE_CHECKING:
+    from protocol.curve import ClientKeys
     from protocol.http_access import HttpAccess
 
 
@@ -137,7 +137,7 @@ class Runner:
         appraise = settings.appraise_service
         if policy.services and policy.service.attested != "none" and appraise is None:
             expected = f"what services must be: policy {policy.name} asks them for evidence"
-            raise SettingsError("--service-appraisal", got="none", expected=expected)
+            raise SettingsError("--service-appraisal", "none", expected)
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
@@ -173,7 +173,6 @@ class Runner:
                 lambda: ServiceCheck(
                     config,
                     checkpoint,
-                    model.norm_weights(),
                     arithmetic=policy.served_arithmetic,
                     key=assembly.key,
                     linear=assembly.linear_digest,
@@ -187,7 +186,7 @@ class Runner:
                 settings.request_timeout_s,
                 appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
             )
-            self._services = Services(groups, config.num_hidden_layers, options, config)
+            self._services = Services(groups, config.num_hidden_layers, options)
             opened.callback(self._services.close)
             self._services.connect(settings.connect_timeout_s)
             self._lanes = partial(

@@ -19,7 +19,7 @@ import click
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from zmq.utils import z85
 
-from protocol.curve import one_for_each
+from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from tee_side.attest.attesters import Attester, find_attester
 from tee_side.attest.claims import NONE

@@ -25,7 +25,7 @@ from tee_side.policy.placement import (
     policy_names,
 )
 from tee_side.protect.masks.mask import Kind, Mask, ProvisionedMask
-from tee_side.protect.masks.registry import MASKS, find_mask
+from tee_side.protect.masks.registry import BUILTIN, all_masks, find_mask
 from tee_side.words import Operator, Phase, Verify
 
 Origin = Literal["built in", "research", "package", "file"]
@@ -128,7 +128,7 @@ def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
 
 def mask_entries() -> tuple[list[MaskEntry], list[Unusable]]:
     """Return all masks that have a name, built in and of packages, and those that do not load."""
-    return _loaded(MASKS.names(), find_mask_entry)
+    return _loaded(all_masks().names(), find_mask_entry)
 
 
 def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], list[Unusable]]:
@@ -150,16 +150,16 @@ def find_mask_entry(name_or_path: str) -> MaskEntry:
 
 
 def _origin(mask: type[Mask]) -> Origin:
-    if MASKS.builtin.get(mask.name) is mask:
+    if BUILTIN.get(mask.name) is mask:
         return "built in"
     return "research" if mask.__module__.startswith(_RESEARCH) else "package"
 
 
 def our_masks() -> dict[str, type[Mask]]:
     """Return the masks that ship with us by name: built in, and the research baselines."""
-    found = entry_points(group=MASKS.group)
+    found = entry_points(group=all_masks().group)
     research = [entry.name for entry in found if entry.module.startswith(_RESEARCH)]
-    return {name: find_mask(name) for name in sorted({*MASKS.builtin, *research})}
+    return {name: find_mask(name) for name in sorted({*BUILTIN, *research})}
 
 
 def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:

@@ -16,13 +16,13 @@ import click
 from pydantic import ValidationError
 
 from protocol.errors import PromptError, SettingsError
+from protocol.validation import first_problem
 from tee_side.engine.background import BackgroundEngine, Ticket
-from tee_side.engine.logprobs import MAX_TOP
+from tee_side.engine.generation import EngineStats
+from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.engine.stats import EngineStats
 from tee_side.engine.text_stream import TextStream
-from tee_side.refusals import first_problem
 from tsqp.cli.options import use
 from tsqp.cli.running import SERVING_OPTIONS, engine_settings, load, open_runner
 from tsqp.cli.settings import model_argument

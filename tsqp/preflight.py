@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.connect import open_channel
-from protocol.curve import ClientKeys, is_exposed, one_for_each
+from protocol.curve import ClientKeys
+from protocol.endpoint import is_exposed, one_for_each
 from protocol.errors import ReplyError, TsqpError
 from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors

@@ -29,13 +29,13 @@ from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.header_numbers import REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
+    WHOLE,
     EmbeddingRequest,
     LMHeadRequest,
     MatmulRequest,
     RingLinearRequest,
     RingLMHeadRequest,
 )
-from protocol.model.columns import WHOLE
 from protocol.tensors import WireTensor
 
 log = logging.getLogger("gpu_service")

@@ -11,8 +11,7 @@ from gpu_side.devices import NullDevice, parse_device
 from gpu_side.ranks.place import Place
 from gpu_side.served_model import ServedModel
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.messages import Arithmetic
-from protocol.model.columns import Columns
+from protocol.messages import Arithmetic, Columns
 from protocol.tensors import torch_dtype
 
 

@@ -48,6 +48,6 @@ def place_of(ranks: int) -> Place:
     rank, world, here = (os.environ.get(name, "") for name in names)
     if not rank.isdecimal() or (world, here) != (str(ranks), str(ranks)):
         got = f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here"
-        expected = f"{ranks}, all on this host (--columns parts a model over several)"
+        expected = f"{ranks}, all on this host (--layers spreads a model over several)"
         raise SettingsError(OPTION, got=got, expected=expected)
     return Place(int(rank), ranks)

@@ -11,7 +11,7 @@ from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
-from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 
 def open_listener(

@@ -37,9 +37,9 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from protocol.errors import SettingsError, describe
+from protocol.validation import first_problem, refusal
 from tee_side.attest.snp_report import Product, SigningKey
 from tee_side.plugins import FileCheck, accept_any
-from tee_side.refusals import first_problem, refusal
 
 Rtmr: TypeAlias = Literal["0", "1", "2", "3"]
 Mode: TypeAlias = Literal["development", "production", "gpu-confidential"]

@@ -23,10 +23,10 @@ from protocol.errors import (
     TsqpError,
 )
 from tee_side.engine.engine import Engine
+from tee_side.engine.generation import EngineStats, Totals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.engine.stats import EngineStats, Totals
 from tee_side.protect.pads.background_maker import Load, TellLoad
 
 log = logging.getLogger("tee_side")
@@ -97,7 +97,7 @@ class BackgroundEngine:
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
-        self._fail_all(EngineError("engine", got="one that was closed", expected="one that runs"))
+        self._fail_all(EngineError("engine", "one that was closed", "one that runs"))
 
     def check(self, request: Request) -> None:
         """Raise PromptError or LimitError for what could never run."""
@@ -111,7 +111,7 @@ class BackgroundEngine:
         ticket = Ticket(request, deliver)
         with self._changed:
             if self._died or self._closing:
-                raise EngineError("engine", got="one that has ended", expected="one that runs")
+                raise EngineError("engine", "one that has ended", "one that runs")
             displaced = self._engine.waiting.add(request.owner, request)
             self._tickets[request] = ticket
             self._changed.notify()
@@ -176,7 +176,7 @@ class BackgroundEngine:
             with self._changed:
                 self._died = True
             self._become("failed")
-            self._fail_all(EngineError("engine", got="an internal error", expected="none"))
+            self._fail_all(EngineError("engine", "an internal error", "none"))
 
     def _turn(self) -> None:
         """Wait for work, take requests in, and run a step."""

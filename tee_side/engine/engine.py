@@ -12,17 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
 from tee_side.engine.composer import Composed, Rows, compose
-from tee_side.engine.drafts import Drafts
-from tee_side.engine.logprobs import logprobs_of
-from tee_side.engine.prefix_pool import PrefixPool
-from tee_side.engine.reading import PromptReader
 from tee_side.engine.request import Logprob, Request
 from tee_side.engine.sampling import (
     Sampler,
@@ -34,11 +31,16 @@ from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.step import PartResult, run_step
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.engine.waiting import WaitingQueue
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import timed
+
+if TYPE_CHECKING:
+    from tee_side.engine.drafts import Drafts
+    from tee_side.engine.prefix_pool import PrefixPool
+    from tee_side.engine.reading import PromptReader
+    from tee_side.engine.waiting import WaitingQueue
 
 DEFAULT_STEP_TOKENS = 512
 
@@ -106,12 +108,24 @@ class Engine:
         self.lanes = lanes
         self.tokenizer = tokenizer
         self.refuse: Callable[[Sequence, TsqpError], None] | None = None
-        self.waiting: WaitingQueue[Request] = WaitingQueue(self.settings.max_waiting)
-        self.prefixes = PrefixPool()
         self.counts = Counts()
         # All of them may have a row in each step.
         self.max_sequences = min(self.settings.max_sequences, self.settings.step_tokens)
         self._running: list[Sequence] = []
+
+    @cached_property
+    def waiting(self) -> WaitingQueue[Request]:
+        """Requests that `admit_waiting` takes in, where this serves many."""
+        from tee_side.engine.waiting import WaitingQueue
+
+        return WaitingQueue(self.settings.max_waiting)
+
+    @cached_property
+    def prefixes(self) -> PrefixPool:
+        """Caches that are kept for later prompts, where `prefix_reuse` is set."""
+        from tee_side.engine.prefix_pool import PrefixPool
+
+        return PrefixPool()
 
     @property
     def _elsewhere(self) -> Collection[int]:
@@ -124,24 +138,24 @@ class Engine:
         prompt, context = len(request.prompt_ids), self.context
         vocabulary = self._model.config.vocab_size
         if not prompt:
-            raise PromptError("prompt", got="no tokens", expected="at least one")
+            raise PromptError("prompt", "no tokens", "at least one")
         if not all(0 <= token_id < vocabulary for token_id in request.prompt_ids):
             got, expected = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
-            raise PromptError("prompt token ids", got=got, expected=expected)
+            raise PromptError("prompt token ids", got, expected)
         if prompt >= context + (request.max_new_tokens == 0):
             expected = f"fewer than the context of {context} tokens"
-            raise PromptError("prompt", got=f"{prompt} tokens", expected=expected)
+            raise PromptError("prompt", f"{prompt} tokens", expected)
         if request.max_new_tokens < (not _reads(request)):
             got = str(request.max_new_tokens)
-            raise PromptError("max_new_tokens", got=got, expected="at least 1")
+            raise PromptError("max_new_tokens", got, "at least 1")
         if not 1 <= request.samples <= self.max_sequences:
             got, most = str(request.samples), self.max_sequences
-            raise PromptError("samples", got=got, expected=f"1 to {most}, which run at a time")
+            raise PromptError("samples", got, f"1 to {most}, which run at a time")
         if request.prompt_logprobs is not None and request.pooling is not None:
             got = "both"
-            raise PromptError("log-probabilities and pooling", got=got, expected="one of them")
+            raise PromptError("log-probabilities and pooling", got, "one of them")
         if request.stop and self.tokenizer is None:
-            raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
+            raise PromptError("stop strings", "no tokenizer", "one to compare text")
         self._require_kv(request, self.max_kv_bytes)
 
     def add(
@@ -178,7 +192,8 @@ class Engine:
         running = sum(sequence.cache.nbytes for sequence in self._running)
         left = self.max_kv_bytes - running
         needed = self._require_kv(request, left)
-        self.prefixes.make_room(needed + self.prefixes.nbytes - left)
+        if self.settings.prefix_reuse:
+            self.prefixes.make_room(needed + self.prefixes.nbytes - left)
         sequences: list[Sequence] = []
         try:
             while len(sequences) < request.samples:
@@ -214,8 +229,8 @@ class Engine:
             min(request.max_new_tokens, self.context - prompt),
             config.eos_token_ids if request.stop_ids is None else request.stop_ids,
             watch,
-            Drafts(request.prompt_ids, tokens=guesses) if guesses else None,
-            PromptReader(request) if _reads(request) and not sample else None,
+            _drafts(request, guesses) if guesses else None,
+            _reader(request) if _reads(request) and not sample else None,
         )
 
     def _capacity(self, request: Request) -> int:
@@ -259,7 +274,8 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """What the KV caches have, kept prefixes included."""
-        return sum(sequence.cache.nbytes for sequence in self._running) + self.prefixes.nbytes
+        kept = self.prefixes.nbytes if self.settings.prefix_reuse else 0
+        return sum(sequence.cache.nbytes for sequence in self._running) + kept
 
     def _remove_finished(self) -> None:
         for sequence in tuple(self._running):
@@ -394,12 +410,27 @@ class Engine:
         request, observer = sequence.request, self.lanes[0].model.observer
         sample = timed(sequence.sampler.sample, observer, "sample", None)
         token_id = sample(logits_V, sequence.ids)
-        wanted = request.logprobs
-        logprob = None if wanted is None else logprobs_of(logits_V, token_id, wanted)
+        logprob = None
+        if request.logprobs is not None:
+            from tee_side.engine.reading import logprobs_of
+
+            logprob = logprobs_of(logits_V, token_id, request.logprobs)
         sequence.append(token_id)
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generated += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
+
+
+def _drafts(request: Request, tokens: int) -> Drafts:
+    from tee_side.engine.drafts import Drafts
+
+    return Drafts(request.prompt_ids, tokens=tokens)
+
+
+def _reader(request: Request) -> PromptReader:
+    from tee_side.engine.reading import PromptReader
+
+    return PromptReader(request)
 
 
 def _reads(request: Request) -> bool:

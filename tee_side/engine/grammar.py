@@ -71,16 +71,16 @@ class GrammarCompiler:
         try:
             size, grammar, costly = read(source)
         except (ValueError, TypeError, AttributeError, RecursionError):  # their words may quote it
-            raise PromptError(where, got=f"a {kind} of another form", expected=form) from None
+            raise PromptError(where, f"a {kind} of another form", form) from None
         if size > MAX_GRAMMAR_BYTES:
             expected = f"at most {MAX_GRAMMAR_BYTES}"
-            raise PromptError(where, got=f"a {kind} of {size} bytes", expected=expected)
+            raise PromptError(where, f"a {kind} of {size} bytes", expected)
         # In this process only what a process of its own could compile.
         fits = not costly or self._is_affordable(owner, grammar)
         matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
         if matcher is None or matcher.is_error():
             expected = "one that llguidance supports, within its limits"
-            raise PromptError(where, got=f"a {kind} that is not compiled", expected=expected)
+            raise PromptError(where, f"a {kind} that is not compiled", expected)
         return CompiledGrammar(matcher, where)
 
     def _is_affordable(self, owner: str, grammar: str) -> bool:
@@ -103,7 +103,7 @@ class GrammarCompiler:
             return LLTokenizer(self._raw.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
         except ValueError as error:
             got, expected = str(error)[:160], "one that llguidance can read, and an EOS token"
-            raise ModelError("tokenizer", got=got, expected=expected) from None
+            raise ModelError("tokenizer", got, expected) from None
 
 
 class CompiledGrammar:
@@ -142,7 +142,7 @@ class GrammarMatcher:
     def _require(self, well: bool) -> None:
         if not well:
             got = "a grammar that cannot go on"
-            raise PromptError(self._where, got=got, expected="one within the limits of a token")
+            raise PromptError(self._where, got, "one within the limits of a token")
 
 
 def _is_affordable(grammar: str) -> bool:

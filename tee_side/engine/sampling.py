@@ -55,7 +55,7 @@ def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:
     """Refuse a bias for a token that the model has not. Raises PromptError."""
     if any(token_id >= vocab_size for token_id in settings.logit_bias):
         got, expected = "an id outside the vocabulary", f"0 to {vocab_size - 1}"
-        raise PromptError("logit_bias", got=got, expected=expected)
+        raise PromptError("logit_bias", got, expected)
 
 
 class Sampler:

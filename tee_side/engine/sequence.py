@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from tee_side.engine.drafts import Drafts
-from tee_side.engine.reading import PromptReader
 from tee_side.engine.request import FinishReason, Logprob, Request
 from tee_side.engine.sampling import Sampler
 from tee_side.engine.text_stream import TextStream
 from tee_side.model.kv_cache import KVCache
 from tee_side.words import Phase
+
+if TYPE_CHECKING:
+    from tee_side.engine.drafts import Drafts
+    from tee_side.engine.reading import PromptReader
 
 
 @dataclass(eq=False)

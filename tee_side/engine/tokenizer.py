@@ -69,7 +69,7 @@ class Tokenizer:
         path = find_file(directory, TOKENIZER_FILE, manifest)
         if path is None:
             expected = "one (or a prompt given as token ids)"
-            raise ModelError(str(directory), got=f"no {TOKENIZER_FILE}", expected=expected)
+            raise ModelError(str(directory), f"no {TOKENIZER_FILE}", expected)
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
         limit_structure(content, str(path), lists=_MAX_LISTS, items=_MAX_ITEMS)
         self._path = path
@@ -90,7 +90,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             got = "bytes that are not UTF-8"
-            raise PromptError("prompt", got=got, expected="UTF-8 text") from None
+            raise PromptError("prompt", got, "UTF-8 text") from None
         with _library_errors(self._path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
             (found,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -152,10 +152,6 @@ class Tokenizer:
             return token.replace("▁", " ").encode()
         return self.decode([token_id]).encode()
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of `token_bytes`, with U+FFFD for what is part of a character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
     @cached_property
     def _added(self) -> dict[int, str]:
         return {i: token.content for i, token in self._raw.get_added_tokens_decoder().items()}
@@ -189,14 +185,14 @@ class Tokenizer:
             return _in_time(lambda: _joined(template.generate(values | special)))
         except _EndlessTemplate as error:
             expected = "a template that ends, with a prompt"
-            raise ModelError(where, got=str(error), expected=expected) from None
+            raise ModelError(where, str(error), expected) from None
         except TsqpError:
             raise
         except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
             # Its message may hold the prompt.
             got = f"{type(error).__name__} (a template's own words are not shown)"
             expected = "a conversation that the template accepts"
-            raise PromptError(where, got=got, expected=expected) from None
+            raise PromptError(where, got, expected) from None
 
     def _config(self) -> tuple[Path | None, dict[str, Any]]:
         path = find_file(self._directory, CONFIG_FILE, self._manifest)
@@ -208,7 +204,7 @@ class Tokenizer:
         path, template, special = self._find_template()
         if path is None or not isinstance(template, str):
             expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
-            raise ModelError(str(self._directory), got="no chat template", expected=expected)
+            raise ModelError(str(self._directory), "no chat template", expected)
         return _compiled(path, template), special
 
     def _find_template(self) -> tuple[Path | None, object, dict[str, Any]]:
@@ -224,7 +220,7 @@ class Tokenizer:
                 template = content.decode("utf-8")
             except UnicodeDecodeError:
                 got = "bytes that are not UTF-8"
-                raise ModelError(str(path), got=got, expected="a template") from None
+                raise ModelError(str(path), got, "a template") from None
         special = {name: config.get(name) for name in _SPECIAL_TOKENS}
         texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
         return path, template, {name: text for name, text in texts.items() if text is not None}
@@ -245,7 +241,7 @@ def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
         name = type(error).__name__
         got = f"{name}: {error}"[:160] if quoted else f"{name} on use"
         expected = "a tokenizer" if quoted else "a tokenizer that takes any text"
-        raise ModelError(str(path), got=got, expected=expected) from None
+        raise ModelError(str(path), got, expected) from None
 
 
 class _EndlessTemplate(BaseException):
@@ -271,7 +267,7 @@ def _compiled(path: Path, template: str) -> Template:
     except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
         got = f"{type(error).__name__}: {error}"[:160]
         expected = "a chat template without mistakes"
-        raise ModelError(str(path), got=got, expected=expected) from None
+        raise ModelError(str(path), got, expected) from None
 
 
 def _joined(found: Iterable[str]) -> str:

@@ -54,7 +54,7 @@ class WaitingQueue(Generic[R]):
     def full(self) -> QueueFullError:
         """Return the error of a request that finds no place."""
         where = "waiting requests (--max-waiting)"
-        return QueueFullError(where, got=f"{len(self)}", expected=f"< {self.limit}")
+        return QueueFullError(where, f"{len(self)}", f"< {self.limit}")
 
     def first(self) -> R | None:
         """Return whose turn it is, or None."""

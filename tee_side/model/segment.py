@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import (
     ErrorCode,
     LimitError,
@@ -25,18 +25,18 @@ from protocol.errors import (
     SessionLostError,
     TsqpError,
 )
-from protocol.messages import SESSION_BYTES, SegmentRequest, TensorReply
+from protocol.messages import SESSION_BYTES, SegmentRequest
 from protocol.model.config import ModelConfig
-from protocol.tensors import WireTensor, from_torch, raw_bytes, to_torch
+from protocol.prepared import reply_tensor
+from protocol.tensors import WireTensor, from_torch, raw_bytes
 from tee_side.model.batch import Batch
 from tee_side.model.kv_cache import KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.remote.fault_attribution import time_left
 from tee_side.remote.linear import CallSettings, ChannelsAt
-from tee_side.remote.overlap import submit, turn
+from tee_side.remote.overlap import submit, time_left, turn
 from tee_side.remote.services.replicas import Replicas
 
 _NO_SESSION = bytes(SESSION_BYTES)
@@ -184,7 +184,7 @@ class SegmentCall:
             self._clock.exchanged([exchange])
             self._clock.mark("verify")
             try:
-                y = _output(exchange, shape, request.hidden_states.dtype)
+                y = reply_tensor(exchange, request.method, shape, request.hidden_states.dtype)
             except ReplyError as error:
                 self._channel.distrust(exchange, error)
                 left_s = time_left("segment", until)
@@ -222,16 +222,3 @@ def _part(
     # Whatever else the parent has become since, its first tokens are the same.
     begins_with = parent[0].session if parent is not None and parent[1] == start else _NO_SESSION
     return session + struct.pack("<3q", *numbers) + begins_with
-
-
-def _output(exchange: Exchange, shape: tuple[int, int], dtype: str) -> torch.Tensor:
-    """Return the tensor of a reply. Raises ReplyError for one of another kind, shape or dtype."""
-    response = exchange.response
-    got = type(response).__name__
-    if isinstance(response, TensorReply):
-        output = response.output
-        if (output.shape, output.dtype) == (shape, dtype):
-            return to_torch(output)
-        got = f"{output.dtype} {list(output.shape)}"
-    where, expected = f"Segment reply from {exchange.endpoint}", f"{dtype} {list(shape)}"
-    raise ReplyError(where, got=got, expected=expected)

@@ -8,17 +8,20 @@ from protocol import native
 from protocol.native import FLOATS, library
 
 Tensor = torch.Tensor
+# The low and the high words of a check's products with a weight, int32 [k, I] each.
+Products = tuple[Tensor, Tensor]
 
 
 def encode(
-    x_TI: Tensor, step: float | None, r_TI: Tensor | None
-) -> tuple[Tensor, Tensor, float, Tensor | None]:
-    """Return round(x / step), the same plus r modulo 2^32, the largest norm of a row, and scales.
+    x_TI: Tensor, step: float | None, r_TI: Tensor | None, products: Products | None = None
+) -> tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]:
+    """Return q = round(x / step), q + r modulo 2^32, the largest norm of a row, scales, and sums.
 
     `x_TI`: float32 or bfloat16 [T, I]. `step`: None for a scale for each row, its largest element /
     127, which the last one has: float32 [T]; None otherwise. `r_TI`: int32 [T, I], None for no pad,
     when the second is the first. The norm is that of the rounded numbers; NaN or infinite where x
-    is not finite.
+    is not finite. `products`: what q is multiplied by for the sums, as `expect` does; None for
+    neither.
     """
     x_TI = x_TI.contiguous()
     scale_T = None if step is not None else torch.empty(x_TI.shape[0], dtype=torch.float32)
@@ -35,7 +38,16 @@ def encode(
         sent_TI.data_ptr(),
         native.own.pool,
     )
-    return q_TI, sent_TI, norm, scale_T
+    if products is None:
+        return q_TI, sent_TI, norm, scale_T, None
+    # As `expect`, without a call more for each operator.
+    low_kI, high_kI = products
+    expected_Tk = torch.empty(x_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
+    library.expect(
+        *(q_TI.data_ptr(), *x_TI.shape, low_kI.data_ptr(), high_kI.data_ptr()),
+        *(expected_Tk.data_ptr(), native.own.pool),
+    )
+    return q_TI, sent_TI, norm, scale_T, expected_Tk
 
 
 def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor) -> Tensor:

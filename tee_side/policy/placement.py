@@ -57,21 +57,12 @@ from pydantic import (
     model_validator,
 )
 
-from protocol.errors import MaskError, PolicyError, describe
+from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
-from tee_side.plugins import (
-    PluginError,
-    is_path,
-    load_entry_point,
-    load_object,
-    one_entry_point,
-    read_checked,
-)
-from tee_side.policy.layer_range import LayerRange
+from protocol.validation import did_you_mean, first_problem, refusal
 from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.protect.masks.mask import AdditiveMask, Mask, ProvisionedMask, SegmentMask
-from tee_side.protect.masks.registry import find_mask
-from tee_side.refusals import did_you_mean, first_problem, refusal
+from tee_side.protect.masks.registry import find_mask, is_path
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
@@ -79,6 +70,7 @@ from tee_side.words import (
     PRODUCTS,
     PROJECTIONS,
     Attested,
+    LayerRange,
     Operator,
     Phase,
     Place,
@@ -262,7 +254,7 @@ class Policy(BaseModel):
 
     def _raise_first(self, conflicts: _Conflicts) -> None:
         for where, got, expected in conflicts:
-            raise PolicyError(f"policy {self.name}: {where}", got=got, expected=expected)
+            raise PolicyError(f"policy {self.name}: {where}", got, expected)
 
     def _conflicts(self) -> _Conflicts:
         needed = LAYERLESS if "segment" in self.operators else OPERATORS
@@ -487,28 +479,30 @@ def load_policy(name_or_path: str) -> Policy:
     what you trust. No package is imported for a built-in name. Raises PolicyError that names file,
     policy, operator and field, and PluginError for a Python file or package that does not load.
     """
-    path = Path(name_or_path)
-    if is_path(name_or_path) or path.suffix == _SUFFIX:
-        if path.suffix == ".py":
-            return _checked(load_object(name_or_path, "POLICY"), name_or_path)
-        try:
-            return _parse(read_checked(path).decode("utf-8"), str(path), path.parent)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "text that is not UTF-8"
-            raise PolicyError(str(path), got=reason, expected="a policy file") from None
     if name_or_path in builtin_policies():
         text = (_BUILTIN / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
         return _parse(text, name_or_path, None)
-    if (entry := one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
-        return _checked(load_entry_point(entry), f"entry point {entry.value}")
+    from tee_side import plugins  # of no use to a run under a policy of ours
+
+    path = Path(name_or_path)
+    if is_path(name_or_path) or path.suffix == _SUFFIX:
+        if path.suffix == ".py":
+            return _checked(plugins.load_object(name_or_path, "POLICY"), name_or_path)
+        try:
+            return _parse(plugins.read_checked(path).decode("utf-8"), str(path), path.parent)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "text that is not UTF-8"
+            raise PolicyError(str(path), reason, "a policy file") from None
+    if (entry := plugins.one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
+        return _checked(plugins.load_entry_point(entry), f"entry point {entry.value}")
     expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"
-    raise PolicyError("policy", got=repr(name_or_path), expected=expected)
+    raise PolicyError("policy", repr(name_or_path), expected)
 
 
 def _checked(found: object, where: str) -> Policy:
     if isinstance(found, Policy):
         return found
-    raise PolicyError(where, got=describe(found), expected="a tee_side.policy.placement.Policy")
+    raise PolicyError(where, describe(found), "a tee_side.policy.placement.Policy")
 
 
 def _parse(text: str, where: str, folder: Path | None) -> Policy:
@@ -516,9 +510,9 @@ def _parse(text: str, where: str, folder: Path | None) -> Policy:
         return Policy.model_validate(tomllib.loads(text), context={_FOLDER: folder})
     except PolicyError as error:
         inner = f"{where}: {error.where}"
-        raise PolicyError(inner, got=error.got, expected=error.expected) from None
+        raise PolicyError(inner, error.got, error.expected) from None
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError
-        raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
+        raise PolicyError(where, f"invalid TOML ({error})", "a policy") from None
 
 
 def _refused(given: object, error: ValidationError) -> PolicyError:
@@ -531,13 +525,13 @@ def _refused(given: object, error: ValidationError) -> PolicyError:
     match problem.path:
         case ("operators", operator, "[key]"):
             expected = f"one of {', '.join(OPERATORS)}{did_you_mean(operator, OPERATORS)}"
-            return PolicyError(f"{policy}: operators", got=describe(operator), expected=expected)
+            return PolicyError(f"{policy}: operators", describe(operator), expected)
         case ("operators", operator, int(index), *fields):
             scope = _raw_scope(table["operators"][operator], index, fields)
             where = _joined(policy, operator, scope, *fields, problem.where)
         case ("operators", *path) | path:
             where = _joined(policy, *path, problem.where)
-    return PolicyError(where, got=problem.got, expected=problem.expected)
+    return PolicyError(where, problem.got, problem.expected)
 
 
 def _raw_scope(placements: Any, index: int, fields: Sequence[str | int]) -> str:

@@ -108,7 +108,7 @@ class SiteScales:
         GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
         """
         if compiled_for(x_TI.dtype):
-            elements_TI, _, norm, _ = compiled.encode(x_TI, self.input_scale, None)
+            elements_TI, _, norm, *_ = compiled.encode(x_TI, self.input_scale, None)
             self._check_norm(norm)
             return elements_TI
         # Whole numbers from here on: a float32 that has been rounded converts exactly.
@@ -128,7 +128,7 @@ class SiteScales:
         finite = math.isfinite(times)
         got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
         expected = "at most once what cannot wrap in the ring"
-        raise ActivationRangeError("length of an input row", got=got, expected=expected)
+        raise ActivationRangeError("length of an input row", got, expected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class Calibration:
         if not headroom >= HEADROOM * (1 - 1e-6):
             bits = math.log2(MAX_SUM * HEADROOM / headroom)
             got = f"2^{bits:.1f} for {operator} in layer {layer}"
-            raise CalibrationError("ring Z_2^32", got=got, expected="at most 2^31")
+            raise CalibrationError("ring Z_2^32", got, "at most 2^31")
 
     def check_weights(self, site: Site, weight_scale: torch.Tensor, max_norm: float) -> None:
         """Check a site against the quantised weights that are in use.
@@ -169,10 +169,10 @@ class Calibration:
         if not scales.norm_limit <= limit:
             where = f"{where}: norm limit of these weights"
             got, expected = f"{scales.norm_limit:.6g}", f"at most {limit:.6g} (calibrate again)"
-            raise CalibrationError(where, got=got, expected=expected)
+            raise CalibrationError(where, got, expected)
         if not torch.equal(scales.weight_scale, weight_scale):
             got, expected = "others than those of these weights", "the same (calibrate again)"
-            raise CalibrationError(f"{where}: weight scales", got=got, expected=expected)
+            raise CalibrationError(f"{where}: weight scales", got, expected)
 
     @staticmethod
     def load(
@@ -196,7 +196,7 @@ class Calibration:
         for name, digest in compared.items():
             if digest is not None and metadata[name] != digest:
                 expected = f"{digest}, the digest of this model"
-                raise CalibrationError(f"{path}: {name}", got=metadata[name], expected=expected)
+                raise CalibrationError(f"{path}: {name}", metadata[name], expected)
         order: list[Site] = [
             (layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES
         ]
@@ -234,7 +234,7 @@ def calibration_path(model: Path, given: Path | None) -> Path:
     if not path.is_file():
         option = "" if given is None else f" --output {given}"
         expected = f"one made by: tsqp calibrate {model}{option}"
-        raise CalibrationError(f"activation scales {path}", got="no such file", expected=expected)
+        raise CalibrationError(f"activation scales {path}", "no such file", expected)
     return path
 
 
@@ -267,25 +267,25 @@ def _read(
         found = header.entries.get(name)
         if found is None or (found.shape, found.dtype) != (shape, dtype):
             got = f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor"
-            raise CalibrationError(f"{path}: {name}", got=got, expected=f"{dtype} {list(shape)}")
+            raise CalibrationError(f"{path}: {name}", got, f"{dtype} {list(shape)}")
         begin, end = (header.data_begin + offset for offset in found.data_offsets)
         raw = bytearray(content[begin:end])
         tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
     if extra := sorted(header.entries.keys() - tensors.keys()):
         where, got = f"{path}: {describe(extra[0])}", "a tensor that the model does not explain"
         expected = f"the sites of {config.num_hidden_layers} layers"
-        raise CalibrationError(where, got=got, expected=expected)
+        raise CalibrationError(where, got, expected)
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
         positive = tensor >= 0 if name == "max_norm" else tensor > 0
         bad = tensor[~(positive & tensor.isfinite())]
         if len(bad):
             got = f"{bad[0].item():g}"
-            raise CalibrationError(f"{path}: {name}", got=got, expected="positive finite numbers")
+            raise CalibrationError(f"{path}: {name}", got, "positive finite numbers")
     # A column of weights that is not all zero has a norm of at least 1.
     if (largest := tensors["norm_limit"].max().item()) > MAX_SUM:
         expected = f"at most {MAX_SUM}: the ring's"
-        raise CalibrationError(f"{path}: norm_limit", got=f"{largest:g}", expected=expected)
+        raise CalibrationError(f"{path}: norm_limit", f"{largest:g}", expected)
     return header.metadata, tensors
 
 
@@ -299,7 +299,7 @@ def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[byt
         return content, parse_header(content, len(content), str(path))
     except ModelError as error:
         expected = "a file made by tsqp calibrate"
-        raise CalibrationError(error.where, got=error.got, expected=expected) from None
+        raise CalibrationError(error.where, error.got, expected) from None
 
 
 def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
@@ -307,7 +307,7 @@ def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
         value = metadata.get(name)
         if value is None or not re.fullmatch(pattern, value):
             got = "nothing" if value is None else describe(value)
-            raise CalibrationError(f"{path}: {name}", got=got, expected=expected)
+            raise CalibrationError(f"{path}: {name}", got, expected)
     if extra := sorted(metadata.keys() - _METADATA.keys()):
         where = f"{path}: metadata {describe(extra[0])}"
-        raise CalibrationError(where, got="an unknown key", expected="no such key")
+        raise CalibrationError(where, "an unknown key", "no such key")

@@ -57,19 +57,17 @@ def linear_masking(
         case FeatureMask():
             if transforms is None:
                 raise PolicyError(
-                    f"mask {mask.name}", got="no key", expected="--key, as tsqp provision wrote it"
+                    f"mask {mask.name}", "no key", "--key, as tsqp provision wrote it"
                 )
             return lambda site: lambda x_TI: transforms[site].mask(x_TI, randomness)
         case AdditiveMask():
             if pads is None:
-                raise PolicyError(
-                    f"mask {mask.name}", got="no factors", expected="pads made in advance"
-                )
+                raise PolicyError(f"mask {mask.name}", "no factors", "pads made in advance")
             return lambda site: _padding(mask, pads, site)
     raise PolicyError(
         f"mask {mask.name}",
-        got=type(mask).__name__,
-        expected="a RowMask, FeatureMask, AdditiveMask or SharingMask",
+        type(mask).__name__,
+        "a RowMask, FeatureMask, AdditiveMask or SharingMask",
     )
 
 
@@ -85,7 +83,7 @@ def _padding(mask: AdditiveMask, pads: PadLane, site: Site) -> Hide:
 def most_rows(mask: Mask | None, rows: int) -> int:
     """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
 
-    Others send a row for a row. `tee_side.remote.reply_size` bounds replies by the same number.
+    Others send a row for a row. `tee_side.remote.services.plan` bounds replies by the same number.
     """
     return 2 * rows + _MORE_ROWS if isinstance(mask, RowMask) else rows
 
@@ -146,4 +144,4 @@ class MaskRules:
 
     def refuse(self, operator: Operator, got: str, expected: str) -> NoReturn:
         """Raise MaskError."""
-        raise MaskError(f"{self.name}: {operator}", got=got, expected=expected)
+        raise MaskError(f"{self.name}: {operator}", got, expected)

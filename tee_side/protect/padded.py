@@ -62,12 +62,12 @@ class PaddedSite:
     def hide(self, x_TI: Tensor) -> Padded:
         """Quantise x and add its pad.
 
-        GPU sees: uniform ring elements. Raises ActivationRangeError, and as `PadLane.draw`.
+        GPU sees: uniform ring elements. Raises ActivationRangeError, and as `PadLane.words`.
         """
-        factors = self.pads.draw(self.number, x_TI.shape[0])
+        r_TI, u_TO = self.pads.words(self.number, x_TI.shape[0])
         site, check = self.site, self.check
-        q_TI, sent_TI, norm, scale_T = compiled.encode(x_TI, site.step, factors.r)
+        products = None if check is None else (check.low_kI, check.high_kI)
+        q_TI, sent_TI, norm, scale_T, expected = compiled.encode(x_TI, site.step, r_TI, products)
         if not norm <= site.row_limit:
             site.refuse(norm)
-        expected = None if check is None else compiled.expect(q_TI, check.low_kI, check.high_kI)
-        return Padded(self, (sent_TI,), q_TI, factors.u, scale_T, expected)
+        return Padded(self, (sent_TI,), q_TI, u_TO, scale_T, expected)

@@ -54,7 +54,7 @@ class ResumeWatch:
             if self._got:
                 os.eventfd_write(self._ended, 1)  # it is not read: there is something to check
                 expected = "to run on: pads and keys of this run may be used twice (start it again)"
-                raise ResumedError("this VM", got=self._got, expected=expected)
+                raise ResumedError("this VM", self._got, expected)
 
 
 def has_generation_id() -> bool:

@@ -41,12 +41,6 @@ class LinearSite(Protocol):
         ...
 
 
-class Sites(Protocol):
-    """The sites of a model."""
-
-    def __getitem__(self, site: Site, /) -> LinearSite: ...
-
-
 class FloatSite:
     """Floats as they are; only the bias is left to add, if there is one."""
 
@@ -60,16 +54,6 @@ class FloatSite:
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Add the bias."""
         return y_TO if self.bias_O is None else y_TO + self.bias_O
-
-
-class FloatSites:
-    """Sites of a model that is computed in floats."""
-
-    def __init__(self, biases: Biases) -> None:
-        self._biases = biases
-
-    def __getitem__(self, site: Site) -> FloatSite:
-        return FloatSite(self._biases.get(site))
 
 
 class IntegerSite:
@@ -104,8 +88,8 @@ class IntegerSite:
         layer, operator = self._site
         return ActivationRangeError(
             f"{operator} in layer {layer}: {error.where}",
-            got=error.got,
-            expected=f"{error.expected} (calibrate with text more like this one)",
+            error.got,
+            f"{error.expected} (calibrate with text more like this one)",
         )
 
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
@@ -145,9 +129,7 @@ class DynamicSite:
 
     def refuse(self, _norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""
-        raise ActivationRangeError(
-            "lm_head: input row", got="not finite", expected="finite numbers"
-        )
+        raise ActivationRangeError("lm_head: input row", "not finite", "finite numbers")
 
 
 def own_scales(x_TI: torch.Tensor) -> torch.Tensor:
@@ -198,7 +180,7 @@ class IntegerSites:
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
         elif self._head_scale_V is not None and not weights.scale.equal(self._head_scale_V):
             expected = "those that were read at the start"
-            raise CalibrationError("lm_head: weight scales", got="others", expected=expected)
+            raise CalibrationError("lm_head: weight scales", "others", expected)
 
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":

@@ -16,6 +16,7 @@ import torch
 from protocol.errors import PolicyError
 from protocol.integer import exact_product
 from protocol.messages import (
+    WHOLE,
     Arithmetic,
     Columns,
     ModuleName,
@@ -23,14 +24,13 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    part_of,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
-from protocol.model.columns import WHOLE, part_of
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
 from protocol.model.weights import row_layout, weight_rows
 from protocol.tensors import to_torch
-from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites, tensors_of
@@ -48,7 +48,7 @@ InTime: TypeAlias = Callable[[Blocks, int], Blocks]
 class Claim(NamedTuple):
     """What a service was asked, and what it says that the whole output is.
 
-    `columns`: the part of the output that it is asked about: it has not claimed the rest.
+    `columns`: the part of the output that is checked: the columns of one rank, or all of them.
     """
 
     request: Request
@@ -177,6 +177,8 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
     """
     if arithmetic == "int8":
         return Secrets
+    from tee_side.plugins import load_entry_point, one_entry_point
+
     if (entry := one_entry_point(GROUP, arithmetic)) is None:
         raise PolicyError(
             f'policy {policy}: verify = "freivalds"',

@@ -42,16 +42,16 @@ class ServiceAppraisal:
         where = f"service {endpoint}"
         if not statement:
             expected = f"{self._attested} evidence (gpu-service --attest)"
-            raise EvidenceError(where, got="none", expected=expected)
+            raise EvidenceError(where, "none", expected)
         stated = Statement.decode(statement)
         found = appraise(stated, self._policy, Expected(nonce, None, self._utc(), "service"))
         if not found.passed or found.claims is None:
             step = found.failure
-            raise EvidenceError(f"{where}: {step.name}", got=step.got, expected=step.expected)
+            raise EvidenceError(f"{where}: {step.name}", step.got, step.expected)
         evidence = Evidence.decode(stated.evidence)
         given = f"{evidence.kind}{'+nvidia' if evidence.gpus else ''}"
         if given != self._attested:
-            raise EvidenceError(f"{where}: evidence", got=given, expected=self._attested)
+            raise EvidenceError(f"{where}: evidence", given, self._attested)
         # Alone: what names others as well is the evidence of a runner.
         if keys is None or found.claims.curve_keys != {"service": z85.decode(keys.service)}:
-            raise EvidenceError(f"{where}: key", got="another", expected="that of its link, alone")
+            raise EvidenceError(f"{where}: key", "another", "that of its link, alone")

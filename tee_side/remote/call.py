@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,9 +23,11 @@ from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Masked, Seed
 from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.verifier import ResultCheck, Unverified
-from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
-from tee_side.remote.overlap import ask
+from tee_side.remote.overlap import ask, time_left
 from tee_side.words import Operator
+
+if TYPE_CHECKING:
+    from tee_side.remote.fault_attribution import Refused
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
 Operand: TypeAlias = Any
@@ -41,8 +43,8 @@ class CallPlan:
     travels alone. `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of
     its numbers, or `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own
     deadlines. `clock`: told of each stage. `padded`: does all that `encode`, `hide`, `check` and
-    `decode` do, in two passes, and `prepared` are its requests; None where the clock has an
-    observer, and for what has no compiled form.
+    `decode` do, in two passes that the clock calls "mask" and "unmask", and `prepared` are its
+    requests; None for what has no compiled form.
     """
 
     operator: Operator
@@ -74,6 +76,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     padded = plan.padded
     masked: Masked | Padded
     if padded is not None:
+        clock.mark("mask")
         masked = padded.hide(x)
         encoded = masked.encoded
         requests = plan.prepared
@@ -108,13 +111,18 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
                 break
         if outputs[-1]:
             parts = outputs[0] if len(outputs) == 1 else _joined(outputs)
+            clock.mark("unmask")
             revealed = (
                 masked.reveal(parts)
                 if isinstance(masked, Padded)
                 else _reveal(plan, x, encoded, masked, parts)
             )
+            clock.mark(None)
             if revealed is not None:
                 return revealed
+        # The slow path, imported when it is first needed.
+        from tee_side.remote.fault_attribution import refuse
+
         left_s = refuse(_refused(plan, requests, masked, exchanges, bool(outputs[-1])), until)
 
 
@@ -123,18 +131,14 @@ def _reveal(
 ) -> torch.Tensor | None:
     """Unmask a result, check it and turn it into the output; None for wrong numbers."""
     clock, check = plan.clock, plan.check
-    clock.mark("unmask")
     y = masked.unmask(*parts)
     plan.rules.check_unmasked(plan.operator, y, plan.shape, parts[0].dtype)
     if not isinstance(check, Unverified):
         clock.mark("verify")
         if not check.holds(encoded, y, masked.sent):
-            clock.mark(None)
             return None
     clock.mark("tee")
-    output = plan.decode(y, x)
-    clock.mark(None)
-    return output
+    return plan.decode(y, x)
 
 
 def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -150,6 +154,8 @@ def _refused(
     well_formed: bool,
 ) -> Refused:
     """Collect what the slow path needs to know of a result that is not used."""
+    from tee_side.remote.fault_attribution import Answer, Refused
+
     asked = [
         (channel, request.seeded, payload.words())
         if isinstance(payload, Seed)

@@ -2,15 +2,13 @@
 
 Where a reply has another form, its service is at fault. Where the numbers are wrong, each answer is
 computed once more, which takes as long as the product does in the TEE, and ends with the time of
-the call. Of services that hold a part of the columns each, every one answers for its own. Services
-at fault are asked no more in this run. A service must not gain by keeping the TEE from finding out:
-where that fails, every service that answered is asked no more.
+the call. Services at fault are asked no more in this run. A service must not gain by keeping the
+TEE from finding out: where that fails, every service that answered is asked no more.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,12 +24,11 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.messages import Columns, EmbeddingRequest
-from protocol.model.columns import WHOLE, columns_in_words
+from protocol.messages import EmbeddingRequest
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.verifier import Blocks, Claim, ResultCheck, Unverified
-from tee_side.remote.services.columns import Joined
+from tee_side.remote.overlap import time_left
 from tee_side.remote.services.replicas import Replicas
 from tee_side.words import Operator
 
@@ -47,40 +44,23 @@ _HINT_S, _HINT_PART = 2.0, 4
 
 
 class Answer(NamedTuple):
-    """What one service was sent, and its reply.
-
-    `columns`: which part it answered for; `whole`: the whole output, None where that is the reply.
-    """
+    """What one service was sent, and its reply."""
 
     channel: Channel
     request: PreparedRequest
     sent: torch.Tensor
     exchange: Exchange
-    columns: Columns = WHOLE
-    whole: torch.Tensor | None = None
-
-    def of_services(self) -> Sequence[Answer]:
-        """Return it as an answer of each service that has a part in it."""
-        if not isinstance(self.exchange, Joined):
-            return [self]
-        parts, summed = self.exchange.parts, self.request.method == EmbeddingRequest.method
-        whole = None if summed else self.exchange.output
-        return [
-            Answer(channel, request, self.sent, exchange, (part, len(parts)), whole)
-            for part, (channel, request, exchange) in enumerate(parts)
-        ]
 
     def claim(self) -> Claim:
         """Return what is to be computed once more. Raises ReplyError."""
-        output = self.request.output(self.exchange) if self.whole is None else self.whole
-        return Claim(self.request.request(self.sent), output, self.columns)
+        return Claim(self.request.request(self.sent), self.request.output(self.exchange))
 
     def claims_of_ranks(self) -> Sequence[Claim]:
         """Return what each rank of the service has claimed; none where it says that it has one."""
-        if not isinstance(self.channel, Replicas):  # as a product of activations, without columns
+        if not isinstance(self.channel, Replicas):
             return []
         ranks = self.channel.ranks(self.exchange)
-        if ranks == 1 or self.columns != WHOLE or self.request.method == EmbeddingRequest.method:
+        if ranks == 1 or self.request.method == EmbeddingRequest.method:
             return []
         return [self.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
 
@@ -100,30 +80,12 @@ class Refused(NamedTuple):
     well_formed: bool
 
 
-def time_left(operator: Operator, until: float) -> float | None:
-    """Return how long a further request of a call may take; None for the channel's own deadline.
-
-    Raises DeadlineExceededError where nothing is left: the service that got a request without any
-    time would be taken for lost.
-    """
-    if until == math.inf:
-        return None
-    left_s = until - time.monotonic()
-    if left_s <= 0:
-        raise DeadlineExceededError(
-            operator, got="the end of its time", expected="all replies that it needs"
-        )
-    return left_s
-
-
 def refuse(refused: Refused, until: float) -> float | None:
     """Ask services at fault no more, and return how long another may take to compute the same.
 
     Raises what the result was refused with where no service, or no time, is left: ReplyError,
     VerificationError, or MaskError where every answer is right.
     """
-    answers = [one for answer in refused.answers for one in answer.of_services()]
-    refused = refused._replace(answers=answers)
     error = _distrust_liars(refused, until) if refused.well_formed else _distrust_forms(refused)
     if time.monotonic() >= until:
         raise error
@@ -138,9 +100,9 @@ def _distrust_forms(refused: Refused) -> ReplyError:
             answer.request.output(answer.exchange)
         except ReplyError as error:
             found = ReplyError(
-                f"{refused.operator} reply from {_named(answer)}",
-                got=error.got,
-                expected=error.expected,
+                f"{refused.operator} reply from {answer.exchange.endpoint}",
+                error.got,
+                error.expected,
             )
             answer.channel.distrust(answer.exchange, found)
     if found is None:
@@ -160,29 +122,24 @@ def _distrust_liars(refused: Refused, until: float) -> VerificationError:
     if not suspects:
         raise MaskError(
             f"{refused.rules.name}: {where}",
-            got="a wrong result, unmasked from right answers",
-            expected="factors that were made from these weights, and an unmask that undoes mask",
+            "a wrong result, unmasked from right answers",
+            "factors that were made from these weights, and an unmask that undoes mask",
         )
-    everybody = " or ".join(dict.fromkeys(map(_named, suspects)))
-    nobody_left: VerificationError | None = None
+    all_of_them = " or ".join(dict.fromkeys(one.exchange.endpoint for one in suspects))
+    none_left: VerificationError | None = None
     for suspect in suspects:
         error = VerificationError(
-            f"{where} at {everybody if liars is None else _named(suspect)}",
-            got="a wrong result" + ("" if liars is None else _ranks(suspect, refused, until)),
-            expected="what the weights of the TEE's own model give",
+            f"{where} at {all_of_them if liars is None else suspect.exchange.endpoint}",
+            "a wrong result" + ("" if liars is None else _ranks(suspect, refused, until)),
+            "what the weights of the TEE's own model give",
         )
         try:
             suspect.channel.distrust(suspect.exchange, error)
         except VerificationError as last:
-            nobody_left = last
-    if nobody_left is not None:
-        raise nobody_left
+            none_left = last
+    if none_left is not None:
+        raise none_left
     return error
-
-
-def _named(answer: Answer) -> str:
-    columns = "" if answer.columns == WHOLE else f" ({columns_in_words(answer.columns)})"
-    return f"{answer.exchange.endpoint}{columns}"
 
 
 def _ranks(liar: Answer, refused: Refused, until: float) -> str:
@@ -259,6 +216,6 @@ def _require_time(is_over: Callable[[], bool]) -> None:
     if is_over():
         raise DeadlineExceededError(
             "finding out who computed wrongly",
-            got="the end of the request's time",
-            expected="time to compute the product once more",
+            "the end of the request's time",
+            "time to compute the product once more",
         )

@@ -11,11 +11,13 @@ import torch
 
 from protocol.channel import Channel
 from protocol.messages import LinearRequest, RingLinearRequest, RingLMHeadRequest
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
+from tee_side.policy.placement import Policy
 from tee_side.protect.masking import Hide, MaskRules
 from tee_side.protect.masks.mask import Masked
 from tee_side.protect.padded import PaddedSite
@@ -30,6 +32,16 @@ ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
 
 # Row counts that a site keeps plans for: every decode batch, and whole prefill chunks.
 _MAX_PLANS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What the operators of a run are made from; the policy has been checked against the model."""
+
+    policy: Policy
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,41 +67,49 @@ class CallSettings:
         return math.inf if self.timeout_s is None else self.timeout_s
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SitePlan:
+    """How one site leaves the TEE under one protection, resolved once from its placement.
+
+    `hide`: masks what `linear` has encoded, under `rules`; `check`: of the product. `bias_leaves`:
+    the service adds the bias, as nothing is masked or checked. `padded`: does all of this compiled,
+    where it can be.
+    """
+
+    site: Site
+    linear: LinearSite
+    hide: Hide
+    rules: MaskRules
+    check: ResultCheck | Unverified
+    bias_leaves: bool
+    padded: PaddedSite | None = None
+
+
 class RemoteLinear:
     """A linear operator of one layer, or the LM head, under one protection; call it with [T, I].
 
-    `hide`: masks what `linear` has encoded. `bias_leaves`: the service adds the bias, as nothing is
-    masked or checked. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
-    schema, instead of together with what shares their input.
+    `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published schema, instead of
+    together with what shares their input.
 
     GPU sees: the input, as the mask leaves it. Raises as `carry_out` does.
     """
 
     def __init__(
         self,
-        site: Site,
+        plan: SitePlan,
         config: ModelConfig,
         settings: CallSettings,
         *,
-        hide: Hide,
-        rules: MaskRules,
-        check: ResultCheck | Unverified,
-        linear: LinearSite,
-        bias_leaves: bool,
         one_rpc_per_module: bool = False,
-        padded: PaddedSite | None = None,
     ) -> None:
-        self._site, self._settings = site, settings
-        self._hide, self._rules, self._check, self._linear = hide, rules, check, linear
-        self._bias_leaves = bias_leaves
-        _, operator = site
+        self._site, self._settings = plan, settings
+        _, operator = site = plan.site
         rows, (self._outputs, _) = row_layout(config, operator)
         modules = tuple(rows)
         self._messages = [(module,) for module in modules] if one_rpc_per_module else [modules]
         self._sizes = {module: its.stop - its.start for module, its in rows.items()}
         self._layer = layer_of(site)
         self._clock = settings.clock(operator, self._layer)
-        self._padded = padded
         self._plans: dict[int, CallPlan] = {}
 
     def __call__(self, x_TI: torch.Tensor) -> Awaitable[torch.Tensor]:
@@ -99,8 +119,8 @@ class RemoteLinear:
 
     def _plan(self, x_TI: torch.Tensor) -> CallPlan:
         """Make the plan for the row count of this input, and keep it."""
-        layer, operator = self._site
-        settings, rules, rows = self._settings, self._rules, x_TI.shape[0]
+        site, settings, rows = self._site, self._settings, x_TI.shape[0]
+        (layer, operator), rules = site.site, site.rules
         shape, most_rows = (rows, self._outputs), rules.most_rows(rows)
         # By how many rows cross: as many as there are, unless a row mask adds some.
         prepared: dict[int, tuple[PreparedRequest, ...]] = {}
@@ -117,17 +137,17 @@ class RemoteLinear:
             operator=operator,
             layer=self._layer,
             channels=tuple(settings.channels_at(layer)[: rules.services]),
-            encode=self._linear.encode,
-            hide=self._hide,
+            encode=site.linear.encode,
+            hide=site.hide,
             requests=requests,
             rules=rules,
             shape=shape,
-            check=self._check,
-            decode=self._linear.decode,
+            check=site.check,
+            decode=site.linear.decode,
             timeout_s=settings.longest_s,
             clock=self._clock,
-            padded=self._padded,
-            prepared=() if self._padded is None else self._prepare(x_TI.shape, torch.int32),
+            padded=site.padded,
+            prepared=() if site.padded is None else self._prepare(x_TI.shape, torch.int32),
         )
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
@@ -146,7 +166,10 @@ class RemoteLinear:
                 RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)
                 if of is torch.int32
                 else LinearRequest(
-                    layer_idx=layer, module_names=names, hidden_states=wire, bias=self._bias_leaves
+                    layer_idx=layer,
+                    module_names=names,
+                    hidden_states=wire,
+                    bias=self._site.bias_leaves,
                 ),
                 (rows, sum(self._sizes[name] for name in names)),
                 dtype,

@@ -7,18 +7,22 @@ no threads, no locks, and always the same order.
 
 from __future__ import annotations
 
+import math
+import time
 import types
 from collections import deque
 from collections.abc import Coroutine, Generator, Sequence
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from protocol.channel import Channel, Exchange
+from protocol.errors import DeadlineExceededError
 from protocol.messages import Request
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.resumption import watch
+from tee_side.words import Operator
 
 R = TypeVar("R")
 # `None` is sent to it at each turn.
@@ -35,16 +39,15 @@ def turn() -> Generator[None, None, None]:
 def ask(
     channels: Sequence[Channel],
     request: PreparedRequest,
-    sent: Sequence[torch.Tensor | Seed | None],
+    sent: Sequence[torch.Tensor | Seed],
     timeout_s: float | None,
 ) -> Generator[None, None, list[Exchange]]:
     """Send each service its tensor or seed, give up control, and return the replies in order.
 
-    None: what is no prepared request, and crosses as it is (`submit`). Raises ResumedError before
-    anything is sent, and what sending and waiting raise; of what is still under way then, or when
-    the coroutine is closed, no reply is waited for any more.
+    Raises ResumedError before anything is sent, and what sending and waiting raise; of what is
+    still under way then, or when the coroutine is closed, no reply is waited for any more.
     """
-    # Whatever was made ahead, or masked by any mask, leaves here: one place is enough.
+    # Whatever was made ahead, or masked by any mask, leaves here or in `submit`.
     resumption = watch()
     if resumption is not None and resumption.told(0, 1):
         resumption.check()
@@ -53,8 +56,6 @@ def ask(
         for channel, payload in zip(channels, sent, strict=True):
             if isinstance(payload, Seed):
                 request_id = channel.start(request.seeded, payload.words(), timeout_s)
-            elif payload is None:  # of `submit`
-                request_id = channel.submit(cast(Request, request), timeout_s)
             else:
                 request_id = channel.start(request, payload, timeout_s)
             waiting.append((channel, request_id))
@@ -69,10 +70,34 @@ def ask(
     return exchanges
 
 
-async def submit(channel: Channel, request: Request, timeout_s: float | None) -> Exchange:
-    """Do the same with one request that is not prepared."""
-    (exchange,) = await ask((channel,), cast(PreparedRequest, request), (None,), timeout_s)
-    return exchange
+@types.coroutine
+def submit(
+    channel: Channel, request: Request, timeout_s: float | None
+) -> Generator[None, None, Exchange]:
+    """Do the same with one whole message, such as a Segment. GPU sees: the message."""
+    if (watching := watch()) is not None:
+        watching.check()
+    request_id = channel.submit(request, timeout_s)
+    try:
+        yield
+        return channel.wait(request_id)
+    except BaseException:
+        channel.abandon(request_id)
+        raise
+
+
+def time_left(operator: Operator, until: float) -> float | None:
+    """Return how long a further request of a call may take; None for the channel's own deadline.
+
+    Raises DeadlineExceededError where nothing is left: the service that got a request without any
+    time would be taken for lost.
+    """
+    if until == math.inf:
+        return None
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceededError(operator, "the end of its time", "all replies that it needs")
+    return left_s
 
 
 def run(running: Running[R]) -> R:

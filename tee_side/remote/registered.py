@@ -6,32 +6,18 @@ The entry points `tsqp.operators` name a class each for `embedding`, `attention`
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from protocol.errors import PolicyError
-from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import ModelConfig
 from tee_side.plugins import load_entry_point, one_entry_point
-from tee_side.policy.placement import Policy
 from tee_side.protect.randomness import Randomness
-from tee_side.remote.linear import CallSettings
-from tee_side.words import PRODUCTS, Operator, Phase
+from tee_side.remote.linear import CallSettings, RunParts
+from tee_side.words import Operator, Phase, registered_name
 
 GROUP = "tsqp.operators"
-
-
-@dataclass(frozen=True, slots=True)
-class RunParts:
-    """What a registered operator is made from; the policy has been checked against the model."""
-
-    policy: Policy
-    config: ModelConfig
-    checkpoint: Checkpoint
-    dtype: torch.dtype
 
 
 class RegisteredOperator(Protocol):
@@ -51,31 +37,21 @@ class RegisteredOperator(Protocol):
         ...
 
 
-def registered_name(operator: Operator) -> str:
-    """Return under which name the class of an operator is registered."""
-    return "attention" if operator in PRODUCTS else operator
-
-
 def find_registered(
-    policy: Policy, *, head_in_segment: bool = False
+    policy: str, operators: Sequence[Operator]
 ) -> dict[str, type[RegisteredOperator]]:
-    """Return the classes of all others that leave, by registered name.
+    """Return the classes that send operators of a policy, by the names they are registered under.
 
-    `head_in_segment`: whether the LM head leaves with one. Raises PolicyError that says what to
-    install, and PluginError for a package that does not load.
+    Raises PolicyError that says what to install, and PluginError for a package that does not load.
     """
     found: dict[str, type[RegisteredOperator]] = {}
-    for operator, _ in policy.leaving():
-        if operator in policy.projections or registered_name(operator) in found:
-            continue
-        if operator == "segment" or (operator == "lm_head" and head_in_segment):
-            continue
+    for operator in operators:
         name = registered_name(operator)
         if (entry := one_entry_point(GROUP, name)) is None:
             raise PolicyError(
-                f"policy {policy.name}: {operator}",
-                got="a placement that leaves, without a package that sends it",
-                expected=f"an installed package that registers {name!r} in the entry points"
+                f"policy {policy}: {operator}",
+                "a placement that leaves, without a package that sends it",
+                f"an installed package that registers {name!r} in the entry points"
                 f' {GROUP}, as tsqp does, or place = "tee"',
             )
         found[name] = load_entry_point(entry)

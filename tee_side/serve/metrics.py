@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tee_side.engine.stats import EngineStats
+from tee_side.engine.generation import EngineStats
 
 _LABELS = ("model_name",)
 # By field of the engine's stats; what is None there is left out.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tee_side.engine.logprobs import MAX_TOP
+from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest, See
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
-from tee_side.protect.masks.mask import Factors
 from tee_side.protect.pads.source import PadLane
 from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, expanded, token_ids
 
@@ -234,19 +233,18 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     used: list[tuple[int, int]] = []
     read: list[tuple[int, int]] = []
     rows: list[bytes] = []
-    draw = PadLane.draw
+    draw = PadLane.words
 
-    def drawn(lane: PadLane, site: int, count: int) -> Factors | None:
+    def drawn(lane: PadLane, site: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = draw(lane, site, count)
-        assert found is not None
         assert lane._indices is not None
         drawing.add(id(lane))
         used.extend((index, site) for index in lane._indices[:count])
-        rows.extend(row.numpy().tobytes() for row in found.r)
+        rows.extend(row.numpy().tobytes() for row in found[0])
         return found
 
     # Before the lanes are made: each keeps the method that it found.
-    monkeypatch.setattr(PadLane, "draw", drawn)
+    monkeypatch.setattr(PadLane, "words", drawn)
     model = saved_model("llama")
     channel = UnreliableChannel(model.directory)
     channel.rarely = micro_batches  # a step sends as many times as much, and must get through

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tee_side.protect.masks.mask import Mask, ProvisionedMask, SegmentMask
-from tee_side.protect.masks.registry import MASKS as REGISTRY
-from tee_side.protect.masks.registry import find_mask
+from tee_side.protect.masks.registry import BUILTIN, all_masks, find_mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
 
 # Built-in masks, and those that installed packages register: our own research baselines among them.
-NAMED = {name: find_mask(name) for name in REGISTRY.names()}
+NAMED = {name: find_mask(name) for name in all_masks().names()}
 OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in EXAMPLES)}
 MASKS = {**NAMED, **OWN}
 
@@ -283,7 +282,7 @@ def test_a_mask_keeps_the_contract(
 
 def test_only_the_masks_of_the_core_are_exact_uniform_and_not_broken() -> None:
     core = {"pad", "shares"}
-    assert set(REGISTRY.builtin) == core
+    assert set(BUILTIN) == core
     assert {name for name, mask in MASKS.items() if mask.uniform} == core
     assert {name for name, mask in NAMED.items() if not mask.broken} == core
     assert all(MASKS[name].tolerance == 0 for name in core)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,21 +121,6 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
 
     waited = call(*generate, "30", "--when-out", "wait")
     assert waited.returncode == 0, waited.stderr
-
-
-def test_two_parts_of_every_weight_give_the_same_tokens(
-    demo_service: Service, generate: Generate, tmp_path: Path
-) -> None:
-    with ExitStack() as running:
-        gpu = []
-        for part in ("0/2", "1/2"):
-            bind = (f"unix://{tmp_path}/{part[0]}", "--threads", "1", "--columns", part)
-            service = running.enter_context(running_service("demo", *bind))
-            gpu += ["--gpu", f"{service.endpoint},columns={part}"]
-        parted, _ = generate("shielded", *gpu)
-    alone, _ = generate("shielded", "--gpu", demo_service.endpoint)
-    assert parted["token_ids"] == alone["token_ids"]
-    assert parted["rpc"]["count"] > alone["rpc"]["count"]
 
 
 def test_one_service_under_two_names_does_not_get_both_shares(demo_service: Service) -> None:

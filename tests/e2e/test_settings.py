@@ -133,7 +133,7 @@ def _is_all_different(settings: object, default: object, *, but: frozenset[str])
 def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
     identity, allow = tmp_path / "a.key", tmp_path / "allow"
     told = f"""--bind tcp://10.0.0.5:1 --device null --dtype float16 --arithmetic int8
-        --kernels portable --threads 3 --max-message-mib 4 --spin-us 5.5 --layers 1-2 --columns 1/3
+        --kernels portable --threads 3 --max-message-mib 4 --spin-us 5.5 --layers 1-2
         --sessions-mib 15 --session-client-mib 14 --session-ttl-s 12.5 --session-spill {tmp_path}
         --session-spill-mib 13 --metrics 9100 --max-queued-requests 6 --max-queued-mib 7
         --max-queued-total-requests 8 --max-queued-total-mib 9 --drain-timeout-s 10.5

@@ -38,7 +38,6 @@ from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear
 from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
-from tee_side.model.layers import load_tee_model
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
@@ -213,9 +212,8 @@ def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
     service_keys = None if over_shm else ServiceKeys(secret, frozenset({client_public}))
     keys = None if over_shm else ClientKeys(client_secret, public)
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
     digest = linear_digest(config, checkpoint)
-    check = ServiceCheck(config, checkpoint, norms, arithmetic="int8", linear=digest)
+    check = ServiceCheck(config, checkpoint, arithmetic="int8", linear=digest)
     deadline, layers = [_DEADLINE_S], config.num_hidden_layers
     with ExitStack() as stack:
         # Services and victims take turns in this process, many times a step.

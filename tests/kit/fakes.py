@@ -36,7 +36,7 @@ class FakeService:
     An error is raised by `wait`; "lost" ends the connection, "lost at submit" before sending.
     `held`: what its Init reply is checked to be; an error is what the check finds. `swallows`: how
     many of the next Inits it never answers. `nonces`: of Inits. `given_s`: how long each request
-    in `got` might take. `checked`: which layers and columns each Init reply was checked for.
+    in `got` might take. `checked`: which layers each Init reply was checked for.
     """
 
     endpoint: str
@@ -180,11 +180,9 @@ class World:
         self.most_open = max(self.most_open, len(is_open))
         return connection
 
-    def verify(
-        self, endpoint: str, reply: Any, layers: tuple[int, int], columns: tuple[int, int]
-    ) -> Any:
+    def verify(self, endpoint: str, reply: Any, layers: tuple[int, int]) -> Any:
         service = self.services[endpoint]
-        service.checked.append((layers, columns))
+        service.checked.append(layers)
         if service.held is not None:
             raise service.held
         return reply
@@ -195,10 +193,9 @@ class World:
         layers: int = 1,
         timeout_s: float = 5.0,
         connect_s: float = 1.0,
-        config: Any = None,
     ) -> Services:
         options = ConnectOptions(self.open, self.verify, timeout_s=timeout_s)
-        made = Services(groups, layers, options, config)
+        made = Services(groups, layers, options)
         self.made.append(made)
         made.connect(connect_s)
         return made

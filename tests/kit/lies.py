@@ -450,24 +450,6 @@ def _wrong_size(reply: InitReply, o: Occasion) -> dict[str, object]:
     return {"config": reply.config.model_copy(update={name: value})}
 
 
-def _wrong_norm(reply: InitReply, o: Occasion) -> dict[str, object]:
-    """Leave a norm out, or have a number in it that is wrong."""
-    norms = dict(reply.norm_weights)
-    name = o.pick(*sorted(norms))
-    norm = norms.pop(name)
-    if number := o.pick(float("nan"), float("inf"), 7.0, None):
-        weight = to_torch(norm.weight).clone()
-        weight[o.chance.randrange(len(weight))] = number
-        norms[name] = norm.model_copy(update={"weight": from_torch(weight)})
-    return {"norm_weights": norms}
-
-
-def _wrong_rope(reply: InitReply, o: Occasion) -> dict[str, object]:
-    params = reply.rotary_emb_params
-    wrong = from_torch(to_torch(params.inv_freq) * o.pick(2.0, 0.0, float("nan")))
-    return {"rotary_emb_params": params.model_copy(update={"inv_freq": wrong})}
-
-
 def _one_of(name: str, *values: object) -> Change:
     """Choose a value of a field. `...`: a digest of something else."""
 
@@ -482,8 +464,6 @@ def _one_of(name: str, *values: object) -> Change:
 _OTHER, _SCHEMA = (ModelMismatchError,), (ProtocolError,)
 _INIT: dict[str, tuple[Change, tuple[type[TsqpError], ...]]] = {
     "wrong size": (_wrong_size, _OTHER + _SCHEMA),
-    "wrong norm": (_wrong_norm, _OTHER),
-    "wrong RoPE": (_wrong_rope, _OTHER),
     "other model": (_one_of("model_digest", ..., "", "0" * 63, 7), _OTHER + _SCHEMA),
     "other weights": (_one_of("linear_digest", ..., "", "0" * 63, 7), _OTHER + _SCHEMA),
     "provisioned": (_one_of("provision_id", ...), _OTHER),

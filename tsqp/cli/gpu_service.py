@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -29,7 +28,7 @@ from tsqp.cli.settings import (
 )
 
 if TYPE_CHECKING:
-    from tee_side.policy.layer_range import LayerRange
+    from tee_side.words import LayerRange
 
 MIB = 1024 * 1024
 
@@ -38,7 +37,7 @@ def _layers(
     _context: click.Context, _parameter: click.Parameter, text: str | None
 ) -> LayerRange | None:
     """Read layers as `tee-runner --gpu` reads them behind `=`."""
-    from tee_side.policy.layer_range import LayerRange
+    from tee_side.words import LayerRange
 
     try:
         return None if text is None else LayerRange.parse(text)
@@ -46,16 +45,12 @@ def _layers(
         raise SettingsError("--layers", got=repr(text)[:60], expected=str(error)) from None
 
 
-def _columns(
-    _context: click.Context, _parameter: click.Parameter, text: str | None
-) -> tuple[int, int]:
-    """Read I/N; whether the model has such a part is found out with the model."""
-    if text is None:
-        return 0, 1
-    if re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", text) is None:
-        raise SettingsError("--columns", got=repr(text)[:60], expected="I/N, such as 0/2")
-    part, _, parts = text.partition("/")
-    return int(part), int(parts)
+def _columns(_context: click.Context, _parameter: click.Parameter, text: str | None) -> None:
+    """Refuse an option that was removed."""
+    from tee_side.remote.services.plan import WITHOUT_COLUMNS
+
+    if text is not None:
+        raise SettingsError("--columns", got=repr(text)[:60], expected=WITHOUT_COLUMNS)
 
 
 def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
@@ -134,13 +129,7 @@ def _bound_at(bind: str, http: str | None) -> str:
     help="Hold the linear weights of these layers only (0-7, 8- or 3, counted from 0); the"
     " embedding goes with layer 0 and the LM head with the last. Default: all.",
 )
-@click.option(
-    "--columns",
-    metavar="I/N",
-    callback=_columns,
-    help="Hold part I of N of the output columns of every weight, and answer with those alone;"
-    " counted from 0. The runner puts the parts together (--gpu ENDPOINT,columns=I/N).",
-)
+@click.option("--columns", callback=_columns, hidden=True, expose_value=False)
 @click.option(
     "--tensor-parallel",
     type=click.IntRange(1),
@@ -267,7 +256,6 @@ def command(
     max_message_mib: int,
     spin_us: float,
     layers: LayerRange | None,
-    columns: tuple[int, int],
     tensor_parallel: int,
     sessions_mib: int | None,
     session_client_mib: int | None,
@@ -304,7 +292,6 @@ def command(
         "dtype": dtype,
         "arithmetic": arithmetic,
         "layers": held,
-        "columns": columns,
         "tensor_parallel": tensor_parallel,
     }
     attested = attested_service(evidence, computes)
@@ -323,7 +310,6 @@ def command(
             max_message_bytes=max_message_mib * MIB,
             spin_us=spin_us,
             layers=held,
-            columns=columns,
             tensor_parallel=tensor_parallel,
             sessions=SessionSettings(
                 bytes=sessions_mib and sessions_mib * MIB,

@@ -341,7 +341,7 @@ def _settings(
 
 def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
     """Return the names that were given, or all, and behind them the paths that were given."""
-    from tee_side.plugins import is_path
+    from tee_side.protect.masks.registry import is_path
     from tsqp.lab.leak.registry import ATTACKS
 
     paths = [one for one in given if is_path(one)]

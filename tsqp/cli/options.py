@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         " layers stand in for each other. Where a policy needs two that do not collude, the first"
         " gets share 1; with more than two for the same layers, share= says which.",
         multiple=True,
-        metavar="ENDPOINT[=LAYERS][,share=1|2][,columns=I/N]",
+        metavar="ENDPOINT[=LAYERS][,share=1|2]",
     ),
     "identity": _file("Our secret key (tsqp keys new): services know us by it."),
     "service-key": _row(
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         multiple=True,
     ),
     "http-ca": _file("CAs (PEM) by which https:// services are known; default: the system's."),
-    # The default is `protocol.zmq_sockets.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
+    # The default is `protocol.liveness.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
     "heartbeat-timeout-s": _row(
         FiniteFloatRange(0, 3600),
         1.0,

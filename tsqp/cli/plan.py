@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
-from protocol.model.columns import MAX_PARTS
+from protocol.messages import MAX_RANKS
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
@@ -87,17 +87,10 @@ _TERMS = (
 @use("micro-batches")
 @click.option(
     "--tensor-parallel",
-    type=click.IntRange(1, MAX_PARTS),
+    type=click.IntRange(1, MAX_RANKS),
     default=1,
     metavar="N",
     help="Spread every weight's columns over so many accelerators of each service.",
-)
-@click.option(
-    "--columns",
-    type=click.IntRange(1, MAX_PARTS),
-    default=1,
-    metavar="N",
-    help="Spread every weight's columns over so many services, each with one accelerator.",
 )
 @click.option(
     "--transport",
@@ -244,12 +237,9 @@ def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
 def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
     if (several := found.several) is None:
         return []
-    option, count = "--tensor-parallel", report.tensor_parallel
-    if report.columns > 1:
-        option, count = "--columns", report.columns
     decode, prefill = several.tpot_alone_ms / found.tpot_ms, several.ttft_alone_ms / found.ttft_ms
     text = f"decode {decode:.2f} times as fast as with one accelerator; first token {prefill:.2f}"
-    lines = [(f"{option} {count}", text)]
+    lines = [(f"--tensor-parallel {report.tensor_parallel}", text)]
     for when, where in (("decode", several.decode), ("prompt", several.prefill)):
         lines += [] if where is None else [(f"pays, {when}", _pays(where))]
     return lines

@@ -118,8 +118,11 @@ def load_pinned_policy(name: str, manifest: Manifest | None) -> Policy:
 
     Raises PolicyError, PluginError, ManifestError.
     """
-    from tee_side.plugins import checking_files
     from tee_side.policy.placement import load_policy
+
+    if manifest is None:
+        return load_policy(name)
+    from tee_side.plugins import checking_files
 
     with checking_files(check_of(manifest, "--policy")):
         return load_policy(name)
@@ -130,7 +133,7 @@ def warn_without_keys(endpoints: Sequence[str]) -> None:
 
     `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
     """
-    from protocol.curve import is_exposed
+    from protocol.endpoint import is_exposed
     from tee_side.remote.services.plan import ServiceSpec
 
     known = [ServiceSpec.parse(text).endpoint for text in endpoints]
@@ -148,12 +151,12 @@ def read_client_keys(settings: dict[str, Any], manifest: Manifest | None) -> tup
 
     Raises KeyFileError, ManifestError and SettingsError.
     """
-    from protocol.curve import ClientKeys, public_key, read_secret_key
-
     identity: Path | None = settings["identity"]
     services: tuple[str, ...] = settings["service_key"]
     if identity is None and not services:
         return ()
+    from protocol.curve import ClientKeys, public_key, read_secret_key
+
     if identity is None or not services:
         given, missing = "--identity", "--service-key"
         if identity is None:
@@ -197,7 +200,8 @@ def read_http_access(
     if not urls:
         option, expected = "--http-token" if tokens else "--http-ca", "a service with a URL"
         raise SettingsError(option, got=", ".join(settings["gpu"]), expected=expected)
-    from protocol.curve import one_for_each, read_text, require_only_we_write
+    from protocol.curve import read_text, require_only_we_write
+    from protocol.endpoint import one_for_each
     from protocol.http_access import HttpAccess, read_token
 
     # Scheme, host and port.
@@ -244,13 +248,13 @@ def service_appraisal(
 
 def bank_place(settings: Mapping[str, Any]) -> BankPlace | None:
     """Return where the bank is, None where none is named. Raises SettingsError."""
-    from tee_side.protect.pads.bank_files import BankPlace
-
     rest = ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
     if settings["bank"] is None:
         for name in filter(settings.get, rest):
             option, got = f"--{name.replace('_', '-')}", str(settings[name])
             raise SettingsError(option, got=got, expected="nothing without --bank")
         return None
+    from tee_side.protect.pads.bank_files import BankPlace
+
     *files, beside = (settings[name] for name in rest)
     return BankPlace.at(settings["bank"], *files, beside_bank=beside)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, model_validator
 
 from protocol.errors import SettingsError
-from tee_side.refusals import first_problem
+from protocol.validation import first_problem
 from tsqp.deploy.image import Suite
 
 _Digest: TypeAlias = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]

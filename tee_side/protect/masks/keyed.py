@@ -78,6 +78,6 @@ def load_key(path: Path) -> TransformKey:
         return key_class.load(path)
     raise FeatureKeyError(
         str(path),
-        got="no package that reads keys of such masks",
-        expected=f"one that registers {_NAME!r} in the entry points {_GROUP}, as tsqp does",
+        "no package that reads keys of such masks",
+        f"one that registers {_NAME!r} in the entry points {_GROUP}, as tsqp does",
     )

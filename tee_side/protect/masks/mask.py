@@ -92,10 +92,6 @@ class Factors:
     r: torch.Tensor = field(repr=False)
     u: torch.Tensor = field(repr=False)
 
-    def first(self, rows: int) -> Factors:
-        """Return those of the first rows."""
-        return Factors(self.r[:rows], self.u[:rows])
-
 
 class Mask(BaseModel):
     """Base of all masks; subclass one of the kinds below.

@@ -197,7 +197,7 @@ class BankFile(PadStore):
         }
         for file in contents:
             if os.path.lexists(file):
-                raise PadBankError(str(file), got="an existing file", expected="none")
+                raise PadBankError(str(file), "an existing file", "none")
         with ExitStack() as made:
             for file, content in contents.items():
                 with refusing(file):
@@ -237,8 +237,8 @@ class BankFile(PadStore):
         if sealed > MAX_RECORDS:
             raise PadBankError(
                 f"{self._path}: records ever encrypted",
-                got=f"{sealed} with these",
-                expected=f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
+                f"{sealed} with these",
+                f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
             )
         # Counted even if writing the count fails: the next one that succeeds has it.
         self._state = self._state._replace(sealed=sealed)
@@ -342,9 +342,7 @@ class BankFile(PadStore):
             read = os.preadv(self._descriptor, [sealed], offset)
             if read != len(sealed):
                 raise PadBankError(
-                    f"{self._path}: pad {first}, {site}",
-                    got=f"{read} bytes",
-                    expected=f"{len(sealed)}",
+                    f"{self._path}: pad {first}, {site}", f"{read} bytes", f"{len(sealed)}"
                 )
             self._opener.decrypt_into(
                 sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], bound, _bytes_of(u_GO)
@@ -354,8 +352,8 @@ class BankFile(PadStore):
         except InvalidTag:
             raise PadBankError(
                 f"{self._path}: pad {first}, {site}",
-                got="another record than was written",
-                expected="its authentication tag to match",
+                "another record than was written",
+                "its authentication tag to match",
             ) from None
         finally:
             self._reading.append(reading)
@@ -412,7 +410,7 @@ def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
     header, keys, start = read_header(bank, place.bank, read_key(key, place.key), place.key)
     expected = start + header.capacity // header.group * slot_bytes(header.layout, header.group)
     if (size := os.fstat(bank).st_size) != expected:
-        raise PadBankError(f"{place.bank}: size", got=f"{size} bytes", expected=f"{expected} bytes")
+        raise PadBankError(f"{place.bank}: size", f"{size} bytes", f"{expected} bytes")
 
     def state_in(file: Path, *, private: bool = False) -> State:
         content = read_file(file, STATE_BYTES + 1, private=private)
@@ -426,8 +424,8 @@ def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
     if state.reserved < seen.reserved or state.sealed < seen.sealed:
         raise PadBankError(
             f"{place.index}: an older copy, put back",
-            got=f"pads {state.reserved} .. {state.filled}",
-            expected=f"from {seen.reserved} on, as {witness} says: pads would be used"
+            f"pads {state.reserved} .. {state.filled}",
+            f"from {seen.reserved} on, as {witness} says: pads would be used"
             " twice; delete the bank and make another",
         )
     return _Opened(place, bank, header, keys, witness, state, start)
@@ -440,15 +438,15 @@ def check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
         same = made_for.model == wanted.model
         raise PadBankError(
             f"{path}: model",
-            got=f"pads for {made_for.model or 'another model'}"
+            f"pads for {made_for.model or 'another model'}"
             + (", whose files have changed since" if same else ""),
-            expected=f"pads for {wanted.model}: its own --bank, or a new one by pads make",
+            f"pads for {wanted.model}: its own --bank, or a new one by pads make",
         )
     if made_for.mask != wanted.mask:
-        raise PadBankError(f"{path}: mask", got=made_for.mask, expected=wanted.mask)
+        raise PadBankError(f"{path}: mask", made_for.mask, wanted.mask)
     found, needed = made_for.layout, wanted.layout
     if differing := set(found.sites) ^ set(needed.sites):
         site = min(differing, key=lambda site: site.number)
         shapes = (layout.by_number.get(site.number) for layout in (found, needed))
         said = [f"{s.in_features} -> {s.out_features}" if s else "no pads" for s in shapes]
-        raise PadBankError(f"{path}: layout, {site}", got=said[0], expected=said[1])
+        raise PadBankError(f"{path}: layout, {site}", said[0], said[1])

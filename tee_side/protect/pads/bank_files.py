@@ -64,9 +64,9 @@ class BankPlace:
                 if shared and not all(map(_in_memory, shared)):
                     raise PadBankError(
                         str(path),
-                        got=f"the file system of the bank {self.bank}: a copy of it, with recorded"
+                        f"the file system of the bank {self.bank}: a copy of it, with recorded"
                         " traffic, gives every row away",
-                        expected=f"another, best one in memory: {option} FILE, as in /dev/shm"
+                        f"another, best one in memory: {option} FILE, as in /dev/shm"
                         " (--bank-key-beside-bank allows this one)",
                     )
 
@@ -80,8 +80,8 @@ class BankPlace:
                 if found in taken and not _in_memory(found):
                     raise PadBankError(
                         f"--bank-witness {self.witness}",
-                        got="the file system of bank or index, with which it could be put back",
-                        expected="another, best one in memory",
+                        "the file system of bank or index, with which it could be put back",
+                        "another, best one in memory",
                     )
                 return _own(folder) / self.witness.name
         # One place whatever the environment is: two runs of one boot must find the same witness.
@@ -92,8 +92,8 @@ class BankPlace:
                 return _own(folder) / f"{bank_id}.witness"
         raise PadBankError(
             "--bank-witness",
-            got=f"no file system in memory at {WITNESSES}",
-            expected="FILE on one, or on a disk that neither bank nor index is on",
+            f"no file system in memory at {WITNESSES}",
+            "FILE on one, or on a disk that neither bank nor index is on",
         )
 
 
@@ -120,12 +120,12 @@ def _own(folder: Path) -> Path:
     """Return a directory that no other user can write to."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
-        raise PadBankError(str(folder), got="a link or another user's", expected="a directory")
+        raise PadBankError(str(folder), "a link or another user's", "a directory")
     if found.st_mode & 0o022:
         raise PadBankError(
             str(folder),
-            got=stat.filemode(found.st_mode),
-            expected="a directory of this user alone, as mkdir -m 700 makes it",
+            stat.filemode(found.st_mode),
+            "a directory of this user alone, as mkdir -m 700 makes it",
         )
     return folder
 
@@ -137,11 +137,11 @@ def open_file(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NONBLOCK | _OPEN)
     except OSError as error:
         raise PadBankError(
-            str(path), got=error.strerror or type(error).__name__, expected="a file of a pad bank"
+            str(path), error.strerror or type(error).__name__, "a file of a pad bank"
         ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise PadBankError(str(path), got="no regular file", expected="a file of a pad bank")
+        raise PadBankError(str(path), "no regular file", "a file of a pad bank")
     return descriptor
 
 
@@ -156,8 +156,8 @@ def read_file(path: Path, most: int, *, private: bool = False) -> bytes:
         if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
             raise PadBankError(
                 f"{path}: owner and mode",
-                got=f"user {found.st_uid}, {stat.filemode(found.st_mode)}",
-                expected=f"user {os.geteuid()}, -rw-------",
+                f"user {found.st_uid}, {stat.filemode(found.st_mode)}",
+                f"user {os.geteuid()}, -rw-------",
             )
         return file.read(most)
 
@@ -170,7 +170,7 @@ def lock(descriptor: int, path: Path) -> None:
         if error.errno != errno.EWOULDBLOCK:
             raise refusal(path, error, 0) from None
         raise PadBankError(
-            str(path), got=f"a bank in use{_holder(descriptor)}", expected="one process at a time"
+            str(path), f"a bank in use{_holder(descriptor)}", "one process at a time"
         ) from None
 
 
@@ -202,11 +202,9 @@ def _free_bytes(path: Path) -> int:
 def refusal(path: Path, error: OSError, needed: int) -> PadBankError:
     """Say what the operating system refused; `needed`: bytes that were still to be written."""
     if error.errno in _FULL:
-        return PadBankError(
-            str(path), got=f"{_free_bytes(path)} bytes available", expected=f"{needed} bytes"
-        )
+        return PadBankError(str(path), f"{_free_bytes(path)} bytes available", f"{needed} bytes")
     reason = error.strerror or type(error).__name__
-    return PadBankError(str(path), got=reason, expected="to read and write it")
+    return PadBankError(str(path), reason, "to read and write it")
 
 
 @contextmanager

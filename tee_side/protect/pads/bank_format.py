@@ -141,23 +141,21 @@ class State(NamedTuple):
         """Check the content of an index file. Raises PadBankError that names it."""
         if len(content) != STATE_BYTES or not content.startswith(_STATE_MAGIC):
             raise PadBankError(
-                str(path), got=f"{len(content)} bytes", expected=f"an index of {STATE_BYTES} bytes"
+                str(path), f"{len(content)} bytes", f"an index of {STATE_BYTES} bytes"
             )
         _, version, header_hash, *numbers = _STATE.unpack_from(content)
         _check_version(path, version)
         if header_hash != keys.header_hash:
             raise PadBankError(
                 f"{path}: bank",
-                got=header_hash.hex()[:16],
-                expected=f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
+                header_hash.hex()[:16],
+                f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
             )
         state = cls(*numbers)
         _check_written(str(path), content, state.encode(keys))
         if not state.reserved <= state.filled <= min(state.reserved + capacity, _MAX_INDEX):
             raise PadBankError(
-                str(path),
-                got=f"pads {state.reserved} .. {state.filled}",
-                expected=f"at most {capacity} pads",
+                str(path), f"pads {state.reserved} .. {state.filled}", f"at most {capacity} pads"
             )
         return state
 
@@ -174,19 +172,17 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Head
     """Return header, keys and where the records start. Raises PadBankError that names the file."""
     preamble = os.pread(file, _PREAMBLE.size, 0)
     if len(preamble) < _PREAMBLE.size or not preamble.startswith(_MAGIC):
-        raise PadBankError(str(path), got="no magic bytes", expected="a pad bank")
+        raise PadBankError(str(path), "no magic bytes", "a pad bank")
     _, version, key_id, length = _PREAMBLE.unpack(preamble)
     _check_version(path, version)
     if key_id != _key_id(key):
         raise PadBankError(
             f"{path}: key id",
-            got=f"{_key_id(key).hex()} from {key_path}",
-            expected=f"{key_id.hex()}, the key that this bank was created with",
+            f"{_key_id(key).hex()} from {key_path}",
+            f"{key_id.hex()}, the key that this bank was created with",
         )
     if not 0 < length <= _MAX_HEADER_BYTES:
-        raise PadBankError(
-            f"{path}: header", got=f"{length} bytes", expected=f"1 .. {_MAX_HEADER_BYTES}"
-        )
+        raise PadBankError(f"{path}: header", f"{length} bytes", f"1 .. {_MAX_HEADER_BYTES}")
     body = os.pread(file, _PREAMBLE.size + length, 0)
     keys = Keys.derive(key, body)
     written = _whole_pages(body, keys)
@@ -196,9 +192,7 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Head
         header.layout  # noqa: B018 - raises if it is none
     except ValueError as error:  # pydantic's is one, too
         raise PadBankError(
-            f"{path}: header",
-            got=f"{type(error).__name__}",
-            expected=f"the fields of version {VERSION}",
+            f"{path}: header", f"{type(error).__name__}", f"the fields of version {VERSION}"
         ) from None
     return header, keys, len(written)
 
@@ -214,16 +208,14 @@ def read_key(file: int, path: Path) -> bytes:
     if status.st_mode & 0o077:
         raise PadBankError(
             f"{path}: mode",
-            got=stat.filemode(status.st_mode),
-            expected="-rw------- (a key is for its owner alone)",
+            stat.filemode(status.st_mode),
+            "-rw------- (a key is for its owner alone)",
         )
     line = os.pread(file, 256, 0).decode("ascii", "replace")
     found = re.fullmatch(f"{_KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n", line)
     if found is None:
         # Never quoted: what stands in a wrong place may be the key.
-        raise PadBankError(
-            str(path), got="another file", expected=f"{_KEY_LINE}and {2 * KEY_BYTES} hex digits"
-        )
+        raise PadBankError(str(path), "another file", f"{_KEY_LINE}and {2 * KEY_BYTES} hex digits")
     return bytes.fromhex(found[1])
 
 
@@ -240,7 +232,7 @@ def slot_bytes(layout: PadLayout, group: int) -> int:
 def _check_version(path: Path, version: int) -> None:
     if version != VERSION:
         expected = f"{VERSION} (make a new bank: tee-runner pads make)"
-        raise PadBankError(f"{path}: version", got=f"{version}", expected=expected)
+        raise PadBankError(f"{path}: version", f"{version}", expected)
 
 
 def _key_id(key: bytes) -> bytes:
@@ -260,6 +252,4 @@ def _whole_pages(body: bytes, keys: Keys) -> bytes:
 
 def _check_written(where: str, found: bytes, written: bytes) -> None:
     if not hmac.compare_digest(found, written):
-        raise PadBankError(
-            where, got="another content than was written", expected="its HMAC to match"
-        )
+        raise PadBankError(where, "another content than was written", "its HMAC to match")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -13,7 +14,7 @@ from protocol.errors import PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.pads.background_maker import BackgroundMaker, Load, TellLoad
 from tee_side.protect.pads.maker import PadMaker
-from tee_side.protect.pads.store import Draw, PadStore
+from tee_side.protect.pads.store import Draw, PadStore, Words
 
 WhenOut = Literal["wait", "tee", "fail"]
 
@@ -102,11 +103,6 @@ class Pads:
         """Return the mask's factors of what the store hands out."""
         return Factors(self._mask.draw(words_TI), u_TO.view(self._dtype))
 
-    def read_all(self, indices: range) -> dict[int, Factors]:
-        """Return those of every site, by its number."""
-        pairs, draw, dtype = self._store.all_factors(indices), self._mask.draw, self._dtype
-        return {site: Factors(draw(r_TI), u_TO.view(dtype)) for site, (r_TI, u_TO) in pairs.items()}
-
     def ready(self, rows: int) -> int:
         """Return for how many of a step's rows there are pads, having made more if runs wait.
 
@@ -126,8 +122,8 @@ class Pads:
         failure = f"; making more failed: {cause}" if cause else ""
         error = PadsExhaustedError(
             "pads",
-            got=f"{self._store.available} left{failure}",
-            expected=f"{rows} (tee-runner pads make, or --when-out wait or tee)",
+            f"{self._store.available} left{failure}",
+            f"{rows} (tee-runner pads make, or --when-out wait or tee)",
         )
         error.__cause__ = cause
         return error
@@ -144,13 +140,13 @@ class Pads:
         self._store.check_usable()
         if self._maker is None:
             raise PadsExhaustedError(
-                "pads", got="no linear weights to make more from", expected=f"{rows} in the bank"
+                "pads", "no linear weights to make more from", f"{rows} in the bank"
             )
         if rows > self._store.capacity:
             raise PadsExhaustedError(
                 "pads",
-                got=f"room for {self._store.capacity} tokens",
-                expected=f"{rows} (fewer --step-tokens need fewer at once)",
+                f"room for {self._store.capacity} tokens",
+                f"{rows} (fewer --step-tokens need fewer at once)",
             )
         with self._background.held_off():
             while (missing := rows - self._store.available) > 0:
@@ -160,8 +156,8 @@ class Pads:
                 if wanted < 1:
                     raise PadsExhaustedError(
                         "pads",
-                        got=f"room for {self._store.capacity} tokens, used by this step",
-                        expected=f"{missing} more (fewer --step-tokens need fewer at once)",
+                        f"room for {self._store.capacity} tokens, used by this step",
+                        f"{missing} more (fewer --step-tokens need fewer at once)",
                     )
                 self._maker.fill(self._store, wanted)
                 self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
@@ -209,7 +205,7 @@ class PadLane:
         self._store = store
         self._indices: range | None = None
         self._used: set[int] = set()
-        self._ready: dict[int, Factors] = {}
+        self._ready: dict[int, Words] = {}
         # The next site of each that wants as many rows, and the one at most that is read ahead.
         numbers = (site.number for site in store.layout.sites if site.operator != "lm_head")
         self._following = dict(pairwise(numbers))
@@ -217,37 +213,43 @@ class PadLane:
         self._rows = 0
 
     def draw(self, site: int, rows: int) -> Factors:
-        """Return factors for `rows` rows of a site (its number).
+        """Return the mask's factors for `rows` rows of a site. Raises as `words`."""
+        return self.source.made_of(*self.words(site, rows))
+
+    def words(self, site: int, rows: int) -> Words:
+        """Return what the factors for `rows` rows of a site (its number) are made of.
 
         Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
         in a process that was forked, or after the store was closed.
         """
-        # Factors that were read ahead are in a forked child, too, and the store is not asked for
+        # Words that were read ahead are in a forked child, too, and the store is not asked for
         # them again.
-        self._store.check_usable()
+        store = self._store
+        if store.closed or os.getpid() != store.process:
+            store.check_usable()
         indices = self._indices
         if indices is None or site in self._used or rows > self._rows:
             # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()
             self._indices = indices = self.source.take(rows)
             if rows <= _ROWS_READ_AHEAD:
-                self._ready = self.source.read_all(indices)
+                self._ready = store.all_factors(indices)
             self._rows = rows
         self._used.add(site)
         ready = self._ready.pop(site, None)
         if ready is None:
             if rows < MANY_ROWS and site not in self._ahead:
-                return self.source.made_of(*self._store.factors(indices[:rows], site))
+                return self._store.factors(indices[:rows], site)
             ready = self._read_many(indices, site, rows)
-        return ready if rows == self._rows else ready.first(rows)
+        return ready if rows == self._rows else (ready[0][:rows], ready[1][:rows])
 
-    def _read_many(self, indices: range, site: int, rows: int) -> Factors:
-        """Return factors for `rows` rows at least, and have those of the next site read."""
+    def _read_many(self, indices: range, site: int, rows: int) -> Words:
+        """Return words for `rows` rows at least, and have those of the next site read."""
         draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
         following = self._following.get(site)
         if following is not None and following not in self._used and not self._ahead:
             self._ahead[following] = self._store.start(indices, following)
-        return self.source.made_of(*draw())
+        return draw()
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""

@@ -40,7 +40,8 @@ Tensor: TypeAlias = torch.Tensor
 DEFAULT_BLOCK = 16
 
 # Waits for r and u of a draw that threads share.
-Draw: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
+Words: TypeAlias = tuple[Tensor, Tensor]
+Draw: TypeAlias = Callable[[], Words]
 
 
 def reading_threads() -> int:
@@ -96,8 +97,8 @@ class PadStore(ABC):
         self._parts: list[Future[None]] = []
         self._batch: Batch | None = None
         self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._closed = False
+        self.process = os.getpid()
+        self.closed = False
 
     @property
     def available(self) -> int:
@@ -141,9 +142,7 @@ class PadStore(ABC):
             self.check_usable()
             end = self._next + count
             if end > self._filled:
-                raise PadsExhaustedError(
-                    "pads", got=f"{self._filled - self._next} pads", expected=f"{count}"
-                )
+                raise PadsExhaustedError("pads", f"{self._filled - self._next} pads", f"{count}")
             if end > self._reserved:
                 block = min(self._block, max(1, self._next - self._first))
                 reserved = min(self._filled, max(end, self._reserved + block))
@@ -155,7 +154,7 @@ class PadStore(ABC):
                 self._in_use[index] = self._all_sites
             return taken
 
-    def factors(self, indices: range, site: int) -> tuple[Tensor, Tensor]:
+    def factors(self, indices: range, site: int) -> Words:
         """Return r int32 [T, in_features] and u int32 [T, out_features] of indices just taken.
 
         GPU sees: x + r, for which the caller is answerable; neither r nor u.
@@ -195,7 +194,7 @@ class PadStore(ABC):
                 parts.append(self._pool.submit(self._draw, *what))
             self._parts = [part for part in self._parts if not part.done()] + parts
 
-        def result() -> tuple[Tensor, Tensor]:
+        def result() -> Words:
             for part in parts:
                 part.result()
             return r_TI, u_TO
@@ -206,7 +205,7 @@ class PadStore(ABC):
         self._keystream.fill(indices, site.number, r_TI)
         self._read_into(indices, site, u_TO)
 
-    def all_factors(self, indices: range) -> dict[int, tuple[Tensor, Tensor]]:
+    def all_factors(self, indices: range) -> dict[int, Words]:
         """Return what `factors` does, of every site by its number, of indices just taken.
 
         In one go: that takes a third of the time of one site after another. Raises as `factors`.
@@ -253,9 +252,9 @@ class PadStore(ABC):
 
         For callers that keep factors they have read: those are as good as the store itself.
         """
-        if self._closed:
+        if self.closed:
             raise RuntimeError("pads: got a closed store, expected an open one")
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise RuntimeError(
                 "pads: got a store copied by fork, expected one opened in this process"
             )
@@ -269,7 +268,7 @@ class PadStore(ABC):
         While another thread fills a batch, files stay open until that has ended.
         """
         with self._lock:
-            self._closed = True
+            self.closed = True
             if self._batch is None:
                 self._let_go()
 
@@ -401,7 +400,7 @@ class Batch:
         with self._store._lock:
             if self._store._batch is self:
                 self._store._batch = None
-                if self._store._closed:
+                if self._store.closed:
                     self._store._let_go()
 
     def __enter__(self) -> Batch:
@@ -428,6 +427,7 @@ class MemoryStore(PadStore):
             site.number: torch.empty(capacity, site.out_features, dtype=torch.int32)
             for site in layout.sites
         }
+        self._rows = {number: u_NO.numpy() for number, u_NO in self._u.items()}
 
     def _persist(self, reserved: int, filled: int) -> None:
         """Nothing outlives this process, and a later one has another key."""
@@ -442,7 +442,14 @@ class MemoryStore(PadStore):
     def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
         slots = numpy.arange(indices.start, indices.stop) % self.capacity
         # Unlike "raise", "clip" writes straight into place.
-        self._u[site.number].numpy().take(slots, axis=0, out=u_TO.numpy(), mode="clip")
+        self._rows[site.number].take(slots, axis=0, out=u_TO.numpy(), mode="clip")
+
+    def _read_all(self, indices: range) -> dict[int, Tensor]:
+        slots = numpy.arange(indices.start, indices.stop) % self.capacity
+        found = {}
+        for number, rows in self._rows.items():
+            found[number] = torch.from_numpy(rows.take(slots, axis=0))
+        return found
 
 
 def _empty(rows: int, features: int) -> Tensor:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from protocol.channel import Channel, Traffic
 from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
-from protocol.model.config import ModelConfig
-from tee_side.remote.services.columns import ColumnParts
 from tee_side.remote.services.member import ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import (
@@ -33,23 +31,18 @@ class Services:
 
     `groups`: of `plan_services`; none where nothing leaves the TEE. Share i of a layer goes to the
     group that was planned for it and to no other, whatever fails. `traffic`: of all of them.
-    `config`: for groups that hold parts of columns.
     """
 
     def __init__(
-        self,
-        groups: Sequence[ReplicaGroup],
-        num_layers: int,
-        options: ConnectOptions,
-        config: ModelConfig | None = None,
+        self, groups: Sequence[ReplicaGroup], num_layers: int, options: ConnectOptions
     ) -> None:
         self.traffic = Traffic()
-        self._options, self._planned = options, groups
+        self._options = options
         instances = Instances()
         self._groups = tuple(self._replicas(group, instances) for group in groups)
-        shares = range(1, 1 + max((group.share for group in groups), default=0))
+        by_share = sorted(zip(groups, self._groups, strict=True), key=lambda pair: pair[0].share)
         self._at: tuple[tuple[Channel, ...], ...] = tuple(
-            tuple(_over(parts, config) for share in shares if (parts := self._parts(share, layer)))
+            tuple(channel for group, channel in by_share if group.first <= layer <= group.last)
             for layer in range(num_layers)
         )
 
@@ -59,14 +52,6 @@ class Services:
             for endpoint in group.endpoints
         ]
         return Replicas(members, timeout_s=self._options.timeout_s, traffic=self.traffic)
-
-    def _parts(self, share: int, layer: int) -> list[Replicas]:
-        """Return who holds a layer for a share, in order of their columns, as groups are."""
-        return [
-            channel
-            for group, channel in zip(self._planned, self._groups, strict=True)
-            if group.share == share and group.first <= layer <= group.last
-        ]
 
     @property
     def connected(self) -> int:
@@ -137,14 +122,6 @@ class Services:
             group.close()
 
 
-def _over(parts: Sequence[Replicas], config: ModelConfig | None) -> Channel:
-    if len(parts) == 1:
-        return parts[0]
-    if config is None:
-        raise LookupError("services with parts of columns, of a model that is not known")
-    return ColumnParts(parts, config)
-
-
 def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
     errors = {member.endpoint: member.error or _silent(member.endpoint) for member in group.members}
     for error in errors.values():
@@ -154,4 +131,4 @@ def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
 
 
 def _silent(endpoint: str) -> DeadlineExceededError:
-    return DeadlineExceededError(endpoint, got="no answer yet", expected="a reply to Init")
+    return DeadlineExceededError(endpoint, "no answer yet", "a reply to Init")

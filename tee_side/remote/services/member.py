@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from protocol.channel import Channel, ChannelWrapper, Traffic
 from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
-from protocol.messages import NONCE_BYTES, Columns, InitReply, InitRequest, Response
+from protocol.messages import NONCE_BYTES, InitReply, InitRequest, Response
 from protocol.pending import PendingChannel
 from tee_side.remote.services.plan import ReplicaGroup, one_service
 
@@ -29,14 +29,14 @@ class ConnectOptions:
     """How every service is reached and checked.
 
     `open` returns a fresh channel; `verify` compares an Init reply from an endpoint with what is
-    asked of it for some layers and columns, and raises ModelMismatchError or ReplyError. `link`:
+    asked of it for some layers, and raises ModelMismatchError or ReplyError. `link`:
     what each channel is wrapped in. `timeout_s`: deadline of a request that names none. `appraise`:
     takes an endpoint, its statement and the nonce that it is of, and raises EvidenceError; None:
     services need not prove what they are.
     """
 
     open: Callable[[str], PendingChannel]
-    verify: Callable[[str, Response | None, tuple[int, int], Columns], InitReply]
+    verify: Callable[[str, Response | None, tuple[int, int]], InitReply]
     link: ChannelWrapper | None = None
     timeout_s: float = 60.0
     appraise: Callable[[str, bytes, bytes], None] | None = None
@@ -125,7 +125,7 @@ class Member:
             return
         options, group = self._options, self._group
         response = connection.wait(request_id).response
-        reply = options.verify(self.endpoint, response, (group.first, group.last), group.columns)
+        reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
             options.appraise(self.endpoint, reply.statement, self._nonce)
         here = (group.share, self.endpoint)

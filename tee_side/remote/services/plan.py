@@ -1,8 +1,8 @@
-"""Who is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2][,columns=I/N]`, laid over a model.
+"""Which service is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2]`, laid over a model.
 
-Services with the same layers, share and columns stand in for each other. A share's ranges of layers
-must cover the model without overlapping, and each range have all its columns. A service never gets
-two shares, and no link that shares depend on is in the clear unless the operator says so.
+Services with the same layers and share stand in for each other. A share's ranges of layers must
+cover the model without overlapping. A service never gets two shares, and no link that shares depend
+on is in the clear unless the operator says so.
 """
 
 from __future__ import annotations
@@ -10,42 +10,47 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from protocol.curve import ClientKeys, is_beyond_loopback, require_zmq_keys
-from protocol.endpoint import parse_endpoint
+import torch
+
+from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import SettingsError
-from protocol.model.columns import MAX_PARTS, WHOLE, Columns, columns_in_words
-from tee_side.policy.layer_range import LAYER_RANGE, LayerRange
+from protocol.messages import FUSED_MODULES, MAX_STATEMENT_BYTES
+from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
+from tee_side.protect.masking import most_rows
+from tee_side.words import LAYER_RANGE, PRODUCTS, LayerRange, Operator, is_projection
 
-GRAMMAR = (
-    "ENDPOINT[=LAYERS][,share=1|2][,columns=I/N], LAYERS such as 0-7, 8- or 3,"
-    f" I from 0 and below N, N from 2 to {MAX_PARTS}"
+if TYPE_CHECKING:
+    from protocol.curve import ClientKeys
+
+GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
+WITHOUT_COLUMNS = (
+    "no columns, which were removed: several GPUs of a host are one gpu-service with"
+    " --tensor-parallel N, and several hosts hold layers each (gpu-service --layers, --gpu"
+    " ENDPOINT=LAYERS)"
 )
-# Either of the last two first, and neither twice.
-_SUFFIXES = re.compile(
-    rf"(?P<rest>.+?)(=(?P<layers>{LAYER_RANGE}))?(,share=(?P<share>[12])(?!.*,share=)"
-    r"|,columns=(?P<part>[0-9]{1,2})/(?P<parts>[0-9]{1,2})(?!.*,columns=)){0,2}"
-)
+_SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
+# A header with its method, dtypes and shapes, and the lengths and padding around frames.
+_HEADER_BYTES = 16 * 1024
+# What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
+_NORM_BYTES = 512
+_RING_ITEMSIZE = 4
 _NO_PATH = ("tcp", "vsock", "http", "https")
-_GROUPS = ("rest", "layers", "share", "part", "parts")
 
 
 def _refused(got: object, expected: str) -> SettingsError:
-    return SettingsError("--gpu", got=str(got), expected=expected)
+    return SettingsError("--gpu", str(got), expected)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said.
-
-    `columns`: which part of every weight's output columns it holds.
-    """
+    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said."""
 
     endpoint: str
     layers: LayerRange | None = None
     share: int | None = None
-    columns: Columns = WHOLE
 
     @staticmethod
     def parse(text: str) -> ServiceSpec:
@@ -54,14 +59,12 @@ class ServiceSpec:
         A path may hold `=` and `,`: only what looks like one of the rest at its end is one.
         """
         match = _SUFFIXES.fullmatch(text)
-        given = match.group(*_GROUPS) if match else (text, None, None, None, None)
-        endpoint, layers, share, part, parts = given
-        columns = WHOLE if part is None or parts is None else (int(part), int(parts))
+        endpoint, layers, share = match.groups() if match else (text, None, None)
+        if ",columns" in endpoint:
+            raise _refused(repr(text), WITHOUT_COLUMNS)
         scheme = endpoint.partition("://")[0]
         odd = "=,"  # neither is in a host, a port, a number or a path of ours
-        known = part is None or max(2, columns[0] + 1) <= columns[1] <= MAX_PARTS
-        named = ",share" in endpoint or ",columns" in endpoint
-        if not known or named or (scheme in _NO_PATH and set(odd) & set(endpoint)):
+        if ",share" in endpoint or (scheme in _NO_PATH and set(odd) & set(endpoint)):
             raise _refused(repr(text), GRAMMAR)
         parse_endpoint(endpoint)
         try:
@@ -69,7 +72,6 @@ class ServiceSpec:
                 endpoint,
                 LayerRange.parse(layers) if layers else None,
                 int(share) if share else None,
-                columns,
             )
         except ValueError:
             raise _refused(repr(text), "a range that runs forwards") from None
@@ -77,8 +79,7 @@ class ServiceSpec:
     def __str__(self) -> str:
         layers = "" if self.layers is None else f"={self.layers}"
         share = "" if self.share is None else f",share={self.share}"
-        columns = "" if self.columns == WHOLE else ",columns={}/{}".format(*self.columns)
-        return f"{self.endpoint}{layers}{share}{columns}"
+        return f"{self.endpoint}{layers}{share}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,10 @@ class ReplicaGroup:
     last: int
     endpoints: tuple[str, ...]
     shares: int = 1
-    columns: Columns = WHOLE
 
     def __str__(self) -> str:
         share = f", share {self.share} of {self.shares}" if self.shares > 1 else ""
-        columns = "" if self.columns == WHOLE else f", {columns_in_words(self.columns)}"
-        return f"layers {LayerRange(self.first, self.last)}{columns}{share}"
+        return f"layers {LayerRange(self.first, self.last)}{share}"
 
 
 def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[ServiceSpec, ...]:
@@ -163,44 +162,21 @@ def plan_services(
 
     Raises SettingsError, which names both where two do not fit together.
     """
-    groups: dict[tuple[int, int, int, Columns], list[ServiceSpec]] = {}
+    groups: dict[tuple[int, int, int], list[ServiceSpec]] = {}
     for spec in assign_shares(specs, policy):
         layers = spec.layers or LayerRange(0, None)
         last = num_layers - 1 if layers.last is None else layers.last
         if max(layers.first, last) >= num_layers:
             raise _refused(spec, f"layers within 0-{num_layers - 1}, the model's")
-        if spec.columns != WHOLE and policy.segments(num_layers):
-            raise _refused(spec, f"whole columns: policy {policy.name} has segments")
-        groups.setdefault((spec.share or 1, layers.first, last, spec.columns), []).append(spec)
+        groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
     ordered = sorted(groups.items())
     for share in range(1, policy.services + 1):
-        parts: dict[tuple[int, int], list[ServiceSpec]] = {}
-        for (its, first, last, _), alike in ordered:
-            if its == share:
-                parts.setdefault((first, last), []).append(alike[0])
-        _check_cover({layers: named[0] for layers, named in parts.items()}, num_layers)
-        for named in parts.values():
-            _check_columns(named)
+        parts = {(first, last): alike[0] for (its, first, last), alike in ordered if its == share}
+        _check_cover(parts, num_layers)
     return tuple(
-        ReplicaGroup(
-            *(share, first, last), tuple(spec.endpoint for spec in alike), policy.services, columns
-        )
-        for (share, first, last, columns), alike in ordered
+        ReplicaGroup(*where, tuple(spec.endpoint for spec in alike), policy.services)
+        for where, alike in ordered
     )
-
-
-def _check_columns(parts: Sequence[ServiceSpec]) -> None:
-    """Check that parts of the same layers and share are all there. Raises SettingsError."""
-    named = parts[0]
-    count = named.columns[1]
-    for other in parts:
-        if other.columns[1] != count:
-            expected = "columns=I/N with one N for all with the same layers and share, or for none"
-            raise _refused(f"{named} and {other}", expected)
-    missing = set(range(count)) - {spec.columns[0] for spec in parts}
-    if missing:
-        got = f"no service for {columns_in_words((min(missing), count))} beside {named}"
-        raise _refused(got, f"each of the parts 0 to {count - 1}")
 
 
 def _check_cover(parts: Mapping[tuple[int, int], ServiceSpec], num_layers: int) -> None:
@@ -235,13 +211,15 @@ def check_links(
     """
     for spec, own in zip(specs, keys, strict=True):
         if own is not None:
+            from protocol.curve import require_zmq_keys
+
             require_zmq_keys(spec.endpoint)
         elif policy.service.attested != "none":
             expected = "--identity and --service-key: the key of its link is in its evidence"
             raise _refused(f"{spec.endpoint} without keys", expected)
     if policy.service.attested != "none" and len({own and own.service for own in keys}) < len(keys):
         expected = "one --service-key for each --gpu: each attested service makes its own"
-        raise SettingsError("--service-key", got="one for several services", expected=expected)
+        raise SettingsError("--service-key", "one for several services", expected)
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}
@@ -260,8 +238,8 @@ def check_links(
             if other.share != spec.share:
                 raise SettingsError(
                     "--service-key",
-                    got=f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
-                    expected="one --service-key for each --gpu, and different keys for different"
+                    f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                    "one --service-key for each --gpu, and different keys for different"
                     " shares: services that do not collude share no key",
                 )
             continue
@@ -285,3 +263,39 @@ def one_service(first: object, second: object, shares: int = 2) -> SettingsError
     same = str(first) == str(second)
     twice = f"{first} twice" if same else f"{first} and {second}, one and the same"
     return _refused(twice, "each service once" if shares == 1 else "two that do not collude")
+
+
+def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: torch.dtype) -> int:
+    """Return a bound in bytes for every reply that a run can ask for, Init's among them.
+
+    Without it a service could make the TEE take, and keep, as much as the message limit allows for
+    every small request.
+
+    `step_tokens`: rows of a step; `dtype`: of the TEE. Attention products are [K, G * T, S] with as
+    many keys as the model has positions.
+    """
+    sizes = [init_reply_bytes(config)]
+    for operator, placement in policy.leaving():
+        elements = most_rows(placement.mask, step_tokens) * _row_elements(operator, config)
+        integers = policy.arithmetic == "int8" and is_projection(operator)
+        sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
+    attested = policy.service.attested != "none"
+    return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
+
+
+def init_reply_bytes(config: ModelConfig) -> int:
+    """Return a bound in bytes for an Init reply, without its header's fixed part."""
+    norms = 2 * config.num_hidden_layers + 1
+    return norms * (4 * config.hidden_size + _NORM_BYTES) + 4 * config.head_dim
+
+
+def _row_elements(operator: Operator, config: ModelConfig) -> int:
+    """Return how many numbers come back for each row that was sent."""
+    if operator in FUSED_MODULES:
+        modules = FUSED_MODULES[operator]
+        return sum(config.module_shape(module)[0] for module in modules)
+    if operator == "attn_scores":
+        return config.num_attention_heads * config.max_position_embeddings
+    if operator in PRODUCTS:
+        return config.num_attention_heads * config.head_dim
+    return config.vocab_size if operator == "lm_head" else config.hidden_size

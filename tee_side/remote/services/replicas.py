@@ -259,7 +259,7 @@ class Replicas(Channel):
         else:
             # How much of it was sent is not known, and what comes next would be taken for the rest.
             got = "a request that was interrupted half way"
-            self._drop(session, EndpointError(member.endpoint, got=got, expected="all of it"))
+            self._drop(session, EndpointError(member.endpoint, got, "all of it"))
             raise error
 
     def _send_to_any(self, in_flight: _InFlight) -> None:
@@ -472,20 +472,20 @@ def aggregate_errors(
         # That one was asked last with little time left says nothing.
         each = _each({e: x for e, x in said.items() if not isinstance(x, DeadlineExceededError)})
         got = f"no reply within {timeout_s:g} s" + (f" ({each})" if each else "")
-        return DeadlineExceededError(where, got=got, expected="a gpu-service that answers there")
+        return DeadlineExceededError(where, got, "a gpu-service that answers there")
     if len(errors) == 1:
         return errors[0]
     got, expected = _each(said), "one of them that answers"
     for kind in _GRAVEST:
         if any(isinstance(error, kind) for error in errors):
-            return kind(where, got=got, expected=expected)
+            return kind(where, got, expected)
     for error in errors:
         if isinstance(error, ProtocolError):
-            return ProtocolError(where, got=got, expected=expected, code=error.code)
+            return ProtocolError(where, got, expected, code=error.code)
     codes = {error.code if isinstance(error, ServiceError) else None for error in errors}
     if len(codes) == 1 and (code := codes.pop()) is not None:
         return ServiceError(where, code=code)
-    return EndpointError(where, got=got, expected=expected)
+    return EndpointError(where, got, expected)
 
 
 def _each(said: Mapping[str, TsqpError]) -> str:

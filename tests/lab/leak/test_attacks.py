@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tsqp.lab.leak
-from tee_side.plugins import PluginError
+from protocol.errors import PluginError
 from tee_side.policy.placement import Policy, load_policy
 from tests.kit.leaks import (
     FIRST_PLACE,

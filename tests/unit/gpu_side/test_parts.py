@@ -20,8 +20,14 @@ from gpu_side.served_model import read_served_model
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
-from protocol.messages import InitReply, InitRequest, Request, SegmentRequest, TensorReply
-from protocol.model.columns import Columns
+from protocol.messages import (
+    Columns,
+    InitReply,
+    InitRequest,
+    Request,
+    SegmentRequest,
+    TensorReply,
+)
 from protocol.tensors import to_torch
 from tests.kit import ask
 from tests.kit.model import SIZES, Models, SavedModel
@@ -136,7 +142,6 @@ def test_what_is_not_held_is_unavailable(
         init, _ = handler.apply(InitRequest())
         assert isinstance(init, InitReply)
         assert init.layers == given.get("layers", (0, LAST))
-        assert init.columns == given.get("columns", (0, 1))
         assert init.provision_id == (holds and "5a" * 32)
         # It is the same model, whatever part of it is held here.
         model, _ = read_served_model(directory)

@@ -144,7 +144,7 @@ def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None
                 torch.testing.assert_close(ask.answer(together, request), expected)
         init, _ = together.apply(InitRequest())
         assert isinstance(init, InitReply)
-        assert (init.columns, init.ranks) == ((0, 1), 2)
+        assert init.ranks == 2
         # From then on that one of them has failed, requests are refused.
         ranks._has_ended(1, -signal.SIGKILL)
         with pytest.raises(

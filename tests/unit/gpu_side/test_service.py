@@ -130,7 +130,6 @@ def test_limits_of_the_queue(settings: dict[str, int], expected: tuple[int, int,
         ({"sessions": SessionSettings(MIB, 2 * MIB)}, "--session-client-mib: got 2, .*at most 1"),
         ({"sessions": SessionSettings(spill_bytes=1)}, "--session-spill-mib: got no directory"),
         ({"sessions": SessionSettings(spill=Path("-"))}, "--session-spill -: got no directory"),
-        ({"tensor_parallel": 2, "columns": (0, 2)}, "--tensor-parallel: got --columns as well"),
         ({"tensor_parallel": 2, "device": "null"}, "--tensor-parallel: got --device null"),
     ],
 )

@@ -14,12 +14,11 @@ from protocol.curve import (
     PUBLIC_HEADER,
     SECRET_HEADER,
     ClientKeys,
-    is_beyond_loopback,
-    is_exposed,
     read_public_key,
     read_secret_key,
     require_zmq_keys,
 )
+from protocol.endpoint import is_beyond_loopback, is_exposed
 from protocol.errors import KeyFileError, SettingsError
 from tests.kit.rows import each_row
 from tsqp.key_files import new_key_pair, public_key_of

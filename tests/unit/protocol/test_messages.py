@@ -305,7 +305,6 @@ INIT_REPLY_REFUSED: Rows = [
     ("max_queued_requests", (..., 0, None, 2**31)),
     ("max_queued_bytes", (..., 0, True, 2**40 + 1)),
     ("statement", (None, "text", bytes(MAX_STATEMENT_BYTES + 1))),
-    ("columns", ([0], [1, 1], [2, 1], [-1, 1], [0, 65], [0, 0], None)),
     ("ranks", (0, 65, True)),
 ]
 HEALTH_REPLY_REFUSED: Rows = [

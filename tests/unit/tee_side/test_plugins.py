@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from protocol.errors import InputError, ManifestError, PolicyError, TsqpError
-from tee_side.plugins import PluginError, checking_files, load_module, load_object, source_of
+from protocol.errors import InputError, ManifestError, PluginError, PolicyError, TsqpError
+from tee_side.plugins import checking_files, load_module, load_object, source_of
 from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.pad import Pad
-from tee_side.protect.masks.registry import MASKS, find_mask
+from tee_side.protect.masks.registry import all_masks, find_mask
 from tee_side.protect.verifier import find_checks
 from tee_side.remote.registered import find_registered
 from tests.kit.model import policy_of
@@ -176,7 +176,7 @@ A_POLICY = policy_of()
     ("group", "find", "theirs", "ours", "names", "said"),
     [
         ("tsqp.policies", load_policy, A_POLICY, "shielded", policy_names, "a tee_side.policy.pla"),
-        ("tsqp.masks", find_mask, Theirs, "pad", MASKS.names, "a subclass of a mask kind"),
+        ("tsqp.masks", find_mask, Theirs, "pad", all_masks().names, "a subclass of a mask kind"),
     ],
 )
 def test_what_an_installed_package_brings_is_found_by_its_name(
@@ -217,8 +217,10 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
 
 
 def test_what_no_installed_package_brings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sending = load_policy("tsqp")
     monkeypatch.setattr("tee_side.plugins.entry_points", Mock(return_value=[]))
-    for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
+    for lacking in (
+        lambda: find_checks("mine", "float"),
+        lambda: find_registered("mine", ["lm_head"]),
+    ):
         with pytest.raises(PolicyError, match="expected an installed package that registers"):
             lacking()

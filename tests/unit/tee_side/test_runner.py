@@ -30,7 +30,7 @@ from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import GenerationResult, PadTotals
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.remote.reply_size import largest_reply
+from tee_side.remote.services.plan import largest_reply
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import OPERATORS
 from tests.kit.model import LoopbackChannel, Models, SavedModel, with_results

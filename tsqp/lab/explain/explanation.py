@@ -10,13 +10,12 @@ from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
 from tee_side.model.local_operators import sites_under
-from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.bank_format import MAX_GROUP, slot_bytes
 from tee_side.protect.pads.layout import PadLayout
-from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase, is_linear
+from tee_side.words import LAYERLESS, OPERATORS, PHASES, LayerRange, Operator, Phase, is_linear
 from tsqp.lab.explain.model import Explanation, MaskUse, Needs, OperatorRow, PadsNeeded
 from tsqp.lab.explain.traffic import Headers, StepTraffic
 from tsqp.lab.research.feature_rotation import FeatureRotation

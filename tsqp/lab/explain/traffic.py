@@ -51,7 +51,7 @@ from tee_side.protect.masks.mask import (
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite
 from tee_side.protect.verifier import UNVERIFIED
-from tee_side.remote.linear import CallSettings, RemoteLinear
+from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
 from tsqp.lab.explain.model import Cost, Message, PhaseCost
@@ -296,18 +296,16 @@ class StepTraffic:
 
     def _linear(self, operator: Projection, mask: Mask | None, verify: Verify) -> RemoteLinear:
         integers = self._policy.arithmetic == "int8"
-        return RemoteLinear(
+        plan = SitePlan(
             (0, operator),
-            self._config,
-            self._settings(mask),
-            hide=self._hide(mask)((0, operator)),
-            rules=MaskRules(mask),
-            # Results are zeros, and what they are checked with sends nothing.
-            check=UNVERIFIED,
-            linear=_ZeroSite(self._dtype) if integers else FloatSite(),
+            _ZeroSite(self._dtype) if integers else FloatSite(),
+            self._hide(mask)((0, operator)),
+            MaskRules(mask),
+            UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
             bias_leaves=not integers and mask is None and verify == "none",
-            one_rpc_per_module=self._policy.one_rpc_per_module,
         )
+        apart = self._policy.one_rpc_per_module
+        return RemoteLinear(plan, self._config, self._settings(mask), one_rpc_per_module=apart)
 
     def _settings(self, mask: Mask | None) -> CallSettings:
         services = range(mask.services if mask else 1)

@@ -6,7 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from tee_side.plugins import Kind, classes_in, is_path, load_module
+from tee_side.plugins import Kind, classes_in, load_module
+from tee_side.protect.masks.registry import is_path
 from tsqp.lab.leak import attacks
 from tsqp.lab.leak.attack import Attack, AttackError
 

@@ -220,5 +220,4 @@ class PlanReport(_Model):
     batch: int
     micro_batches: int
     tensor_parallel: int = 1
-    columns: int = 1
     policies: tuple[PolicyPlan, ...]

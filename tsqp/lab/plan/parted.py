@@ -1,10 +1,9 @@
 """A weight's output columns over several accelerators: what a request costs then.
 
 The ranks of one service get the input from its head, multiply by their columns and hand their part
-back (`gpu-service --tensor-parallel`). Services of a part of the columns each are asked side by
-side by the runner (`gpu-service --columns`). The input goes to the ranks from host memory to host
-memory (gloo), at what was measured; their parts come back at the profile's rate to the host, and
-kernels run at its peak rates: lower bounds.
+back (`gpu-service --tensor-parallel`). The input goes to the ranks from host memory to host memory
+(gloo), at what was measured; their parts come back at the profile's rate to the host, and kernels
+run at its peak rates: lower bounds.
 """
 
 from __future__ import annotations
@@ -31,26 +30,9 @@ _MOST_COLUMNS = 2**24
 
 
 class Parted(NamedTuple):
-    """Over how many accelerators a weight is spread: ranks of each service, and services."""
+    """Over how many accelerators a weight is spread: the ranks of each service."""
 
     ranks: int = 1
-    columns: int = 1
-
-    def requests(self, rpc: Rpc) -> list[Rpc]:
-        """Return the round trips that one becomes; a product without a weight is the first's."""
-        first = rpc.service * self.columns
-        task = rpc.asked.plan()
-        if self.columns == 1 or not isinstance(task.work, LinearWork):
-            return [rpc.model_copy(update={"service": first})]
-        task = _with_columns(task, ceil(task.work.out_features / self.columns))
-        update = {
-            "asked": rpc.asked.model_copy(update={"shape": task.shape, "work": task.work}),
-            "bytes_received": ceil(rpc.bytes_received / self.columns),
-        }
-        return [
-            rpc.model_copy(update={**update, "service": first + part})
-            for part in range(self.columns)
-        ]
 
     def gpu_us(self, profile: DeviceProfile, task: Task, itemsize: int) -> float:
         """Return how long a service takes for a request."""
@@ -67,9 +49,8 @@ class Parted(NamedTuple):
 
     def total_us(self, profile: DeviceProfile, rpc: Rpc, itemsize: int) -> float:
         """Return what a product takes of accelerators and the TEE, without the link."""
-        rpcs = self.requests(rpc)
         tee_us = rpc.encode_us + rpc.send_us + rpc.receive_us + rpc.decode_us
-        return len(rpcs) * tee_us + self.gpu_us(profile, rpcs[0].asked.plan(), itemsize)
+        return tee_us + self.gpu_us(profile, rpc.asked.plan(), itemsize)
 
     def crossover(
         self, profile: DeviceProfile, rpcs: Iterable[Rpc], itemsize: int

@@ -102,12 +102,7 @@ def _predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Predict
     busy = _busy(turns, hardware.link.rtt_us)
     parts = tuple(Part(name=name, busy_us=busy[name], without_us=total_us(name)) for name in PARTS)
     shortest = min(parts, key=lambda part: part.without_us)
-    rpcs = [
-        one
-        for step in steps
-        for rpc in rpcs_of(step, costs.order)
-        for one in hardware.parted.requests(rpc)
-    ]
+    rpcs = [rpc for step in steps for rpc in rpcs_of(step, costs.order)]
     return Prediction(
         total_us=total,
         rpcs=len(rpcs),
@@ -146,11 +141,7 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
     for section in _sections(lane, costs.order):
         for segment in section.segments:
             left.add(segment.work_us, section, fewer, elsewhere)
-            rpcs = [
-                _there(one, hardware)
-                for rpc in segment.rpcs
-                for one in hardware.parted.requests(rpc)
-            ]
+            rpcs = [_there(rpc, hardware) for rpc in segment.rpcs]
             left.message_us += sum(rpc.encode_us for rpc in rpcs)
             turns.append(left.turn(tuple(_trip(rpc, hardware) for rpc in rpcs)))
             # Messages are decoded when the lane has its next turn.

@@ -25,9 +25,9 @@ from protocol.messages import (
     ModuleName,
     Request,
     TensorReply,
+    part_of,
 )
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
-from protocol.model.columns import part_of
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Preparable, PreparedRequest
@@ -48,8 +48,7 @@ from tee_side.protect.verifier import (
     rows_of_part,
 )
 from tee_side.remote.call import CallPlan, carry_out
-from tee_side.remote.linear import CallSettings
-from tee_side.remote.registered import RunParts
+from tee_side.remote.linear import CallSettings, RunParts
 from tee_side.words import Operator, Phase
 from tsqp.lab.research.float_check import (
     FLOAT_VECTORS,

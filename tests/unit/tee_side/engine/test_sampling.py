@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tee_side.engine.logprobs import MAX_TOP, logprobs_of
+from tee_side.engine.reading import MAX_TOP, logprobs_of
 from tee_side.engine.sampling import Sampler, SamplingSettings, penalize, settings_of_sample, warp
 from tests.kit.rows import each_row
 

@@ -157,15 +157,24 @@ def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store
 def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     """Neither what is left of the step before nor half of the new one is drawn afterwards."""
     pads, store, _ = _pads(2 * rows, capacity=2 * rows)
-    lane, read = pads.lane(), store._read_into
+    lane, read, read_all = pads.lane(), store._read_into, store._read_all
+
+    def check(indices: range) -> None:
+        if indices.start < rows:
+            raise PadBankError("bank", "another record than was written", "its tag")
 
     def tampered(indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
-        if site.number == SECOND and indices.start < rows:
-            raise PadBankError("bank", got="another record than was written", expected="its tag")
+        if site.number == SECOND:
+            check(indices)
         read(indices, site, u_TO)
+
+    def all_tampered(indices: range) -> dict[int, torch.Tensor]:
+        check(indices)
+        return read_all(indices)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "_read_into", tampered)
+        patch.setattr(store, "_read_all", all_tampered)
         # One row is read of all sites at once, many rows site by site.
         if rows > 1:
             lane.draw(FIRST, rows)

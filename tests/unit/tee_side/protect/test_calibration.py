@@ -27,7 +27,7 @@ from tee_side.protect.masks.mask import Factors, Seed
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import DynamicSite, FloatSites, IntegerSite, IntegerSites, load_biases
+from tee_side.protect.sites import DynamicSite, FloatSite, IntegerSite, IntegerSites, load_biases
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Site
 from tests.kit.kernels import KERNELS, using_kernels
@@ -232,7 +232,7 @@ def test_biases_of_the_modules_stand_side_by_side_and_are_added(
     assert torch.equal(biases[1, "qkv_proj"], torch.cat(parts))
     x, y = torch.randn(3, 48), torch.randn(3, 160)
     for found, expected in ((biases, y + biases[1, "qkv_proj"]), ({}, y)):
-        site = FloatSites(found)[1, "qkv_proj"]
+        site = FloatSite(found.get((1, "qkv_proj")))
         assert site.encode(x) is x
         assert torch.equal(site.decode(y, x), expected)
 
@@ -282,7 +282,8 @@ class Parts:
         self.x = torch.randn(rows, 130).to(dtype)
 
     def padded(self, *, checked: bool = True) -> PaddedSite:
-        pads: Any = SimpleNamespace(draw=lambda site, _: {7: self.factors}[site])
+        words = {7: (self.factors.r, self.factors.u)}
+        pads: Any = SimpleNamespace(words=lambda site, _: words[site])
         return PaddedSite(self.site, 7, pads, self.check if checked else None)
 
 

@@ -381,7 +381,7 @@ def test_each_layer_and_share_is_asked_where_it_is(world: World) -> None:
     )
     asked = [[channel.call(ask()).endpoint for channel in services.at(n)] for n in range(4)]
     assert asked == [["a", "c"], ["a", "c"], ["b", "c"], ["b", "c"]]
-    checked = {name: {layers for layers, _ in one.checked} for name, one in world.services.items()}
+    checked = {name: set(one.checked) for name, one in world.services.items()}
     assert checked == {"a": {(0, 1)}, "b": {(2, 3)}, "c": {(0, 3)}}
     assert services.connected == 3
 

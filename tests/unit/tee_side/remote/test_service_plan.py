@@ -18,17 +18,18 @@ from protocol.errors import SettingsError
 from protocol.messages import InitReply, InitRequest, Timing
 from protocol.model.config import read_config
 from protocol.tensors import from_torch
-from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import most_rows
-from tee_side.remote.reply_size import init_reply_bytes, largest_reply
 from tee_side.remote.services.plan import (
     ReplicaGroup,
     ServiceSpec,
     assign_shares,
     check_links,
+    init_reply_bytes,
+    largest_reply,
     plan_services,
 )
+from tee_side.words import LayerRange
 from tests.kit.model import CLEAR, Models, policy_of
 from tests.kit.rows import each_row
 
@@ -50,16 +51,12 @@ def _plan(policy: str, layers: int, *texts: str) -> list[ReplicaGroup]:
         ("ivshmem:///m,2:5=0-1,share=2", ServiceSpec("ivshmem:///m,2:5", LayerRange(0, 1), 2)),
         # A path may hold what looks like the rest.
         ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
-        (f"{A}=8-,share=2,columns=63/64", ServiceSpec(A, LayerRange(8, None), 2, (63, 64))),
-        ("unix:///c/columns=1/s,columns=1/3", ServiceSpec("unix:///c/columns=1/s", columns=(1, 3))),
+        ("unix:///c/columns=1/s,share=1", ServiceSpec("unix:///c/columns=1/s", share=1)),
     ],
 )
 def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
     assert ServiceSpec.parse(text) == spec
     assert str(spec) == text
-    # Share and columns come in either order.
-    either = (f"{A}=1-2,share=2,columns=1/2", f"{A}=1-2,columns=1/2,share=2")
-    assert len({ServiceSpec.parse(one) for one in either}) == 1
 
 
 @each_row(
@@ -67,10 +64,9 @@ def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
     [
         *(f"{A}{rest}" for rest in ("=", "=a", "=-3", "=1-2-3", "=5-3", "=99999", ",x=1")),
         *(f"{A},share={rest}" for rest in ("3", "0", "", "1=0-7")),
-        *(f"{A},columns={rest}" for rest in ("2/2", "0/1", "0/65", "-1/2", "1", "")),
+        *(f"{A},columns={rest}" for rest in ("0/2", "0/2,share=1", "")),
         *("unix:///s,share", "unix:///s,share=1,share=1"),
-        "unix:///s,columns=0/2,columns=1/2",
-        "unix:///s,columns=0/2=0-7",
+        *("unix:///s,columns=0/2", "unix:///s=0-7,columns=0/2"),
         *("https://a=b", "https://a/b,c", "http://a:1=x", "http://a,share=3"),
     ],
 )
@@ -78,6 +74,7 @@ def test_what_may_not(text: str) -> None:
     with pytest.raises(SettingsError) as caught:
         ServiceSpec.parse(text)
     assert (caught.value.where, caught.value.got) == ("--gpu", repr(text))
+    assert ("--tensor-parallel N" in caught.value.expected) == ("columns" in text)
 
 
 @each_row(
@@ -93,20 +90,14 @@ def test_what_may_not(text: str) -> None:
             *("two-server", "d,share=2 a,share=1 c,share=1 b,share=2"),
             "layers 0-3, share 1 of 2: a c; layers 0-3, share 2 of 2: d b",
         ),
-        # A share may be spread otherwise than the other, by layers or columns.
+        # The layers of a share may be spread otherwise than those of the other.
         (
             *("two-server", "a=0-1,share=1 b=2-,share=1 c,share=2"),
             "layers 0-1, share 1 of 2: a; layers 2-3, share 1 of 2: b; layers 0-3, share 2 of 2: c",
         ),
-        (
-            *("shielded", "b,columns=1/2 a,columns=0/2 c=0-,columns=1/2"),
-            "layers 0-3, columns 0/2: a; layers 0-3, columns 1/2: b c",
-        ),
     ],
 )
-def test_services_are_grouped_by_share_layers_and_columns(
-    policy: str, texts: str, groups: str
-) -> None:
+def test_services_are_grouped_by_share_and_layers(policy: str, texts: str, groups: str) -> None:
     found = _plan(policy, 4, *(f"tcp://{text[0]}:1{text[1:]}" for text in texts.split()))
     said = [f"{one}: {' '.join(endpoint[6] for endpoint in one.endpoints)}" for one in found]
     assert "; ".join(said) == groups
@@ -134,16 +125,6 @@ def test_services_are_grouped_by_share_layers_and_columns(
         (
             *("two-server", "a=0-7,share=1 b=8-,share=1 c=0-7,share=2"),
             *("no service for layers 8-15, between c=0-7,share=2 and the model's", "each share"),
-        ),
-        ("tsqp", "a,columns=0/3 b,columns=2/3", "no service for columns 1/3 bes", "parts 0 to 2"),
-        ("tsqp", "a,columns=0/2 b,columns=1/3", "a,columns=0/2 and b,columns=1/3", "one N for all"),
-        ("tsqp", "a b,columns=0/2", "a and b,columns=0/2", "or for none"),
-        ("clear-segment", "a,columns=0/2 b,columns=1/2", "a,columns=0/2", "has segments"),
-        ("tsqp", "a=0-7,columns=0/2 b,columns=1/2", "a=0-7,columns=0/2 and b,", "none in common"),
-        # The owner of two parts sees all rows of both: only share= tells the owner.
-        (
-            *("two-server", "a,columns=0/2 b,columns=1/2 c,columns=0/2 d,columns=1/2"),
-            *("a,columns=0/2 and b,columns=1/2 and", "share=1 or share=2 for each"),
         ),
     ],
 )
