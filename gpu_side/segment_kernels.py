@@ -1,28 +1,30 @@
-"""What answers a Segment: its sessions, and whole layers over them, or the time that those take."""
+"""Runs Segment requests on a device (TorchSegments), or models their duration (NullSegments)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.functional import linear, silu
 
 from gpu_side.kernels import NullWeights
 from gpu_side.replies import Kernel, Result
-from gpu_side.segment import SegmentModel
 from gpu_side.segment_attention import PartAttention
 from gpu_side.segment_parts import Part, read_outputs, read_parts
-from gpu_side.segment_rope import SegmentRope
 from gpu_side.session_cache import CacheShape, SessionCache, Window
 from gpu_side.sessions import Sessions
 from gpu_side.tasks import Task
 from gpu_side.transfer import transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
-from protocol.messages import SegmentRequest, tensor_reply
+from protocol.messages import FUSED_MODULES, SegmentRequest, tensor_reply
 from protocol.model.config import ModelConfig
+from protocol.model.forward import Layer, Ops, bound, forward, staying
+from protocol.model.rope import Rope
 from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
 
 # Which rows are wanted; None: all.
@@ -71,18 +73,85 @@ class SegmentKernels(ABC):
         """Return what computes the rows of requests like the first."""
 
 
+def finish(running: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
+    """Drive a forward pass that waits for nothing to its end; RuntimeError if it does wait."""
+    try:
+        running.send(None)
+    except StopIteration as ended:
+        found: torch.Tensor = ended.value
+        return found
+    running.close()
+    raise RuntimeError("a forward pass waited that has nothing to wait for")
+
+
+class TorchMaths:
+    """The local operators of a layer, as in `transformers`: norms in float32 inside.
+
+    `order_Xc`: int64 [H + K, C / 2], which pair of RoPE (i, i + C / 2) stands at each place of each
+    head; None: each at its own.
+    """
+
+    def __init__(self, order_Xc: torch.Tensor | None = None) -> None:
+        self._order_Xc = order_Xc
+
+    @staticmethod
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last axis, in float32 inside."""
+        x32 = x.to(torch.float32)
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return weight * (x32 * scale).to(x.dtype)
+
+    def apply_rope(
+        self, x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate every pair (i, i + C / 2) by its angle."""
+        first, second = x_TXC.chunk(2, dim=-1)
+        cos, sin = cos_T1C[..., : sin_T1c.shape[-1]], sin_T1c
+        if self._order_Xc is not None:
+            cos, sin = cos[:, 0][:, self._order_Xc], sin[:, 0][:, self._order_Xc]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    @staticmethod
+    def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up."""
+        return silu(gate_TF) * up_TF
+
+    # Not in place: the first rows are the client's.
+    residual = staticmethod(torch.add)
+
+
 class TorchSegments(SegmentKernels):
-    """On the weights' device, in their dtype."""
+    """On the weights' device, in their dtype; `weights.linears` and `weights.segment` are held.
+
+    `protocol.model.forward` over sessions; shape suffixes are those of that module, c half of C.
+    """
 
     def __init__(self, weights: ServiceWeights, sessions: Sessions, spin_us: float = 0.0) -> None:
-        super().__init__(weights.config, sessions, weights.dtype, weights.device)
-        self._model = SegmentModel(weights)
-        self._rope = SegmentRope(weights.config, weights.device, weights.dtype)
+        config = weights.config
+        super().__init__(config, sessions, weights.dtype, weights.device)
+        if weights.linears is None or weights.segment is None:
+            raise TypeError("weights that hold no whole layers")
+        self._weights, linears = weights.segment, weights.linears
+        orders = self._weights.orders
+        self._layers = {
+            layer: Layer(index=layer, **bound(norms, config, TorchMaths(orders.get(layer))))
+            for layer, norms in self._weights.norms.items()
+        }
+        self._calls: dict[str, Any] = {
+            name: {layer: staying(held[name]) for layer, held in linears.items()}
+            for name in FUSED_MODULES
+        }
+        self._rope = Rope(config, weights.dtype, weights.device)
         self._transfer = transfer_to(weights.device, spin_us)
 
     def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
-        layers, lm_head = range(first.first_layer, first.last_layer + 1), first.lm_head
+        layers = [self._layers[at] for at in range(first.first_layer, first.last_layer + 1)]
         to_device, dtype = self._transfer.to_device, torch_dtype(task.dtype)
+        ops: Ops[Layer, Sequence[PartAttention]] = Ops(
+            embedding=staying(lambda hidden_TD: hidden_TD),
+            attention=partial(self._attend, first.first_layer),
+            **self._calls,
+        )
 
         def compute(
             request: SegmentRequest,
@@ -97,13 +166,39 @@ class TorchSegments(SegmentKernels):
                 for part, cache, end in zip(parts, caches, ends, strict=True)
             ]
             h_TD = to_device(to_torch(request.hidden_states), self._dtype)
-            table = self._rope.of_parts(parts)
-            found = self._model.forward(h_TD, layers, attention, table, rows, lm_head=lm_head)
+            rope = self._rope.of((one.start, one.start + one.rows, one.length) for one in parts)
+            found = finish(forward(h_TD, layers, rope, ops, attention, rows))
+            if first.lm_head:
+                found = self._logits(found)
             output, work = self._transfer.to_host(found, dtype)
             tensor = WireTensor(task.dtype, task.shape, raw_bytes(output))
             return tensor_reply({"output": tensor}), work
 
         return compute
+
+    async def _attend(
+        self,
+        first: int,
+        layer: Layer,
+        q_THC: torch.Tensor,
+        k_TKC: torch.Tensor,
+        v_TKC: torch.Tensor,
+        parts: Sequence[PartAttention],
+    ) -> torch.Tensor:
+        """Attend with each part's rows to its session, whose cache begins with layer `first`."""
+        (H, K, C), window = layer.heads, self._config.sliding_windows[layer.index]
+        q_TKGC = q_THC.view(-1, K, H // K, C)
+        outputs = [
+            part(layer.index - first, q_TKGC[part.rows], k_TKC[part.rows], v_TKC[part.rows], window)
+            for part in parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _logits(self, h_ND: torch.Tensor) -> torch.Tensor:
+        norm, head = self._weights.norm, self._weights.lm_head
+        if norm is None or head is None:
+            raise RuntimeError("a request for an LM head that is not held got through the checks")
+        return linear(TorchMaths.rms_norm(h_ND, norm, self._config.rms_norm_eps), head)
 
 
 class NullSegments(SegmentKernels):

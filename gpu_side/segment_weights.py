@@ -15,31 +15,20 @@ import torch
 from protocol.errors import ModelError
 from protocol.model.checkpoint import FINAL_NORM, Checkpoint, norm_names
 from protocol.model.config import ModelConfig
-from protocol.model.weights import load_tensor
+from protocol.model.weights import LayerNorms, load_tensor
 
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorms:
-    """Of one layer, before attention and MLP [D]; of a query [K, G, C] and a key [K, 1, C].
+class SegmentWeights:
+    """By layer, norms and `orders`: int64 [H + K, C / 2], where RoPE's pairs stand in another one.
 
-    Of those that all heads share, the axes of the heads are 1. `order`: see
-    `gpu_side.segment_rope.reordered`.
+    Where they are held, the final norm and the LM head behind the last layer.
     """
 
-    attention: torch.Tensor
-    mlp: torch.Tensor
-    query: torch.Tensor | None
-    key: torch.Tensor | None
-    order: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentWeights:
-    """Norms by layer; where they are held, the final norm and the LM head behind the last one."""
-
-    layers: dict[int, LayerNorms]
+    norms: dict[int, LayerNorms]
+    orders: dict[int, torch.Tensor]
     norm: torch.Tensor | None
     lm_head: torch.Tensor | None
 
@@ -80,33 +69,30 @@ def load_segment_weights(
     `has_head`: whether the last layer's segment can end with the LM head. Raises ModelError.
     """
     H, K, C = config.heads
-    D = config.hidden_size
+    heads = {"q_norm": H, "k_norm": K} if transformed else {}
+
+    def norm(short: str, name: str) -> torch.Tensor:
+        width = config.width(config.table.norms[short].outputs)
+        shapes = ((width,), (heads.get(short, 1), width))
+        found = _read_either(checkpoint, name, shapes[: 2 if short in heads else 1])
+        return found.to(device, dtype)
 
     def read(name: str, *shape: int) -> torch.Tensor:
         return load_tensor(checkpoint, name, shape, dtype=dtype, device=device)
 
-    def by_head(name: str | None, heads: int) -> torch.Tensor | None:
-        if name is None:
-            return None
-        shapes = ((C,), (heads, C)) if transformed else ((C,),)
-        found = _read_either(checkpoint, name, shapes).to(device, dtype)
-        return found.view(1, 1, C) if found.dim() == 1 else found.view(K, heads // K, C)
-
-    read_layers = {}
+    norms, orders = {}, {}
     for layer in layers:
-        names = norm_names(config, layer)
-        read_layers[layer] = LayerNorms(
-            attention=read(names["input_layernorm"], D),
-            mlp=read(names["post_attention_layernorm"], D),
-            query=by_head(names.get("q_norm"), H),
-            key=by_head(names.get("k_norm"), K),
-            order=_read_order(checkpoint, layer, K, C // 2, device) if transformed else None,
-        )
+        names = norm_names(config, layer).items()
+        norms[layer] = LayerNorms(**{short: norm(short, name) for short, name in names})
+        order_Kc = _read_order(checkpoint, layer, K, C // 2) if transformed else None
+        if order_Kc is not None:
+            order_Xc = torch.cat((order_Kc.repeat_interleave(H // K, 0), order_Kc))
+            orders[layer] = order_Xc.to(device)
     if not has_head:
-        return SegmentWeights(read_layers, None, None)
+        return SegmentWeights(norms, orders, None, None)
     if transformed:
-        lm_head = read(_HEAD, config.vocab_size, D)
-    return SegmentWeights(read_layers, read(FINAL_NORM, D), lm_head)
+        lm_head = read(_HEAD, config.vocab_size, config.hidden_size)
+    return SegmentWeights(norms, orders, read(FINAL_NORM, config.hidden_size), lm_head)
 
 
 def _read_either(
@@ -123,9 +109,7 @@ def _read_either(
     return found
 
 
-def _read_order(
-    checkpoint: Checkpoint, layer: int, heads: int, pairs: int, device: torch.device
-) -> torch.Tensor | None:
+def _read_order(checkpoint: Checkpoint, layer: int, heads: int, pairs: int) -> torch.Tensor | None:
     """Read in which order RoPE's pairs stand, int64 [K, C / 2]; None: in the usual one."""
     name = order_name(layer)
     if not checkpoint.holds([name]):
@@ -134,4 +118,4 @@ def _read_order(
     if not torch.equal(found.sort().values, torch.arange(pairs).to(found.dtype).expand(heads, -1)):
         where = f"{checkpoint.directory}: {name}"
         raise ModelError(where, got="other numbers", expected=f"each of 0-{pairs - 1} in each head")
-    return found.to(device, torch.int64)
+    return found.to(torch.int64)

@@ -225,14 +225,12 @@ def _calibrated_digest(directory: Path) -> str | None:
 
 def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Read the norms under the names of the wire schema, which knows no q_norm and k_norm."""
-    size = (config.hidden_size,)
-
-    def read(name: str) -> torch.Tensor:
-        return load_tensor(checkpoint, name, size, dtype=torch.float32)
-
-    norms = {"final_norm": read(FINAL_NORM)}
+    size, names = (config.hidden_size,), {"final_norm": FINAL_NORM}
     for layer in range(config.num_hidden_layers):
-        names = norm_names(config, layer)
+        found = norm_names(config, layer)
         for short in ("input_layernorm", "post_attention_layernorm"):
-            norms[f"layer_{layer}_{short}"] = read(names[short])
-    return norms
+            names[f"layer_{layer}_{short}"] = found[short]
+    return {
+        said: load_tensor(checkpoint, name, size, dtype=torch.float32)
+        for said, name in names.items()
+    }

@@ -65,10 +65,10 @@ def timed(
     if observer is None:
         return function
 
-    def call(*arguments: Any) -> R:
+    def call(*arguments: Any, **named: Any) -> R:
         observer.called(operator, layer, "tee")
         started_ns = time.perf_counter_ns()
-        result = function(*arguments)
+        result = function(*arguments, **named)
         observer.spent(operator, layer, "tee", started_ns, time.perf_counter_ns())
         return result
 

@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -45,6 +46,7 @@ from protocol.integer import check_kernels, exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
+from protocol.model.forward import Call, staying
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear, load_tensor
@@ -54,7 +56,7 @@ from tee_side.model.forward import forward
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import load_tee_model
 from tee_side.model.local_operators import LocalOperators, not_here
-from tee_side.model.operators import Call, Operators, staying
+from tee_side.model.operators import Operators, attend
 from tee_side.protect.calibration import (
     FORMAT,
     HEADROOM,
@@ -188,16 +190,14 @@ def operators_here(local: LocalOperators, layers: int) -> Operators:
     def call(layer: int | None, operator: Operator) -> Call:
         return staying(local.get((layer, operator), not_here))
 
+    calls: dict[str, Any] = {
+        name: [call(layer, name) for layer in range(layers)] for name in FUSED_MODULES
+    }
     return Operators(
         embedding=call(None, "embedding"),
-        qkv_proj=[call(layer, "qkv_proj") for layer in range(layers)],
-        o_proj=[call(layer, "o_proj") for layer in range(layers)],
-        gate_up_proj=[call(layer, "gate_up_proj") for layer in range(layers)],
-        down_proj=[call(layer, "down_proj") for layer in range(layers)],
-        products=[None] * layers,
+        **calls,
+        attention=partial(attend, [None] * layers),
         lm_head=call(None, "lm_head"),
-        masks=frozenset(),
-        head_apart=False,
     )
 
 
@@ -212,7 +212,7 @@ def calibrate_on(
     surveyor = _Surveyor(config, checkpoint, progress)
     vocabulary = (config.vocab_size, config.hidden_size)
     weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
-    local: LocalOperators = {site: surveyor.product(site) for site in surveyor.sites}
+    local: LocalOperators = {site: partial(surveyor.product, site) for site in surveyor.sites}
     local[None, "embedding"] = partial(embedding, weight=weight)
     # One token is left for a later step: calibration needs no logits.
     parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
@@ -251,11 +251,8 @@ class _Surveyor:
         ]
         self.scales: dict[Site, SiteScales] = {}
 
-    def product(self, site: Site) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the operator of a site; it holds its weights only while it runs."""
-        return lambda x_TI: self._apply(site, x_TI)
-
-    def _apply(self, site: Site, x_TI: torch.Tensor) -> torch.Tensor:
+    def product(self, site: Site, x_TI: torch.Tensor) -> torch.Tensor:
+        """Compute the operator of a site; its weights are held only while it runs."""
         weights = load_linear(
             self._checkpoint, self._config, *site, dtype=torch.float32, device=CPU
         )

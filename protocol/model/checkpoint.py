@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -26,6 +27,8 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 _DTYPES = ("F32", "F16", "BF16")
+# Shapes of tensors, by name.
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -34,42 +37,34 @@ def lm_head_name(config: ModelConfig) -> str:
     return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
 
 
-def module_name(layer: int, module: ModuleName) -> str:
+def module_name(config: ModelConfig, layer: int, module: ModuleName) -> str:
     """Return `model.layers.3.self_attn.q_proj`; its tensors end in `.weight` and `.bias`."""
-    block = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-    return f"model.layers.{layer}.{block}.{module}"
+    return f"model.layers.{layer}.{config.table.modules[module].path}"
 
 
 def norm_names(config: ModelConfig, layer: int) -> dict[str, str]:
     """Return the tensor names of a layer's norms under their short names."""
-    prefix = f"model.layers.{layer}"
-    short = ("input_layernorm", "post_attention_layernorm")
-    names = {name: f"{prefix}.{name}.weight" for name in short}
-    if config.qk_norm:
-        names |= {name: f"{prefix}.self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
-    return names
+    norms = config.table.norms.items()
+    return {short: f"model.layers.{layer}.{norm.path}.weight" for short, norm in norms}
 
 
-def light_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def light_tensors(config: ModelConfig) -> Shapes:
     """Return names and shapes of all tensors but the linear modules: what the TEE always has."""
     vocabulary = (config.vocab_size, config.hidden_size)
-    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary, lm_head_name(config): vocabulary}
+    tensors: Shapes = {EMBEDDING: vocabulary, lm_head_name(config): vocabulary}
+    widths = [(config.width(norm.outputs),) for norm in config.table.norms.values()]
     for layer in range(config.num_hidden_layers):
-        for short, name in norm_names(config, layer).items():
-            size = config.head_dim if short in ("q_norm", "k_norm") else config.hidden_size
-            tensors[name] = (size,)
+        tensors |= zip(norm_names(config, layer).values(), widths, strict=True)
     return tensors | {FINAL_NORM: (config.hidden_size,)}
 
 
-def linear_tensors(
-    config: ModelConfig, operators: Iterable[LinearOperator]
-) -> dict[str, tuple[int, ...]]:
+def linear_tensors(config: ModelConfig, operators: Iterable[LinearOperator]) -> Shapes:
     """Return names and shapes of the weights and biases of some fused operators, all layers."""
-    tensors: dict[str, tuple[int, ...]] = {}
+    tensors: Shapes = {}
     modules = [module for operator in operators for module in FUSED_MODULES[operator]]
     for layer in range(config.num_hidden_layers):
         for module in modules:
-            name, shape = module_name(layer, module), config.module_shape(module)
+            name, shape = module_name(config, layer, module), config.module_shape(module)
             tensors[f"{name}.weight"] = shape
             if module in config.biased_modules:
                 tensors[f"{name}.bias"] = shape[:1]
@@ -106,7 +101,7 @@ class Checkpoint:
         """Say whether all of these tensors are there."""
         return all(name in self._found for name in tensors)
 
-    def require(self, tensors: dict[str, tuple[int, ...]]) -> None:
+    def require(self, tensors: Shapes) -> None:
         """Check that these tensors are there with these shapes, as floats, as in the manifest.
 
         Raises ModelError, ManifestError.
@@ -230,10 +225,8 @@ class Checkpoint:
             raise ModelError(where, got=describe(weight_map), expected=expected)
         for name, file in weight_map.items():
             if not _is_plain(file):
-                where, expected = (
-                    f"{index}: {shown(name)}",
-                    "the name of a file in the same directory",
-                )
+                where = f"{index}: {shown(name)}"
+                expected = "the name of a file in the same directory"
                 raise ModelError(where, got=describe(file), expected=expected)
         for file in sorted(set(weight_map.values())):
             if is_there(self.directory / file):

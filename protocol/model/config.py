@@ -7,12 +7,13 @@ ignored; keys that do not change the forward pass are skipped.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
+from protocol.model.architecture import ARCHITECTURES, Architecture, ArchitectureName, Width
 from protocol.model.files import parse_object
 from protocol.model.manifest import Manifest, find_file, read_file
 from protocol.validation import validate_file
@@ -20,10 +21,6 @@ from protocol.validation import validate_file
 # An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
 MAX_JSON_BYTES = 2 * 1024 * 1024
 
-Architecture = Literal[
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-]
-ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 # What a rope_type cannot do without.
 _ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
@@ -32,7 +29,6 @@ _ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_QKV: tuple[ModuleName, ...] = ("q_proj", "k_proj", "v_proj")
 
 Size: TypeAlias = Annotated[int, Field(ge=1, le=2**24)]
 # Bounds within which no formula of RoPE overflows or divides by zero.
@@ -95,13 +91,12 @@ class ModelConfig(_Sizes):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    architecture: Architecture
+    architecture: ArchitectureName
     num_key_value_heads: Size
     head_dim: HeadDim
     rope: RopeParameters
     dtype: FloatDtype
     biased_modules: frozenset[ModuleName]
-    qk_norm: bool
     # Per layer: how many tokens back a token may look, itself included; None for all.
     sliding_windows: tuple[Size | None, ...]
     eos_token_ids: frozenset[int]
@@ -141,17 +136,26 @@ class ModelConfig(_Sizes):
         """Number of query heads, number of key/value heads, and the size of each."""
         return self.num_attention_heads, self.num_key_value_heads, self.head_dim
 
+    @property
+    def table(self) -> Architecture:
+        """The entry of the architecture."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of queries and keys is normed."""
+        return "q_norm" in self.table.norms
+
+    def width(self, name: Width) -> int:
+        """Return one of the sizes that the table names."""
+        H, K, C = self.heads
+        widths = {"D": self.hidden_size, "F": self.intermediate_size}
+        return (widths | {"C": C, "HC": H * C, "KC": K * C})[name]
+
     def module_shape(self, module: ModuleName) -> tuple[int, int]:
         """Return (out_features, in_features) of one linear module."""
-        hidden, between = self.hidden_size, self.intermediate_size
-        if module in ("gate_proj", "up_proj"):
-            return between, hidden
-        if module == "down_proj":
-            return hidden, between
-        query_heads, key_heads, head_dim = self.heads
-        if module == "o_proj":
-            return hidden, query_heads * head_dim
-        return (query_heads if module == "q_proj" else key_heads) * head_dim, hidden
+        found = self.table.modules[module]
+        return self.width(found.outputs), self.width(found.inputs)
 
 
 def _listed(value: object) -> object:
@@ -175,7 +179,7 @@ class _ConfigFile(_Sizes, _EndOfText):
     """The keys of config.json that the forward pass depends on. None is as good as left out."""
 
     architectures: Annotated[
-        Architecture,
+        ArchitectureName,
         BeforeValidator(lambda value: value[0] if isinstance(value, list) and value else value),
     ]
     # What we cannot compute otherwise.
@@ -198,25 +202,6 @@ class _ConfigFile(_Sizes, _EndOfText):
     rope_scaling: dict[str, Any] | None = None
     rope_theta: Any = None
     original_max_position_embeddings: Any = None
-
-    @property
-    def default_head_dim(self) -> int:
-        """What transformers takes: a constant for Qwen3, whatever the other sizes are."""
-        if self.architectures == "Qwen3ForCausalLM":
-            return 128
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def biased_modules(self) -> frozenset[ModuleName]:
-        """The linear modules that have a bias."""
-        if self.architectures == "Qwen2ForCausalLM":
-            return frozenset(_QKV)
-        biased: set[ModuleName] = set()
-        if self.architectures != "MistralForCausalLM" and self.attention_bias:
-            biased |= {*_QKV, "o_proj"}
-        if self.architectures == "LlamaForCausalLM" and self.mlp_bias:
-            biased |= {"gate_proj", "up_proj", "down_proj"}
-        return frozenset(biased)
 
 
 def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
@@ -241,15 +226,15 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     eos = file.eos_token_id
     if generation := find_file(directory, "generation_config.json", manifest):
         eos = _read_known(_EndOfText, generation, manifest).eos_token_id or eos
-    heads = file.num_attention_heads
+    heads, table = file.num_attention_heads, ARCHITECTURES[file.architectures]
+    biased = (m for m, key in table.biases.items() if not key or getattr(file, key))
     fields = file.model_dump(include=set(_Sizes.model_fields)) | {
         "architecture": file.architectures,
         "num_key_value_heads": file.num_key_value_heads or heads,
-        "head_dim": file.head_dim or file.default_head_dim,
+        "head_dim": file.head_dim or table.head_dim or file.hidden_size // heads,
         "rope": _rope(file, path),
         "dtype": file.dtype or file.torch_dtype or "float32",
-        "biased_modules": file.biased_modules,
-        "qk_norm": file.architectures == "Qwen3ForCausalLM",
+        "biased_modules": frozenset(biased),
         "sliding_windows": _sliding_windows(file, path),
         "eos_token_ids": frozenset(eos),
     }
@@ -281,9 +266,10 @@ def _rope(file: _ConfigFile, path: Path) -> RopeParameters:
 
 def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
     layers, window, types = file.num_hidden_layers, file.sliding_window, file.layer_types
-    if file.architectures == "MistralForCausalLM":
+    listed = ARCHITECTURES[file.architectures].windows
+    if listed == "all":
         return (window,) * layers
-    if file.architectures == "LlamaForCausalLM" or window is None or not file.use_sliding_window:
+    if listed == "none" or window is None or not file.use_sliding_window:
         return (None,) * layers
     if types is None:
         first = file.max_window_layers

@@ -10,7 +10,7 @@ import hashlib
 import json
 
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import Checkpoint, Shapes, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.tensor_file import bytes_of
 
@@ -26,6 +26,7 @@ def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
     """
     described = config.model_dump(mode="json", exclude={"eos_token_ids", "dtype", "biased_modules"})
     described["biased_modules"] = sorted(config.biased_modules)
+    described["qk_norm"] = config.qk_norm
     start = json.dumps(described, sort_keys=True).encode()
     return _digest(start, checkpoint, light_tensors(config), _EMBEDDING_ROWS)
 
@@ -40,9 +41,7 @@ def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
     return _digest(b"", checkpoint, tensors, _LINEAR_ROWS) if checkpoint.holds(tensors) else None
 
 
-def _digest(
-    start: bytes, checkpoint: Checkpoint, tensors: dict[str, tuple[int, ...]], rows: int
-) -> str:
+def _digest(start: bytes, checkpoint: Checkpoint, tensors: Shapes, rows: int) -> str:
     """Hash evenly spaced rows of matrices, and vectors as a whole, in the order of their names."""
     checkpoint.require(tensors)
 

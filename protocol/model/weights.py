@@ -16,6 +16,7 @@ from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
 from protocol.model.config import ModelConfig
 
 CPU = torch.device("cpu")
+_UNUSED = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,19 @@ class FusedLinear:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [..., sum of out_features] for `hidden` [..., in_features]."""
         return linear(hidden, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """RMSNorm weights of one layer: [D]; `q_norm`, `k_norm`: [C], empty unless `qk_norm`.
+
+    Where a mask has transformed them for a service, these may be [heads, C], one for each head.
+    """
+
+    input_layernorm: torch.Tensor
+    post_attention_layernorm: torch.Tensor
+    q_norm: torch.Tensor = _UNUSED
+    k_norm: torch.Tensor = _UNUSED
 
 
 def row_layout(
@@ -58,7 +72,10 @@ def weight_rows(config: ModelConfig, layer: int, operator: Projection) -> dict[s
     if operator == "lm_head":
         return {lm_head_name(config): slice(0, config.vocab_size)}
     rows, _ = row_layout(config, operator)
-    return {f"{module_name(layer, module)}.weight": its_rows for module, its_rows in rows.items()}
+    return {
+        f"{module_name(config, layer, module)}.weight": its_rows
+        for module, its_rows in rows.items()
+    }
 
 
 def load_linear(
@@ -95,7 +112,7 @@ def load_bias(
         return None
     bias = torch.zeros(out_features, dtype=dtype, device=device)
     for module in biased:
-        checkpoint.copy_into(f"{module_name(layer, module)}.bias", bias[rows[module]])
+        checkpoint.copy_into(f"{module_name(config, layer, module)}.bias", bias[rows[module]])
     return bias
 
 

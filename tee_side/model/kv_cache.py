@@ -5,7 +5,7 @@ unless told otherwise), and takes it back when the cache is let go: what a cache
 beforehand, by `tee_side.engine.engine`. On the heap, caches that come and go leave holes between
 what lives longer.
 
-Shape suffixes as in `tee_side.model.forward`: K key/value heads, S context length, C head dim. A
+Shape suffixes as in `protocol.model.forward`: K key/value heads, S context length, C head dim. A
 layer's keys are [K, S, C], so that the part in use is a view that a batched product reads in place.
 """
 

@@ -2,7 +2,7 @@
 
 A row's bits depend on that row, on the keys and values before it and on torch alone, not on the
 rows beside it, on how a prompt is cut, or on the number of threads. Shape suffixes as in
-`tee_side.model.forward`.
+`protocol.model.forward`.
 """
 
 from __future__ import annotations

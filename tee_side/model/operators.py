@@ -2,20 +2,22 @@
 
 `Operators` is the table of one phase: where each operator of each layer runs was decided when the
 run was assembled, so that a call costs nothing more than the call. Shape suffixes as in
-`tee_side.model.forward`.
+`protocol.model.forward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from protocol.messages import FUSED_MODULES
+from protocol.model.forward import Call, Ops, staying
 from tee_side.model.batch import Batch
-from tee_side.model.layers import Layer, TeeModel
+from tee_side.model.layers import TeeLayer, TeeModel
 from tee_side.model.local_operators import not_here
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
@@ -25,64 +27,55 @@ from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase
 
 Tensor: TypeAlias = torch.Tensor
 
-# An operator of one layer, or of none: one tensor in, one out.
-Call: TypeAlias = Callable[[Tensor], Awaitable[Tensor]]
-
-
 # Attention of a layer of which at least one product leaves the TEE: of q [T, H, C], the last T rows
 # of a sequence, and k and v [K, S, C] of all; [T, H * C], as `local_ops.attention` returns.
-RemoteAttention: TypeAlias = Callable[[Layer, Tensor, Tensor, Tensor], Awaitable[Tensor]]
+RemoteAttention: TypeAlias = Callable[[TeeLayer, Tensor, Tensor, Tensor], Awaitable[Tensor]]
 
 # Whole layers at a service, whose KV cache is there: [T, D] of a batch to the same, or behind the
 # last layer to what is wanted of it alone: [N + R, D], or the logits [N, V].
 RemoteSegment: TypeAlias = Callable[[Tensor, Batch], Awaitable[Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Operators:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators(Ops[TeeLayer, Batch]):
     """What a forward pass calls in one phase.
 
-    `embedding`: int64 [T] -> [T, D]; `lm_head`: [N, D] -> [N, V]. The linear operators, biases
-    included, of each layer: `qkv_proj` [T, D] -> [T, (H + 2 K) * C], all heads of q, of k, of v
-    side by side; `o_proj` [T, H * C] -> [T, D]; `gate_up_proj` [T, D] -> [T, 2 F], gate and up;
-    `down_proj` [T, F] -> [T, D]. `products`: of each layer the attention whose products leave, None
-    where both stay. `masks`: that pads are drawn for. `head_apart`: whether each micro-batch asks
-    for its own logits, because it draws pads for them. `segments`: by each layer that is in one;
-    the first calls it, and the others have nothing left to do. `head_in_segment`: whether the last
-    of them gives logits.
+    `lm_head`: [N, D] -> [N, V]. `masks`: that pads are drawn for. `head_apart`: whether each
+    micro-batch asks for its own logits, because it draws pads for them. `head_in_segment`: whether
+    the last segment gives logits.
     """
 
-    embedding: Call
-    qkv_proj: Sequence[Call]
-    o_proj: Sequence[Call]
-    gate_up_proj: Sequence[Call]
-    down_proj: Sequence[Call]
-    products: Sequence[RemoteAttention | None]
     lm_head: Call
-    masks: frozenset[Mask]
-    head_apart: bool
-    segments: Mapping[int, RemoteSegment] = field(default_factory=dict)
+    masks: frozenset[Mask] = frozenset()
+    head_apart: bool = False
     head_in_segment: bool = False
 
-    async def attention(
-        self, layer: Layer, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, batch: Batch
-    ) -> Tensor:
-        """Write each sequence's new keys and values, and attend to its whole cache: [T, H * C]."""
-        remote = self.products[layer.index]
-        sizes = [chunk.tokens for chunk in batch.chunks]
-        parts = (x_TXC.split_with_sizes(sizes) for x_TXC in (q_THC, k_TKC, v_TKC))
-        outputs = []
-        for chunk, q, k, v in zip(batch.chunks, *parts, strict=True):
-            # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
-            while not chunk.follows(layer.index):
-                await turn()
-            k_KSC, v_KSC = layer.kv_cache(chunk, k, v)
-            outputs.append(
-                layer.attention(q, k_KSC, v_KSC)
-                if remote is None
-                else await remote(layer, q, k_KSC, v_KSC)
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+async def attend(
+    remotes: Sequence[RemoteAttention | None],
+    layer: TeeLayer,
+    q_THC: Tensor,
+    k_TKC: Tensor,
+    v_TKC: Tensor,
+    batch: Batch,
+) -> Tensor:
+    """Write each sequence's new keys and values, and attend to its whole cache: [T, H * C].
+
+    `remotes`: of each layer the attention whose products leave, None where both stay.
+    """
+    remote, outputs = remotes[layer.index], []
+    for chunk in batch.chunks:
+        # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
+        while chunk.behind and not chunk.follows(layer.index):
+            await turn()
+        q, k, v = q_THC[chunk.rows], k_TKC[chunk.rows], v_TKC[chunk.rows]
+        k_KSC, v_KSC = layer.kv_cache(chunk.cache, k_TKC=k, v_TKC=v, behind=chunk.behind)
+        outputs.append(
+            layer.attention(q, k_KSC, v_KSC)
+            if remote is None
+            else await remote(layer, q, k_KSC, v_KSC)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +140,9 @@ def place(
             return stays(local(operator, None if alone else layer))
 
         def products(layer: int) -> RemoteAttention | None:
-            if layer in calls_at:
-                return None
-            if all(policy.at(product, layer, phase).place == "tee" for product in PRODUCTS):
-                return None
-            return remote("attn_scores", layer, phase)
+            places = {policy.at(product, layer, phase).place for product in PRODUCTS}
+            stay = layer in calls_at or places == {"tee"}
+            return None if stay else remote("attn_scores", layer, phase)
 
         calls: dict[str, Any] = {
             name: [call(name, layer) for layer in range(layers)] for name in FUSED_MODULES
@@ -160,11 +151,11 @@ def place(
         return Operators(
             embedding=call("embedding", 0),
             **calls,
-            products=[products(layer) for layer in range(layers)],
+            attention=partial(attend, [products(layer) for layer in range(layers)]),
+            segments=calls_at,
             lm_head=call("lm_head", layers - 1),
             masks=frozenset(drawn),
             head_apart=head_apart and not withheld,
-            segments=calls_at,
             head_in_segment=head and not withheld,
         )
 
@@ -181,15 +172,6 @@ def tables_of(lane: MicroBatchOperators) -> list[Operators]:
     """Return every table of a lane, once."""
     found = (*lane.tables.values(), *lane.withheld.values())
     return list({id(table): table for table in found}.values())
-
-
-def staying(function: Callable[[Tensor], Tensor]) -> Call:
-    """Return a function that is computed in the TEE as an operator that could leave."""
-
-    async def call(x: Tensor) -> Tensor:
-        return function(x)
-
-    return call
 
 
 def yielding(function: Callable[[Tensor], Tensor]) -> Call:

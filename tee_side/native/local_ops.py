@@ -16,7 +16,8 @@ from protocol.native import FLOATS, library
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `tee_side.model.local_ops.rms_norm`."""
     features = weight.shape[0]
-    rows = _rows(h, features)
+    # As rows with one stride, without a copy where it has one.
+    rows = h if h.dim() == 2 and h.stride(1) == 1 else h.reshape(-1, features)
     out = torch.empty(h.shape, dtype=h.dtype)
     library.rms_norm(
         FLOATS[h.dtype],
@@ -117,8 +118,3 @@ def attention(
         native.own.pool,
     )
     return out
-
-
-def _rows(h: torch.Tensor, features: int) -> torch.Tensor:
-    """Return the same as rows with one stride, without a copy where it has one."""
-    return h if h.dim() == 2 and h.stride(1) == 1 else h.reshape(-1, features)

@@ -128,7 +128,9 @@ class Weights:
         layer, operator = site
         held, (_, in_features) = self.held.get(site), row_layout(self.config, operator)[1]
         tensors = weight_rows(self.config, layer, operator)
-        wanted = [f"{module_name(layer, module)}.weight" for module in modules] or list(tensors)
+        wanted = [
+            f"{module_name(self.config, layer, module)}.weight" for module in modules
+        ] or list(tensors)
         start = 0
         for name in wanted:
             rows = tensors[name]

@@ -62,7 +62,6 @@ CONFIG = ModelConfig(
     rope=RopeParameters(),
     dtype="float32",
     biased_modules=frozenset(),
-    qk_norm=True,
     sliding_windows=(None, 7),
     eos_token_ids=frozenset(),
 )

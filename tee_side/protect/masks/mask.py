@@ -8,7 +8,7 @@ unmasking factors made in advance, or a second server.
 A mask is a frozen pydantic model; its fields are the options that a policy may set. It has to say,
 as class attributes, what it claims and what breaks it. A new one is one file: see
 docs/write-a-mask.md. Shape suffixes: T rows, I in_features, O out_features; B heads, and M, J, N
-for the product [B, M, J] x [B, J, N]. Those of segments are `tee_side.model.forward`'s.
+for the product [B, M, J] x [B, J, N]. Those of segments are `protocol.model.forward`'s.
 """
 
 from __future__ import annotations

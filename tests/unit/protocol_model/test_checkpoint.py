@@ -137,7 +137,7 @@ def test_fused_modules_stand_side_by_side_with_their_biases(
     assert FUSED_MODULES["gate_up_proj"] == ("gate_proj", "up_proj")
     for operator, modules in FUSED_MODULES.items():
         linear = load_linear(checkpoint, config, 1, operator, dtype=torch.float32, device=CPU)
-        names = [module_name(1, module) for module in modules]
+        names = [module_name(config, 1, module) for module in modules]
         whole = torch.cat([tensors[f"{name}.weight"] for name in names])
         assert torch.equal(linear.weight, whole)
         biased = kind == "qwen2" and operator == "qkv_proj"

@@ -14,13 +14,19 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
+from gpu_side.segment_kernels import TorchMaths, finish
+from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig, read_config
+from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
+from protocol.model.rope import Rope
+from protocol.model.weights import LayerNorms, row_layout
 from tsqp.lab.bench.model import Baseline, Spread
 from tsqp.lab.bench.output import write_results
 
@@ -29,13 +35,13 @@ DTYPE = torch.bfloat16
 _WARM_UP = 3
 
 
-class _Layer(NamedTuple):
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+class _Maths(TorchMaths):
+    """A service's operators, with the one kernel that torch has for a norm."""
+
+    @staticmethod
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last axis."""
+        return rms_norm(x, weight.shape, weight, eps)
 
 
 class Decoder:
@@ -45,54 +51,37 @@ class Decoder:
         def random(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=DTYPE, device=device).normal_(std=0.02)
 
-        self._config = config
-        hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, pairs = config.num_attention_heads, config.num_key_value_heads
-        self._layers = [
-            _Layer(
-                qkv=random((heads + 2 * pairs) * size, hidden),
-                o=random(hidden, heads * size),
-                gate_up=random(2 * inner, hidden),
-                down=random(hidden, inner),
-                keys=random(1, pairs, context + 1, size),
-                values=random(1, pairs, context + 1, size),
-            )
-            for _ in range(config.num_hidden_layers)
-        ]
-        self._embedding = random(config.vocab_size, hidden)
-        self._norm = torch.ones(hidden, dtype=DTYPE, device=device)
+        def product(operator: LinearOperator) -> Call:
+            return staying(partial(linear, weight=random(*row_layout(config, operator)[1])))
+
+        layers, (_, K, C) = range(config.num_hidden_layers), config.heads
+        self._caches = [random(2, 1, K, context + 1, C) for _ in layers]
+        self._embedding = random(config.vocab_size, config.hidden_size)
+        ones = torch.ones(config.hidden_size, dtype=DTYPE, device=device)
+        norms = LayerNorms(ones, ones, ones[:C], ones[:C])
+        self._layers = [Layer(index=layer, **bound(norms, config, _Maths())) for layer in layers]
+        self._norm = partial(_Maths.rms_norm, weight=ones, eps=config.rms_norm_eps)
+        calls: dict[str, Any] = {name: [product(name) for _ in layers] for name in FUSED_MODULES}
+        embedding = staying(lambda ids_T: self._embedding[ids_T])
+        self._ops: Ops[Layer, None] = Ops(embedding=embedding, attention=self._attention, **calls)
+        self._rope = Rope(config, DTYPE, device).of([(context, context + 1, context + 1)])
         # Where each step writes its keys and values: the last place, again and again.
         self._place = torch.tensor([context], device=device)
-        self._cos, self._sin = random(size), random(size)
         self._token = torch.zeros(1, dtype=torch.int64, device=device)
 
     def step(self) -> torch.Tensor:
         """Decode one token, and return its id [1]; the same work each time."""
-        config = self._config
-        heads, pairs, size = (
-            *(config.num_attention_heads, config.num_key_value_heads),
-            config.head_dim,
-        )
-        h_TD = self._embedding[self._token]
-        for layer in self._layers:
-            qkv = linear(self._normed(h_TD), layer.qkv).view(1, 1, heads + 2 * pairs, size)
-            q, k, v = qkv.transpose(1, 2).split((heads, pairs, pairs), dim=1)
-            layer.keys.index_copy_(2, self._place, self._rotated(k))
-            layer.values.index_copy_(2, self._place, v)
-            z = scaled_dot_product_attention(
-                self._rotated(q), layer.keys, layer.values, enable_gqa=True
-            )
-            h_TD = h_TD + linear(z.transpose(1, 2).reshape(1, heads * size), layer.o)
-            gate, up = linear(self._normed(h_TD), layer.gate_up).chunk(2, -1)
-            h_TD = h_TD + linear(silu(gate) * up, layer.down)
-        return linear(self._normed(h_TD), self._embedding).argmax(-1)
+        h_TD = finish(forward(self._token, self._layers, self._rope, self._ops, None))
+        return linear(self._norm(h_TD), self._embedding).argmax(-1)
 
-    def _normed(self, h_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(h_TD, h_TD.shape[-1:], self._norm, self._config.rms_norm_eps)
-
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, -1)
-        return x * self._cos + torch.cat((-second, first), -1) * self._sin
+    async def _attention(
+        self, layer: Layer, q_THC: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor, _: None
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_TKC, v_TKC))
+        keys, values = self._caches[layer.index]
+        keys.index_copy_(2, self._place, k)
+        values.index_copy_(2, self._place, v)
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=True).view(1, -1)
 
 
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

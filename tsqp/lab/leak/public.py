@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, silu
 
+from gpu_side.segment_kernels import finish
 from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_tensors, lm_head_name
 from protocol.model.config import ModelConfig, read_config
+from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
 from protocol.model.identity import model_digest
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -31,6 +35,13 @@ from tsqp.lab.leak.trace import Where
 _CONFIG_FILE = "config.json"
 # What is remembered of what the public model computed.
 _KEPT_BYTES = 2**29
+# The TEE's operators, but for those that write to what is kept here.
+_MATHS = SimpleNamespace(
+    rms_norm=rms_norm,
+    apply_rope=apply_rope,
+    silu_mul=lambda gate, up: silu(gate) * up,
+    residual=torch.add,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,27 +228,45 @@ class PublicModel:
         return states
 
     def _run(self, prefix: Prefix, candidates: Sequence[int]) -> States:
-        h_ND = self.embedding_VD[torch.as_tensor(candidates)]
         inputs: dict[Where, torch.Tensor] = {}
         keys, values = [], []
-        eps, position = self.config.rms_norm_eps, prefix.tokens
-        rope = self._rope(position)
-        for layer in range(self.config.num_hidden_layers):
-            norms = self.light.norms[layer]
-            inputs[layer, "segment"] = h_ND
-            x_ND = rms_norm(h_ND.clone(), norms.input_layernorm, eps)
-            inputs[layer, "qkv_proj"] = x_ND
-            attended_ND, k_NKC, v_NKC = self._attention(prefix, layer, x_ND, rope)
-            keys.append(k_NKC)
-            values.append(v_NKC)
-            inputs[layer, "o_proj"] = attended_ND
-            h_ND = h_ND + self.linear(layer, "o_proj")(attended_ND)
-            x_ND = rms_norm(h_ND.clone(), norms.post_attention_layernorm, eps)
-            inputs[layer, "gate_up_proj"] = x_ND
-            gate_NF, up_NF = self.linear(layer, "gate_up_proj")(x_ND).chunk(2, dim=-1)
-            inputs[layer, "down_proj"] = silu(gate_NF) * up_NF
-            h_ND = h_ND + self.linear(layer, "down_proj")(inputs[layer, "down_proj"])
-        return States(inputs, h_ND, tuple(keys), tuple(values))
+
+        def kept(layer: int, operator: LinearOperator) -> Call:
+            def call(x_NI: torch.Tensor) -> torch.Tensor:
+                inputs[layer, operator] = x_NI
+                return self.linear(layer, operator)(x_NI)
+
+            return staying(call)
+
+        def entered(layer: Layer) -> Layer:
+            def norm(h_ND: torch.Tensor) -> torch.Tensor:
+                inputs[layer.index, "segment"] = h_ND
+                return layer.input_layernorm(h_ND)
+
+            return replace(layer, input_layernorm=norm)
+
+        async def attention(
+            layer: Layer, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, _: None
+        ) -> torch.Tensor:
+            # Copies, or what is remembered would hold the queries as well.
+            keys.append(k_NKC.contiguous())
+            values.append(v_NKC.contiguous())
+            return self._attended(prefix, layer.index, q_NHC, k_NKC, v_NKC)
+
+        config, position = self.config, prefix.tokens
+        layers = [
+            Layer(index=index, **bound(norms, config, _MATHS))
+            for index, norms in enumerate(self.light.norms)
+        ]
+        calls: dict[str, Any] = {
+            name: [kept(one.index, name) for one in layers] for name in FUSED_MODULES
+        }
+        embedding = staying(lambda ids_N: self.embedding_VD[ids_N])
+        ops: Ops[Layer, None] = Ops(embedding=embedding, attention=attention, **calls)
+        rope = self.light.rope.of([(position, position + 1, position + 1)])
+        entering = torch.as_tensor(candidates)
+        hidden_ND = finish(forward(entering, list(map(entered, layers)), rope, ops, None))
+        return States(inputs, hidden_ND, tuple(keys), tuple(values))
 
     def extend(self, prefix: Prefix, token_id: int) -> Prefix:
         """Take a token as read."""
@@ -266,28 +295,18 @@ class PublicModel:
             ids_V[: first + 1] = ids_V[: first + 1].roll(1)
         return ids_V
 
-    def _rope(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.light.rope.cos_sin(position, position + 1, position + 1, torch.float32)
-
-    def _attention(
+    def _attended(
         self,
         prefix: Prefix,
         layer: int,
-        x_ND: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each candidate's attention over the prefix and itself: [N, H * C], its key and value."""
-        config, norms = self.config, self.light.norms[layer]
-        H, K, C = config.heads
-        N, G = len(x_ND), H // K
-        qkv_NXC = self.linear(layer, "qkv_proj")(x_ND).view(N, H + 2 * K, C)
-        qk_NXC, v_NKC = qkv_NXC.split_with_sizes((H + K, K), dim=1)
-        if config.qk_norm:
-            q_NHC = rms_norm(qk_NXC[:, :H].clone(), norms.q_norm, config.rms_norm_eps)
-            k_NKC = rms_norm(qk_NXC[:, H:].clone(), norms.k_norm, config.rms_norm_eps)
-            qk_NXC = torch.cat([q_NHC, k_NKC], dim=1)
-        q_NHC, k_NKC = apply_rope(qk_NXC, *rope).split_with_sizes((H, K), dim=1)
-        window = config.sliding_windows[layer]
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each candidate's attention over the prefix and itself: [N, H * C]."""
+        H, K, C = self.config.heads
+        N, G = len(q_NHC), H // K
+        window = self.config.sliding_windows[layer]
         start = 0 if window is None else max(0, prefix.tokens - window + 1)
         k_KSC, v_KSC = prefix.keys[layer][:, start:], prefix.values[layer][:, start:]
         q_KNGC = (q_NHC * C**-0.5).view(N, K, G, C).transpose(0, 1).reshape(K, N * G, C)
@@ -297,9 +316,7 @@ class PublicModel:
         out_KNC = scores[..., :-1] @ v_KSC
         own_KNGC = v_NKC.transpose(0, 1)[:, :, None].expand(K, N, G, C).reshape(K, N * G, C)
         out_KNC = out_KNC + scores[..., -1:] * own_KNGC
-        out_NX = out_KNC.view(K, N, G * C).transpose(0, 1).reshape(N, H * C)
-        # Copies, or what is remembered would hold the queries as well.
-        return out_NX, k_NKC.contiguous(), v_NKC.contiguous()
+        return out_KNC.view(K, N, G * C).transpose(0, 1).reshape(N, H * C)
 
 
 def _behind(

@@ -16,7 +16,8 @@ from gpu_side.tasks import RequestChecker, Task
 from protocol.channel import Channel, Exchange
 from protocol.errors import TsqpError
 from protocol.messages import HealthRequest, InitRequest, Request
-from tee_side.model.layers import Norm, TeeModel
+from protocol.model.forward import Norm
+from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 
 

@@ -277,7 +277,7 @@ def _weights_of(
     start = 0
     for module in modules:
         shape = weights.config.module_shape(module)
-        name = f"{module_name(layer, module)}.weight"
+        name = f"{module_name(weights.config, layer, module)}.weight"
         for columns, block in rows_of_part(weights.checkpoint, name, shape, part, start):
             yield columns, block.to(weights.dtype)
         start += shape[0]

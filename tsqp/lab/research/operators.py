@@ -2,7 +2,7 @@
 
 They use the core's call plan and `carry_out`. Each hides its operands under a row mask or sends
 them in the clear, and checks results where the policy says so. Shape suffixes as in
-`tee_side.model.forward`; B heads, and M, J, N for the product [B, M, J] x [B, J, N].
+`protocol.model.forward`; B heads, and M, J, N for the product [B, M, J] x [B, J, N].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Preparable, PreparedRequest
 from protocol.tensors import WireTensor, from_torch, short_name, to_torch
-from tee_side.model.layers import Layer
+from tee_side.model.layers import TeeLayer
 from tee_side.model.local_ops import causal_mask
 from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
@@ -139,7 +139,7 @@ class RemoteAttention:
 
         timed_softmax = timed(probabilities, settings.observer, "softmax", layer)
 
-        async def attend(layer: Layer, q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
+        async def attend(layer: TeeLayer, q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
             # The G query heads that share a key/value head stand below each other: no copy of K
             # and V. Scaling q, not the scores, keeps float16 in range wherever it is computed.
             T, S = q_THC.shape[0], k_KSC.shape[1]

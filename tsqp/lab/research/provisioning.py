@@ -252,10 +252,10 @@ def _transformed(
     weight = transform.weight(plain.weight)
     tensors: dict[str, torch.Tensor] = {}
     for module, rows in plain.rows.items():
-        name = f"{module_name(layer, module)}.weight"
+        name = f"{module_name(config, layer, module)}.weight"
         tensors[name] = as_stored(checkpoint, mask, name, weight[rows])
         if module in config.biased_modules:
-            bias = f"{module_name(layer, module)}.bias"
+            bias = f"{module_name(config, layer, module)}.bias"
             tensors[bias] = torch.zeros(len(tensors[name]), dtype=checkpoint.rows(bias, 0, 1).dtype)
     return tensors
 

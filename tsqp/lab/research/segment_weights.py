@@ -80,7 +80,7 @@ def _layer(
     for module in (module for modules in FUSED_MODULES.values() for module in modules):
         plain = dict(norms)
         for name in shapes:
-            if name.startswith(f"{module_name(layer, module)}."):
+            if name.startswith(f"{module_name(config, layer, module)}."):
                 plain |= read(name)
         tensors |= {
             prefix + short: as_stored(checkpoint, mask, prefix + short, made)

@@ -79,7 +79,7 @@ class Keys:
 
     def at(self, position: int) -> torch.Tensor:
         """Return all tokens' keys [V, K, C] at a position."""
-        rotation = self._rope.cos_sin(position, position + 1, position + 1, torch.float32)
+        rotation = self._rope.of([(position, position + 1, position + 1)])
         return apply_rope(self._k_VKC, *rotation)
 
 
