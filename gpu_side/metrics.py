@@ -21,8 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from gpu_side.counters import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram
-from gpu_side.state import ServiceState
+from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram, ServiceState
 from protocol.errors import EndpointError, SettingsError, describe
 
 DEFAULT_HOST = "127.0.0.1"

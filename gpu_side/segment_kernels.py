@@ -10,15 +10,14 @@ from typing import Any, TypeAlias
 import torch
 
 from gpu_side.kernels import NullWeights
-from gpu_side.replies import Kernel, Result
 from gpu_side.segment import SegmentModel
 from gpu_side.segment_attention import PartAttention
 from gpu_side.segment_parts import Part, read_outputs, read_parts
 from gpu_side.segment_rope import SegmentRope
 from gpu_side.session_cache import CacheShape, SessionCache, Window
-from gpu_side.sessions import Sessions
+from gpu_side.sessions import SessionStore
 from gpu_side.tasks import Task
-from gpu_side.transfer import transfer_to
+from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import SegmentRequest, tensor_reply
@@ -39,7 +38,7 @@ class SegmentKernels(ABC):
     def __init__(
         self,
         config: ModelConfig,
-        sessions: Sessions,
+        sessions: SessionStore,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
@@ -74,7 +73,9 @@ class SegmentKernels(ABC):
 class TorchSegments(SegmentKernels):
     """On the weights' device, in their dtype."""
 
-    def __init__(self, weights: ServiceWeights, sessions: Sessions, spin_us: float = 0.0) -> None:
+    def __init__(
+        self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0
+    ) -> None:
         super().__init__(weights.config, sessions, weights.dtype, weights.device)
         self._model = SegmentModel(weights)
         self._rope = SegmentRope(weights.config, weights.device, weights.dtype)
@@ -112,7 +113,7 @@ class NullSegments(SegmentKernels):
     `kernels`: those of the same accelerator, which works on one request after the other.
     """
 
-    def __init__(self, weights: NullWeights, sessions: Sessions) -> None:
+    def __init__(self, weights: NullWeights, sessions: SessionStore) -> None:
         super().__init__(weights.model.config, sessions, weights.dtype, None)
         self._kernels = weights.kernels
 

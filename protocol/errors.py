@@ -37,6 +37,7 @@ The message always reads *where: got X, expected Y*. Only codes cross the wire, 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 
 class ErrorCode(StrEnum):
@@ -98,6 +99,12 @@ class TsqpError(Exception):
 
     def __str__(self) -> str:
         return f"{self.where}: got {self.got}, expected {self.expected}"
+
+    @classmethod
+    def unless(cls, holds: object, where: str, got: str, expected: str, **more: Any) -> None:
+        """Raise an error of this class unless `holds`; `more`: what else the class takes."""
+        if not holds:
+            raise cls(where, got=got, expected=expected, **more)
 
 
 class InputError(TsqpError):

@@ -44,7 +44,7 @@ from tee_side.serve.keys import ApiKeys
 from tee_side.serve.limits import Limits
 from tee_side.serve.metrics import Metrics
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import ServedModel, Serving
+from tee_side.serve.serving import OfferedModel, Serving
 from tee_side.serve.watch import Watch
 from tsqp.attestation import tls_files
 from tsqp.cli.program import EXIT_REFUSED, complain
@@ -229,7 +229,7 @@ def _app(
     config, policy = runner.config, runner.policy
     keys, audit, identity = parts.keys, parts.audit, parts.identity
     name = model_name(settings)
-    model = ServedModel(
+    model = OfferedModel(
         name=name,
         policy=policy.name,
         config=config,

@@ -9,8 +9,8 @@ from itertools import count
 
 import torch
 
-from gpu_side.clock import wait_until
-from gpu_side.cuda.products import GRAPH_ROWS, Product, Products
+from gpu_side.cuda.products import GRAPH_ROWS, DeviceProducts, Product
+from gpu_side.transfer import wait_until
 from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import check_kernels
@@ -21,11 +21,11 @@ class InPlaceProof:
     """Compares products in place with others, in memory as a client shares it.
 
     A slot of our own segment: a device that does not reach it at our addresses fails here, and not
-    at a client's request. `row_bytes`: see `Products`. Without compiled kernels nobody shares
+    at a client's request. `row_bytes`: see `DeviceProducts`. Without compiled kernels nobody shares
     memory; then kernels are compared alone, as where the driver lets no memory be reached.
     """
 
-    def __init__(self, products: Products, row_bytes: tuple[int, int]) -> None:
+    def __init__(self, products: DeviceProducts, row_bytes: tuple[int, int]) -> None:
         self._products = products
         # No two products may have one place.
         self._numbers = count()
@@ -49,12 +49,12 @@ class InPlaceProof:
         work = self._products.submit(("start", next(self._numbers)), product, rows, result, slot)
         while (ends_ns := work.ends_ns()) > time.perf_counter_ns():
             wait_until(ends_ns)
-        if not torch.equal(result, expected):
-            raise KernelError(
-                "int8 products in place",
-                got=f"other numbers for {list(given.shape)} by {expected.shape[1]}",
-                expected="those of products that are copied",
-            )
+        KernelError.unless(
+            torch.equal(result, expected),
+            "int8 products in place",
+            f"other numbers for {list(given.shape)} by {expected.shape[1]}",
+            "those of products that are copied",
+        )
 
 
 def check_ring(device: torch.device) -> None:

@@ -5,7 +5,6 @@ A module of its own so that tests put a stand-in here; this one has not run on a
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-log = logging.getLogger("gpu_service")
+from gpu_side.event_log import log
 
 _CACHE_BYTES = 2**28
 

@@ -15,7 +15,6 @@ from elsewhere goes through a workspace's host memory.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable
@@ -24,11 +23,9 @@ from typing import Protocol
 import torch
 
 from gpu_side.cuda.device import CudaDevice, Event, Graph
-from gpu_side.replies import Working
-from gpu_side.transfer import Queued
+from gpu_side.event_log import log
+from gpu_side.transfer import Queued, Working
 from protocol.shared_memory import Lane, SlotMemory
-
-log = logging.getLogger("gpu_service")
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
 # 126 layers of four operators, in two numbers of rows, for two requests at a time. All of them are
@@ -42,7 +39,7 @@ MAX_REACHED_SLOTS = 2
 _ASK_AFTER_NS = 1_000_000
 
 
-class Job:
+class InPlaceJob:
     """What kernels of one request are told, and where they leave what they have fetched.
 
     `table`: int64 [3] of host memory, set before they start: the address of the rows, that of the
@@ -77,7 +74,7 @@ class Product(Protocol):
         ...
 
     @property
-    def in_place(self) -> Callable[[Job, int], None] | None:
+    def in_place(self) -> Callable[[InPlaceJob, int], None] | None:
         """What does a job of at most so many rows without copies; None where nothing does."""
         ...
 
@@ -85,7 +82,7 @@ class Product(Protocol):
 class _Flag:
     """That of a job, in the place of an event."""
 
-    def __init__(self, device: CudaDevice, job: Job) -> None:
+    def __init__(self, device: CudaDevice, job: InPlaceJob) -> None:
         self._device = device
         self._job = job
         self._ask_from_ns = 0
@@ -117,7 +114,7 @@ class _Workspace:
         # Never replaced: graphs refer to their addresses.
         self._inward = device.pinned((inward,), torch.uint8)
         self._outward = device.pinned((outward,), torch.uint8)
-        self.job = Job(
+        self.job = InPlaceJob(
             table=device.pinned((3,), torch.int64),
             flag=device.pinned((1,), torch.int32),
             told=device.zeros((3,), torch.int64),
@@ -136,7 +133,7 @@ class _Workspace:
         return view
 
 
-class Products:
+class DeviceProducts:
     """Gives products to a device.
 
     `row_bytes`: of the longest row that comes, and of the longest of a result. `spin_us`: see
@@ -171,8 +168,7 @@ class Products:
             fits = of_client < MAX_REACHED_SLOTS and self._reached_bytes + size <= MAX_REACHED_BYTES
             reached = fits and self._device.register(slot.address, size)
             if not reached:
-                fields = {"bytes": size, "reached_bytes": self._reached_bytes}
-                log.warning("not_registered", extra={"fields": fields})
+                log.warning("not_registered", bytes=size, reached_bytes=self._reached_bytes)
             self._slots[slot.address] = reached
             self._reached_bytes += size * reached
             self._reached_of[slot.lane] = of_client + reached

@@ -6,12 +6,11 @@ lists are those of a prototype on an H100.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-log = logging.getLogger("gpu_service")
+from gpu_side.event_log import log
 
 # Up to so many rows, reading the weights takes longer than multiplying without tensor cores.
 DIRECT_ROWS = 4
@@ -64,12 +63,12 @@ class TileChoices:
         if (tile := self._chosen.get(key)) is None:
             took_us = {tile: self._time_us(partial(run, tile)) for tile in tiles_for(rows)}
             tile = self._chosen[key] = min(took_us, key=took_us.__getitem__)
-            fields = {
-                "in_features": in_features,
-                "out_features": out_features,
-                "rows": key[-1],
-                "tile": "x".join(map(str, tile)),
-                "us": round(took_us[tile], 1),
-            }
-            log.info("tile", extra={"fields": fields})
+            log.info(
+                "tile",
+                in_features=in_features,
+                out_features=out_features,
+                rows=key[-1],
+                tile="x".join(map(str, tile)),
+                us=round(took_us[tile], 1),
+            )
         return tile

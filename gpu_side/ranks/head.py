@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,14 @@ from typing import Any
 
 import torch
 
+from gpu_side.event_log import log
 from gpu_side.ranks.group import Group
-from gpu_side.ranks.job import RankJob
-from gpu_side.ranks.processes import RankProcesses, how_it_ended
+from gpu_side.ranks.processes import RankJob, RankProcesses, how_it_ended
 from gpu_side.ranks.worker import kernels_of
-from gpu_side.replies import Kernel, Result, Working
+from gpu_side.request_loop import StopSignal
 from gpu_side.served_model import ServedModel
-from gpu_side.stop_signal import StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
+from gpu_side.transfer import Kernel, Result, Working
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.encoding import request_template
@@ -37,8 +36,6 @@ from protocol.messages import (
 )
 from protocol.model.columns import WHOLE
 from protocol.tensors import WireTensor
-
-log = logging.getLogger("gpu_service")
 
 # How long the others may go on loading when the head has loaded, and computing when it has its own
 # part: so long, and so many times what the head took. A rank that hangs must not hang the service.
@@ -122,8 +119,7 @@ class Ranks:
             if self.failure is None:
                 where = "a rank" if rank is None else f"rank {rank}"
                 self.failure = EndpointError(where, got=got, expected="one that goes on")
-                fields = {"rank": "unknown" if rank is None else rank, "got": got}
-                log.error("rank_failed", extra={"fields": fields})
+                log.error("rank_failed", rank="unknown" if rank is None else rank, got=got)
         self._stop.request(0, None)
         return self.failure
 

@@ -18,7 +18,7 @@ from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.encoding import RequestReader
 from gpu_side.kernels import DeviceKernels, TorchKernels
 from gpu_side.ranks.group import IDLE, Group
-from gpu_side.ranks.job import RankJob
+from gpu_side.ranks.processes import RankJob
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import ServiceWeights, check_integers
 from protocol import native

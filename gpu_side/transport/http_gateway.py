@@ -8,7 +8,6 @@ that no other client knows, and else its connection.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import secrets
 import threading
@@ -18,8 +17,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from gpu_side.access import digest_of
 from gpu_side.encoding import MAX_FRAMES
-from gpu_side.transport.http_keys import digest_of
+from gpu_side.event_log import log
 from gpu_side.transport.listener import Incoming
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.http_access import CHANNEL_HEADER, CONTENT_TYPE, INSTANCE_HEADER, RPC_PATH
@@ -30,7 +30,6 @@ from protocol.tensors import Buffer
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
-log = logging.getLogger("gpu_service")
 
 HEALTH_PATH = "/health"
 # Requests that are being read, wait or are being answered: of all clients, and of one.
@@ -163,15 +162,14 @@ class Gateway:
                 await self._route(scope, receive, send)
             except _RefusedError as refused:
                 self.refused += 1
-                fields = {"reason": "http", "status": refused.status, "detail": str(refused)}
-                log.warning("dropped", extra={"fields": fields})
+                log.warning("dropped", reason="http", status=refused.status, detail=str(refused))
                 await self._say(send, refused.status, str(refused))
         except TimeoutError:
             self._cut(scope)  # closing it would wait for the client to read
         except (_GoneError, OSError):
             return  # an answer that is not complete: its connection is closed
         except Exception:
-            log.exception("http_failed", extra={"fields": {"path": "rpc"}})
+            log.exception("http_failed", path="rpc")
 
     async def _route(
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable

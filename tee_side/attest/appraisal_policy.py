@@ -37,7 +37,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from protocol.errors import SettingsError, describe
-from tee_side.attest.snp_report import Product, SigningKey
+from tee_side.attest.snp import Product, SigningKey
 from tee_side.plugins import FileCheck, accept_any
 from tee_side.refusals import first_problem, refusal
 

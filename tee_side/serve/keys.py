@@ -104,12 +104,12 @@ def hash_of(key: str) -> str:
 
 def check_name(name: str, where: str) -> str:
     """Return a key's name. Raises KeyFileError, which does not quote it: it may be a key."""
-    if not _NAME.fullmatch(name) or name.startswith(PREFIX):
-        raise KeyFileError(
-            f"{where}: name of a key",
-            got=f"{len(name)} characters",
-            expected=f"1 to 32 of A-Z, a-z, 0-9, - and _, not {PREFIX} in front",
-        )
+    KeyFileError.unless(
+        _NAME.fullmatch(name) and not name.startswith(PREFIX),
+        f"{where}: name of a key",
+        f"{len(name)} characters",
+        f"1 to 32 of A-Z, a-z, 0-9, - and _, not {PREFIX} in front",
+    )
     return name
 
 
@@ -134,9 +134,8 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
     for name, fields in entries.items():
         keys[name] = key = _key(check_name(name, where), fields, f"{where}: {name}")
         other = names.setdefault(key.sha256, name)
-        if other != name:
-            got = f"the key of {other}"
-            raise KeyFileError(f"{where}: {name}: sha256", got=got, expected="a key of its own")
+        got = f"the key of {other}"
+        KeyFileError.unless(other == name, f"{where}: {name}: sha256", got, "a key of its own")
     return keys
 
 

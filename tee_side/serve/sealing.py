@@ -26,9 +26,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import ProtocolError
 from tee_side.serve.errors import ApiError
-from tee_side.serve.hpke_key import HpkeKey
-from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, open_secret
-from tee_side.serve.sealed_heads import RequestHead, ResponseHead, joined, target_of
+from tee_side.serve.sealed import (
+    CONTENT_TYPE,
+    SALT_BYTES,
+    Direction,
+    HpkeKey,
+    RequestHead,
+    ResponseHead,
+    joined,
+    open_secret,
+    target_of,
+)
 
 WINDOW_S = 120
 # In 10 MB. As many in twice the window are 270 a second.
@@ -60,7 +68,7 @@ class Sealing:
         if scope["type"] != "http" or _content_type(scope) != CONTENT_TYPE:
             await self._app(scope, receive, send)
             return
-        opened = _Opened(receive)
+        opened = _OpenedRequest(receive)
         try:
             head = await opened.begin(
                 self._key, target_of(scope["raw_path"], scope["query_string"])
@@ -116,7 +124,7 @@ class Remembered:
         self._by_second.get(head.time, set()).discard(hashlib.sha256(secret).digest())
 
 
-class _Opened:
+class _OpenedRequest:
     """What is received of a request, opened. `secret`: known when it has begun."""
 
     def __init__(self, receive: Receive) -> None:

@@ -25,7 +25,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from tee_side.attest.claims import Claims
+from tee_side.attest.statement import Claims
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve import schema
 from tee_side.serve.app import _GUARDED, create_app
@@ -36,7 +36,7 @@ from tee_side.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
+    EmbeddingsRequest,
     TokenizeRequest,
 )
 from tests.kit.evidence import identity
@@ -222,7 +222,7 @@ CANARY = "Seekrit-\ud83d\x1b[31m 4711"
 ENDPOINTS = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
-    "/v1/embeddings": (EmbeddingRequest, {"input": "a"}),
+    "/v1/embeddings": (EmbeddingsRequest, {"input": "a"}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
 }
