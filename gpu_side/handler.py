@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.kernels import Kernels, NullWeights, Served, TorchKernels
-from gpu_side.queues import QueueLimits
+from gpu_side.cuda.kernels import device_kernels
+from gpu_side.kernels import NullWeights, Served
 from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
-from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
+from gpu_side.state import QueueLimits
 from gpu_side.tasks import RequestChecker
 from gpu_side.transfer import Kernel, Result
 from gpu_side.transport.listener import Incoming
@@ -61,20 +60,17 @@ class RequestHandler:
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
-        self._model: ServedModel
-        self._kernels: Kernels
         segments: Callable[[SessionStore], SegmentKernels] | None = None
         device: torch.device | None = None
-        if isinstance(weights, NullWeights):
-            self._model, self._kernels = weights.model, weights.kernels
-            segments = partial(NullSegments, weights)
-        elif isinstance(weights, ServiceWeights):
+        if isinstance(weights, ServiceWeights):
             device, segments = weights.device, partial(TorchSegments, weights, spin_us=spin_us)
-            on_cuda = weights.device.type == "cuda"
-            kernels = CudaKernels if on_cuda else TorchKernels
-            self._model, self._kernels = weights, kernels(weights, spin_us)
+            served = Served(weights, device_kernels(weights, spin_us))
+        elif isinstance(weights, NullWeights):
+            segments = partial(NullSegments, weights)
+            served = Served(weights.model, weights.kernels)
         else:
-            self._model, self._kernels = weights.model, weights.kernels
+            served = weights
+        self._model, self._kernels = served.model, served.kernels
         self._checker = RequestChecker(self._model, max_message_bytes)
         self._max_message_bytes = max_message_bytes
         self._limits = limits or QueueLimits()

@@ -274,18 +274,15 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
     return kernels_us + copies_us
 
 
-class Served(Protocol):
-    """What is there in the place of weights that this process holds alone."""
+@dataclass(frozen=True)
+class Served:
+    """What is there in the place of weights that this process holds alone.
 
-    @property
-    def model(self) -> ServedModel:
-        """What it says that it holds."""
-        ...
+    `model`: what it says that it holds; `kernels`: what computes with it.
+    """
 
-    @property
-    def kernels(self) -> Kernels:
-        """What computes with it."""
-        ...
+    model: ServedModel
+    kernels: Kernels
 
 
 class NullWeights:

@@ -1,7 +1,7 @@
 """Answers requests, one after the other, until told to stop; then what it has taken before.
 
 One thread does everything. Whatever has arrived is picked up between two requests and waits in a
-bounded queue, from which its clients are served in turn (`gpu_side.queues`). What waits in the
+bounded queue, from which its clients are served in turn (`gpu_side.state`). What waits in the
 transport while the processor computes a product is not seen before the product is done, so the
 queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
 go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
@@ -30,8 +30,7 @@ from gpu_side.encoding import (
 )
 from gpu_side.event_log import log
 from gpu_side.handler import RequestHandler
-from gpu_side.queues import Rejected
-from gpu_side.state import SUCCESS, ServiceState
+from gpu_side.state import SUCCESS, Rejected, ServiceState
 from gpu_side.transfer import Kernel, Result, Working, wait_until
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.codec import MAX_HEADER_BYTES

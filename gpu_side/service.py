@@ -18,12 +18,11 @@ from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights, Served
 from gpu_side.parts import check_columns
-from gpu_side.queues import QueueLimits
 from gpu_side.ranks.processes import OPTION, RankPlace, by_torchrun, place_of
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, read_served_model
 from gpu_side.sessions import SessionSettings
-from gpu_side.state import ServiceState
+from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.weights import ServiceWeights, check_integers, load_weights
@@ -270,15 +269,14 @@ def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitSt
         return
     try:
         # Not imported, and need not be installed, where the operator asks for no metrics.
-        from gpu_side.metrics import MetricsServer
+        from gpu_side.metrics import serving_metrics
     except ModuleNotFoundError:
         raise SettingsError(
             "metrics",
             got="no prometheus_client",
             expected="it installed: pip install '.[metrics]'",
         ) from None
-    server = stack.enter_context(MetricsServer(settings.metrics, state))
-    log.info("metrics", url=server.url)
+    log.info("metrics", url=stack.enter_context(serving_metrics(settings.metrics, state)))
 
 
 @contextmanager

@@ -9,11 +9,10 @@ import torch
 from torch.nn.functional import linear
 
 from gpu_side.cuda.check import InPlaceProof
-from gpu_side.cuda.device import CudaDevice
+from gpu_side.cuda.device import CudaDevice, Tile, TileChoices
 from gpu_side.cuda.products import GRAPH_ROWS, DeviceProducts, InPlaceJob, Product
-from gpu_side.cuda.tiles import Tile, TileChoices
 from gpu_side.encoding import payload_place
-from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
+from gpu_side.kernels import DeviceKernels, TorchKernels, WeightRequest, weight_of
 from gpu_side.tasks import Computed, LinearWork, Task
 from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
@@ -119,6 +118,11 @@ class CudaKernels:
                 result = product(given.to(weight.device)).cpu()
                 if rows <= GRAPH_ROWS[-1]:
                     proof.check(product, given, result)
+
+
+def device_kernels(weights: ServiceWeights, spin_us: float) -> DeviceKernels:
+    """Return what computes with weights, on the device where they are."""
+    return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
 
 
 class _Ring:

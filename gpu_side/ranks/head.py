@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from gpu_side.cuda.kernels import device_kernels
 from gpu_side.event_log import log
+from gpu_side.kernels import Served
 from gpu_side.ranks.group import Group
 from gpu_side.ranks.processes import RankJob, RankProcesses, how_it_ended
-from gpu_side.ranks.worker import kernels_of
 from gpu_side.request_loop import StopSignal
-from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transfer import Kernel, Result, Working
 from gpu_side.transport.listener import Incoming
@@ -78,7 +78,7 @@ class Ranks:
             raise self.fail(None, "no answer") from None
         return True
 
-    def served(self, weights: ServiceWeights) -> RankWeights:
+    def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
         group, expected = self._joined, self.job.holds(weights)
         for rank in group.others:
@@ -86,7 +86,8 @@ class Ranks:
                 said, _ = group.receive(rank, timedelta(seconds=LOAD_S))
             if said != expected:
                 raise self.fail(rank, "other weights than ours")
-        return RankWeights(self, weights)
+        model = replace(weights, columns=WHOLE, ranks=self.job.place.ranks)
+        return Served(model, RankKernels(self, weights))
 
     def compute(
         self,
@@ -189,20 +190,12 @@ class _OfAll:
         return ends_ns
 
 
-class RankWeights:
-    """What all ranks hold together. `model`: the whole; `kernels`: compute with all of it."""
-
-    def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
-        self.model: ServedModel = replace(weights, columns=WHOLE, ranks=ranks.job.place.ranks)
-        self.kernels = RankKernels(ranks, weights)
-
-
 class RankKernels:
     """Products by all ranks; what needs no weight, by the head alone."""
 
     def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
         self._ranks = ranks
-        self._own = kernels_of(weights, ranks.job.spin_us)
+        self._own = device_kernels(weights, ranks.job.spin_us)
         self._device, self._dtype = weights.device, weights.dtype
         count = ranks.job.place.ranks
         self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]

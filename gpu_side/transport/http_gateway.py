@@ -55,6 +55,12 @@ class _RefusedError(Exception):
         super().__init__(detail)
         self.status = status
 
+    @classmethod
+    def unless(cls, holds: object, status: int, detail: str) -> None:
+        """Refuse a request unless `holds`."""
+        if not holds:
+            raise cls(status, detail)
+
 
 class _GoneError(Exception):
     """A client that has closed its connection."""
@@ -179,16 +185,14 @@ class Gateway:
             ready = self.is_ready and not self._ending
             await self._say(send, 200 if ready else 503, "ready" if ready else "not ready")
             return
-        if path != RPC_PATH:
-            raise _RefusedError(404, f"{RPC_PATH} and {HEALTH_PATH} are all there is")
-        if method != "POST":
-            raise _RefusedError(405, "POST only")
+        paths = f"{RPC_PATH} and {HEALTH_PATH} are all there is"
+        _RefusedError.unless(path == RPC_PATH, 404, paths)
+        _RefusedError.unless(method == "POST", 405, "POST only")
         headers = dict(scope["headers"])
         key = b""
         if self.tokens is not None:
             key = digest_of(headers.get(b"authorization", b""), self.tokens) or b""
-            if not key:
-                raise _RefusedError(401, "no token that is let in")
+            _RefusedError.unless(key, 401, "no token that is let in")
         name = _name(scope, headers)
         own = self._underway[key or name]
         if self._ending or self._underway.total() >= MAX_REQUESTS or own >= MAX_CLIENT_REQUESTS:
@@ -247,13 +251,13 @@ class Gateway:
     ) -> bytearray:
         """Read a body. Raises _RefusedError and _GoneError."""
         said = headers.get(b"content-length", b"")
-        if said and b"transfer-encoding" in headers:
-            # h11 reads all chunks, whatever length is said.
-            raise _RefusedError(400, "a length, and chunks as well")
+        # h11 reads all chunks, whatever length is said.
+        chunked = b"transfer-encoding" in headers
+        _RefusedError.unless(not (said and chunked), 400, "a length, and chunks as well")
         # What is said decides when it is read, and nothing more.
         size = int(said) if said.isdigit() else self._longest
-        if size > self._longest:
-            raise _RefusedError(413, f"a body of {size} bytes, of {self._longest}")
+        fits = size <= self._longest
+        _RefusedError.unless(fits, 413, f"a body of {size} bytes, of {self._longest}")
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S) as limit:
@@ -266,8 +270,8 @@ class Gateway:
                         if message["type"] != "http.request":
                             raise _GoneError
                         body += message.get("body", b"")
-                        if len(body) > size:
-                            raise _RefusedError(413, f"a body of more than {size} bytes")
+                        fits = len(body) <= size
+                        _RefusedError.unless(fits, 413, f"a body of more than {size} bytes")
                         if not message.get("more_body"):
                             return body
                 finally:

@@ -54,21 +54,18 @@ class Handshake:
         self._said = said = self._said + data
         # Where ZeroMQ looks for the version: other bytes than these are one before 3.
         first, signed, version = said[:1], said[9:10], said[10:11]
-        if first != b"\xff" or signed not in (b"", b"\x7f") or version not in (b"", b"\3"):
-            raise _malformed("no greeting of ZMTP 3")
+        known = first == b"\xff" and signed in (b"", b"\x7f") and version in (b"", b"\3")
+        _require(known, "no greeting of ZMTP 3")
         passed = said[self._passed : _GREETING_BYTES]
         self._passed += len(passed)
-        kind, size = said[_GREETING_BYTES : _GREETING_BYTES + 1], 1
-        if kind == bytes([_LONG]):
-            size = 8
-        elif kind not in (b"", bytes([_SHORT])):
-            raise _malformed("a message before READY")
+        kind = said[_GREETING_BYTES : _GREETING_BYTES + 1]
+        _require(kind in (b"", bytes([_SHORT]), bytes([_LONG])), "a message before READY")
+        size = 8 if kind == bytes([_LONG]) else 1
         begin = _GREETING_BYTES + 1 + size
         if len(said) < begin:
             return passed
         end = begin + int.from_bytes(said[begin - size : begin])
-        if end - begin > _READY_BYTES:
-            raise _malformed(f"a command of {end - begin} bytes")
+        _require(end - begin <= _READY_BYTES, f"a command of {end - begin} bytes")
         if len(said) < end:
             return passed
         ready = _named(said[begin:end], self._name)
@@ -78,24 +75,21 @@ class Handshake:
 
 def _named(ready: bytes, name: bytes) -> bytes:
     """Return READY with another routing id. Raises ProtocolError for what is no READY."""
-    if not ready.startswith(_READY):
-        raise _malformed("a command before READY")
+    _require(ready.startswith(_READY), "a command before READY")
     kept, at = _READY, len(_READY)
     while at < len(ready):
         value = at + 1 + ready[at] + 4
         end = value + int.from_bytes(ready[value - 4 : value])
-        if max(value, end) > len(ready):
-            raise _malformed("a property that does not end")
+        _require(max(value, end) <= len(ready), "a property that does not end")
         if not is_property(ready[at + 1 : value - 4]):
             kept += ready[at:end]
         at = end
     return kept + as_property(name)
 
 
-def _malformed(got: str) -> ProtocolError:
-    return ProtocolError(
-        "ZeroMQ's handshake", got=got, expected="that of ZMTP 3", code=ErrorCode.MALFORMED_MESSAGE
-    )
+def _require(holds: bool, got: str) -> None:
+    where, code = "ZeroMQ's handshake", ErrorCode.MALFORMED_MESSAGE
+    ProtocolError.unless(holds, where, got, "that of ZMTP 3", code=code)
 
 
 # What is read at a time, and what a Unix socket may hold: it takes all of the former at once.

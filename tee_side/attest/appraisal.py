@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from datetime import datetime
 from hashlib import sha256
+from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
 from protocol.errors import EvidenceError
@@ -110,11 +111,13 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[App
         case VerifiedSnp(), AppraisalPolicy(snp=SnpPolicy() as table):
             yield from _snp_steps(verified, table)
         case VerifiedTdx(), AppraisalPolicy(tdx=TdxPolicy() as table):
-            yield _step("MRTD", verified.mrtd, table.mrtd)
-            for number, allowed in () if isinstance(table.rtmr, str) else table.rtmr.items():
-                yield _step(f"RTMR{number}", verified.rtmr[int(number)], allowed)
-            yield _step("MRCONFIGID", verified.config_id, table.config_id)
-            yield _step("TCB status", verified.status, table.tcb_status)
+            registers = () if isinstance(table.rtmr, str) else table.rtmr.items()
+            yield from _steps(
+                ("MRTD", verified.mrtd, table.mrtd),
+                *((f"RTMR{n}", verified.rtmr[int(n)], allowed) for n, allowed in registers),
+                ("MRCONFIGID", verified.config_id, table.config_id),
+                ("TCB status", verified.status, table.tcb_status),
+            )
         case VerifiedSimulated(), AppraisalPolicy(simulated=SimulatedPolicy() as table):
             yield _step("measurement", verified.measurement, table.measurements)
         case _:
@@ -127,17 +130,19 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[App
 
 def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[AppraisalStep]:
     report = verified.report
-    yield _step("product", verified.product, table.products)
-    yield _step("measurement", report.measurement, table.measurements)
-    yield _step("host data", report.host_data, table.host_data)
-    yield _step("debug", "on" if report.debug else "off", table.debug)
     agent = "allowed" if report.migration_agent else "off"
-    yield _step("migration agent", agent, table.migration_agent)
-    yield _step("VMPL", report.vmpl, table.vmpl)
-    yield _step("signing key", report.signing_key, table.signing_key)
     checked = "checked" if verified.revocation_checked else "not checked"
-    yield _step("revocation", checked, table.revocation)
-    yield _step("alias check", "done" if report.alias_check else "not done", table.alias_check)
+    yield from _steps(
+        ("product", verified.product, table.products),
+        ("measurement", report.measurement, table.measurements),
+        ("host data", report.host_data, table.host_data),
+        ("debug", "on" if report.debug else "off", table.debug),
+        ("migration agent", agent, table.migration_agent),
+        ("VMPL", report.vmpl, table.vmpl),
+        ("signing key", report.signing_key, table.signing_key),
+        ("revocation", checked, table.revocation),
+        ("alias check", "done" if report.alias_check else "not done", table.alias_check),
+    )
     if isinstance(table.minimum_tcb, str):
         yield AppraisalStep("TCB", True, str(verified.tcb), _ANY)
     elif (least := table.minimum_tcb.get(verified.product)) is not None:
@@ -164,9 +169,11 @@ def _gpu_steps(
     elif table is not None:
         for name, gpu in evidence.gpus.items():
             found = verify_nvidia(gpu.report, gpu.certificates, nonce, now)
-            yield _step(f"GPU {name}", found.digest, table.measurements)
-            yield _step(f"GPU {name}: driver", found.driver, table.driver)
-            yield _step(f"GPU {name}: VBIOS", found.vbios, table.vbios)
+            yield from _steps(
+                (f"GPU {name}", found.digest, table.measurements),
+                (f"GPU {name}: driver", found.driver, table.driver),
+                (f"GPU {name}: VBIOS", found.vbios, table.vbios),
+            )
 
 
 def _claim_steps(
@@ -184,17 +191,21 @@ def _claim_steps(
         most = math.inf if isinstance(policy.max_age_s, str) else policy.max_age_s
         fresh = -_CLOCKS_APART_S <= age_s <= most
         yield AppraisalStep("age", fresh, f"{age_s} s", f"{most} s at most")
-    for name in ("model", "policy", "settings", "version"):
-        yield _step(name, getattr(claims, name), getattr(table, name))
-    for name, digest in claims.plugins.items():
-        yield _step(f"plug-in {name}", digest, table.plugins)
-    for owner, key in claims.curve_keys.items():
-        if owner != "runner":
-            yield _step(f"key of {owner}", key, table.services)
+    names, keys = ("model", "policy", "settings", "version"), claims.curve_keys.items()
+    yield from _steps(
+        *((name, getattr(claims, name), getattr(table, name)) for name in names),
+        *((f"plug-in {name}", digest, table.plugins) for name, digest in claims.plugins.items()),
+        *((f"key of {owner}", key, table.services) for owner, key in keys if owner != "runner"),
+    )
     if policy.mode != "development":
         confidential = ("snp+nvidia", "tdx+nvidia")
         others = () if policy.mode == "gpu-confidential" else ("none", "snp", "tdx")
         yield _step("attested services", claims.attested_services, (*confidential, *others))
+
+
+def _steps(*rows: tuple[str, object, object]) -> Iterator[AppraisalStep]:
+    """Compare what is named with what is allowed, row by row."""
+    return starmap(_step, rows)
 
 
 def _step(name: str, got: object, allowed: object) -> AppraisalStep:

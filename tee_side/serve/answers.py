@@ -12,12 +12,12 @@ import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from tee_side.engine.request import Delivery, FinishReason, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.serve.serving import OfferedModel, TokenCounts, TokenNames
+from tee_side.serve.serving import OfferedModel, TokenCounts, TokenNames, number
 
 
 class SampleText:
@@ -62,34 +62,92 @@ Entry: TypeAlias = tuple[str, ...]
 _FINISH: dict[FinishReason | None, str] = {None: "null", "stop": '"stop"', "length": '"length"'}
 
 
-class AnswerForm(Protocol):
-    """How an endpoint writes what all of them have. Everything is JSON; `logprobs` may be null."""
+# Forms: how an endpoint writes what all of them have. Everything is JSON.
+#   entry      a token's log-probabilities; None for the first token of a prompt, which has none
+#   logprobs   those of several tokens; the form may write null
+#   opening    the delta that a stream's choice begins with, behind its index
+#   delta      the text of a chunk's choice, behind its index
+#   whole      the text of a whole choice, behind its index
 
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
+
+class CompletionForm:
+    """OpenAI's text_completion; log-probabilities are four lists."""
+
+    id_prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
 
     def entry(
         self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
     ) -> Entry:
-        """Write a token's; None for the first token of a prompt, which has none."""
-        ...
+        """Write the token, its logprob, the likeliest with the token itself, and the offset."""
+        name = names.of(token_id)[0]
+        if logprob is None:
+            return name, "null", "null", str(offset)
+        top: dict[str, str] = {}
+        for other, value in logprob.top:
+            top.setdefault(names.of(other)[0], number(value))
+        top[name] = own = number(logprob.logprob)
+        pairs = ",".join(f"{key}:{value}" for key, value in top.items())
+        return name, own, f"{{{pairs}}}", str(offset)
 
     def logprobs(self, entries: Sequence[Entry]) -> str:
-        """Write those of several tokens."""
-        ...
+        """Write the lists."""
+        tokens, own, top, offsets = (",".join(column) for column in zip(*entries, strict=True))
+        return (
+            f'{{"tokens":[{tokens}],"token_logprobs":[{own}],'
+            f'"top_logprobs":[{top}],"text_offset":[{offsets}]}}'
+        )
 
     def opening(self) -> str | None:
-        """Write the delta that a stream's choice begins with, behind its index."""
-        ...
+        """Write nothing: the first chunk has text."""
+        return None
 
     def delta(self, text: str) -> str:
-        """Write the text of a chunk's choice, behind its index."""
-        ...
+        """Write the text."""
+        return f'"text":{json.dumps(text)}'
+
+    whole = delta
+
+
+class ChatForm:
+    """OpenAI's chat.completion; log-probabilities are a list of objects."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def entry(
+        self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
+    ) -> Entry:
+        """Write the token; there is no offset, and no token without a logprob."""
+        if logprob is None:
+            return ()
+        top = ",".join(f"{{{_named(names, *one)}}}" for one in logprob.top)
+        return (f'{{{_named(names, token_id, logprob.logprob)},"top_logprobs":[{top}]}}',)
+
+    def logprobs(self, entries: Sequence[Entry]) -> str:
+        """Write the list."""
+        return f'{{"content":[{",".join(entry[0] for entry in entries)}],"refusal":null}}'
+
+    def opening(self) -> str:
+        """Write the role."""
+        return '"delta":{"role":"assistant","content":""}'
+
+    def delta(self, text: str) -> str:
+        """Write the text of a chunk."""
+        return f'"delta":{{"content":{json.dumps(text)}}}'
 
     def whole(self, text: str) -> str:
-        """Write the text of a whole choice, behind its index."""
-        ...
+        """Write the message."""
+        return f'"message":{{"role":"assistant","content":{json.dumps(text)},"refusal":null}}'
+
+
+def _named(names: TokenNames, token_id: int, logprob: float) -> str:
+    name, listed = names.of(token_id)
+    return f'"token":{name},"logprob":{number(logprob)},"bytes":{listed}'
+
+
+AnswerForm: TypeAlias = CompletionForm | ChatForm
 
 
 @dataclass(slots=True)

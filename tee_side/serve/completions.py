@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,10 +11,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from protocol.errors import TsqpError
-from tee_side.engine.request import Grammar, Logprob, Request
+from tee_side.engine.request import Grammar, Request
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.serve.answers import AnswerForm, Entry, StreamedAnswer, WholeAnswer
-from tee_side.serve.errors import ApiError, of_engine, wrong
+from tee_side.serve.answers import AnswerForm, ChatForm, CompletionForm, StreamedAnswer, WholeAnswer
+from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import EngineResponse, precheck
 from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
 from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
@@ -24,9 +23,7 @@ from tee_side.serve.serving import (
     GrammarKind,
     OfferedModel,
     Serving,
-    TokenNames,
     caller_of,
-    number,
     serving_of,
 )
 
@@ -83,14 +80,19 @@ async def prepared(
 
 def check_fields(body: Generating) -> None:
     """Raise ApiError for fields that do not go together."""
-    if body.stream_options is not None and not body.stream:
-        raise wrong("body.stream_options", "stream to be true")
-    if len(list(_grammars(body))) > 1:
-        raise wrong("body", "one grammar (response_format, structured_outputs or guided_*)")
+    require(body.stream_options is None or body.stream, "body.stream_options", "stream to be true")
+    require(
+        len(list(_grammars(body))) <= 1,
+        "body",
+        "one grammar (response_format, structured_outputs or guided_*)",
+    )
     form = body.response_format
-    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-        expected = "a value with type json_schema, and none else"
-        raise wrong("body.response_format.json_schema", expected)
+    expected = "a value with type json_schema, and none else"
+    require(
+        form is None or (form.type == "json_schema") == (form.json_schema is not None),
+        "body.response_format.json_schema",
+        expected,
+    )
 
 
 def exchange(
@@ -153,15 +155,17 @@ def _bias(model: OfferedModel, bias: dict[str, float]) -> dict[int, float]:
     size = model.config.vocab_size
     # Nine digits: Python's own conversion takes longer for more.
     ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size for key in bias]
-    if max(ids) >= size:
-        raise wrong("body.logit_bias", f"token ids below {size} as its keys")
+    require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
     return dict(zip(ids, bias.values(), strict=True))
 
 
 def _stop_ids(model: OfferedModel, body: Generating) -> frozenset[int] | None:
     own = frozenset(body.stop_token_ids or ())
-    if own and max(own) >= model.config.vocab_size:
-        raise wrong("body.stop_token_ids", f"token ids below {model.config.vocab_size}")
+    require(
+        not own or max(own) < model.config.vocab_size,
+        "body.stop_token_ids",
+        f"token ids below {model.config.vocab_size}",
+    )
     if body.ignore_eos:
         return own
     return own | model.config.eos_token_ids if own else None
@@ -202,45 +206,6 @@ def _grammar(serving: Serving, owner: str, body: Generating) -> Grammar | None:
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionForm:
-    """OpenAI's text_completion; log-probabilities are four lists."""
-
-    id_prefix = "cmpl-"
-    whole_object = chunk_object = "text_completion"
-
-    def entry(
-        self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
-    ) -> Entry:
-        """Write the token, its logprob, the likeliest with the token itself, and the offset."""
-        name = names.of(token_id)[0]
-        if logprob is None:
-            return name, "null", "null", str(offset)
-        top: dict[str, str] = {}
-        for other, value in logprob.top:
-            top.setdefault(names.of(other)[0], number(value))
-        top[name] = own = number(logprob.logprob)
-        pairs = ",".join(f"{key}:{value}" for key, value in top.items())
-        return name, own, f"{{{pairs}}}", str(offset)
-
-    def logprobs(self, entries: Sequence[Entry]) -> str:
-        """Write the lists."""
-        tokens, own, top, offsets = (",".join(column) for column in zip(*entries, strict=True))
-        return (
-            f'{{"tokens":[{tokens}],"token_logprobs":[{own}],'
-            f'"top_logprobs":[{top}],"text_offset":[{offsets}]}}'
-        )
-
-    def opening(self) -> None:
-        """Write nothing: the first chunk has text."""
-        return
-
-    def delta(self, text: str) -> str:
-        """Write the text."""
-        return f'"text":{json.dumps(text)}'
-
-    whole = delta
-
-
 _COMPLETION = CompletionForm()
 
 
@@ -255,8 +220,7 @@ def prepare_completion(serving: Serving, caller: Caller, body: CompletionRequest
     require_model(model, body.model)
     check_fields(body)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise wrong("body.max_tokens", "at least 1 (0 with echo)")
+    require(max_tokens != 0 or body.echo, "body.max_tokens", "at least 1 (0 with echo)")
     special = body.add_special_tokens is not False
     prompts = encode(model, body.prompt, param, special=special, samples=body.n or 1)
     echo = None
@@ -270,45 +234,7 @@ def prepare_completion(serving: Serving, caller: Caller, body: CompletionRequest
     return exchange(serving, caller, _COMPLETION, body, wanted)
 
 
-class ChatForm:
-    """OpenAI's chat.completion; log-probabilities are a list of objects."""
-
-    id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def entry(
-        self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
-    ) -> Entry:
-        """Write the token; there is no offset, and no token without a logprob."""
-        if logprob is None:
-            return ()
-        top = ",".join(f"{{{_named(names, *one)}}}" for one in logprob.top)
-        return (f'{{{_named(names, token_id, logprob.logprob)},"top_logprobs":[{top}]}}',)
-
-    def logprobs(self, entries: Sequence[Entry]) -> str:
-        """Write the list."""
-        return f'{{"content":[{",".join(entry[0] for entry in entries)}],"refusal":null}}'
-
-    def opening(self) -> str:
-        """Write the role."""
-        return '"delta":{"role":"assistant","content":""}'
-
-    def delta(self, text: str) -> str:
-        """Write the text of a chunk."""
-        return f'"delta":{{"content":{json.dumps(text)}}}'
-
-    def whole(self, text: str) -> str:
-        """Write the message."""
-        return f'"message":{{"role":"assistant","content":{json.dumps(text)},"refusal":null}}'
-
-
 _CHAT = ChatForm()
-
-
-def _named(names: TokenNames, token_id: int, logprob: float) -> str:
-    name, listed = names.of(token_id)
-    return f'"token":{name},"logprob":{number(logprob)},"bytes":{listed}'
 
 
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
@@ -321,8 +247,7 @@ def prepare_chat(serving: Serving, caller: Caller, body: ChatRequest) -> EngineR
     model = serving.model
     require_model(model, body.model)
     check_fields(body)
-    if body.top_logprobs and not body.logprobs:
-        raise wrong("body.top_logprobs", "logprobs to be true")
+    require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
     add = body.add_generation_prompt is not False
     ids = encode_chat(model, body.messages, add_generation_prompt=add)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

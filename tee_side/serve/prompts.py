@@ -20,7 +20,7 @@ from starlette.responses import Response
 from protocol.errors import ModelError, TsqpError
 from tee_side.engine.request import Delivery, Request
 from tee_side.serve.answers import head
-from tee_side.serve.errors import ApiError, of_engine, wrong
+from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import EngineResponse, precheck
 from tee_side.serve.schema import (
     ChatMessage,
@@ -56,20 +56,24 @@ def encode(
 ) -> list[tuple[int, ...]]:
     """Return the ids of each prompt. Raises ApiError."""
     prompts = listed(prompt)
-    if not prompts:
-        raise wrong(param, "at least one prompt")
-    if len(prompts) * samples > MAX_CHOICES:
-        raise wrong(param, f"at most {MAX_CHOICES} prompts, all samples counted")
+    require(prompts, param, "at least one prompt")
+    require(
+        len(prompts) * samples <= MAX_CHOICES,
+        param,
+        f"at most {MAX_CHOICES} prompts, all samples counted",
+    )
     found: list[tuple[int, ...]] = []
     for one in prompts:
         if isinstance(one, str):
             found.append(tuple(encode_text(model, one, param, special=special)))
         else:
             found.append(tuple(one))
-        if not found[-1]:
-            raise wrong(param, "at least one token")
-        if max(found[-1]) >= model.config.vocab_size:
-            raise wrong(param, f"token ids below {model.config.vocab_size}")
+        require(found[-1], param, "at least one token")
+        require(
+            max(found[-1]) < model.config.vocab_size,
+            param,
+            f"token ids below {model.config.vocab_size}",
+        )
     return found
 
 
@@ -101,8 +105,7 @@ def encode_chat(
 
 def _turn(message: ChatMessage, param: str) -> dict[str, str]:
     content = message.content
-    if content is None and message.role != "assistant":
-        raise wrong(f"{param}.content", "a value")
+    require(content is not None or message.role == "assistant", f"{param}.content", "a value")
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content
     turn = {
         "role": "system" if message.role == "developer" else message.role,
@@ -160,8 +163,11 @@ async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> dict[str,
     """Return the text of token ids: `prompt` is vLLM's name, `content` llama.cpp's."""
     model = serving_of(request).model
     require_model(model, body.model)
-    if max(body.tokens, default=0) >= model.config.vocab_size:
-        raise wrong("body.tokens", f"token ids below {model.config.vocab_size}")
+    require(
+        max(body.tokens, default=0) < model.config.vocab_size,
+        "body.tokens",
+        f"token ids below {model.config.vocab_size}",
+    )
     try:
         text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
     except TsqpError as error:
@@ -182,11 +188,9 @@ async def tokenizer_info(request: HttpRequest) -> dict[str, Any]:
 
 def _tokenize(model: OfferedModel, body: TokenizeRequest) -> dict[str, Any]:
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
-    if len(given) != 1:
-        raise wrong("body", "one of prompt, messages and content")
+    require(len(given) == 1, "body", "one of prompt, messages and content")
     for name in body.model_fields_set - _FIELDS_OF[given[0]]:
-        if getattr(body, name) is not None:
-            raise wrong(f"body.{name}", f"none beside {given[0]}")
+        require(getattr(body, name) is None, f"body.{name}", f"none beside {given[0]}")
     if body.content is not None:
         # llama.cpp's defaults: without special tokens, and nothing but the tokens.
         ids = encode_text(model, body.content, "body.content", special=bool(body.add_special))
@@ -258,8 +262,11 @@ def prepare_embeddings(serving: Serving, caller: Caller, body: EmbeddingsRequest
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.input"
     require_model(model, body.model)
-    if body.dimensions not in (None, model.config.hidden_size):
-        raise wrong("body.dimensions", f"{model.config.hidden_size}, or nothing")
+    require(
+        body.dimensions in (None, model.config.hidden_size),
+        "body.dimensions",
+        f"{model.config.hidden_size}, or nothing",
+    )
     inputs = encode(model, body.input, param, special=body.add_special_tokens is not False)
     for ids in inputs:
         require_room(model, ids, param, for_new=0)

@@ -16,11 +16,14 @@ import base64
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tee_side.attest.statement import NONE, RECEIPT_DOMAIN, Receipt
-from tee_side.engine.request import Request
+
+if TYPE_CHECKING:
+    from tee_side.engine.request import Request
 
 
 class ReceiptChain:

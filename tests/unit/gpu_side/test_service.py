@@ -23,12 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpu_side import access
 from gpu_side.access import ServiceKeys, rereads_list
 from gpu_side.event_log import MAX_REASONS, REASONS, LineFilter, limited
-from gpu_side.metrics import MetricsServer, parse_address
-from gpu_side.queues import QueueLimits
+from gpu_side.metrics import parse_address, serving_metrics
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.service import ServiceSettings, _arithmetic, _stop_signals, serve
 from gpu_side.sessions import SessionSettings
-from gpu_side.state import ServiceState
+from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.errors import KernelError, SettingsError
@@ -219,9 +218,9 @@ def test_what_was_counted_is_what_is_served() -> None:
         "tsqp_spilled_sessions": 0,
         "tsqp_spilled_session_bytes": 0,
     }
-    with MetricsServer("127.0.0.1:*", state) as server:
+    with serving_metrics("127.0.0.1:*", state) as url:
         for state.status, ready in (("loading", 0), ("ready", 1), ("draining", 0)):
-            with urllib.request.urlopen(server.url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 text = answer.read().decode()
             assert "canary" not in text
             found = {family.name: family for family in text_string_to_metric_families(text)}
