@@ -301,19 +301,12 @@ class Gateway:
     async def _send(self, frames: Sequence[Buffer], send: ASGISendCallable) -> None:
         pieces, total = to_pieces(frames)
         async with asyncio.timeout(BODY_S + total / LEAST_BYTES_PER_S):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", CONTENT_TYPE.encode()),
-                        (b"content-length", str(total).encode()),
-                        (b"cache-control", b"no-store"),
-                        (INSTANCE_HEADER.encode(), self._instance),
-                    ],
-                    "trailers": False,
-                }
-            )
+            headers = [
+                (b"content-type", CONTENT_TYPE.encode()),
+                (b"content-length", str(total).encode()),
+                (b"cache-control", b"no-store"),
+            ]
+            await self._begin(send, 200, headers)
             for piece in pieces:
                 for start in range(0, len(piece), _TURN_BYTES):
                     part = bytes(memoryview(piece)[start : start + _TURN_BYTES])
@@ -325,22 +318,22 @@ class Gateway:
         headers = [
             (b"content-type", b"text/plain"),
             (b"content-length", str(len(body)).encode()),
-            (INSTANCE_HEADER.encode(), self._instance),
         ]
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if status in _ENDS_CONNECTION:
             headers.append((b"connection", b"close"))
         async with asyncio.timeout(BODY_S):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": status,
-                    "headers": headers,
-                    "trailers": False,
-                }
-            )
+            await self._begin(send, status, headers)
             await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(
+        self, send: ASGISendCallable, status: int, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        named = [*headers, (INSTANCE_HEADER.encode(), self._instance)]
+        await send(
+            {"type": "http.response.start", "status": status, "headers": named, "trailers": False}
+        )
 
 
 async def _disconnected(receive: ASGIReceiveCallable) -> None:

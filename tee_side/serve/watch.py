@@ -50,6 +50,10 @@ _COUNTERS = {
     "bytes_received": ("tsqp:bytes_received", "Bytes received from services."),
 }
 
+_AUDIT = (
+    ("tsqp:audit_errors", "Writes of the audit log that the disk refused."),
+    ("tsqp:audit_lost", "Records of the audit log that were lost."),
+)
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -149,12 +153,9 @@ class _EngineCollector(Collector):
         rate = self._made_per_second(totals["pads_made"])
         text = "Tokens for which pads were made, each second of the last minute."
         yield self._metric(GaugeMetricFamily, "tsqp:pads_made_per_second", text, rate)
-        if self._audit is not None:
-            errors, lost = self._audit()
-            text = "Writes of the audit log that the disk refused."
-            yield self._metric(CounterMetricFamily, "tsqp:audit_errors", text, errors)
-            text = "Records of the audit log that were lost."
-            yield self._metric(CounterMetricFamily, "tsqp:audit_lost", text, lost)
+        counts = () if self._audit is None else zip(_AUDIT, self._audit(), strict=True)
+        for (name, text), count in counts:
+            yield self._metric(CounterMetricFamily, name, text, count)
 
     def _metric(
         self,

@@ -65,8 +65,8 @@ def build(
     Two builds of one lock and one source give the same files, bit by bit. Needs root, mmdebstrap
     and apt.
     """
-    from tsqp.deploy.build import Recipe, resolve
     from tsqp.deploy.build import build as make
+    from tsqp.deploy.build import resolve
     from tsqp.deploy.launch import least_memory_mib
     from tsqp.deploy.lock import INITRAMFS, LOCK, Lock, fetch
     from tsqp.deploy.packages import TORCH_INDEX
@@ -93,8 +93,8 @@ def build(
     if save is not None:
         fetch(parts.artifacts, save, packages)
         packages = (save, *packages)
-    recipe = Recipe(packages=packages, jobs=jobs or os.cpu_count() or 1, scratch=scratch)
-    make(parts, checkout, output, recipe, progress)
+    jobs = jobs or os.cpu_count() or 1
+    make(parts, checkout, output, progress, packages=packages, jobs=jobs, scratch=scratch)
     (output / LOCK).write_bytes(parts.to_bytes())
     size = bytes_for_people((output / INITRAMFS).stat().st_size)
     least = least_memory_mib(output)

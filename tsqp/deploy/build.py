@@ -11,7 +11,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
@@ -241,18 +240,6 @@ _LEVEL = 15
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What is built, beside what the lock says.
-
-    `packages`: folders of saved packages. `scratch`: where temporary files go, some GB.
-    """
-
-    packages: Sequence[Path] = ()
-    jobs: int = 1
-    scratch: Path | None = None
-
-
 def resolve(
     suite: Suite,
     source: Path,
@@ -275,10 +262,20 @@ def resolve(
         )
 
 
-def build(lock: Lock, source: Path, output: Path, recipe: Recipe, progress: Progress) -> None:
+def build(
+    lock: Lock,
+    source: Path,
+    output: Path,
+    progress: Progress,
+    *,
+    packages: Sequence[Path] = (),
+    jobs: int = 1,
+    scratch: Path | None = None,
+) -> None:
     """Build the image of a lock into a new directory. Raises SettingsError.
 
-    Same lock, source and recipe give the same files, whatever the machine. Needs root.
+    `packages`: folders of saved packages. `scratch`: where temporary files go, some GB.
+    Same lock and source give the same files, whatever the machine. Needs root.
     """
     line = " ".join(SELF_TEST) if lock.small else command_line((), None)
     SettingsError.unless(os.geteuid() == 0, "tsqp image build", "another user", "root")
@@ -287,8 +284,9 @@ def build(lock: Lock, source: Path, output: Path, recipe: Recipe, progress: Prog
     )
     umask = os.umask(0o022)
     try:
-        with TemporaryDirectory(dir=recipe.scratch, prefix="tsqp-image-") as name:
-            _build(lock, source, output, recipe, progress, Path(name).resolve(), line)
+        with TemporaryDirectory(dir=scratch, prefix="tsqp-image-") as name:
+            temporary = Path(name).resolve()
+            _build(lock, source, output, progress, packages, jobs, temporary, line)
     finally:
         os.umask(umask)
 
@@ -297,15 +295,16 @@ def _build(
     lock: Lock,
     source: Path,
     output: Path,
-    recipe: Recipe,
     progress: Progress,
+    folders: Sequence[Path],
+    jobs: int,
     scratch: Path,
     line: str,
 ) -> None:
     packages, tools = scratch / "packages", scratch / "tools"
     root = tools / "image"
     progress(f"fetch {len(lock.artifacts)} packages")
-    fetch(lock.artifacts, packages, recipe.packages)
+    fetch(lock.artifacts, packages, folders)
     progress("install the tools")
     install_packages(lock.suite, lock.tools, packages, tools)
     progress("install the system")
@@ -322,7 +321,7 @@ def _build(
     strip(root)
     add_units(root)
     progress("pack")
-    unpacked = _pack(tools, recipe.jobs)
+    unpacked = _pack(tools, jobs)
     made = {
         KERNEL: (tools / "kernel/boot" / f"vmlinuz-{release}").read_bytes(),
         INITRAMFS: (tools / INITRAMFS).read_bytes(),

@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 from urllib.parse import quote
-from xml.etree.ElementTree import Element, SubElement, indent, tostring
+from xml.sax.saxutils import escape, quoteattr
 
 from protocol.errors import SettingsError
 from tee_side.attest.appraisal_policy import MinimumTcb
@@ -195,30 +196,29 @@ class GuestMachine:
 
     def qemu(self, vsock_device: Path | None = None) -> list[str]:
         """Return the command that starts it. `vsock_device`: the socket of that program."""
-        words = [QEMU, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]
-        words += ["-serial", "stdio", "-smp", str(self.vcpus), "-m", f"{self.memory_mib}M"]
         memory = f"memory-backend-memfd,id=ram,size={self.memory_mib}M,share=on"
-        words += ["-object", memory, *self._processor()]
-        for name, file in (("kernel", KERNEL), ("initrd", INITRAMFS)):
-            words += [f"-{name}", str(self.image / file)]
-        words += ["-append", (self.image / COMMAND_LINE).read_text()]
-        for device in self._devices(vsock_device):
-            words += device
-        return words
+        return [
+            *(QEMU, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
+            *("-serial", "stdio", "-smp", str(self.vcpus), "-m", f"{self.memory_mib}M"),
+            *("-object", memory, *self._processor()),
+            *("-kernel", str(self.image / KERNEL), "-initrd", str(self.image / INITRAMFS)),
+            *("-append", (self.image / COMMAND_LINE).read_text()),
+            *chain.from_iterable(self._devices(vsock_device)),
+        ]
 
     def _processor(self) -> list[str]:
-        machine = "q35,memory-backend=ram"
-        if self.launch is None:
-            # It says where a copy of this machine goes on; of encrypted memory there is none.
+        machine, launch = "q35,memory-backend=ram", self.launch
+        if launch is None:
+            said = "" if self.measurement is None else self.measurement.hex()
+            value = f"name=opt/tsqp/measurement,string={said}"
+            # vmgenid says where a copy of this machine goes on; of encrypted memory there is none.
             words = ["-M", machine, "-cpu", "max", "-device", "vmgenid,guid=auto"]
-            if self.measurement is not None:
-                value = f"name=opt/tsqp/measurement,string={self.measurement.hex()}"
-                words += ["-fw_cfg", value]
-            return words
-        launch = self.launch
-        guest = f"sev-snp-guest,id=snp,policy={GUEST_POLICY:#x},kernel-hashes=on"
-        guest += f",cbitpos={_C_BIT},reduced-phys-bits=1"
-        guest += f",host-data={base64.b64encode(launch.host_data).decode()}"
+            return [*words, *(("-fw_cfg", value) if said else ())]
+        guest = (
+            f"sev-snp-guest,id=snp,policy={GUEST_POLICY:#x},kernel-hashes=on"
+            f",cbitpos={_C_BIT},reduced-phys-bits=1"
+            f",host-data={base64.b64encode(launch.host_data).decode()}"
+        )
         machine += ",confidential-guest-support=snp,vmport=off"
         words = ["-accel", "kvm", "-M", machine, "-cpu", launch.vcpu_type, "-object", guest]
         return [*words, "-bios", str(launch.firmware)]
@@ -302,50 +302,75 @@ def domain(machine: GuestMachine, name: str) -> str:
     if launch is None or any(others) or machine.reach_network:
         expected = "SEV-SNP, with --kernel-vsock; a network is the domain's own"
         raise SettingsError("--show libvirt", got="another machine", expected=expected)
-    root = Element("domain", type="kvm")
-    _add(root, "name", name)
-    _add(root, "memory", str(machine.memory_mib), unit="MiB")
-    backing = _add(root, "memoryBacking")
-    _add(backing, "source", type="memfd")
-    _add(backing, "access", mode="shared")
-    _add(root, "vcpu", str(machine.vcpus))
-    system = _add(root, "os")
-    _add(system, "type", "hvm", arch="x86_64", machine="q35")
-    _add(system, "loader", str(launch.firmware.resolve()), type="rom")
-    for word, file in (("kernel", KERNEL), ("initrd", INITRAMFS)):
-        _add(system, word, str((machine.image / file).resolve()))
-    _add(system, "cmdline", (machine.image / COMMAND_LINE).read_text())
-    features = _add(root, "features")
-    _add(features, "acpi")
-    _add(features, "vmport", state="off")
-    _add(_add(root, "cpu", mode="custom", match="exact"), "model", launch.vcpu_type)
-    for event in ("poweroff", "reboot", "crash"):
-        _add(root, f"on_{event}", "destroy")
-    devices = _add(root, "devices")
-    if machine.model is not None:
-        disk = _add(devices, "disk", type="file", device="disk")
-        _add(disk, "driver", name="qemu", type="raw", iommu="on")
-        _add(disk, "source", file=str(machine.model.resolve()))
-        _add(disk, "target", dev="vda", bus="virtio")
-        _add(disk, "serial", "model")
-        _add(disk, "readonly")
-    if machine.kernel_vsock:
-        vsock = _add(devices, "vsock", model="virtio")
-        _add(vsock, "cid", auto="no", address=str(machine.cid))
-        _add(vsock, "driver", iommu="on")
-    _add(devices, "serial", type="pty")
-    _add(devices, "memballoon", model="none")
-    security = _add(root, "launchSecurity", type="sev-snp", kernelHashes="yes")
-    _add(security, "policy", f"{GUEST_POLICY:#010x}")
-    _add(security, "hostData", base64.b64encode(launch.host_data).decode())
-    indent(root)
-    return tostring(root, encoding="unicode") + "\n"
+    disk = "" if machine.model is None else _DISK.format(quoteattr(str(machine.model.resolve())))
+    vsock = _VSOCK.format(machine.cid) if machine.kernel_vsock else ""
+    kernel, initrd = (escape(str((machine.image / f).resolve())) for f in (KERNEL, INITRAMFS))
+    return _DOMAIN.format(
+        name=escape(name),
+        memory_mib=machine.memory_mib,
+        vcpus=machine.vcpus,
+        firmware=escape(str(launch.firmware.resolve())),
+        kernel=kernel,
+        initrd=initrd,
+        line=escape((machine.image / COMMAND_LINE).read_text()),
+        model=escape(launch.vcpu_type),
+        devices=f"{disk}{vsock}",
+        policy=f"{GUEST_POLICY:#010x}",
+        host_data=base64.b64encode(launch.host_data).decode(),
+    )
 
 
-def _add(parent: Element, tag: str, text: str | None = None, **names: str) -> Element:
-    made = SubElement(parent, tag, names)
-    made.text = text
-    return made
+_DISK = """\
+    <disk type="file" device="disk">
+      <driver name="qemu" type="raw" iommu="on" />
+      <source file={} />
+      <target dev="vda" bus="virtio" />
+      <serial>model</serial>
+      <readonly />
+    </disk>
+"""
+_VSOCK = """\
+    <vsock model="virtio">
+      <cid auto="no" address="{}" />
+      <driver iommu="on" />
+    </vsock>
+"""
+_DOMAIN = """\
+<domain type="kvm">
+  <name>{name}</name>
+  <memory unit="MiB">{memory_mib}</memory>
+  <memoryBacking>
+    <source type="memfd" />
+    <access mode="shared" />
+  </memoryBacking>
+  <vcpu>{vcpus}</vcpu>
+  <os>
+    <type arch="x86_64" machine="q35">hvm</type>
+    <loader type="rom">{firmware}</loader>
+    <kernel>{kernel}</kernel>
+    <initrd>{initrd}</initrd>
+    <cmdline>{line}</cmdline>
+  </os>
+  <features>
+    <acpi />
+    <vmport state="off" />
+  </features>
+  <cpu mode="custom" match="exact">
+    <model>{model}</model>
+  </cpu>
+  <on_poweroff>destroy</on_poweroff>
+  <on_reboot>destroy</on_reboot>
+  <on_crash>destroy</on_crash>
+  <devices>
+{devices}    <serial type="pty" />
+    <memballoon model="none" />
+  </devices>
+  <launchSecurity type="sev-snp" kernelHashes="yes">
+    <policy>{policy}</policy>
+    <hostData>{host_data}</hostData>
+  </launchSecurity>
+</domain>
+"""
 
 
 _PARTS = ("bootloader", "tee", "snp", "microcode", "fmc")

@@ -15,10 +15,10 @@ from typing import Annotated, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from protocol.errors import SettingsError
-from tee_side.refusals import first_problem
+from protocol.validation import validate_file
 
 Suite: TypeAlias = Literal["trixie", "bookworm"]
 
@@ -116,16 +116,13 @@ class Lock(BaseModel):
     def load(cls, path: Path) -> Lock:
         """Read a lock file. Raises SettingsError."""
         try:
-            return cls.model_validate(json.loads(path.read_bytes()))
+            content = json.loads(path.read_bytes())
         except OSError as error:
             got = error.strerror or type(error).__name__
             raise SettingsError(str(path), got=got, expected="a lock file") from None
-        except ValidationError as error:
-            problem = first_problem(error, cls.model_fields)
-            where = f"{path}: {problem.field}" if problem.field else str(path)
-            raise SettingsError(where, got=problem.got, expected=problem.expected) from None
         except ValueError:
             raise SettingsError(str(path), got="another content", expected="JSON") from None
+        return validate_file(cls, content, str(path), SettingsError)
 
 
 _TIMEOUT_S = 60

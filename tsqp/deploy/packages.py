@@ -132,7 +132,7 @@ class Archive:
     def resolve(self, names: Sequence[str]) -> tuple[Artifact, ...]:
         """Return packages, with what they need and what every system has, by name."""
         wanted = [_ESSENTIAL, *(_MERGED if self._suite == "bookworm" else ()), *names]
-        command = ["apt-get", "-y", "--print-uris", "install_packages", *wanted]
+        command = ["apt-get", "-y", "--print-uris", "install", *wanted]
         printed = call(command, settings=self._settings).decode()
         found = [_package(match) for match in _LINE.finditer(printed)]
         return tuple(sorted(found, key=lambda artifact: artifact.name))
@@ -229,25 +229,14 @@ def _resolved(arguments: Sequence[str], suite: Suite, scratch: Path) -> tuple[Ar
     platforms = [*_PLATFORMS, *(f"manylinux_2_{minor}" for minor in _GLIBC_MINORS)]
     report = scratch / "report.json"
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install_wheels",
-        "-qq",
-        "--dry-run",
-        "--ignore-installed",
+        *(sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed"),
+        *("--only-binary=:all:", f"--python-version={PYTHONS[suite]}", "--report", str(report)),
+        *(f"--platform={name}_x86_64" for name in platforms),
+        # The index of torch may be out of reach where pip knows another place for it.
+        *("--retries=1", "--target", str(scratch / "none"), *arguments),
     ]
-    command += [
-        "--only-binary=:all:",
-        f"--python-version={PYTHONS[suite]}",
-        "--report",
-        str(report),
-    ]
-    command += [f"--platform={name}_x86_64" for name in platforms]
-    # The index of torch may be out of reach where pip knows another place for it.
-    command += ["--retries=1", "--target", str(scratch / "none"), *arguments]
     call(command, settings=own_environment())
-    found = [_wheel(item) for item in json.loads(report.read_bytes())["install_wheels"]]
+    found = [_wheel(item) for item in json.loads(report.read_bytes())["install"]]
     return tuple(sorted(found, key=lambda artifact: artifact.name))
 
 
@@ -348,7 +337,7 @@ def install_wheels(wheels: Sequence[Artifact], own: Path, folder: Path, tools: P
     pip = ["python3", "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     chosen = ["--no-index", "--find-links=/wheels", "--require-hashes", "--no-deps", "--no-compile"]
     where = [f"--target={_LIBRARIES}", "--requirement=/requirements.txt"]
-    call_inside(tools, [*pip, "install_wheels", *chosen, *where])
+    call_inside(tools, [*pip, "install", *chosen, *where])
     call_inside(tools, ["python3", "-c", _COMPLETE, _LIBRARIES])
     shutil.rmtree(tools / "wheels")
 
