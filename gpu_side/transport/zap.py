@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import threading
 from itertools import count
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -221,7 +222,7 @@ class ZapHandler:
         elif found["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refuse("handshake_not_finished")
 
-    def _refuse(self, reason: str, **more: str) -> None:
+    def _refuse(self, reason: str, **more: Any) -> None:
         """Count a connection that is refused, and log why."""
         self.refused += 1
         log.warning("connection_refused", reason=reason, **more)
