@@ -110,7 +110,7 @@ class SessionStore:
     def totals(self) -> SessionTotals:
         """What there is now; from another thread as well."""
         files = self._files
-        return SessionTotals(len(self._held), self._ledger.bytes, len(files), files.total_bytes)
+        return SessionTotals(len(self._held), self._ledger.all.bytes, len(files), files.total_bytes)
 
     @contextmanager
     def running(
@@ -220,12 +220,12 @@ class SessionStore:
     def _make_room(self, client: bytes, more: int) -> bool:
         """Evict until so many bytes more fit; False, and nothing is evicted, where they cannot."""
         ledger = self._ledger
-        if ledger.in_use(client) + more > self._most_client:
+        if ledger.of(client).in_use + more > self._most_client:
             return False
-        while ledger.of(client) + more > self._most_client:
-            self._evict(ledger.oldest(client))
-        while ledger.bytes + more > self._most:
-            self._evict(ledger.oldest())
+        while (account := ledger.of(client)).bytes + more > self._most_client:
+            self._evict(account.oldest)
+        while ledger.all.bytes + more > self._most:
+            self._evict(ledger.all.oldest)
         return True
 
     def _evict(self, name: SessionName | None) -> None:
@@ -274,7 +274,7 @@ class SessionStore:
 
     def forget_client(self, client: bytes) -> None:
         """Forget all sessions of a client; not while its request runs."""
-        for name in self._ledger.sessions_of(client):
+        for name in list(self._ledger.of(client).resting):
             self._forget(name)
         self._files.forget_client(client)
 
@@ -293,7 +293,7 @@ class SessionStore:
         if now_s >= self.look_at_s:
             self._files.expire(now_s - self._ttl_s)
             used_s = float("inf")
-            while (name := self._ledger.oldest()) is not None:
+            while (name := self._ledger.all.oldest) is not None:
                 used_s = self._held[name].used_s
                 if used_s > now_s - self._ttl_s:
                     break

@@ -144,65 +144,62 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 @dataclass(slots=True)
-class _OfClient:
+class Account:
+    """Sessions of one client, or of all of them: their bytes, and those of them that are at rest.
+
+    `resting`: the least recently used first.
+    """
+
     bytes: int = 0
     resting_bytes: int = 0
-    # The least recently used first.
     resting: OrderedDict[SessionName, None] = field(default_factory=OrderedDict)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the sessions that are in use."""
+        return self.bytes - self.resting_bytes
+
+    @property
+    def oldest(self) -> SessionName | None:
+        """The session at rest that was used least recently."""
+        return next(iter(self.resting), None)
 
 
 class Ledger:
     """Sizes of sessions. One is in use by the running request from the beginning, or at rest.
 
-    `bytes`: of all.
+    Each question takes the same time however many sessions there are: one request may name
+    thousands. `all`: of all clients.
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.all = Account()
         self._sizes: dict[SessionName, int] = {}
-        self._resting: OrderedDict[SessionName, None] = OrderedDict()
-        self._clients: dict[bytes, _OfClient] = {}
+        self._clients: dict[bytes, Account] = {}
 
-    def of(self, client: bytes) -> int:
-        """Return the bytes of a client's sessions."""
-        return self._of(client).bytes
-
-    def in_use(self, client: bytes) -> int:
-        """Return the bytes of those of them that are in use."""
-        known = self._of(client)
-        return known.bytes - known.resting_bytes
-
-    def sessions_of(self, client: bytes) -> list[SessionName]:
-        """Return the sessions of a client that are at rest."""
-        return list(self._of(client).resting)
-
-    def count(self, client: bytes) -> int:
-        """Return how many sessions of a client are at rest."""
-        return len(self._of(client).resting)
-
-    def oldest(self, client: bytes | None = None) -> SessionName | None:
-        """Return the session at rest that was used least recently; `client`: among its own."""
-        return next(iter(self._resting if client is None else self._of(client).resting), None)
+    def of(self, client: bytes) -> Account:
+        """Return the account of a client."""
+        return self._clients.get(client) or Account()
 
     def resize(self, name: SessionName, size: int) -> None:
         """Take note of how many bytes a session in use has."""
         more = size - self._sizes.get(name, 0)
         self._sizes[name] = size
-        self.bytes += more
-        self._clients.setdefault(name.client, _OfClient()).bytes += more
+        for account in self._accounts(name):
+            account.bytes += more
 
     def use(self, name: SessionName) -> None:
         """Take a session into use, if it is at rest."""
-        if name in self._resting:
-            client = self._clients[name.client]
-            del self._resting[name], client.resting[name]
-            client.resting_bytes -= self._sizes[name]
+        if name in self.all.resting:
+            for account in self._accounts(name):
+                del account.resting[name]
+                account.resting_bytes -= self._sizes[name]
 
     def rest(self, name: SessionName) -> None:
         """Put a session that is in use, and has a size, to rest: behind all others."""
-        client = self._clients[name.client]
-        self._resting[name] = client.resting[name] = None
-        client.resting_bytes += self._sizes[name]
+        for account in self._accounts(name):
+            account.resting[name] = None
+            account.resting_bytes += self._sizes[name]
 
     def remove(self, name: SessionName) -> None:
         """Forget a session, if it is known."""
@@ -213,8 +210,8 @@ class Ledger:
             if not self._clients[name.client].bytes:
                 del self._clients[name.client]
 
-    def _of(self, client: bytes) -> _OfClient:
-        return self._clients.get(client) or _OfClient()
+    def _accounts(self, name: SessionName) -> tuple[Account, Account]:
+        return self.all, self._clients.setdefault(name.client, Account())
 
 
 # What a processor encrypts and writes in about a second.
@@ -235,7 +232,7 @@ class SessionFiles:
     @property
     def total_bytes(self) -> int:
         """Of those that are there."""
-        return self._ledger.bytes
+        return self._ledger.all.bytes
 
     def __len__(self) -> int:
         return len(self._files)
@@ -288,7 +285,7 @@ class SessionFiles:
 
     def forget_client(self, client: bytes) -> None:
         """Forget all sessions of a client."""
-        for name in self._ledger.sessions_of(client):
+        for name in list(self._ledger.of(client).resting):
             self.forget(name)
 
     def expire(self, until_s: float) -> None:
@@ -308,8 +305,9 @@ class SessionFiles:
     def _oldest(self) -> SessionName | None:
         """Return what goes first: of a client that has more than half, where there is one."""
         self._large = {client for client in self._large if self._is_large(client)}
-        return self._ledger.oldest(next(iter(self._large), None))
+        large = next(iter(self._large), None)
+        return (self._ledger.all if large is None else self._ledger.of(large)).oldest
 
     def _is_large(self, client: bytes) -> bool:
-        ledger = self._ledger
-        return 2 * ledger.of(client) > self._most or 2 * ledger.count(client) > MAX_FILES
+        account = self._ledger.of(client)
+        return 2 * account.bytes > self._most or 2 * len(account.resting) > MAX_FILES

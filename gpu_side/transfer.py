@@ -64,18 +64,9 @@ _ASK_AGAIN_NS = 50_000
 _ASK_AGAIN_PART = 8
 
 
-class Transfer(Protocol):
-    """Carries tensors to the device and back."""
-
-    def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a CPU tensor as it is needed on the device. The original may be freed at once."""
-        ...
-
-    def to_host(
-        self, tensor: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Working | None]:
-        """Return a device tensor on the CPU, complete once the work with it has ended."""
-        ...
+# Two ways to carry tensors to the device and back:
+#   to_device   returns a CPU tensor as it is needed there; the original may be freed at once
+#   to_host     returns a device tensor on the CPU, complete once the work with it has ended
 
 
 class InPlace:
@@ -87,7 +78,7 @@ class InPlace:
     def to_host(
         self, tensor: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Working | None]:
-        """See `Transfer.to_host`."""
+        """Return a tensor of the device on the CPU."""
         return tensor.to(dtype), None
 
 
@@ -160,7 +151,7 @@ class PinnedStaging:
         self._record = record
 
     def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Transfer.to_device`."""
+        """Return a CPU tensor on the device."""
         # Dropping the pinned tensor early is safe: torch reuses its block only after the copy.
         pinned = self._empty(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(self._device, non_blocking=True).to(dtype)
@@ -168,10 +159,13 @@ class PinnedStaging:
     def to_host(
         self, tensor: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Working | None]:
-        """See `Transfer.to_host`."""
+        """Return a tensor of the device on the CPU."""
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
         return pinned, Queued(self._record(self._device), self._spin_us)
+
+
+Transfer: TypeAlias = InPlace | PinnedStaging
 
 
 def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:

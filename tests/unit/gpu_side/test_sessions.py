@@ -273,9 +273,12 @@ class AnyRequests(RuleBasedStateMachine):
         assert totals.bytes == sum(session.cache.bytes for session in held.values())
         for client in (A, B):
             sizes = [one.cache.bytes for name, one in held.items() if name.client == client]
-            ledger = self.sessions._ledger
-            assert (ledger.of(client), ledger.in_use(client)) == (sum(sizes), 0)
-            assert len(ledger.sessions_of(client)) == len(sizes)
+            account = self.sessions._ledger.of(client)
+            assert (account.bytes, account.in_use, len(account.resting)) == (
+                sum(sizes),
+                0,
+                len(sizes),
+            )
 
     def teardown(self) -> None:
         self.sessions.close()
