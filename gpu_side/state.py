@@ -58,7 +58,7 @@ class Rejected(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _OfClient:
     """What waits of one client."""
 
     name: bytes
@@ -75,8 +75,8 @@ class FairQueue:
         self.requests = 0
         self.bytes = 0
         # Those with something waiting, and the same in the order of their turns.
-        self._clients: dict[bytes, _Waiting] = {}
-        self._turns: deque[_Waiting] = deque()
+        self._clients: dict[bytes, _OfClient] = {}
+        self._turns: deque[_OfClient] = deque()
         self._served = b""
 
     def __bool__(self) -> bool:
@@ -99,7 +99,7 @@ class FairQueue:
                 return (self._too_much(incoming, size),)
             refused = [self._take_newest(*victim) for victim in victims]
         if client is None:
-            self._clients[name] = client = _Waiting(name)
+            self._clients[name] = client = _OfClient(name)
             self._turns.append(client)
         client.messages.append((incoming, size))
         client.size += size
@@ -141,7 +141,7 @@ class FairQueue:
 
     def _choose_victims(
         self, count: int, held: int, size: int
-    ) -> list[tuple[_Waiting, str]] | None:
+    ) -> list[tuple[_OfClient, str]] | None:
         """Return the clients that must give up their newest message, and for which limit.
 
         Those with more than the newcomer would have (`count`, `held`), the one with most first. A
@@ -151,7 +151,7 @@ class FairQueue:
         where they do not fit even then, and no client gives up anything.
         """
         limits = self.limits
-        victims: list[tuple[_Waiting, str]] = []
+        victims: list[tuple[_OfClient, str]] = []
         to_free = self.bytes + size - limits.total_bytes
         is_modest = count == 1 and size <= limits.total_bytes // (len(self._turns) + 1)
         keeps = 0 if is_modest else 1
@@ -180,7 +180,7 @@ class FairQueue:
             victims.append((most, "total_requests"))
         return victims
 
-    def _take_newest(self, client: _Waiting, limit: str) -> Rejected:
+    def _take_newest(self, client: _OfClient, limit: str) -> Rejected:
         incoming, freed = client.messages.pop()
         client.size -= freed
         self.requests -= 1
