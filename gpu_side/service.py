@@ -190,7 +190,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         return
     limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
     settings.sessions.check()
-    with limited(log), _stop_signals() as stop:
+    with limited(log.logger), _stop_signals() as stop:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,
