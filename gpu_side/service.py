@@ -408,13 +408,14 @@ def _ranks(
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:
+    masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
     log.info(
         "loaded",
         weight_bytes=weight_bytes,
         load_s=round(load_s, 2),
         digest=held.model_digest[:16],
         arithmetic="+".join(held.arithmetic),
-        **{} if held.provision is None else {"mask": held.provision.mask},
+        **masked,
     )
 
 
