@@ -117,11 +117,10 @@ def rereads_list(
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # Full is the socket only where the thread has enough to read.
+    # The socket is full only when the thread has enough to read.
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     previous = signal.signal(signal.SIGHUP, _ignore)
-    # On a thread: the loop that answers requests must not be woken by a signal, which finds it in
-    # the middle of anything.
+    # On a thread: a signal must not interrupt the loop that answers requests.
     thread = threading.Thread(
         target=_read_signals, args=(reader, allow, path, read), name="allow-list", daemon=True
     )

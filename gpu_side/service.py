@@ -174,8 +174,8 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     """Run the service until SIGTERM or SIGINT. `attest`: see RequestHandler.
 
     Raises SettingsError, KeyFileError, EndpointError, ModelError or KernelError while starting;
-    afterwards EndpointError alone, where a key was revoked and the address cannot be bound again,
-    or what lets clients in has failed: better gone than there and of no use.
+    afterwards EndpointError alone: a key was revoked and the address cannot be bound again, or the
+    thread that accepts clients has died. A service without it should not look healthy.
     """
     started = time.monotonic()
     require_little_endian()
@@ -250,7 +250,7 @@ def _mib(size: int) -> float:
 
 
 def _allow_many_descriptors() -> None:
-    """Raise our limit of open files as far as we may: each connection is one, a stranger's too."""
+    """Raise RLIMIT_NOFILE to its hard limit: every connection takes a descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from gpu_side.event_log import log
 from protocol.liveness import PROBE, PROBES_BYTES
 
-# Where no further client is let in, one that has been silent for so long makes room.
+# While no further client is let in, a client that has been silent for this long is dropped.
 SILENT_S = 2.0
 # How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
@@ -188,7 +188,7 @@ class Acceptor:
         try:
             connection, _ = self._listening.accept()
         except OSError as error:
-            # A client that has gone again is nothing.
+            # Otherwise the client disconnected before accept(): ignore it.
             if error.errno in _EXHAUSTED:
                 self.pause_accepting()
             return

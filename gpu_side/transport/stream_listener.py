@@ -3,8 +3,8 @@
 What a client does not read waits in a queue of its own, and what it sends too slowly in a buffer of
 its own; the others are served meanwhile, and in turn. For large messages that have not been handed
 out there is one limit for all clients: beyond it they stay in the kernel, where their senders wait.
-A client that sends what is no message is dropped, and so is one that keeps others out by a message
-that it does not go on with.
+The listener drops clients that send malformed frames, and clients that hold buffer space with an
+unfinished message while others wait for it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from protocol.tensors import Buffer
 MAX_CLIENTS = 256
 # Replies of which some bytes still wait here because their client does not read.
 QUEUED_REPLIES = 16
-# So many times the largest message all clients together may have being received, or waiting to be
-# handed out, of messages too large for a receive buffer.
+# The budget for large messages of all clients together, in multiples of max_message_bytes: those
+# that are being received, or wait to be handed out, and are too large for a receive buffer.
 RECEIVED_MESSAGES = 2
-# So much of it each client may always have: one that fills the limit delays large requests only.
+# The part of it that each client may always have: a client that fills the budget delays large
+# requests only.
 ALWAYS_BYTES = 1024 * 1024
 # How often to look for clients that hold room for a message that does not grow.
 _LOOK_FOR_STALLED_S = 0.5

@@ -8,8 +8,9 @@ A request is answered once, whoever sends it:
 
 - Its head has the client's time, which may be `WINDOW_S` from the server's. Requests are remembered
   as long, `MAX_REMEMBERED` at most; where there are as many, a new one is told to come later.
-- Not remembered are reads, and what is refused whatever its content is: those without a key cannot
-  fill the memory. Whoever sends them again has an answer again, which the first sender alone opens.
+- The memory skips reads and requests that are refused before their content matters, so that clients
+  without a key cannot fill it. Sending one of those again gets another answer, which only the first
+  sender can open.
 - The server's clock is the host's to set: it never goes back here. Keys are made at the start, and
   so a server that starts again opens none of the requests before.
 """
