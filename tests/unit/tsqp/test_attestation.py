@@ -29,8 +29,8 @@ from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.attesters import simulate, verify_simulated
 from tee_side.attest.statement import (
-    DOMAIN,
     NONE,
+    RECEIPT_DOMAIN,
     Claims,
     Evidence,
     Purpose,
@@ -304,7 +304,7 @@ def forged(key: bytes, claims: Claims) -> bytes:
         fields = {**said, **counts, "time": time, "sampling": {}, "seed": None}
         packed = Receipt.model_validate(fields).encode()
         with suppress(InvalidSignature):
-            Ed25519PublicKey.from_public_bytes(key).verify(signature, DOMAIN + packed)
+            Ed25519PublicKey.from_public_bytes(key).verify(signature, RECEIPT_DOMAIN + packed)
             return packed + signature
     raise AssertionError("the library refuses this key")
 
