@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from benchmarks.targets import HANDSHAKE_TARGET, VERIFY_TARGET_MS
-from tee_side.attest import amd_certificates
+from tee_side.attest import snp
 from tee_side.attest.appraisal import Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.attesters import find_attester
@@ -51,7 +51,7 @@ _NOW = datetime.now(UTC)
 def verify_ms(rounds: int) -> float:
     """Return the median time of one verification."""
     chain, report = snp_chain.make_chain("genoa"), snp_chain.make_report("genoa")
-    amd_certificates.PINNED_ROOTS = {sha256(chain.certificates[-1]).hexdigest(): "genoa"}
+    snp.PINNED_ROOTS = {sha256(chain.certificates[-1]).hexdigest(): "genoa"}
     found = []
     for _ in range(rounds):
         began = time.perf_counter()

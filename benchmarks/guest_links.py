@@ -23,8 +23,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
-from tsqp.deploy.machine import Machine
+from tsqp.deploy.launch import GuestMachine
+from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
 from tsqp.lab.bench.ping_pong import running
 
 MEMORY_BYTES = 16 * 1024 * 1024
@@ -123,7 +123,7 @@ def main() -> None:
             "tcp": f"tcp://10.0.2.2:{bound['tcp'].rpartition(':')[2]}",
         }
         words: list[object] = [endpoints, options.round_trips, options.spin_us]
-        machine = Machine(
+        machine = GuestMachine(
             image=measuring_copy(options.image, folder, words),
             launch=None,
             vcpus=2,

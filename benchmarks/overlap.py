@@ -37,7 +37,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 
-from gpu_side.profiles import DeviceProfile
+from gpu_side.devices import DeviceProfile
 from protocol.errors import SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig, read_config

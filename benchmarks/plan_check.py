@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.profiles import DeviceProfile, find_profile
+from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES, Phase
 from tsqp.lab.bench.job import Plan

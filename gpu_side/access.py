@@ -1,23 +1,42 @@
-"""Which clients may use a service: its own key, and its allow-list.
+"""Which clients may use a service: its keys, and the lists of clients that SIGHUP reads again.
 
-The files are described in `protocol.curve`.
+Keys of ZeroMQ's CURVE and their allow-list are files that `protocol.curve` describes. HTTP has
+bearer tokens instead. The file of tokens holds digests alone, so that a copy of it lets no client
+in:
+
+    <SHA-256 of a token, 64 hexadecimal digits>    # the runner in the VM
+
+A plain hash is enough: `tsqp api-key NAME --digest` makes tokens of 32 random bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import re
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
 
 import zmq
 
+from gpu_side.event_log import log
 from protocol.curve import (
     SECRET_HEADER,
     checked_key,
     read_secret_key,
     read_text,
+    require_only_we_read,
     require_only_we_write,
 )
-from protocol.errors import KeyFileError
+from protocol.errors import KeyFileError, SettingsError
 
 _MAX_LIST_BYTES = 2**20
 
@@ -51,14 +70,181 @@ def read_allow_list(path: Path) -> frozenset[bytes]:
     require_only_we_write(path, status)
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{path}: line {number}"
-        if line.strip() == SECRET_HEADER:
-            raise KeyFileError(where, got="a secret key", expected="public keys (NAME.pub)")
+        KeyFileError.unless(
+            line.strip() != SECRET_HEADER, where, "a secret key", "public keys (NAME.pub)"
+        )
         words = line.split(maxsplit=1)
         if not words or words[0].startswith("#"):
             continue
-        if len(words) > 1 and not words[1].startswith("#"):
-            raise KeyFileError(where, got="more after the key", expected="nothing, or # a comment")
+        KeyFileError.unless(
+            len(words) <= 1 or words[1].startswith("#"),
+            where,
+            "more after the key",
+            "nothing, or # a comment",
+        )
         allowed.add(checked_key(words[0], where))
-    if not allowed:
-        raise KeyFileError(str(path), got="no key", expected="a client's public key a line")
+    KeyFileError.unless(allowed, str(path), "no key", "a client's public key a line")
     return frozenset(allowed)
+
+
+Allow: TypeAlias = Callable[[frozenset[bytes]], None]
+
+Reader: TypeAlias = Callable[[Path], frozenset[bytes]]
+
+
+# How long the end waits for a list that is just being read, perhaps over a network that hangs.
+_ENDING_S = 1.0
+
+
+@contextmanager
+def rereads_list(
+    allow: Allow,
+    path: Path | None,
+    read: Reader | None = None,
+) -> Iterator[None]:
+    """Give `allow` the allow-list at `path` anew whenever SIGHUP comes; None: there is none.
+
+    `allow`: called on a thread; `read`: reads a list of another kind.
+
+    To be entered from the main thread. While the block runs, signals are written to a socket of
+    this module's (`signal.set_wakeup_fd`), and handlers of others must do without: the listeners
+    that have a list look up a few times a second. A list that is empty or cannot be read
+    changes nothing, and the log says so. Without a list the signal is ignored.
+    """
+    if path is None:
+        with _ignores_the_signal():
+            yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    # The socket is full only when the thread has enough to read.
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous = signal.signal(signal.SIGHUP, _ignore)
+    # On a thread: a signal must not interrupt the loop that answers requests.
+    thread = threading.Thread(
+        target=_read_signals, args=(reader, allow, path, read), name="allow-list", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        signal.signal(signal.SIGHUP, previous)
+        writer.close()
+        thread.join(_ENDING_S)
+
+
+@contextmanager
+def _ignores_the_signal() -> Iterator[None]:
+    """Ignore the signal: by default it ends the process, and what waits is lost."""
+    previous = signal.signal(signal.SIGHUP, _log_ignored)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def _log_ignored(_number: int, _frame: FrameType | None) -> None:
+    log.info("sighup_ignored", detail="there is no list to read again")
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: the number of the signal has been written to the socket by now."""
+
+
+def _read_signals(
+    reader: socket.socket,
+    allow: Allow,
+    path: Path,
+    read: Reader | None,
+) -> None:
+    with reader:
+        while numbers := reader.recv(64):
+            if signal.SIGHUP in numbers:
+                _reread(allow, path, read)
+
+
+def _reread(allow: Allow, path: Path, read: Reader | None) -> None:
+    try:
+        allowed = (read or read_allow_list)(path)
+        allow(allowed)
+    except KeyFileError as error:
+        log.error("allow_list_unchanged", detail=str(error))
+        return
+    except Exception:
+        # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it was.
+        log.exception("allow_list_unchanged", detail="a failure of ours")
+        return
+    log.info("allow_list", keys=len(allowed))
+
+
+_MAX_PEM_BYTES = 2**20
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+_PEM = "a certificate and its key, as PEM, without a passphrase"
+
+
+@dataclass(frozen=True)
+class HttpKeys:
+    """`tokens`: digests of those that are let in, None: everybody is. `certificate`, `key`: PEM."""
+
+    tokens: frozenset[bytes] | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def read(cls, tokens: Path | None, certificate: Path | None, key: Path | None) -> HttpKeys:
+        """Read and check what the files hold. Raises KeyFileError, SettingsError."""
+        given = "--http-key alone" if certificate is None else "--http-cert alone"
+        SettingsError.unless(
+            (certificate is None) == (key is None),
+            "TLS",
+            given,
+            "--http-cert and --http-key, or neither",
+        )
+        if certificate is not None and key is not None:
+            require_only_we_read(key, read_text(key, _MAX_PEM_BYTES)[1])
+            try:
+                # With a passphrase, so that none is asked for.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
+            except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+                got = getattr(error, "reason", None) or getattr(error, "strerror", None)
+                raise SettingsError(
+                    "--http-cert and --http-key", got=got or type(error).__name__, expected=_PEM
+                ) from None
+        return cls(None if tokens is None else read_tokens(tokens), certificate, key)
+
+
+def read_tokens(path: Path) -> frozenset[bytes]:
+    """Read digests of tokens. Raises KeyFileError that names the line, and quotes nothing.
+
+    Refused: a file that others than us and root may write; a line that is no digest; an empty list,
+    which is a slip.
+    """
+    allowed = set()
+    text, status = read_text(path, _MAX_LIST_BYTES)
+    require_only_we_write(path, status)
+    for number, line in enumerate(text.splitlines(), 1):
+        digest = line.partition("#")[0].strip()
+        if not digest:
+            continue
+        got = f"{len(digest)} characters that are no digest"
+        expected = "SHA-256 of a token, as 64 lower-case hexadecimal digits"
+        KeyFileError.unless(_DIGEST.fullmatch(digest), f"{path}: line {number}", got, expected)
+        allowed.add(digest.encode())
+    KeyFileError.unless(allowed, str(path), "no digest", "one of a client's token a line")
+    return frozenset(allowed)
+
+
+def digest_of(authorization: bytes, allowed: frozenset[bytes]) -> bytes | None:
+    """Return which of the digests a header `Authorization: Bearer TOKEN` has; None for none.
+
+    The time depends on the number of digests, not on which one it is.
+    """
+    scheme, _, token = authorization.partition(b" ")
+    if scheme.lower() != b"bearer":
+        return None
+    digest = hashlib.sha256(token.strip()).hexdigest().encode()
+    matches = [hmac.compare_digest(digest, one) for one in allowed]
+    return digest if any(matches) else None

@@ -15,15 +15,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.kernels import Kernels, NullWeights, Served, TorchKernels
-from gpu_side.queues import QueueLimits
-from gpu_side.replies import Kernel, Result
+from gpu_side.cuda.kernels import device_kernels
+from gpu_side.kernels import NullWeights, Served
 from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
-from gpu_side.served_model import ServedModel
-from gpu_side.session_settings import SessionSettings, free_bytes
-from gpu_side.sessions import Sessions, SessionTotals
+from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
+from gpu_side.state import QueueLimits
 from gpu_side.tasks import RequestChecker
+from gpu_side.transfer import Kernel, Result
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
@@ -62,29 +60,26 @@ class RequestHandler:
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
-        self._model: ServedModel
-        self._kernels: Kernels
-        segments: Callable[[Sessions], SegmentKernels] | None = None
+        segments: Callable[[SessionStore], SegmentKernels] | None = None
         device: torch.device | None = None
-        if isinstance(weights, NullWeights):
-            self._model, self._kernels = weights.model, weights.kernels
-            segments = partial(NullSegments, weights)
-        elif isinstance(weights, ServiceWeights):
+        if isinstance(weights, ServiceWeights):
             device, segments = weights.device, partial(TorchSegments, weights, spin_us=spin_us)
-            on_cuda = weights.device.type == "cuda"
-            kernels = CudaKernels if on_cuda else TorchKernels
-            self._model, self._kernels = weights, kernels(weights, spin_us)
+            served = Served(weights, device_kernels(weights, spin_us))
+        elif isinstance(weights, NullWeights):
+            segments = partial(NullSegments, weights)
+            served = Served(weights.model, weights.kernels)
         else:
-            self._model, self._kernels = weights.model, weights.kernels
+            served = weights
+        self._model, self._kernels = served.model, served.kernels
         self._checker = RequestChecker(self._model, max_message_bytes)
         self._max_message_bytes = max_message_bytes
         self._limits = limits or QueueLimits()
         self._instance_id = secrets.token_hex(16)
         self._attest, self._attest_from_s = attest, 0.0
-        self.sessions: Sessions | None = None
+        self.sessions: SessionStore | None = None
         self._segments: SegmentKernels | None = None
         if segments is not None and self._model.has_segments:
-            self.sessions = Sessions(sessions or SessionSettings(), free_bytes(device))
+            self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(device))
             self._segments = segments(self.sessions)
 
     def session_totals(self) -> SessionTotals:
@@ -155,9 +150,10 @@ class RequestHandler:
         if not request.nonce or self._attest is None:
             return reply, None
         began_s = time.monotonic()
-        if began_s < self._attest_from_s:
-            got, expected = "one soon after another", "a pause, in which others are answered"
-            raise ProtocolError("evidence", got=got, expected=expected, code=ErrorCode.QUEUE_FULL)
+        got, expected = "one soon after another", "a pause, in which others are answered"
+        ProtocolError.unless(
+            began_s >= self._attest_from_s, "evidence", got, expected, code=ErrorCode.QUEUE_FULL
+        )
         try:
             statement = self._attest(request.nonce, self._model.model_digest)
         except EvidenceError as error:

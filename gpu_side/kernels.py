@@ -14,12 +14,10 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn.functional import embedding, linear
 
-from gpu_side.devices import NullDevice
-from gpu_side.profiles import DeviceProfile
-from gpu_side.replies import Kernel, Result, Working
+from gpu_side.devices import DeviceProfile, NullDevice
 from gpu_side.served_model import OPERATOR_OF, ServedModel
 from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
-from gpu_side.transfer import transfer_to
+from gpu_side.transfer import Kernel, Result, Working, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
@@ -276,18 +274,15 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
     return kernels_us + copies_us
 
 
-class Served(Protocol):
-    """What is there in the place of weights that this process holds alone."""
+@dataclass(frozen=True)
+class Served:
+    """What is there in the place of weights that this process holds alone.
 
-    @property
-    def model(self) -> ServedModel:
-        """What it says that it holds."""
-        ...
+    `model`: what it says that it holds; `kernels`: what computes with it.
+    """
 
-    @property
-    def kernels(self) -> Kernels:
-        """What computes with it."""
-        ...
+    model: ServedModel
+    kernels: Kernels
 
 
 class NullWeights:

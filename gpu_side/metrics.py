@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
@@ -21,8 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from gpu_side.counters import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram
-from gpu_side.state import ServiceState
+from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram, ServiceState
 from protocol.errors import EndpointError, SettingsError, describe
 
 DEFAULT_HOST = "127.0.0.1"
@@ -104,37 +103,28 @@ def _add(family: HistogramMetricFamily, method: str, histogram: Histogram) -> No
     family.add_metric((method,), buckets, histogram.sum_ns / 1e9)
 
 
-class MetricsServer:
-    """Serves a state's metrics until closed. `address`: as `parse_address` reads it.
+@contextmanager
+def serving_metrics(address: str, state: ServiceState) -> Iterator[str]:
+    """Serve a state's metrics; yield their URL. `address`: as `parse_address` reads it.
 
     Raises EndpointError where it cannot be bound, and SettingsError.
     """
-
-    def __init__(self, address: str, state: ServiceState) -> None:
-        host, port = parse_address(address)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(StateCollector(state))
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            # A name that cannot be resolved has a number of another list.
-            number = error.errno or 0
-            raise EndpointError(
-                f"metrics at {address}",
-                got=os.strerror(number) if number > 0 else "an unknown host",
-                expected="an address to bind",
-            ) from None
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    host, port = parse_address(address)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StateCollector(state))
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        # A name that cannot be resolved has a number of another list.
+        number = error.errno or 0
+        raise EndpointError(
+            f"metrics at {address}",
+            got=os.strerror(number) if number > 0 else "an unknown host",
+            expected="an address to bind",
+        ) from None
+    try:
+        yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -45,8 +45,8 @@ def read_provision(directory: Path) -> Provision | None:
     if not path.exists() and not path.is_symlink():
         return None
     raw = read_json(path)
-    if "version" not in raw:  # a default is for writers, not for readers
-        raise ModelError(f"{path}: version", got="nothing", expected="1")
+    # a default is for writers, not for readers
+    ModelError.unless("version" in raw, f"{path}: version", "nothing", "1")
     return validate_file(Provision, raw, str(path))
 
 

@@ -1,25 +1,25 @@
 """Answers requests, one after the other, until told to stop; then what it has taken before.
 
 One thread does everything. Whatever has arrived is picked up between two requests and waits in a
-bounded queue, from which its clients are served in turn (`gpu_side.queues`). What waits in the
+bounded queue, from which its clients are served in turn (`gpu_side.state`). What waits in the
 transport while the processor computes a product is not seen before the product is done, so the
 queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
 go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
-client sends ends the loop; the lines of the log it can cause are limited (`gpu_side.log_limit`).
+client sends ends the loop; the lines of the log it can cause are limited (`gpu_side.event_log`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
+import socket
 import time
 from collections import deque
-from typing import NamedTuple
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
-from gpu_side.clock import wait_until
-from gpu_side.counters import SUCCESS
 from gpu_side.defaults import DRAIN_S
 from gpu_side.encoding import (
     EnvelopeError,
@@ -28,31 +28,77 @@ from gpu_side.encoding import (
     encode_reply,
     unread,
 )
+from gpu_side.event_log import log
 from gpu_side.handler import RequestHandler
-from gpu_side.queues import Rejected
-from gpu_side.replies import Kernel, Result, Working
-from gpu_side.state import ServiceState
-from gpu_side.stop_signal import StopSignal
+from gpu_side.state import SUCCESS, Rejected, ServiceState
+from gpu_side.transfer import Kernel, Result, Working, wait_until
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.codec import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import HealthRequest, Request, Response, checked_timing
 
-log = logging.getLogger("gpu_service")
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once.
+
+    As `writer` it may be given to `signal.set_wakeup_fd` besides: a signal that comes just before a
+    poll blocks then ends it, whose handler would have to wait for the poll's end.
+
+    `list_changed`: whether the list of clients was read again; the loop sets it back.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.requested = self.list_changed = False
+
+    def request(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self.requested = True
+        self._wake()
+
+    def note_list(self) -> None:
+        """Have the loop look which of its clients are still let in; from another thread."""
+        self.list_changed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        # Where it is full, its reader has been woken.
+        with suppress(BlockingIOError):
+            self.writer.send(b"\0")
+
+    def forget_wakeup(self) -> None:
+        """Read what has woken the loop: it may be the number of a signal that ends nothing."""
+        with suppress(BlockingIOError):
+            while self.reader.recv(64):
+                pass
+
+    def rearm(self) -> None:
+        """Wait for another one."""
+        self.requested = False
+        self.forget_wakeup()
+
 
 # Between two requests, answers to what does not wait (refusals, and how we are): so many, and more
 # for so long, or for this part of the time that the last request took. A flood takes little of the
 # others' time then, and they wait little for what came before their own in the transport, which has
 # turns by connection and not by key.
 MAX_REFUSED_AT_ONCE = 4
+
 REFUSING_NS = 1_000_000
+
 REFUSING_PART = 4
+
 # Given to an accelerator: one that it works on, and the next, so that it need not wait for us. The
 # others stay in the queue, where their deadlines are checked, and take no memory for an output.
 MAX_UNDERWAY = 2
+
 _STOPPING_S = 0.1
+
 # More than a request for our health has in either form.
 _HEALTH_BYTES = 256
+
 # A wait for messages takes whole milliseconds. In the last of them before an accelerator is done we
 # look for messages so often.
 _LOOK_NS = 200_000
@@ -145,8 +191,7 @@ class RequestLoop:
         """
         queue, underway = self._queue, self._underway
         if queue or underway:
-            fields = {"queued_requests": queue.requests, "underway_requests": len(underway)}
-            log.info("draining", extra={"fields": fields})
+            log.info("draining", queued_requests=queue.requests, underway_requests=len(underway))
         stop.rearm()
         until_ns = time.perf_counter_ns() + self._drain_ns
         while (queue or underway) and not stop.requested and time.perf_counter_ns() < until_ns:
@@ -273,8 +318,7 @@ class RequestLoop:
 
     def _send_failure(self, listener: Listener, incoming: Incoming, opened: OpenedRequest) -> None:
         """Log the exception that is being handled, and reply that this request has failed."""
-        fields = _fields(incoming, opened, method=opened.method)
-        log.exception("failed", extra=fields)
+        log.exception("failed", **_fields(incoming, opened, method=opened.method))
         self._send(listener, incoming, opened, ErrorCode.INTERNAL)
 
     def _send(
@@ -302,7 +346,7 @@ class RequestLoop:
         try:
             frames = encode_reply(form, request_id, method, result, timing)
         except Exception:
-            log.exception("failed", extra=_fields(incoming, opened, method=method))
+            log.exception("failed", **_fields(incoming, opened, method=method))
             result = ErrorCode.INTERNAL
             frames = encode_reply(form, request_id, method, result)
         sent = listener.send(incoming.route, frames)
@@ -316,7 +360,7 @@ class RequestLoop:
             counters.sent_bytes += sum(map(len, frames))
         else:
             counters.dropped_replies += 1
-            log.warning("client_gone", extra=_fields(incoming, opened))
+            log.warning("client_gone", **_fields(incoming, opened))
 
     # ------------------------------------------------------------------------------- refusals
 
@@ -324,16 +368,16 @@ class RequestLoop:
         """Take note of a request that gets no reply: its client's key has been revoked."""
         self._counters.dropped_replies += 1
         detail = "the key has been revoked"
-        fields = _fields(incoming, opened, reason="revoked_key", detail=detail)
-        log.warning("dropped", extra=fields)
+        log.warning("dropped", **_fields(incoming, opened, reason="revoked_key", detail=detail))
 
     def _send_refusal(
         self, listener: Listener, incoming: Incoming, opened: OpenedRequest, error: ProtocolError
     ) -> None:
         if isinstance(error, EnvelopeError):
             opened = opened._replace(form=error.form, request_id=error.request_id)
-        fields = _fields(incoming, opened, code=error.code.value, detail=str(error))
-        log.warning("refused", extra=fields)
+        log.warning(
+            "refused", **_fields(incoming, opened, code=error.code.value, detail=str(error))
+        )
         self._send(listener, incoming, opened, error.code)
 
     def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> OpenedRequest:
@@ -353,16 +397,15 @@ class RequestLoop:
 
     def _refuse_full(self, listener: Listener, refused: Rejected) -> None:
         opened = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
-        fields = _fields(
-            refused.incoming,
-            opened,
+        log.warning(
+            "queue_full",
+            **_fields(refused.incoming, opened),
             code=ErrorCode.QUEUE_FULL.value,
             limit=f"max_queued_{refused.limit}",
             allowed=getattr(self._queue.limits, refused.limit),
             requested=refused.requested,
             available=refused.available,
         )
-        log.warning("queue_full", extra=fields)
 
     def _refuse_rest(self, listener: Listener) -> None:
         """Refuse what the drain has left.
@@ -372,8 +415,7 @@ class RequestLoop:
         """
         left = list(self._underway)
         if left or self._queue:
-            fields = {"refused_requests": len(left) + self._queue.requests}
-            log.warning("drain_ended", extra={"fields": fields})
+            log.warning("drain_ended", refused_requests=len(left) + self._queue.requests)
         for incoming, opened, *_ in left:
             self._send(listener, incoming, opened, ErrorCode.SHUTTING_DOWN)
         for incoming in self._queue.drain():
@@ -387,11 +429,9 @@ class RequestLoop:
                 break
 
 
-def _fields(
-    incoming: Incoming, opened: OpenedRequest, **more: object
-) -> dict[str, dict[str, object]]:
-    """Return what a line of the log says of a request, as `extra`."""
-    return {"fields": {"peer": incoming.peer, "request_id": opened.request_id, **more}}
+def _fields(incoming: Incoming, opened: OpenedRequest, **more: Any) -> dict[str, Any]:
+    """Return what a line of the log says of a request."""
+    return {"peer": incoming.peer, "request_id": opened.request_id, **more}
 
 
 def _too_late(method: str, queue_us: int, timeout_ms: int) -> ProtocolError:

@@ -12,13 +12,12 @@ import torch
 from torch.nn.functional import linear, silu
 
 from gpu_side.kernels import NullWeights
-from gpu_side.replies import Kernel, Result
 from gpu_side.segment_attention import PartAttention
 from gpu_side.segment_parts import Part, read_outputs, read_parts
 from gpu_side.session_cache import CacheShape, SessionCache, Window
-from gpu_side.sessions import Sessions
+from gpu_side.sessions import SessionStore
 from gpu_side.tasks import Task
-from gpu_side.transfer import transfer_to
+from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, SegmentRequest, tensor_reply
@@ -41,7 +40,7 @@ class SegmentKernels(ABC):
     def __init__(
         self,
         config: ModelConfig,
-        sessions: Sessions,
+        sessions: SessionStore,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
@@ -126,7 +125,7 @@ class TorchSegments(SegmentKernels):
     `protocol.model.forward` over sessions; shape suffixes are those of that module, c half of C.
     """
 
-    def __init__(self, weights: ServiceWeights, sessions: Sessions, spin_us: float = 0.0) -> None:
+    def __init__(self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0) -> None:
         config = weights.config
         super().__init__(config, sessions, weights.dtype, weights.device)
         if weights.linears is None or weights.segment is None:
@@ -207,7 +206,7 @@ class NullSegments(SegmentKernels):
     `kernels`: those of the same accelerator, which works on one request after the other.
     """
 
-    def __init__(self, weights: NullWeights, sessions: Sessions) -> None:
+    def __init__(self, weights: NullWeights, sessions: SessionStore) -> None:
         super().__init__(weights.model.config, sessions, weights.dtype, None)
         self._kernels = weights.kernels
 

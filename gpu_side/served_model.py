@@ -11,8 +11,8 @@ import torch
 
 from gpu_side.parts import PartConfig, check_columns
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
-from gpu_side.queues import QueueLimits
 from gpu_side.segment_weights import order_name, transformed_tensors
+from gpu_side.state import QueueLimits
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,

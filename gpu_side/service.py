@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import signal
 import time
@@ -10,25 +9,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from gpu_side.access import ServiceKeys, read_allow_list
-from gpu_side.allow_list_reload import rereads_list
+from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
+from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights, Served
-from gpu_side.log_limit import limited
 from gpu_side.parts import check_columns
-from gpu_side.queues import QueueLimits
-from gpu_side.ranks.place import OPTION, Place, by_torchrun, place_of
-from gpu_side.request_loop import RequestLoop
+from gpu_side.ranks.processes import OPTION, RankPlace, by_torchrun, place_of
+from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, read_served_model
-from gpu_side.session_settings import SessionSettings
-from gpu_side.state import ServiceState
-from gpu_side.stop_signal import StopSignal
+from gpu_side.sessions import SessionSettings
+from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.bind import open_listener
-from gpu_side.transport.http_keys import HttpKeys, read_tokens
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol import native
@@ -43,9 +38,7 @@ from protocol.tensors import require_little_endian, torch_dtype
 
 if TYPE_CHECKING:
     from gpu_side.ranks.head import Ranks
-    from gpu_side.ranks.job import RankJob
-
-log = logging.getLogger("gpu_service")
+    from gpu_side.ranks.processes import RankJob
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ class ServiceSettings:
         return ServiceKeys.read(self.identity, self.allow)
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> RankPlace | None:
         """Which of several ranks this process is; None: there is no other. Raises SettingsError."""
         if self.tensor_parallel == 1:
             return None
@@ -177,8 +170,8 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     """Run the service until SIGTERM or SIGINT. `attest`: see RequestHandler.
 
     Raises SettingsError, KeyFileError, EndpointError, ModelError or KernelError while starting;
-    afterwards EndpointError alone, where a key was revoked and the address cannot be bound again,
-    or what lets clients in has failed: better gone than there and of no use.
+    afterwards EndpointError alone: a key was revoked and the address cannot be bound again, or the
+    thread that accepts clients has died. A service without it should not look healthy.
     """
     started = time.monotonic()
     require_little_endian()
@@ -193,7 +186,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         return
     limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
     settings.sessions.check()
-    with limited(log), _stop_signals() as stop:
+    with limited(log.logger), _stop_signals() as stop:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,
@@ -217,8 +210,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
                 stop.note_list()
 
             beside.enter_context(rereads_list(allow, *allowed))
-            fields = {"endpoint": listener.endpoint, **_lets_in(keys, http)}
-            log.info("bound", extra={"fields": fields})
+            log.info("bound", endpoint=listener.endpoint, **_lets_in(keys, http))
             _serve_metrics(settings, state, beside)
             ranks = None if place is None else _ranks(settings, place, device, stop, beside)
             operators = _load(settings, device, state, stop, attest, ranks)
@@ -229,13 +221,9 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
                     listener.on_gone = operators.forget_client
                 log.info(
                     "ready",
-                    extra={
-                        "fields": {
-                            "endpoint": listener.endpoint,
-                            "kernels": native.choice().variant,
-                            "start_s": round(time.monotonic() - started, 2),
-                        }
-                    },
+                    endpoint=listener.endpoint,
+                    kernels=native.choice().variant,
+                    start_s=round(time.monotonic() - started, 2),
                 )
                 loop = RequestLoop(
                     operators,
@@ -249,7 +237,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             beside.close()
         if ranks is not None and ranks.failure is not None:
             raise ranks.failure
-    log.info("stopped", extra={"fields": {"endpoint": listener.endpoint}})
+    log.info("stopped", endpoint=listener.endpoint)
 
 
 def _mib(size: int) -> float:
@@ -258,12 +246,12 @@ def _mib(size: int) -> float:
 
 
 def _allow_many_descriptors() -> None:
-    """Raise our limit of open files as far as we may: each connection is one, a stranger's too."""
+    """Raise RLIMIT_NOFILE to its hard limit: every connection takes a descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _lets_in(keys: ServiceKeys | None, http: HttpKeys | None) -> dict[str, object]:
+def _lets_in(keys: ServiceKeys | None, http: HttpKeys | None) -> dict[str, Any]:
     """Log which clients may use the service, and by which key they know it."""
     if http is not None and http.tokens is not None:
         return {"lets_in": len(http.tokens)}
@@ -277,15 +265,14 @@ def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitSt
         return
     try:
         # Not imported, and need not be installed, where the operator asks for no metrics.
-        from gpu_side.metrics import MetricsServer
+        from gpu_side.metrics import serving_metrics
     except ModuleNotFoundError:
         raise SettingsError(
             "metrics",
             got="no prometheus_client",
             expected="it installed: pip install '.[metrics]'",
         ) from None
-    server = stack.enter_context(MetricsServer(settings.metrics, state))
-    log.info("metrics", extra={"fields": {"url": server.url}})
+    log.info("metrics", url=stack.enter_context(serving_metrics(settings.metrics, state)))
 
 
 @contextmanager
@@ -321,28 +308,19 @@ def _load(
     dtype, layers = settings.dtype or config.dtype, settings.layers
     log.info(
         "loading",
-        extra={
-            "fields": {
-                "model": settings.model.name,
-                "architecture": config.architecture,
-                "layers": config.num_hidden_layers
-                if layers is None
-                else f"{layers[0]}-{layers[1]}",
-                "device": str(device),
-                "dtype": dtype,
-                **({"ranks": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}),
-            }
-        },
+        model=settings.model.name,
+        architecture=config.architecture,
+        layers=config.num_hidden_layers if layers is None else f"{layers[0]}-{layers[1]}",
+        device=str(device),
+        dtype=dtype,
+        **({"ranks": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}),
     )
     limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
 
     if isinstance(device, NullDevice):
         held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
-        log.warning(
-            "null_device",
-            extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
-        )
+        log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         _log_loaded(held, 0, time.monotonic() - began)
         return RequestHandler(
             NullWeights(held, device, torch_dtype(dtype)),
@@ -361,7 +339,7 @@ def _load(
             raise _StoppedWhileLoadingError
         if time.monotonic() - logged > 5.0:
             logged = time.monotonic()
-            log.info("loading", extra={"fields": {"layers_done": done, "layers": total}})
+            log.info("loading", layers_done=done, layers=total)
 
     try:
         weights = load_weights(
@@ -383,9 +361,9 @@ def _load(
     return RequestHandler(served, limit, limits, spin_us, attest, settings.sessions)
 
 
-def _job(settings: ServiceSettings, place: Place, device: Device) -> RankJob:
+def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob:
     """Return what a rank is told."""
-    from gpu_side.ranks.job import RankJob
+    from gpu_side.ranks.processes import RankJob
 
     config = read_config(settings.model)
     return RankJob(
@@ -404,7 +382,7 @@ def _job(settings: ServiceSettings, place: Place, device: Device) -> RankJob:
 
 
 def _ranks(
-    settings: ServiceSettings, place: Place, device: Device, stop: StopSignal, stack: ExitStack
+    settings: ServiceSettings, place: RankPlace, device: Device, stop: StopSignal, stack: ExitStack
 ) -> Ranks:
     """Start the other ranks, if torchrun has not; the stack ends them."""
     from gpu_side.ranks.head import Ranks
@@ -416,17 +394,14 @@ def _ranks(
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:
+    masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
     log.info(
         "loaded",
-        extra={
-            "fields": {
-                "weight_bytes": weight_bytes,
-                "load_s": round(load_s, 2),
-                "digest": held.model_digest[:16],
-                "arithmetic": "+".join(held.arithmetic),
-                **({} if held.provision is None else {"mask": held.provision.mask}),
-            }
-        },
+        weight_bytes=weight_bytes,
+        load_s=round(load_s, 2),
+        digest=held.model_digest[:16],
+        arithmetic="+".join(held.arithmetic),
+        **masked,
     )
 
 
@@ -441,6 +416,6 @@ def _arithmetic(
     except KernelError as error:
         if settings.arithmetic == "int8":
             raise
-        log.warning("no_int8", extra={"fields": {"serving": "float", "detail": str(error)}})
+        log.warning("no_int8", serving="float", detail=str(error))
         return ("float",)
     return BOTH if settings.arithmetic == "both" else ("int8",)

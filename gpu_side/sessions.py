@@ -3,27 +3,69 @@
 A client names its own sessions alone: its connection, or with keys its key, is part of the name. A
 client that needs room loses its own sessions first, down to its limit, then whichever of all was
 used least recently goes. What the running request uses stays. A session that goes waits on disk
-where there is a directory for it (`gpu_side.session_files`), and is lost otherwise.
+where there is a directory for it (`gpu_side.spill`), and is lost otherwise.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from gpu_side.defaults import SESSION_TTL_S
+from gpu_side.event_log import log
 from gpu_side.segment_parts import NO_SESSION, Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.session_files import SessionFiles
-from gpu_side.session_ledger import Ledger
-from gpu_side.session_settings import SessionSettings
-from gpu_side.spill import SessionName, SpillKey
-from protocol.errors import ErrorCode, ProtocolError
+from gpu_side.spill import Ledger, SessionFiles, SessionName, SpillKey
+from protocol.errors import ErrorCode, ProtocolError, SettingsError
 
-log = logging.getLogger("gpu_service")
+# What a null device keeps as many sessions as fit into; it takes no memory for them.
+_NULL_BYTES = 2**36
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Limits of sessions. `bytes`: of all clients, None: half of the memory that is free now.
+
+    `client_bytes`: of one client, None: half of `bytes`. `ttl_s`: how long after its last use a
+    session is kept. `spill`: a directory where sessions that must make room wait, encrypted
+    (`gpu_side.spill`); None: they are dropped. `spill_bytes`: how much of them, None: as `bytes`.
+    """
+
+    bytes: int | None = None
+    client_bytes: int | None = None
+    ttl_s: float = SESSION_TTL_S
+    spill: Path | None = None
+    spill_bytes: int | None = None
+
+    def check(self) -> None:
+        """Raise SettingsError for such as can never be reached, or cannot be used."""
+        if self.bytes is not None and (self.client_bytes or 0) > self.bytes:
+            got, most = (f"{size / 2**20:.9g}" for size in (self.client_bytes or 0, self.bytes))
+            expected = f"at most {most}, which is --sessions-mib"
+            raise SettingsError("--session-client-mib", got=got, expected=expected)
+        if self.spill is None and self.spill_bytes is not None:
+            raise SettingsError("--session-spill-mib", got="no directory", expected="one to fill")
+        if self.spill is not None and not self.spill.is_dir():
+            where = f"--session-spill {self.spill}"
+            raise SettingsError(where, got="no directory", expected="one that can be written to")
+
+
+def free_bytes(device: torch.device | None) -> int:
+    """Return how much memory is free on a device, in bytes; None: a null one."""
+    if device is None:
+        return _NULL_BYTES
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 class SessionTotals(NamedTuple):
@@ -42,7 +84,7 @@ class _Session:
     key: SpillKey = field(default_factory=SpillKey)
 
 
-class Sessions:
+class SessionStore:
     """All sessions of a service. `free`: memory for them at the start, in bytes.
 
     `clock`: seconds. Time is looked at when a request names a session, and by `expire`.
@@ -68,7 +110,7 @@ class Sessions:
     def totals(self) -> SessionTotals:
         """What there is now; from another thread as well."""
         files = self._files
-        return SessionTotals(len(self._held), self._ledger.bytes, len(files), files.total_bytes)
+        return SessionTotals(len(self._held), self._ledger.all.bytes, len(files), files.total_bytes)
 
     @contextmanager
     def running(
@@ -178,12 +220,12 @@ class Sessions:
     def _make_room(self, client: bytes, more: int) -> bool:
         """Evict until so many bytes more fit; False, and nothing is evicted, where they cannot."""
         ledger = self._ledger
-        if ledger.in_use(client) + more > self._most_client:
+        if ledger.of(client).in_use + more > self._most_client:
             return False
-        while ledger.of(client) + more > self._most_client:
-            self._evict(ledger.oldest(client))
-        while ledger.bytes + more > self._most:
-            self._evict(ledger.oldest())
+        while (account := ledger.of(client)).bytes + more > self._most_client:
+            self._evict(account.oldest)
+        while ledger.all.bytes + more > self._most:
+            self._evict(ledger.all.oldest)
         return True
 
     def _evict(self, name: SessionName | None) -> None:
@@ -207,7 +249,7 @@ class Sessions:
             if self._resize(name, file.tokens):
                 found = file.read_into(cache)
                 if not found:
-                    log.warning("spill_damaged", extra={"fields": {"bytes": file.bytes}})
+                    log.warning("spill_damaged", bytes=file.bytes)
         finally:
             file.close()
             if not found:
@@ -232,7 +274,7 @@ class Sessions:
 
     def forget_client(self, client: bytes) -> None:
         """Forget all sessions of a client; not while its request runs."""
-        for name in self._ledger.sessions_of(client):
+        for name in list(self._ledger.of(client).resting):
             self._forget(name)
         self._files.forget_client(client)
 
@@ -251,7 +293,7 @@ class Sessions:
         if now_s >= self.look_at_s:
             self._files.expire(now_s - self._ttl_s)
             used_s = float("inf")
-            while (name := self._ledger.oldest()) is not None:
+            while (name := self._ledger.all.oldest) is not None:
                 used_s = self._held[name].used_s
                 if used_s > now_s - self._ttl_s:
                     break

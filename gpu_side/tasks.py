@@ -41,6 +41,7 @@ Computed: TypeAlias = (
 Shape: TypeAlias = tuple[int, ...]
 # Parts of a Segment, each of which costs the service some time whatever its rows are.
 _MOST_PARTS = 2**12
+_TOGETHER = " or ".join(" ".join(names) for names in FUSED_MODULES.values() if len(names) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +131,15 @@ class RequestChecker:
     def check_ids(self, tensor: WireTensor) -> None:
         """Raise ProtocolError for a token id outside the vocabulary."""
         low, high = (int(bound) for bound in torch.aminmax(to_torch(tensor)))
-        if low < 0 or high >= self._config.vocab_size:
-            # The ids themselves stay out of the message: messages are logged.
-            raise _refuse(
-                "Embedding.input_ids",
-                "an id outside the vocabulary",
-                f"0 to {self._config.vocab_size - 1}",
-            )
+        size, where = self._config.vocab_size, "Embedding.input_ids"
+        # The ids themselves stay out of the message: messages are logged.
+        known = low >= 0 and high < size
+        _require(known, where, "an id outside the vocabulary", f"0 to {size - 1}")
 
     def _seeded(self, request: SeededRingLinearRequest) -> Task:
         """Check a seed, and its elements as if they had come: none are made before."""
         method, seed = request.method, request.seed
-        if (seed.dtype, seed.shape) != ("int32", SEED_SHAPE):
-            got = f"{seed.dtype} {list(seed.shape)}"
-            raise _refuse(f"{method}.seed", got, f"int32 {list(SEED_SHAPE)}")
+        _require_form(f"{method}.seed", seed, "int32", SEED_SHAPE)
         elements = WireTensor("int32", (request.rows, request.columns), b"")
         task = self._linear(request, elements, integer=True)
         self._bound(f"{method}.rows", "elements", task.input_bytes + TAG_BYTES)
@@ -158,16 +154,15 @@ class RequestChecker:
     ) -> Task:
         self._require_weights(request.method, integer=integer)
         layers = self._config.num_hidden_layers
-        if request.layer_idx >= layers:
-            where = f"{request.method}.layer_idx"
-            raise _refuse(where, str(request.layer_idx), f"0 to {layers - 1}")
+        where, layer = f"{request.method}.layer_idx", request.layer_idx
+        _require(layer < layers, where, str(layer), f"0 to {layers - 1}")
         if request.layer_idx not in self._layers:
             raise self._unavailable(request.method, f"layer {request.layer_idx}")
         names, method = request.module_names, request.method
         modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
-        if len(names) > 1 and names != modules:
-            together = " or ".join(" ".join(m) for m in FUSED_MODULES.values() if len(m) > 1)
-            raise _refuse(f"{method}.module_names", " ".join(names), f"one module, or {together}")
+        expected = f"one module, or {_TOGETHER}"
+        where, got = f"{method}.module_names", " ".join(names)
+        _require(len(names) == 1 or names == modules, where, got, expected)
         sizes = [self._part.module_shape(name) for name in names]
         in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
         return self._product(method, tensor, in_features, out_features, integer=integer)
@@ -190,12 +185,10 @@ class RequestChecker:
     ) -> Task:
         where = f"{method}.{'elements' if integer else 'hidden_states'}"
         dtype, shape = tensor.dtype, tensor.shape
-        if integer and dtype != "int32":
-            raise _refuse(where, dtype, "int32")
-        if not integer and dtype not in FLOAT_DTYPES:
-            raise _refuse(where, dtype, "a float dtype")
-        if shape[-1] != in_features:
-            raise _refuse(where, f"shape {list(shape)}", f"{in_features} on the last axis")
+        dtypes, expected = (("int32",), "int32") if integer else (FLOAT_DTYPES, "a float dtype")
+        _require(dtype in dtypes, where, dtype, expected)
+        got, expected = f"shape {list(shape)}", f"{in_features} on the last axis"
+        _require(shape[-1] == in_features, where, got, expected)
         rows = math.prod(shape[:-1])
         self._bound_output(where, rows * out_features, dtype)
         work = LinearWork(rows, in_features, out_features, integer)
@@ -205,10 +198,9 @@ class RequestChecker:
     def _embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Task:
         if not self._held.has_embedding:
             raise self._unavailable("Embedding", "an embedding")
-        if ids_dtype != "int64":
-            raise _refuse("Embedding.input_ids", ids_dtype, "int64")
-        if len(shape) > 2:
-            raise _refuse("Embedding.input_shape", f"{list(shape)}", "[T] or [batch, T]")
+        _require(ids_dtype == "int64", "Embedding.input_ids", ids_dtype, "int64")
+        expected = "[T] or [batch, T]"
+        _require(len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", expected)
         tokens, hidden_size = math.prod(shape), self._config.hidden_size
         self._bound_output("Embedding.input_ids", tokens * hidden_size, dtype)
         work = EmbeddingWork(tokens, hidden_size)
@@ -220,31 +212,22 @@ class RequestChecker:
         if not self._held.has_segments:
             raise self._unavailable("Segment", "whole layers")
         first, last, behind = request.first_layer, request.last_layer, config.num_hidden_layers
-        if not first <= last < behind:
-            got = f"layers {first} to {last}"
-            raise _refuse("Segment.last_layer", got, f"one from the first on, below {behind}")
+        got, expected = f"layers {first} to {last}", f"one from the first on, below {behind}"
+        _require(first <= last < behind, "Segment.last_layer", got, expected)
         if first not in self._layers or last not in self._layers:
             raise self._unavailable("Segment", f"layers {first} to {last}")
-        if request.lm_head and last + 1 != behind:
-            got = f"an LM head behind layer {last}"
-            raise _refuse("Segment.lm_head", got, f"one behind layer {behind - 1}")
+        fits, got = not request.lm_head or last + 1 == behind, f"an LM head behind layer {last}"
+        _require(fits, "Segment.lm_head", got, f"one behind layer {behind - 1}")
         if request.lm_head and not self._held.has_segment_head:
             raise self._unavailable("Segment", "an LM head")
         where, D = "Segment.hidden_states", config.hidden_size
-        if hidden.dtype not in FLOAT_DTYPES or len(hidden.shape) != 2 or hidden.shape[1] != D:
-            got = f"{hidden.dtype} {list(hidden.shape)}"
-            raise _refuse(where, got, f"a float dtype, [rows, {D}]")
-        rows = hidden.shape[0]
-        for name, tensor, shape in (
-            ("parts", request.parts, (request.parts.shape[0], PART_NUMBERS)),
-            ("outputs", request.outputs, (min(request.outputs.shape[0], rows),)),
-        ):
-            if (tensor.dtype, tensor.shape) != ("int64", shape):
-                got = f"{tensor.dtype} {list(tensor.shape)}"
-                raise _refuse(f"Segment.{name}", got, f"int64 {list(shape)}")
-        if request.parts.shape[0] > _MOST_PARTS:
-            got = f"{request.parts.shape[0]} parts"
-            raise _refuse("Segment.parts", got, f"at most {_MOST_PARTS}")
+        fits = hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D
+        got, expected = f"{hidden.dtype} {list(hidden.shape)}", f"a float dtype, [rows, {D}]"
+        _require(fits, where, got, expected)
+        rows, parts, wanted = hidden.shape[0], request.parts.shape[0], request.outputs.shape[0]
+        _require_form("Segment.parts", request.parts, "int64", (parts, PART_NUMBERS))
+        _require_form("Segment.outputs", request.outputs, "int64", (min(wanted, rows),))
+        _require(parts <= _MOST_PARTS, "Segment.parts", f"{parts} parts", f"at most {_MOST_PARTS}")
         operators = (map(config.module_shape, names) for names in FUSED_MODULES.values())
         works = tuple(
             LinearWork(rows, shapes[0][1], sum(out for out, _ in shapes), integer=False)
@@ -262,15 +245,16 @@ class RequestChecker:
         return Task((outputs, width), hidden.dtype, work, size)
 
     def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
-        if a_dtype != b_dtype or a_dtype not in FLOAT_DTYPES:
-            raise _refuse("Matmul.dtype", f"{a_dtype} and {b_dtype}", "one float dtype")
+        alike, got = a_dtype == b_dtype and a_dtype in FLOAT_DTYPES, f"{a_dtype} and {b_dtype}"
+        _require(alike, "Matmul.dtype", got, "one float dtype")
         where, got = "Matmul.shape", f"{list(a)} @ {list(b)}"
-        if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
-            raise _refuse(where, got, "[..., M, K] @ [..., K, N]")
+        fits = len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2]
+        _require(fits, where, got, "[..., M, K] @ [..., K, N]")
         try:
             leading = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
         except RuntimeError:
-            raise _refuse(where, got, "leading dimensions that broadcast") from None
+            expected, code = "leading dimensions that broadcast", ErrorCode.INVALID_FIELD
+            raise ProtocolError(where, got=got, expected=expected, code=code) from None
         M, K, N = *a[-2:], b[-1]
         batch = math.prod(leading)
         # torch.matmul writes out operands that broadcast.
@@ -297,14 +281,21 @@ class RequestChecker:
 
     def _bound(self, where: str, what: str, size: int) -> None:
         most = min(self._max_message_bytes, MAX_TENSOR_BYTES)
-        if size > most:
-            raise ProtocolError(
-                where,
-                got=f"{what} of {size} bytes",
-                expected=f"at most {most}",
-                code=ErrorCode.LIMIT_EXCEEDED,
-            )
+        got, code = f"{what} of {size} bytes", ErrorCode.LIMIT_EXCEEDED
+        _require(size <= most, where, got, f"at most {most}", code)
 
 
-def _refuse(where: str, got: str, expected: str) -> ProtocolError:
-    return ProtocolError(where, got=got, expected=expected, code=ErrorCode.INVALID_FIELD)
+def _require(
+    condition: bool,
+    where: str,
+    got: str,
+    expected: str,
+    code: ErrorCode = ErrorCode.INVALID_FIELD,
+) -> None:
+    if not condition:
+        raise ProtocolError(where, got=got, expected=expected, code=code)
+
+
+def _require_form(where: str, tensor: WireTensor, dtype: str, shape: Shape) -> None:
+    got, expected = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(shape)}"
+    _require((tensor.dtype, tensor.shape) == (dtype, shape), where, got, expected)

@@ -1,4 +1,4 @@
-"""Between received bytes and the device that computes.
+"""Results that an accelerator may still be working on, and the way of tensors to it and back.
 
 On CUDA, copies go through pinned host memory, which the device reads and writes by itself; from
 pageable memory the driver would stage every copy a second time and wait. torch keeps pinned blocks
@@ -10,30 +10,63 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-from gpu_side.replies import Working
+from gpu_side.transport.listener import Incoming
+from protocol.messages import Request, Response
+
+
+class Working(Protocol):
+    """What an accelerator was given; the host has other things to do meanwhile."""
+
+    def ends_ns(self) -> int:
+        """Return when it ends or ended (perf_counter_ns), or when to ask again.
+
+        Raises RuntimeError where the device has failed.
+        """
+        ...
+
+
+# A reply, and what has to end before its tensors may be read; None: nothing.
+Result: TypeAlias = tuple[Response, Working | None]
+
+# Computes requests that differ in the numbers of their tensors only. It gets the message that the
+# request came in, too: in a slot of shared memory the result may be left where the reply goes.
+Kernel: TypeAlias = Callable[[Request, Incoming | None], Result]
+
+# A sleeping thread wakes up as late as this; the rest of a wait is spent awake.
+_WAKE_UP_NS = 120_000
+
+
+def wait_until(
+    deadline_ns: int,
+    clock: Callable[[], int] = time.perf_counter_ns,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return at that reading of the clock, a few microseconds late and never early.
+
+    Sleeps for all but the last tenth of a millisecond or so: a sleep alone comes back too late, and
+    staying awake takes a core from the program that is being measured.
+    """
+    spare_ns = deadline_ns - clock() - _WAKE_UP_NS
+    if spare_ns > 0:
+        sleep(spare_ns / 1e9)
+    while clock() < deadline_ns:
+        pass
+
 
 # When to ask again whether the device is done: at once as long as we may spin, then after this, or
 # a part of the time that it has taken so far, whichever is longer, so that long work costs no core.
 _ASK_AGAIN_NS = 50_000
+
 _ASK_AGAIN_PART = 8
 
 
-class Transfer(Protocol):
-    """Carries tensors to the device and back."""
-
-    def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a CPU tensor as it is needed on the device. The original may be freed at once."""
-        ...
-
-    def to_host(
-        self, tensor: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Working | None]:
-        """Return a device tensor on the CPU, complete once the work with it has ended."""
-        ...
+# Two ways to carry tensors to the device and back:
+#   to_device   returns a CPU tensor as it is needed there; the original may be freed at once
+#   to_host     returns a device tensor on the CPU, complete once the work with it has ended
 
 
 class InPlace:
@@ -45,7 +78,7 @@ class InPlace:
     def to_host(
         self, tensor: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Working | None]:
-        """See `Transfer.to_host`."""
+        """Return a tensor of the device on the CPU."""
         return tensor.to(dtype), None
 
 
@@ -118,7 +151,7 @@ class PinnedStaging:
         self._record = record
 
     def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Transfer.to_device`."""
+        """Return a CPU tensor on the device."""
         # Dropping the pinned tensor early is safe: torch reuses its block only after the copy.
         pinned = self._empty(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(self._device, non_blocking=True).to(dtype)
@@ -126,10 +159,13 @@ class PinnedStaging:
     def to_host(
         self, tensor: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Working | None]:
-        """See `Transfer.to_host`."""
+        """Return a tensor of the device on the CPU."""
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
         return pinned, Queued(self._record(self._device), self._spin_us)
+
+
+Transfer: TypeAlias = InPlace | PinnedStaging
 
 
 def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:

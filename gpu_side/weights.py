@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.cuda.check import check_ring
+from gpu_side.cuda.products import check_ring
 from gpu_side.parts import PartCheckpoint
 from gpu_side.segment_weights import SegmentWeights, load_segment_weights
 from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model

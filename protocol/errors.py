@@ -38,6 +38,7 @@ The message always reads *where: got X, expected Y*. Only codes cross the wire, 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 
 class ErrorCode(StrEnum):
@@ -99,6 +100,12 @@ class TsqpError(Exception):
 
     def __str__(self) -> str:
         return f"{self.where}: got {self.got}, expected {self.expected}"
+
+    @classmethod
+    def unless(cls, holds: object, where: str, got: str, expected: str, **more: Any) -> None:
+        """Raise an error of this class unless `holds`; `more`: what else the class takes."""
+        if not holds:
+            raise cls(where, got=got, expected=expected, **more)
 
 
 class InputError(TsqpError):

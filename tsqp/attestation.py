@@ -22,11 +22,10 @@ from zmq.utils import z85
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from tee_side.attest.attesters import Attester, find_attester
-from tee_side.attest.claims import NONE
-from tee_side.attest.statement import Statement
+from tee_side.attest.statement import NONE, Statement
 from tee_side.plugins import source_of
-from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import About, Identity, state
+from tee_side.serve.sealed import HpkeKey
 from tsqp.cli.running import Loaded, policy_digest
 from tsqp.cli.trust import read_client_keys
 from tsqp.seal_keys import key_of_server

@@ -18,7 +18,7 @@ from tee_side.protect.resumption import has_generation_id, watch
 from tsqp.cli.program import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from tee_side.attest.evidence import Kind
+    from tee_side.attest.statement import Kind
 
 State = Literal["ok", "missing", "note"]
 

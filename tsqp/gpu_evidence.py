@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.errors import EvidenceError
-from tee_side.attest.evidence import GpuEvidence
+from tee_side.attest.statement import GpuEvidence
 from tsqp.extras import require
 
 _EXTRA = "the extra attest: pip install '.[attest]'"

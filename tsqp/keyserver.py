@@ -38,12 +38,10 @@ from typing import Any
 
 from protocol.errors import EndpointError, EvidenceError, ProtocolError, TsqpError
 from protocol.messages import NONCE_BYTES
-from tee_side.attest.appraisal import Expected, Step, appraise
+from tee_side.attest.appraisal import AppraisalStep, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import Claims
-from tee_side.attest.evidence import Evidence
-from tee_side.attest.statement import Statement
-from tee_side.serve.hpke_key import seal
+from tee_side.attest.statement import Claims, Evidence, Statement
+from tee_side.serve.sealed import seal
 from tsqp.client.attested_tls import cut
 from tsqp.seal_keys import KEY_PATH, NONCE_PATH, release_info
 
@@ -101,21 +99,21 @@ class KeyRelease:
         self._tell(f"released to {Evidence.decode(stated.evidence).kind}: {digests}")
         return _OK, sealed
 
-    def _own_steps(self, claims: Claims) -> tuple[Step, ...]:
+    def _own_steps(self, claims: Claims) -> tuple[AppraisalStep, ...]:
         then, mac = claims.nonce[:_TIME_BYTES], claims.nonce[_TIME_BYTES:]
         ours = hmac.compare_digest(mac, self._mac(then))
         age_s = self._clock() - int.from_bytes(then) / 1000
         most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
         return (
-            Step("nonce", ours, "ours" if ours else "another", most),
-            Step("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
+            AppraisalStep("nonce", ours, "ours" if ours else "another", most),
+            AppraisalStep("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
         )
 
     def _mac(self, moment: bytes) -> bytes:
         found = hmac.digest(self._mac_key, moment, hashlib.sha256)
         return found[: NONCE_BYTES - _TIME_BYTES]
 
-    def _refuse(self, step: Step) -> tuple[int, bytes]:
+    def _refuse(self, step: AppraisalStep) -> tuple[int, bytes]:
         self._tell(f"refused: {step.name}: got {step.got}, expected {step.expected}")
         return _REFUSED, step.name.encode()
 
@@ -225,5 +223,5 @@ class _Connection(BaseHTTPRequestHandler):
         """Log nothing of a request."""
 
 
-def _failed(error: TsqpError) -> Step:
-    return Step(error.where, False, error.got, error.expected)
+def _failed(error: TsqpError) -> AppraisalStep:
+    return AppraisalStep(error.where, False, error.got, error.expected)

@@ -23,7 +23,7 @@ from protocol.model.sealed import KEY_BYTES
 
 if TYPE_CHECKING:
     from tee_side.attest.statement import Statement
-    from tee_side.serve.hpke_key import HpkeKey
+    from tee_side.serve.sealed import HpkeKey
 
 # Makes a statement of a key server's nonce and of the key that it is to seal its answer to.
 State: TypeAlias = "Callable[[bytes, HpkeKey], Statement]"
@@ -102,7 +102,7 @@ def key_of_server(url: str, state: State) -> bytes:
     What it says is not quoted, but for the name of the step that this program failed. Raises
     SettingsError, EndpointError, KeyFileError, EvidenceError.
     """
-    from tee_side.serve.hpke_key import HpkeKey
+    from tee_side.serve.sealed import HpkeKey
 
     host, port = _host_and_port(url)
     where = f"--seal-key-server http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -40,12 +40,10 @@ from tee_side.serve.attestation import Attestation
 from tee_side.serve.audit_log import AuditLog, read_key, read_key_from
 from tee_side.serve.errors import ApiError, loading
 from tee_side.serve.identity import Identity
-from tee_side.serve.keys import ApiKeys
-from tee_side.serve.limits import Limits
-from tee_side.serve.metrics import Metrics
+from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import ServedModel, Serving
-from tee_side.serve.watch import Watch
+from tee_side.serve.serving import OfferedModel, Serving
+from tee_side.serve.watch import Metrics, Watch
 from tsqp.attestation import tls_files
 from tsqp.cli.program import EXIT_REFUSED, complain
 from tsqp.cli.running import policy_digest
@@ -229,7 +227,7 @@ def _app(
     config, policy = runner.config, runner.policy
     keys, audit, identity = parts.keys, parts.audit, parts.identity
     name = model_name(settings)
-    model = ServedModel(
+    model = OfferedModel(
         name=name,
         policy=policy.name,
         config=config,

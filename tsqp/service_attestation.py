@@ -48,8 +48,7 @@ def attested_service(
     if str(computes["device"]).startswith("cuda") and not with_gpus:
         expected = "--attest-gpus: what is sent goes to a GPU, which has to prove itself as well"
         raise SettingsError("--attest", got=f"--device {computes['device']}", expected=expected)
-    from tee_side.attest.claims import NONE, Claims, gpu_nonce, report_data
-    from tee_side.attest.statement import Statement
+    from tee_side.attest.statement import NONE, Claims, Statement, gpu_nonce, report_data
     from tsqp.attestation import attester_of, settings_digest
     from tsqp.gpu_evidence import ask_gpus, read_certificates
 

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from gpu_side.cuda.check import InPlaceProof
-from gpu_side.cuda.device import CudaDevice
-from gpu_side.cuda.products import GRAPH_ROWS, Job, Product, Products
-from gpu_side.cuda.tiles import Tile, TileChoices
+from gpu_side.cuda.device import CudaDevice, Tile, TileChoices
+from gpu_side.cuda.products import GRAPH_ROWS, DeviceProducts, InPlaceJob, InPlaceProof, Product
 from gpu_side.encoding import payload_place
-from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
-from gpu_side.replies import Kernel, Result
+from gpu_side.kernels import DeviceKernels, TorchKernels, WeightRequest, weight_of
 from gpu_side.tasks import Computed, LinearWork, Task
-from gpu_side.transfer import transfer_to
+from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
@@ -39,7 +36,7 @@ class CudaKernels:
         device = device or CudaDevice(weights.device)
         self._others = TorchKernels(weights, spin_us)
         self._to_device = transfer_to(weights.device, spin_us).to_device
-        self._products = Products(device, _row_bytes(weights), spin_us)
+        self._products = DeviceProducts(device, _row_bytes(weights), spin_us)
         self._tiles = TileChoices(device.time_us)
         if weights.integers is not None:
             self._choose_tiles()
@@ -122,6 +119,11 @@ class CudaKernels:
                     proof.check(product, given, result)
 
 
+def device_kernels(weights: ServiceWeights, spin_us: float) -> DeviceKernels:
+    """Return what computes with weights, on the device where they are."""
+    return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
+
+
 class _Ring:
     """A product in the ring: `weight` int8 [N, K]; rows and result int32."""
 
@@ -137,7 +139,7 @@ class _Ring:
         """See `Product`."""
         return self._ring.ring_product(rows, self._weight, self._tile(rows))
 
-    def in_place(self, job: Job, rows: int) -> None:
+    def in_place(self, job: InPlaceJob, rows: int) -> None:
         """See `Product.in_place`."""
         tile = self._tile(self._ring.fetched_rows(job, rows, self._weight))
         self._ring.do_job(job, rows, self._weight, tile)

@@ -1,4 +1,4 @@
-"""Products with the model's weights, each given to the device as one graph.
+"""Products with the model's weights, each given to the device as one graph, and the proof of them.
 
 A graph is made for one place in the model, one number of rows and the workspace that it runs in,
 when they come for the second time: what comes once is not worth it, and by then kernels are
@@ -11,38 +11,47 @@ of the result in a table, fetch the rows once, and write the result and then a f
 host looks (`gpu_side.cuda.ring`). Floats are copied in and out, and an event says when they are
 there. A slot of shared memory is used in place once the device reaches it (`reach`); what comes
 from elsewhere goes through a workspace's host memory.
+
+`check_ring` and `InPlaceProof` find out at the start whether a GPU's int8 products are exact.
 """
 
 from __future__ import annotations
 
-import logging
+import ctypes
+import os
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from itertools import count
 from typing import Protocol
 
 import torch
 
 from gpu_side.cuda.device import CudaDevice, Event, Graph
-from gpu_side.replies import Working
-from gpu_side.transfer import Queued
-from protocol.shared_memory import Lane, SlotMemory
-
-log = logging.getLogger("gpu_service")
+from gpu_side.event_log import log
+from gpu_side.transfer import Queued, Working, wait_until
+from protocol import native
+from protocol.errors import KernelError
+from protocol.integer import check_kernels
+from protocol.shared_memory import Lane, SlotMemory, adopt, create
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
+
 # 126 layers of four operators, in two numbers of rows, for two requests at a time. All of them are
 # given up when there are more.
 MAX_GRAPHS = 2048
+
 # Of all slots that the device reaches, and of those of one client: their pages, 128 MiB each at
 # most, are held as long as it is there, and making them takes time.
 MAX_REACHED_BYTES = 4 * 1024**3
+
 MAX_REACHED_SLOTS = 2
+
 # When a device that has not set a flag is asked, too, whether it has failed: that takes longer.
 _ASK_AFTER_NS = 1_000_000
 
 
-class Job:
+class InPlaceJob:
     """What kernels of one request are told, and where they leave what they have fetched.
 
     `table`: int64 [3] of host memory, set before they start: the address of the rows, that of the
@@ -77,7 +86,7 @@ class Product(Protocol):
         ...
 
     @property
-    def in_place(self) -> Callable[[Job, int], None] | None:
+    def in_place(self) -> Callable[[InPlaceJob, int], None] | None:
         """What does a job of at most so many rows without copies; None where nothing does."""
         ...
 
@@ -85,7 +94,7 @@ class Product(Protocol):
 class _Flag:
     """That of a job, in the place of an event."""
 
-    def __init__(self, device: CudaDevice, job: Job) -> None:
+    def __init__(self, device: CudaDevice, job: InPlaceJob) -> None:
         self._device = device
         self._job = job
         self._ask_from_ns = 0
@@ -117,7 +126,7 @@ class _Workspace:
         # Never replaced: graphs refer to their addresses.
         self._inward = device.pinned((inward,), torch.uint8)
         self._outward = device.pinned((outward,), torch.uint8)
-        self.job = Job(
+        self.job = InPlaceJob(
             table=device.pinned((3,), torch.int64),
             flag=device.pinned((1,), torch.int32),
             told=device.zeros((3,), torch.int64),
@@ -136,7 +145,7 @@ class _Workspace:
         return view
 
 
-class Products:
+class DeviceProducts:
     """Gives products to a device.
 
     `row_bytes`: of the longest row that comes, and of the longest of a result. `spin_us`: see
@@ -171,8 +180,7 @@ class Products:
             fits = of_client < MAX_REACHED_SLOTS and self._reached_bytes + size <= MAX_REACHED_BYTES
             reached = fits and self._device.register(slot.address, size)
             if not reached:
-                fields = {"bytes": size, "reached_bytes": self._reached_bytes}
-                log.warning("not_registered", extra={"fields": fields})
+                log.warning("not_registered", bytes=size, reached_bytes=self._reached_bytes)
             self._slots[slot.address] = reached
             self._reached_bytes += size * reached
             self._reached_of[slot.lane] = of_client + reached
@@ -306,3 +314,68 @@ def _lies_in(slot: SlotMemory | None, tensor: torch.Tensor) -> bool:
         return False
     start = tensor.data_ptr() - slot.address
     return 0 <= start <= slot.size - tensor.nbytes
+
+
+class InPlaceProof:
+    """Compares products in place with others, in memory as a client shares it.
+
+    A slot of our own segment: a device that does not reach it at our addresses fails here, and not
+    at a client's request. `row_bytes`: see `DeviceProducts`. Without compiled kernels nobody shares
+    memory; then kernels are compared alone, as where the driver lets no memory be reached.
+    """
+
+    def __init__(self, products: DeviceProducts, row_bytes: tuple[int, int]) -> None:
+        self._products = products
+        # No two products may have one place.
+        self._numbers = count()
+        self._slot: SlotMemory | None = None
+        if native.library is not None:
+            # The client's end goes with its file; ours stays as long as the slot.
+            _, file = create(*(GRAPH_ROWS[-1] * size for size in row_bytes))
+            try:
+                self._slot = adopt(file, os.geteuid()).memory(0)
+            finally:
+                os.close(file)
+
+    def check(self, product: Product, given: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compute `expected` int32 [T, N] in place, of `given` int32 [T, K]. Raises KernelError."""
+        rows, result, slot = given, torch.zeros_like(expected), self._slot
+        if slot is not None and expected.nbytes <= len(slot.reply):
+            area = (ctypes.c_char * given.nbytes).from_address(slot.address)
+            rows = torch.frombuffer(area, dtype=torch.int32).view(given.shape).copy_(given)
+            reply = slot.reply[: expected.nbytes]
+            result = torch.frombuffer(reply, dtype=torch.int32).view(expected.shape).zero_()
+        work = self._products.submit(("start", next(self._numbers)), product, rows, result, slot)
+        while (ends_ns := work.ends_ns()) > time.perf_counter_ns():
+            wait_until(ends_ns)
+        KernelError.unless(
+            torch.equal(result, expected),
+            "int8 products in place",
+            f"other numbers for {list(given.shape)} by {expected.shape[1]}",
+            "those of products that are copied",
+        )
+
+
+def check_ring(device: torch.device) -> None:
+    """Compare the kernels in all their tiles with exact arithmetic on this device.
+
+    Compiles them, which takes seconds the first time and is kept by Triton. Raises KernelError:
+    Triton is not there, cannot compile, or gives a wrong number.
+    """
+    where = f"int8 products on {device}"
+    try:
+        # Not imported, and need not be installed, where nothing is computed on a GPU.
+        from gpu_side.cuda.ring import every_tile
+    except ImportError:
+        raise KernelError(
+            where, got="no Triton", expected="it installed: torch for CUDA brings it"
+        ) from None
+    try:
+        check_kernels(device, every_tile)
+    except KernelError:
+        raise
+    except Exception as error:
+        # Of its compiler, the C compiler that it calls, and the driver: no common class.
+        raise KernelError(
+            where, got=f"{type(error).__name__} from Triton", expected="kernels that it compiles"
+        ) from error

@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_side.cuda.products import GRAPH_ROWS, Job
-from gpu_side.cuda.tiles import Tile, tiles_for
+from gpu_side.cuda.device import Tile, tiles_for
+from gpu_side.cuda.products import GRAPH_ROWS, InPlaceJob
 from protocol.errors import KernelError
 
 # Words that a block of `_fetch` reads.
@@ -162,7 +162,7 @@ def ring_product(elements: torch.Tensor, weight: torch.Tensor, tile: Tile) -> to
     return product
 
 
-def do_job(job: Job, rows: int, weight: torch.Tensor, tile: Tile) -> None:
+def do_job(job: InPlaceJob, rows: int, weight: torch.Tensor, tile: Tile) -> None:
     """Compute the product of a job of at most so many rows where it lies, then set its flag.
 
     `weight` as in `ring_product`; the job's rows int32 [T, K], its result int32 [T, N].
@@ -173,7 +173,7 @@ def do_job(job: Job, rows: int, weight: torch.Tensor, tile: Tile) -> None:
     _multiply(elements, weight, tile, job.told, job.flag, in_place=True)
 
 
-def fetched_rows(job: Job, rows: int, weight: torch.Tensor) -> torch.Tensor:
+def fetched_rows(job: InPlaceJob, rows: int, weight: torch.Tensor) -> torch.Tensor:
     """Return where a job's rows are once they are on the device, [rows, K]."""
     K = weight.shape[1]
     return job.fetched[: rows * K].view(rows, K)
@@ -208,12 +208,12 @@ def every_tile(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     first, *others = (ring_product(elements, weight, tile) for tile in tiles)
     if len(elements) <= GRAPH_ROWS[-1]:
         others += (_in_place(elements, weight, tile) for tile in tiles)
-    if not all(torch.equal(first, other) for other in others):
-        raise KernelError(
-            f"int8 products on {elements.device}",
-            got=f"different numbers for {list(elements.shape)} by {list(weight.shape)}",
-            expected="the same from kernels of all tiles",
-        )
+    KernelError.unless(
+        all(torch.equal(first, other) for other in others),
+        f"int8 products on {elements.device}",
+        f"different numbers for {list(elements.shape)} by {list(weight.shape)}",
+        "the same from kernels of all tiles",
+    )
     return first
 
 
@@ -223,13 +223,12 @@ def _in_place(elements: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch
     host = partial(torch.zeros, pin_memory=on_cuda)
     told = torch.zeros(3, dtype=torch.int64, device=device)
     table, flag = host(3, dtype=torch.int64), host(1, dtype=torch.int32)
-    job = Job(table, flag, told, torch.empty_like(elements).view(-1))
+    job = InPlaceJob(table, flag, told, torch.empty_like(elements).view(-1))
     rows = host(elements.shape, dtype=torch.int32).copy_(elements)
     result = host(len(elements), len(weight), dtype=torch.int32)
     job.tell(rows, result)
     do_job(job, len(elements), weight, tile)
     if on_cuda:
         torch.cuda.synchronize(device)
-    if not job.is_done:
-        raise KernelError(f"int8 products on {device}", got="no flag", expected="one at the end")
+    KernelError.unless(job.is_done, f"int8 products on {device}", "no flag", "one at the end")
     return result.to(device)

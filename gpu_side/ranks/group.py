@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from gpu_side.ranks.place import OPTION, Place
+from gpu_side.ranks.processes import OPTION, RankPlace
 from protocol.errors import SettingsError
 from protocol.tensors import Buffer
 
@@ -43,19 +43,18 @@ class Group:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         file: Path | None,
         device: torch.device,
         gone: Callable[[], bool] = lambda: False,
     ) -> None:
         """Wait for the others, `JOIN_S` at most and not where `gone` says that it is of no use.
 
-        `file`: see `gpu_side.ranks.job.RankJob.store`. Raises RuntimeError then, and SettingsError
-        for a torch without what is needed.
+        `file`: see `RankJob.store`. Raises RuntimeError then, and SettingsError for a torch without
+        what is needed.
         """
         for name, there in _backends(device).items():
-            if not there:
-                raise SettingsError(OPTION, got=f"a torch without {name}", expected="one with it")
+            SettingsError.unless(there, OPTION, f"a torch without {name}", "one with it")
         # One for each device; NCCL has its connections at once, and fails here if it cannot.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         own = None if device.type == "cpu" else device
@@ -129,7 +128,7 @@ class Group:
         dist.destroy_process_group()
 
 
-def _meet(store: Any, place: Place, gone: Callable[[], bool]) -> None:
+def _meet(store: Any, place: RankPlace, gone: Callable[[], bool]) -> None:
     """Wait until all ranks run: of torch's own wait nothing is told that one has ended."""
     store.set(f"here/{place.rank}", "")
     everybody = [f"here/{rank}" for rank in range(place.ranks)]

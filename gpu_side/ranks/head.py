@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,14 @@ from typing import Any
 
 import torch
 
+from gpu_side.cuda.kernels import device_kernels
+from gpu_side.event_log import log
+from gpu_side.kernels import Served
 from gpu_side.ranks.group import Group
-from gpu_side.ranks.job import RankJob
-from gpu_side.ranks.processes import RankProcesses, how_it_ended
-from gpu_side.ranks.worker import kernels_of
-from gpu_side.replies import Kernel, Result, Working
-from gpu_side.served_model import ServedModel
-from gpu_side.stop_signal import StopSignal
+from gpu_side.ranks.processes import RankJob, RankProcesses, how_it_ended
+from gpu_side.request_loop import StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
+from gpu_side.transfer import Kernel, Result, Working
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.encoding import request_template
@@ -37,8 +36,6 @@ from protocol.messages import (
     RingLMHeadRequest,
 )
 from protocol.tensors import WireTensor
-
-log = logging.getLogger("gpu_service")
 
 # How long the others may go on loading when the head has loaded, and computing when it has its own
 # part: so long, and so many times what the head took. A rank that hangs must not hang the service.
@@ -81,7 +78,7 @@ class Ranks:
             raise self.fail(None, "no answer") from None
         return True
 
-    def served(self, weights: ServiceWeights) -> RankWeights:
+    def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
         group, expected = self._joined, self.job.holds(weights)
         for rank in group.others:
@@ -89,7 +86,8 @@ class Ranks:
                 said, _ = group.receive(rank, timedelta(seconds=LOAD_S))
             if said != expected:
                 raise self.fail(rank, "other weights than ours")
-        return RankWeights(self, weights)
+        model = replace(weights, columns=WHOLE, ranks=self.job.place.ranks)
+        return Served(model, RankKernels(self, weights))
 
     def compute(
         self,
@@ -122,8 +120,7 @@ class Ranks:
             if self.failure is None:
                 where = "a rank" if rank is None else f"rank {rank}"
                 self.failure = EndpointError(where, got=got, expected="one that goes on")
-                fields = {"rank": "unknown" if rank is None else rank, "got": got}
-                log.error("rank_failed", extra={"fields": fields})
+                log.error("rank_failed", rank="unknown" if rank is None else rank, got=got)
         self._stop.request(0, None)
         return self.failure
 
@@ -193,20 +190,12 @@ class _OfAll:
         return ends_ns
 
 
-class RankWeights:
-    """What all ranks hold together. `model`: the whole; `kernels`: compute with all of it."""
-
-    def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
-        self.model: ServedModel = replace(weights, columns=WHOLE, ranks=ranks.job.place.ranks)
-        self.kernels = RankKernels(ranks, weights)
-
-
 class RankKernels:
     """Products by all ranks; what needs no weight, by the head alone."""
 
     def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
         self._ranks = ranks
-        self._own = kernels_of(weights, ranks.job.spin_us)
+        self._own = device_kernels(weights, ranks.job.spin_us)
         self._device, self._dtype = weights.device, weights.dtype
         count = ranks.job.place.ranks
         self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]

@@ -1,4 +1,7 @@
-"""The ranks that the head starts itself, as processes that end when it ends."""
+"""The ranks of a host: which one this process is, what each is told, which the head starts.
+
+The processes that the head starts end when it ends.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,119 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_side.ranks.job import RankJob
-from gpu_side.ranks.place import Place
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from gpu_side.devices import NullDevice, parse_device
+from gpu_side.served_model import ServedModel
+from gpu_side.weights import ServiceWeights, load_weights
+from protocol.errors import SettingsError
+from protocol.messages import Arithmetic
+from protocol.messages import Columns
+from protocol.native import usable_cores
+from protocol.tensors import torch_dtype
+
+OPTION = "--tensor-parallel"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One of `ranks` processes of a host, each with the GPU of its number. Rank 0 is the head."""
+
+    rank: int
+    ranks: int
+
+    @property
+    def threads(self) -> int:
+        """The process's share of the cores that it may use."""
+        return max(1, usable_cores() // self.ranks)
+
+    def device(self, name: str) -> str:
+        """Return which device `--device` means here. Raises SettingsError."""
+        expected = "cpu or cuda: each rank takes the GPU of its number, and all of them compute"
+        SettingsError.unless(name in ("cpu", "cuda"), OPTION, f"--device {name}", expected)
+        return name if name == "cpu" else f"{name}:{self.rank}"
+
+
+def by_torchrun() -> bool:
+    """Say whether torchrun, or what sets the same variables, has started this process."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def place_of(ranks: int) -> RankPlace:
+    """Return the place of this process: the head's, or the one that torchrun gives it.
+
+    Raises SettingsError where that has started another number of processes, or says no numbers; and
+    where some are on another host: rows and results would cross a network in the clear.
+    """
+    if not by_torchrun():
+        return RankPlace(0, ranks)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, world, here = (os.environ.get(name, "") for name in names)
+    got = f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here"
+    expected = f"{ranks}, all on this host (--layers spreads a model over several)"
+    SettingsError.unless(
+        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)), OPTION, got, expected
+    )
+    return RankPlace(int(rank), ranks)
+
+
+class RankJob(BaseModel):
+    """The head's settings that count for all ranks.
+
+    `store`: the file in which the ranks find each other, where the head starts the others; None:
+    torchrun has, and its environment says how. `device`: as the option says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: RankPlace
+    store: Path | None
+    model: Path
+    device: str
+    dtype: str
+    arithmetic: tuple[Arithmetic, ...]
+    kernels: str | None
+    threads: int | None
+    spin_us: float
+    layers: tuple[int, int] | None
+    max_message_bytes: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of this rank. Raises SettingsError where there is none."""
+        device = parse_device(self.place.device(self.device))
+        if isinstance(device, NullDevice):
+            raise TypeError("a null device that computes")
+        return device
+
+    @property
+    def columns(self) -> Columns:
+        """The part of the weights that the rank holds."""
+        return self.place.rank, self.place.ranks
+
+    def load(self, device: torch.device) -> ServiceWeights:
+        """Read this rank's part of the weights. Raises ModelError, SettingsError."""
+        return load_weights(
+            self.model,
+            device=device,
+            dtype=torch_dtype(self.dtype),
+            arithmetic=self.arithmetic,
+            layers=self.layers,
+            columns=self.columns,
+        )
+
+    def holds(self, held: ServedModel) -> bytes:
+        """Say what a rank holds; all ranks must say the same."""
+        named = (held.model_digest, held.linear_digest, self.dtype, *held.arithmetic, held.layers)
+        return " ".join(map(str, named)).encode()
+
 
 _END_S = 10.0
+
 # A connection ends with its process, whose end is known a moment later.
 _NOTICE_S = 1.0
 
@@ -41,7 +151,7 @@ class RankProcesses:
         signal that ended it.
         """
         for rank in range(1, self._ranks):
-            place = Place(rank, self._ranks)
+            place = RankPlace(rank, self._ranks)
             its_job = job.model_copy(update={"place": place})
             command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
             threads = str(job.threads or place.threads)

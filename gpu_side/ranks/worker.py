@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from gpu_side.cuda.kernels import CudaKernels
+from gpu_side.cuda.kernels import device_kernels
 from gpu_side.encoding import RequestReader
-from gpu_side.kernels import DeviceKernels, TorchKernels
 from gpu_side.ranks.group import IDLE, Group
-from gpu_side.ranks.job import RankJob
+from gpu_side.ranks.processes import RankJob
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import ServiceWeights, check_integers
 from protocol import native
@@ -61,13 +60,8 @@ def _serve(group: Group, job: RankJob) -> None:
     group.leave()
 
 
-def kernels_of(weights: ServiceWeights, spin_us: float) -> DeviceKernels:
-    """Return what computes a rank's part."""
-    return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
-
-
 def _answer(group: Group, weights: ServiceWeights, job: RankJob) -> None:
-    kernels = kernels_of(weights, job.spin_us)
+    kernels = device_kernels(weights, job.spin_us)
     checker = RequestChecker(weights, job.max_message_bytes)
 
     def prepare(request: Request) -> Callable[[Any], torch.Tensor]:

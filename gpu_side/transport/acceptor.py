@@ -7,7 +7,6 @@ of life (`protocol.liveness`), too.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import select
 import socket
@@ -16,11 +15,10 @@ import time
 from collections import deque
 from contextlib import suppress
 
+from gpu_side.event_log import log
 from protocol.liveness import PROBE, PROBES_BYTES
 
-log = logging.getLogger("gpu_service")
-
-# Where no further client is let in, one that has been silent for so long makes room.
+# While no further client is let in, a client that has been silent for this long is dropped.
 SILENT_S = 2.0
 # How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
@@ -86,7 +84,7 @@ class Acceptor:
         For want of memory or file descriptors, which another process may hold.
         """
         with self._lock:
-            log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})
+            log.warning("no_more_clients", clients=self._clients)
             self._accept_more(False)
             self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
         os.eventfd_write(self._wakeup, 1)
@@ -119,7 +117,7 @@ class Acceptor:
         try:
             self._attend_all()
         except Exception:
-            log.exception("acceptor_failed", extra={"fields": {"lets_in": "nobody"}})
+            log.exception("acceptor_failed", lets_in="nobody")
             self._close_connections()
             # A client that connects from now on is refused, and does not wait to be accepted.
             with suppress(OSError):
@@ -162,8 +160,7 @@ class Acceptor:
         silent = [file for file, (_, since) in self._unclassified.items() if since <= until]
         if silent:
             detail = f"silent for {SILENT_S:g} s"
-            fields = {"clients": len(silent), "reason": "silent", "detail": detail}
-            log.warning("dropped", extra={"fields": fields})
+            log.warning("dropped", clients=len(silent), reason="silent", detail=detail)
         for file in silent:
             connection, _ = self._unclassified.pop(file)
             self.client_closed()
@@ -191,7 +188,7 @@ class Acceptor:
         try:
             connection, _ = self._listening.accept()
         except OSError as error:
-            # A client that has gone again is nothing.
+            # Otherwise the client disconnected before accept(): ignore it.
             if error.errno in _EXHAUSTED:
                 self.pause_accepting()
             return
@@ -221,7 +218,7 @@ class Acceptor:
             self._epoll.unregister(file)
             del self._unclassified[file]
             if not self.accepting:
-                log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})
+                log.warning("no_more_clients", clients=self._clients)
             self._arrived.append(connection)
             os.eventfd_write(self.ready_fd, 1)
             return
@@ -235,7 +232,7 @@ class Acceptor:
             idle = next(iter(self._probes))
             self._probes.pop(idle).close()
             detail = f"signs of life: idle longest of {2 * self._max_clients}"
-            log.warning("dropped", extra={"fields": {"reason": "idle_probe", "detail": detail}})
+            log.warning("dropped", reason="idle_probe", detail=detail)
         self._probes[file] = connection
         self._answer(file)
 
@@ -253,5 +250,5 @@ class Acceptor:
             pass
         if probes not in (b"", PROBE):
             detail = f"signs of life: got {len(probes)} bytes, expected one zero at a time"
-            log.warning("dropped", extra={"fields": {"reason": "no_probe", "detail": detail}})
+            log.warning("dropped", reason="no_probe", detail=detail)
         connection.close()

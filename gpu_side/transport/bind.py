@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_side.access import ServiceKeys
-from gpu_side.transport.http_keys import HttpKeys
+from gpu_side.access import HttpKeys, ServiceKeys
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener

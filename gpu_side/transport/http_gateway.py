@@ -8,7 +8,6 @@ that no other client knows, and else its connection.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import secrets
 import threading
@@ -18,8 +17,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from gpu_side.access import digest_of
 from gpu_side.encoding import MAX_FRAMES
-from gpu_side.transport.http_keys import digest_of
+from gpu_side.event_log import log
 from gpu_side.transport.listener import Incoming
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.http_access import CHANNEL_HEADER, CONTENT_TYPE, INSTANCE_HEADER, RPC_PATH
@@ -30,7 +30,6 @@ from protocol.tensors import Buffer
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
-log = logging.getLogger("gpu_service")
 
 HEALTH_PATH = "/health"
 # Requests that are being read, wait or are being answered: of all clients, and of one.
@@ -55,6 +54,12 @@ class _RefusedError(Exception):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
+
+    @classmethod
+    def unless(cls, holds: object, status: int, detail: str) -> None:
+        """Refuse a request unless `holds`."""
+        if not holds:
+            raise cls(status, detail)
 
 
 class _GoneError(Exception):
@@ -163,15 +168,14 @@ class Gateway:
                 await self._route(scope, receive, send)
             except _RefusedError as refused:
                 self.refused += 1
-                fields = {"reason": "http", "status": refused.status, "detail": str(refused)}
-                log.warning("dropped", extra={"fields": fields})
+                log.warning("dropped", reason="http", status=refused.status, detail=str(refused))
                 await self._say(send, refused.status, str(refused))
         except TimeoutError:
             self._cut(scope)  # closing it would wait for the client to read
         except (_GoneError, OSError):
             return  # an answer that is not complete: its connection is closed
         except Exception:
-            log.exception("http_failed", extra={"fields": {"path": "rpc"}})
+            log.exception("http_failed", path="rpc")
 
     async def _route(
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -181,16 +185,14 @@ class Gateway:
             ready = self.is_ready and not self._ending
             await self._say(send, 200 if ready else 503, "ready" if ready else "not ready")
             return
-        if path != RPC_PATH:
-            raise _RefusedError(404, f"{RPC_PATH} and {HEALTH_PATH} are all there is")
-        if method != "POST":
-            raise _RefusedError(405, "POST only")
+        paths = f"{RPC_PATH} and {HEALTH_PATH} are all there is"
+        _RefusedError.unless(path == RPC_PATH, 404, paths)
+        _RefusedError.unless(method == "POST", 405, "POST only")
         headers = dict(scope["headers"])
         key = b""
         if self.tokens is not None:
             key = digest_of(headers.get(b"authorization", b""), self.tokens) or b""
-            if not key:
-                raise _RefusedError(401, "no token that is let in")
+            _RefusedError.unless(key, 401, "no token that is let in")
         name = _name(scope, headers)
         own = self._underway[key or name]
         if self._ending or self._underway.total() >= MAX_REQUESTS or own >= MAX_CLIENT_REQUESTS:
@@ -249,13 +251,13 @@ class Gateway:
     ) -> bytearray:
         """Read a body. Raises _RefusedError and _GoneError."""
         said = headers.get(b"content-length", b"")
-        if said and b"transfer-encoding" in headers:
-            # h11 reads all chunks, whatever length is said.
-            raise _RefusedError(400, "a length, and chunks as well")
+        # h11 reads all chunks, whatever length is said.
+        chunked = b"transfer-encoding" in headers
+        _RefusedError.unless(not (said and chunked), 400, "a length, and chunks as well")
         # What is said decides when it is read, and nothing more.
         size = int(said) if said.isdigit() else self._longest
-        if size > self._longest:
-            raise _RefusedError(413, f"a body of {size} bytes, of {self._longest}")
+        fits = size <= self._longest
+        _RefusedError.unless(fits, 413, f"a body of {size} bytes, of {self._longest}")
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S) as limit:
@@ -268,8 +270,8 @@ class Gateway:
                         if message["type"] != "http.request":
                             raise _GoneError
                         body += message.get("body", b"")
-                        if len(body) > size:
-                            raise _RefusedError(413, f"a body of more than {size} bytes")
+                        fits = len(body) <= size
+                        _RefusedError.unless(fits, 413, f"a body of more than {size} bytes")
                         if not message.get("more_body"):
                             return body
                 finally:
@@ -299,19 +301,12 @@ class Gateway:
     async def _send(self, frames: Sequence[Buffer], send: ASGISendCallable) -> None:
         pieces, total = to_pieces(frames)
         async with asyncio.timeout(BODY_S + total / LEAST_BYTES_PER_S):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", CONTENT_TYPE.encode()),
-                        (b"content-length", str(total).encode()),
-                        (b"cache-control", b"no-store"),
-                        (INSTANCE_HEADER.encode(), self._instance),
-                    ],
-                    "trailers": False,
-                }
-            )
+            headers = [
+                (b"content-type", CONTENT_TYPE.encode()),
+                (b"content-length", str(total).encode()),
+                (b"cache-control", b"no-store"),
+            ]
+            await self._begin(send, 200, headers)
             for piece in pieces:
                 for start in range(0, len(piece), _TURN_BYTES):
                     part = bytes(memoryview(piece)[start : start + _TURN_BYTES])
@@ -323,22 +318,22 @@ class Gateway:
         headers = [
             (b"content-type", b"text/plain"),
             (b"content-length", str(len(body)).encode()),
-            (INSTANCE_HEADER.encode(), self._instance),
         ]
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if status in _ENDS_CONNECTION:
             headers.append((b"connection", b"close"))
         async with asyncio.timeout(BODY_S):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": status,
-                    "headers": headers,
-                    "trailers": False,
-                }
-            )
+            await self._begin(send, status, headers)
             await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(
+        self, send: ASGISendCallable, status: int, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        named = [*headers, (INSTANCE_HEADER.encode(), self._instance)]
+        await send(
+            {"type": "http.response.start", "status": status, "headers": named, "trailers": False}
+        )
 
 
 async def _disconnected(receive: ASGIReceiveCallable) -> None:

@@ -8,7 +8,6 @@ bounded by h11; a connection that is silent for too long, or whose client reads 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import select
 import socket
@@ -21,8 +20,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from gpu_side.access import HttpKeys
+from gpu_side.event_log import log
 from gpu_side.transport.http_gateway import Gateway
-from gpu_side.transport.http_keys import HttpKeys
 from gpu_side.transport.listener import Incoming, admits_no_client
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from uvicorn._types import HTTPScope
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-log = logging.getLogger("gpu_service")
 
 MAX_CONNECTIONS = 512
 # A connection that asks nothing, or does not come to the end of its headers, is cut after so long;
@@ -176,7 +175,7 @@ class HttpListener:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         except Exception:
-            log.exception("http_failed", extra={"fields": {"lets_in": "nobody"}})
+            log.exception("http_failed", lets_in="nobody")
         finally:
             if not self._closed:
                 self._failed = True
@@ -245,12 +244,17 @@ def _bound(endpoint: str, keys: HttpKeys) -> tuple[_ListeningSocket, str]:
     """Listen at an address, and say as which URL clients know it. Raises EndpointError."""
     parsed = parse_endpoint(endpoint, for_bind=True)
     host, _, port = endpoint.partition("://")[2].rpartition(":")
-    if not parsed.is_http or host != parsed.host or not (port.isdigit() or port == "*"):
-        raise EndpointError(endpoint, got="no HOST:PORT alone", expected="http://HOST:PORT")
+    EndpointError.unless(
+        parsed.is_http and host == parsed.host and (port.isdigit() or port == "*"),
+        endpoint,
+        "no HOST:PORT alone",
+        "http://HOST:PORT",
+    )
     scheme = "http" if keys.certificate is None else "https"
-    if parsed.scheme == "https" and scheme == "http":
-        expected = "--http-cert and --http-key, or http:// behind what ends TLS"
-        raise EndpointError(endpoint, got="no certificate", expected=expected)
+    expected = "--http-cert and --http-key, or http:// behind what ends TLS"
+    EndpointError.unless(
+        parsed.scheme != "https" or scheme != "http", endpoint, "no certificate", expected
+    )
     address = ("" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port))
     made = None
     try:

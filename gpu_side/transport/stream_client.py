@@ -1,13 +1,21 @@
-"""One connection of a stream's listener, and the patience with all that do not read.
+"""One connection of a stream's listener, and the memory that its client may share with it.
 
 When a client is read from, and when it has stalled, is said here; what follows from it is the
 listener's business (`gpu_side.transport.stream_listener`).
+
+Memory that a virtual machine has as a device (`protocol.ivshmem`) is a file of the operator's, as
+QEMU has it (memory-backend-file, share=on), and no client names one. Whatever the virtual machine
+writes into it, the file keeps its size: nothing is missing when the service touches it, as long as
+the operator does not truncate it.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import select
 import socket
+import stat
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,22 +23,98 @@ from contextlib import suppress
 
 from gpu_side.encoding import MAX_FRAMES
 from gpu_side.transport.listener import Incoming
-from protocol.errors import ErrorCode, ProtocolError
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
-from protocol.shared_memory import WAKE_UP, Lane, frames_in
+from protocol.shared_memory import (
+    ATTACH,
+    LARGEST,
+    SESSION_BYTES,
+    SMALLEST,
+    TAKEN,
+    WAKE_UP,
+    Lane,
+    areas_in,
+    frames_in,
+)
 from protocol.stream_wire import MessageReader, MessageWriter
 from protocol.tensors import Buffer
+
+
+class DeviceMemory:
+    """The memory in a file, mapped as long as we listen. Raises EndpointError for another file."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                size = min(_size_of(path, file), LARGEST)
+                # Room is taken now: where the file system is full, the kernel ends a process that
+                # touches a page that is not there yet.
+                os.posix_fallocate(file, 0, size)
+                self._mapped = mmap.mmap(file, size)
+            finally:
+                os.close(file)
+        except OSError as error:
+            got = os.strerror(error.errno or 0)
+            raise EndpointError(path, got=got, expected="the file of a device's memory") from None
+
+    def attach(self, connection: socket.socket, *, in_use: bool) -> Lane:
+        """Take the segment that a new client has laid out. `in_use`: another client has one.
+
+        Raises ProtocolError, and OSError for a connection that is lost.
+        """
+        said = connection.recv(len(ATTACH) + SESSION_BYTES, socket.MSG_DONTWAIT)
+        session = said[len(ATTACH) :]
+        expected = f"0x{ATTACH.hex()}, and {SESSION_BYTES} that its head names"
+        ProtocolError.unless(
+            said.startswith(ATTACH) and len(session) == SESSION_BYTES,
+            "shared memory",
+            f"{len(said)} other bytes first",
+            expected,
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
+        ProtocolError.unless(
+            not in_use,
+            "shared memory",
+            "a second client",
+            "one at a time",
+            code=ErrorCode.LIMIT_EXCEEDED,
+        )
+        lane = Lane(self._mapped, areas_in(self._mapped, session), is_client=False)
+        # A reply to an earlier client is none to this one. What follows is seen after that.
+        lane.clear()
+        lane.sleeps(True)
+        self._mapped[TAKEN] = session
+        return lane
+
+
+def _size_of(path: str, file: int) -> int:
+    found = os.fstat(file)
+    EndpointError.unless(stat.S_ISREG(found.st_mode), path, "no regular file", "one")
+    EndpointError.unless(
+        not found.st_mode & stat.S_IWOTH, path, "a file that all users may write", "mode 0660"
+    )
+    EndpointError.unless(
+        found.st_size >= SMALLEST, path, f"{found.st_size} bytes", f"{SMALLEST} or more"
+    )
+    return found.st_size
+
 
 # A client with so many requests, or so many bytes in them, that the service has not taken is not
 # read from. Beside them at most one more is being received.
 QUEUED_REQUESTS = 64
+
 QUEUED_BYTES = 16 * 1024 * 1024
+
 # Where others are kept out, a client that has sent less than so much of its message for so long
 # makes room.
 STALLED_S = 2.0
+
 STALLED_BYTES = 64 * 1024
+
 # How long all clients together may keep us waiting in vain, in a row and as a share of all time.
 _PATIENCE_S = 0.05
+
 _PATIENCE_SHARE = 0.05
 
 

@@ -3,13 +3,12 @@
 What a client does not read waits in a queue of its own, and what it sends too slowly in a buffer of
 its own; the others are served meanwhile, and in turn. For large messages that have not been handed
 out there is one limit for all clients: beyond it they stay in the kernel, where their senders wait.
-A client that sends what is no message is dropped, and so is one that keeps others out by a message
-that it does not go on with.
+The listener drops clients that send malformed frames, and clients that hold buffer space with an
+unfinished message while others wait for it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -19,11 +18,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from gpu_side.event_log import log
 from gpu_side.transport.acceptor import Acceptor
-from gpu_side.transport.device_memory import DeviceMemory
-from gpu_side.transport.listener import Incoming, admits_no_client
-from gpu_side.transport.live_socket import SocketFile, bind_at, refuse_live_socket
-from gpu_side.transport.stream_client import STALLED_S, Client, Patience
+from gpu_side.transport.listener import (
+    Incoming,
+    SocketFile,
+    admits_no_client,
+    bind_at,
+    refuse_live_socket,
+)
+from gpu_side.transport.stream_client import STALLED_S, Client, DeviceMemory, Patience
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
@@ -37,15 +41,14 @@ from protocol.stream_wire import (
 )
 from protocol.tensors import Buffer
 
-log = logging.getLogger("gpu_service")
-
 MAX_CLIENTS = 256
 # Replies of which some bytes still wait here because their client does not read.
 QUEUED_REPLIES = 16
-# So many times the largest message all clients together may have being received, or waiting to be
-# handed out, of messages too large for a receive buffer.
+# The budget for large messages of all clients together, in multiples of max_message_bytes: those
+# that are being received, or wait to be handed out, and are too large for a receive buffer.
 RECEIVED_MESSAGES = 2
-# So much of it each client may always have: one that fills the limit delays large requests only.
+# The part of it that each client may always have: a client that fills the budget delays large
+# requests only.
 ALWAYS_BYTES = 1024 * 1024
 # How often to look for clients that hold room for a message that does not grow.
 _LOOK_FOR_STALLED_S = 0.5
@@ -503,22 +506,21 @@ class StreamListener:
 
 
 def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
-    fields = {"peer": name.hex(), "code": code.value, "detail": detail}
-    log.warning("dropped", extra={"fields": fields})
+    log.warning("dropped", peer=name.hex(), code=code.value, detail=detail)
 
 
 def _handed_over(connection: socket.socket) -> Lane:
     """Map the memory that a new client hands over. Raises ProtocolError, and OSError."""
     said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
     try:
-        if said != ATTACH or len(files) != 1:
-            got = f"{len(files)} files with the first bytes"
-            raise ProtocolError(
-                "shared memory",
-                got=got,
-                expected=f"one, with 0x{ATTACH.hex()}",
-                code=ErrorCode.MALFORMED_MESSAGE,
-            )
+        got = f"{len(files)} files with the first bytes"
+        ProtocolError.unless(
+            said == ATTACH and len(files) == 1,
+            "shared memory",
+            got,
+            f"one, with 0x{ATTACH.hex()}",
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         return adopt(files[0], _UCRED.unpack(credentials)[1])
     finally:

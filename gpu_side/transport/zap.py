@@ -1,36 +1,97 @@
-"""Lets clients in: answers ZeroMQ's authentication requests (ZAP, RFC 27), on a thread.
+"""Lets ZeroMQ clients in by their keys, and gives every connection its routing id.
 
-ZeroMQ asks at inproc://zeromq.zap.01 of the service's context, once in the handshake of every
-connection. Without an answer no client gets in: the service's socket has
-`ZMQ_ZAP_ENFORCE_DOMAIN` set, and a handshake without an answer ends at its time limit.
+A ROUTER takes as a connection's id what the client says in its handshake. Where the client says
+nothing it draws one from a counter, and ends the process where a client has taken that id before.
+A reply goes to the id, whichever connection has it by then. So each connection gets an id from the
+service, which no other connection ever has, and no client chooses, guesses or learns the id of
+another: over CURVE in the ZAP reply, without keys in the client's own READY
+(`gpu_side.transport.zmq_doorway`).
 
-The answer also names the connection (`gpu_side.transport.zmq_names`). Of two routing ids ZeroMQ
-takes the one that it reads last, and it asks us just before it reads the client's own.
+`ZapHandler` answers ZeroMQ's authentication requests (ZAP, RFC 27) on a thread. ZeroMQ asks at
+inproc://zeromq.zap.01 of the service's context, once in the handshake of every connection. Without
+an answer no client gets in: the service's socket has `ZMQ_ZAP_ENFORCE_DOMAIN` set, and a handshake
+without an answer ends at its time limit. The answer also names the connection: of two routing ids
+ZeroMQ takes the one that it reads last, and it asks us just before it reads the client's own.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
+from itertools import count
+from typing import Any
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from gpu_side.transport.zmq_names import Names, as_property, bind_within_process
+from gpu_side.event_log import log
 from protocol.zmq_sockets import watch
 
-log = logging.getLogger("gpu_service")
+_SECRET_BYTES = 16
+
+# What logs may say of a connection's id.
+NUMBER_BYTES = 8
+
+_PROPERTY = b"Identity"
+
+# So many may come while ZeroMQ's thread is busy; the kernel may allow fewer.
+_BACKLOG = 1024
+
+
+class Names:
+    """Names of connections: a secret of this listener, and a number that is used once."""
+
+    def __init__(self) -> None:
+        # ZeroMQ's own begin with a zero.
+        self._secret = b"\x01" + os.urandom(_SECRET_BYTES - 1)
+        self._numbers = count(1)
+
+    def draw(self) -> bytes:
+        """Return a new name. For any thread."""
+        return self._secret + next(self._numbers).to_bytes(NUMBER_BYTES)
+
+    def has_drawn(self, name: bytes) -> bool:
+        """Say whether a name is one of ours."""
+        return len(name) == _SECRET_BYTES + NUMBER_BYTES and name.startswith(self._secret)
+
+
+def is_property(name: bytes) -> bool:
+    """Say whether a property of a handshake (ZMTP 3, RFC 23) is the peer's routing id."""
+    return name.lower() == _PROPERTY.lower()
+
+
+def as_property(name: bytes) -> bytes:
+    """Return the property of a handshake that says a routing id."""
+    return bytes([len(_PROPERTY)]) + _PROPERTY + len(name).to_bytes(4) + name
+
+
+def bind_within_process(zmq_socket: zmq.Socket[bytes]) -> str:
+    """Bind a socket for connections from this process alone; return the endpoint.
+
+    An abstract Unix socket: it needs no file, and ZeroMQ asks the kernel for the peer's process.
+    """
+    endpoint = f"ipc://@tsqp-{os.urandom(16).hex()}"
+    zmq_socket.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
+    zmq_socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+    zmq_socket.bind(endpoint)
+    return endpoint
+
 
 DOMAIN = b"tsqp"
+
 # By its number, as older versions of pyzmq have no name for it.
 ZAP_ENFORCE_DOMAIN = 93
+
 _ADDRESS = "inproc://zeromq.zap.01"
+
 _REQUEST_FRAMES = 7
+
 _KEY_BYTES = 32
 
 # What ends a handshake before the client's key is looked at.
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
 _WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -110,7 +171,7 @@ class ZapHandler:
         except Exception:
             # The listener ends the service: one that admits no client is of no use, and looks well.
             self.failed = True
-            log.exception("zap_handler_failed", extra={"fields": {"lets_in": "nobody"}})
+            log.exception("zap_handler_failed", lets_in="nobody")
             self._requests.close()
         # ZeroMQ's own thread would wait until they are read.
         while True:
@@ -161,10 +222,10 @@ class ZapHandler:
         elif found["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refuse("handshake_not_finished")
 
-    def _refuse(self, reason: str, **more: str) -> None:
+    def _refuse(self, reason: str, **more: Any) -> None:
         """Count a connection that is refused, and log why."""
         self.refused += 1
-        log.warning("connection_refused", extra={"fields": {"reason": reason, **more}})
+        log.warning("connection_refused", reason=reason, **more)
 
 
 def _around(

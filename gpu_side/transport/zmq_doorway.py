@@ -4,12 +4,14 @@ Without keys ZeroMQ asks us nothing in a handshake, and the client has the last 
 id. So the clients' connections end here: each has one of its own to ZeroMQ, and what comes on one
 is passed on over the other, from the client with a routing id of ours (`Handshake`). What a client
 does not read stays in the kernel and with ZeroMQ, but for one buffer.
+
+A client begins in ZMTP 3 with a greeting of 64 bytes, then a command READY with its properties
+(RFC 23), where it may name itself. In versions 1 and 2 it names itself elsewhere: they are refused.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import select
 import socket
@@ -19,21 +21,89 @@ from contextlib import suppress
 
 import zmq
 
-from gpu_side.transport.live_socket import SocketFile, bind_at
-from gpu_side.transport.zmq_handshake import Handshake
-from gpu_side.transport.zmq_names import Names
+from gpu_side.event_log import log
+from gpu_side.transport.listener import SocketFile, bind_at
+from gpu_side.transport.zap import Names, as_property, is_property
 from protocol.endpoint import Endpoint
-from protocol.errors import ProtocolError
+from protocol.errors import ErrorCode, ProtocolError
 
-log = logging.getLogger("gpu_service")
+_GREETING_BYTES = 64
+
+_READY = b"\x05READY"
+
+# Of READY, whose properties an application may add to.
+_READY_BYTES = 8192
+
+# A command, with its size in one byte, or in eight.
+_SHORT, _LONG = 4, 6
+
+
+class Handshake:
+    """Passes on what a client says first, with a routing id of ours in place of its own."""
+
+    def __init__(self, name: bytes) -> None:
+        self._name = name
+        self._said = b""
+        # How much of the greeting was passed on: the service's own depends on what it has read.
+        self._passed = 0
+        # Set once the client is named: what follows is passed on as it is.
+        self.done = False
+
+    def take(self, data: memoryview) -> bytes:
+        """Take what has come, return what may be passed on. Raises ProtocolError."""
+        self._said = said = self._said + data
+        # Where ZeroMQ looks for the version: other bytes than these are one before 3.
+        first, signed, version = said[:1], said[9:10], said[10:11]
+        known = first == b"\xff" and signed in (b"", b"\x7f") and version in (b"", b"\3")
+        _require(known, "no greeting of ZMTP 3")
+        passed = said[self._passed : _GREETING_BYTES]
+        self._passed += len(passed)
+        kind = said[_GREETING_BYTES : _GREETING_BYTES + 1]
+        _require(kind in (b"", bytes([_SHORT]), bytes([_LONG])), "a message before READY")
+        size = 8 if kind == bytes([_LONG]) else 1
+        begin = _GREETING_BYTES + 1 + size
+        if len(said) < begin:
+            return passed
+        end = begin + int.from_bytes(said[begin - size : begin])
+        _require(end - begin <= _READY_BYTES, f"a command of {end - begin} bytes")
+        if len(said) < end:
+            return passed
+        ready = _named(said[begin:end], self._name)
+        self.done = True
+        return passed + bytes([_LONG]) + len(ready).to_bytes(8) + ready + said[end:]
+
+
+def _named(ready: bytes, name: bytes) -> bytes:
+    """Return READY with another routing id. Raises ProtocolError for what is no READY."""
+    _require(ready.startswith(_READY), "a command before READY")
+    kept, at = _READY, len(_READY)
+    while at < len(ready):
+        value = at + 1 + ready[at] + 4
+        end = value + int.from_bytes(ready[value - 4 : value])
+        _require(max(value, end) <= len(ready), "a property that does not end")
+        if not is_property(ready[at + 1 : value - 4]):
+            kept += ready[at:end]
+        at = end
+    return kept + as_property(name)
+
+
+def _require(holds: bool, got: str) -> None:
+    where, code = "ZeroMQ's handshake", ErrorCode.MALFORMED_MESSAGE
+    ProtocolError.unless(holds, where, got, "that of ZMTP 3", code=code)
+
 
 # What is read at a time, and what a Unix socket may hold: it takes all of the former at once.
 _BUFFER_BYTES = 192 * 1024
+
 _HELD_BYTES = 1024 * 1024
+
 _BACKLOG = 128
+
 # How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
+
 _CLOSING_S = 0.5
+
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
@@ -113,7 +183,7 @@ class Doorway:
                     self._attend(file, events)
         except Exception:
             self.failed = True
-            log.exception("doorway_failed", extra={"fields": {"lets_in": "nobody"}})
+            log.exception("doorway_failed", lets_in="nobody")
         finally:
             for end in self._ends.values():
                 end.socket.close()
@@ -171,7 +241,7 @@ class Doorway:
 
     def _pause(self) -> None:
         """Let no client in for a while, for want of memory or file descriptors."""
-        log.warning("no_more_clients", extra={"fields": {"clients": len(self._ends) // 2}})
+        log.warning("no_more_clients", clients=len(self._ends) // 2)
         self._epoll.unregister(self._listening)
         self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
 
@@ -183,8 +253,7 @@ class Doorway:
                 self._pass_on(end)
         except ProtocolError as error:
             self.refused += 1
-            fields = {"reason": "no_zmtp_3", "detail": str(error)}
-            log.warning("connection_refused", extra={"fields": fields})
+            log.warning("connection_refused", reason="no_zmtp_3", detail=str(error))
             self._close(end)
         except OSError:
             self._close(end)

@@ -1,7 +1,7 @@
 """The service's end of ZeroMQ: a ROUTER socket, which also serves plain REQ sockets.
 
 A REQ socket's empty delimiter frame is kept with the connection's routing id, and put back in front
-of the reply. The id is ours, and no other connection's (`gpu_side.transport.zmq_names`): a reply
+of the reply. The id is ours, and no other connection's (`gpu_side.transport.zap`): a reply
 reaches the connection that asked, or none. With keys (`protocol.curve`) a connection is let in by
 the ZAP handler (`gpu_side.transport.zap`), and each message is taken only from a client that is on
 the list as it stands then. Without keys clients come through a doorway
@@ -10,7 +10,6 @@ the list as it stands then. Without keys clients come through a doorway
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -23,11 +22,17 @@ import zmq
 
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import MAX_FRAMES
-from gpu_side.transport.listener import Incoming, admits_no_client
-from gpu_side.transport.live_socket import refuse_live_socket
-from gpu_side.transport.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, ZapHandler, sender_of
+from gpu_side.event_log import log
+from gpu_side.transport.listener import Incoming, admits_no_client, refuse_live_socket
+from gpu_side.transport.zap import (
+    DOMAIN,
+    ZAP_ENFORCE_DOMAIN,
+    Names,
+    ZapHandler,
+    bind_within_process,
+    sender_of,
+)
 from gpu_side.transport.zmq_doorway import Doorway
-from gpu_side.transport.zmq_names import Names, bind_within_process
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
@@ -44,8 +49,6 @@ from protocol.zmq_sockets import (
     send_frames,
     set_options,
 )
-
-log = logging.getLogger("gpu_service")
 
 # How often a service that waits for messages looks whether it is to stop.
 WAKEUP_INTERVAL_MS = 100
@@ -264,7 +267,7 @@ class ZmqListener:
         name = bytes(parts[0])
         if not self._names.has_drawn(name):
             # A ZeroMQ that lets clients name themselves, as none does that we know.
-            log.warning("dropped", extra={"fields": {"reason": "routing_id_not_ours"}})
+            log.warning("dropped", reason="routing_id_not_ours")
             return False
         key = b""
         if self._zap_handler is not None:
@@ -288,7 +291,7 @@ class ZmqListener:
         ZeroMQ cannot end one of them; but those that it accepted end with the socket that listens.
         """
         self._to_cut = False
-        log.warning("connections_cut", extra={"fields": {"endpoint": self.endpoint}})
+        log.warning("connections_cut", endpoint=self.endpoint)
         self._socket.unbind(self.endpoint)
         until = time.monotonic() + _REBIND_S
         while True:

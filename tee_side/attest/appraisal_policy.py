@@ -38,7 +38,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 from protocol.errors import SettingsError, describe
 from protocol.validation import first_problem, refusal
-from tee_side.attest.snp_report import Product, SigningKey
+from tee_side.attest.snp import Product, SigningKey
 from tee_side.plugins import FileCheck, accept_any
 
 Rtmr: TypeAlias = Literal["0", "1", "2", "3"]

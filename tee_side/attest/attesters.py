@@ -10,6 +10,7 @@ Sources: Linux, "configfs-tsm-report" (Documentation/ABI/testing) and <linux/sev
 from __future__ import annotations
 
 import errno
+import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import addressof, create_string_buffer
@@ -18,24 +19,70 @@ from functools import partial
 from os import W_OK, access, rmdir
 from tempfile import mkdtemp
 from time import sleep
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import EvidenceError
-from tee_side.attest.evidence import REPORT_DATA_BYTES, Evidence, Kind
-from tee_side.attest.simulated import MEASUREMENT_BYTES, simulate
-from tee_side.attest.snp_report import SnpReport
+from tee_side.attest.snp import SnpReport
+from tee_side.attest.statement import REPORT_DATA_BYTES, Evidence, Kind
+
+MEASUREMENT_BYTES = 48
+
+_HEADER = b"TSQP simulated TEE 1\0"
+
+_SIGNED_BYTES = len(_HEADER) + MEASUREMENT_BYTES + REPORT_DATA_BYTES
+
+# Of whom it is does not matter: it is published here.
+_ROOT = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_HEADER).digest())
+
+
+class VerifiedSimulated(NamedTuple):
+    """What a simulated report says: 48 and 64 bytes."""
+
+    measurement: bytes
+    report_data: bytes
+    kind: Literal["simulated"] = "simulated"
+
+
+def simulate(report_data: bytes, measurement: bytes) -> Evidence:
+    """Return evidence of a measurement (48 bytes) and of `report_data` (64 bytes)."""
+    signed = _HEADER + measurement + report_data
+    report = signed + _ROOT.sign(signed)
+    return Evidence(kind="simulated", report=report, certificates=(), collateral=b"")
+
+
+def verify_simulated(report: bytes) -> VerifiedSimulated:
+    """Verify that `simulate` wrote it. Raises EvidenceError."""
+    signed, signature = report[:_SIGNED_BYTES], report[_SIGNED_BYTES:]
+    try:
+        _ROOT.public_key().verify(signature, signed)
+    except InvalidSignature:
+        signed = b""
+    EvidenceError.unless(
+        signed.startswith(_HEADER), "simulated report", "other bytes", "one that was signed"
+    )
+    return VerifiedSimulated(signed[len(_HEADER) : -REPORT_DATA_BYTES], signed[-REPORT_DATA_BYTES:])
+
 
 T = TypeVar("T")
 
 REPORTS, SEV_GUEST = "/sys/kernel/config/tsm/report", "/dev/sev-guest"
+
 _PROVIDERS = {"snp": "sev_guest", "tdx": "tdx_guest"}
+
 _ATTEMPTS, _PAUSE_S = 10, 0.5
+
 # A signal, a quote that is still being made, a host that has been asked too often.
 _TRANSIENT = (errno.EINTR, errno.EBUSY, errno.EAGAIN)
 
 _CALL = struct.Struct("=B7xQQQ")  # snp_guest_request_ioctl
+
 _REQUEST = struct.Struct("=64s32xQI4x")  # snp_ext_report_req, of VMPL 0
+
 _RESPONSE = struct.Struct("=II24x3968s")  # snp_report_resp
+
 _TABLE_BYTES = 4 * 4096  # whole pages, and the most that Linux takes
 
 
@@ -68,12 +115,14 @@ def find_attester(
     ask = _ask_sev_guest if by_ioctl else partial(_ask_configfs, kind)
 
     def attest(report_data: bytes) -> Evidence:
-        if kind == "tdx" and not collateral:
-            raise EvidenceError("tdx attester", got="no collateral", expected="--attest-collateral")
+        EvidenceError.unless(
+            kind != "tdx" or collateral, "tdx attester", "no collateral", "--attest-collateral"
+        )
         report, table = _again(kind, partial(ask, report_data))
         # Some kernels say with an empty report that the host made no quote.
-        if report_data not in report:
-            raise EvidenceError(f"{kind} attester", got="a report of other data", expected="ours")
+        EvidenceError.unless(
+            report_data in report, f"{kind} attester", "a report of other data", "ours"
+        )
         chain = _chain(report, table, certificates) if kind == "snp" else ()
         return Evidence(kind=kind, report=report, certificates=chain, collateral=collateral)
 
@@ -155,14 +204,14 @@ def _chain(report: bytes, table: bytes, certificates: Sequence[bytes]) -> tuple[
         guid, begin, size = struct.unpack_from("<16sII", table, at)
         if not any(guid):
             break
-        if begin + size > len(table):
-            raise EvidenceError("snp attester", got="a table that is cut off", expected="all of it")
+        EvidenceError.unless(
+            begin + size <= len(table), "snp attester", "a table that is cut off", "all of it"
+        )
         given.append(table[begin : begin + size])
     found = {(one.count(b"ARK-"), b"SEV-" in one, b"SEV-VLEK" in one): one for one in given}
     places = (0, True, key == "vlek"), (1, True, key == "vlek"), (2, False, False)
     chain = tuple(found.get(place, b"") for place in places)
-    if not all(chain):
-        got = f"{3 - chain.count(b'')} of 3 certificates"
-        expected = f"{key.upper()}, ASK and ARK, of the host or in files: --attest-certificate"
-        raise EvidenceError("snp attester", got=got, expected=expected)
+    got = f"{3 - chain.count(b'')} of 3 certificates"
+    expected = f"{key.upper()}, ASK and ARK, of the host or in files: --attest-certificate"
+    EvidenceError.unless(all(chain), "snp attester", got, expected)
     return chain

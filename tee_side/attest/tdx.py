@@ -70,8 +70,11 @@ def verify_tdx(quote: bytes, collateral: bytes, now: datetime) -> VerifiedTdx:
     mrtd, *rtmr, data, config_id = (bytes.fromhex(body[name]) for name in _FIELDS)
     attributes = int.from_bytes(bytes.fromhex(body["td_attributes"]), "little")
     # The library refuses debugging as well. A service TD is what migrates a guest.
-    if attributes & _OPEN or service.strip("0"):
-        raise EvidenceError("TDX: attributes", got="debugging or migration", expected="neither")
-    if found["status"] == "Revoked":
-        raise EvidenceError("TDX: TCB status", got="Revoked", expected="any but that")
+    EvidenceError.unless(
+        not attributes & _OPEN and not service.strip("0"),
+        "TDX: attributes",
+        "debugging or migration",
+        "neither",
+    )
+    EvidenceError.unless(found["status"] != "Revoked", "TDX: TCB status", "Revoked", "any but that")
     return VerifiedTdx(mrtd, tuple(rtmr), data, config_id, found["status"])

@@ -16,8 +16,7 @@ from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError
 from tee_side.attest.appraisal import Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.evidence import Evidence
-from tee_side.attest.statement import Statement
+from tee_side.attest.statement import Evidence, Statement
 from tee_side.words import Attested
 
 

@@ -9,49 +9,145 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from tee_side.engine.request import Delivery, FinishReason, Logprob, PromptRead, Request
-from tee_side.serve.serving import Counts, ServedModel
-from tee_side.serve.texts import SampleText, offsets
-from tee_side.serve.token_names import TokenNames
+from tee_side.engine.request import Delivery, FinishReason, Logprob, NewToken, PromptRead, Request
+from tee_side.engine.text_stream import TextStream
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.serving import OfferedModel, TokenCounts, TokenNames, number
+
+
+class SampleText:
+    """Token ids to pieces of text.
+
+    `stop`: strings that end the text, and are no part of it; `stop_ids`: likewise, tokens.
+    `offset`: characters in front of the next token. It counts what stop strings hold back, so it
+    depends on the tokens alone; a special token, and a part of a character, has no characters.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: Collection[int], offset: int = 0
+    ) -> None:
+        self._shown = TextStream(tokenizer, stop)
+        # Nothing is held back in this one.
+        self._whole = TextStream(tokenizer) if stop else None
+        self._stop_ids = stop_ids
+        self.offset = offset
+
+    def feed(self, token: NewToken) -> str:
+        """Add a token, and return the text that can be shown now: all, with the last token."""
+        token_id, finish = token.token_id, token.finish_reason
+        if finish == "stop" and token_id in self._stop_ids:
+            return self._shown.flush()
+        text = self._shown.feed(token_id)
+        self.offset += len(text if self._whole is None else self._whole.feed(token_id))
+        return text if finish is None else text + self._shown.flush()
+
+
+def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """Return where in their text each token of a prompt begins."""
+    stream, at, found = TextStream(tokenizer), 0, []
+    for token_id in token_ids:
+        found.append(at)
+        at += len(stream.feed(token_id))
+    return found
+
 
 # Log-probabilities of one token, as pieces of JSON.
 Entry: TypeAlias = tuple[str, ...]
+
 _FINISH: dict[FinishReason | None, str] = {None: "null", "stop": '"stop"', "length": '"length"'}
 
 
-class Form(Protocol):
-    """How an endpoint writes what all of them have. Everything is JSON; `logprobs` may be null."""
+# Forms: how an endpoint writes what all of them have. Everything is JSON.
+#   entry      a token's log-probabilities; None for the first token of a prompt, which has none
+#   logprobs   those of several tokens; the form may write null
+#   opening    the delta that a stream's choice begins with, behind its index
+#   delta      the text of a chunk's choice, behind its index
+#   whole      the text of a whole choice, behind its index
 
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
+
+class CompletionForm:
+    """OpenAI's text_completion; log-probabilities are four lists."""
+
+    id_prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
 
     def entry(
         self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
     ) -> Entry:
-        """Write a token's; None for the first token of a prompt, which has none."""
-        ...
+        """Write the token, its logprob, the likeliest with the token itself, and the offset."""
+        name = names.of(token_id)[0]
+        if logprob is None:
+            return name, "null", "null", str(offset)
+        top: dict[str, str] = {}
+        for other, value in logprob.top:
+            top.setdefault(names.of(other)[0], number(value))
+        top[name] = own = number(logprob.logprob)
+        pairs = ",".join(f"{key}:{value}" for key, value in top.items())
+        return name, own, f"{{{pairs}}}", str(offset)
 
     def logprobs(self, entries: Sequence[Entry]) -> str:
-        """Write those of several tokens."""
-        ...
+        """Write the lists."""
+        tokens, own, top, offsets = (",".join(column) for column in zip(*entries, strict=True))
+        return (
+            f'{{"tokens":[{tokens}],"token_logprobs":[{own}],'
+            f'"top_logprobs":[{top}],"text_offset":[{offsets}]}}'
+        )
 
     def opening(self) -> str | None:
-        """Write the delta that a stream's choice begins with, behind its index."""
-        ...
+        """Write nothing: the first chunk has text."""
+        return None
 
     def delta(self, text: str) -> str:
-        """Write the text of a chunk's choice, behind its index."""
-        ...
+        """Write the text."""
+        return f'"text":{json.dumps(text)}'
+
+    whole = delta
+
+
+class ChatForm:
+    """OpenAI's chat.completion; log-probabilities are a list of objects."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def entry(
+        self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
+    ) -> Entry:
+        """Write the token; there is no offset, and no token without a logprob."""
+        if logprob is None:
+            return ()
+        top = ",".join(f"{{{_named(names, *one)}}}" for one in logprob.top)
+        return (f'{{{_named(names, token_id, logprob.logprob)},"top_logprobs":[{top}]}}',)
+
+    def logprobs(self, entries: Sequence[Entry]) -> str:
+        """Write the list."""
+        return f'{{"content":[{",".join(entry[0] for entry in entries)}],"refusal":null}}'
+
+    def opening(self) -> str:
+        """Write the role."""
+        return '"delta":{"role":"assistant","content":""}'
+
+    def delta(self, text: str) -> str:
+        """Write the text of a chunk."""
+        return f'"delta":{{"content":{json.dumps(text)}}}'
 
     def whole(self, text: str) -> str:
-        """Write the text of a whole choice, behind its index."""
-        ...
+        """Write the message."""
+        return f'"message":{{"role":"assistant","content":{json.dumps(text)},"refusal":null}}'
+
+
+def _named(names: TokenNames, token_id: int, logprob: float) -> str:
+    name, listed = names.of(token_id)
+    return f'"token":{name},"logprob":{number(logprob)},"bytes":{listed}'
+
+
+AnswerForm: TypeAlias = CompletionForm | ChatForm
 
 
 @dataclass(slots=True)
@@ -76,8 +172,8 @@ class WholeAnswer:
 
     def __init__(
         self,
-        form: Form,
-        model: ServedModel,
+        form: AnswerForm,
+        model: OfferedModel,
         requests: Sequence[Request],
         echo: Sequence[str] | None = None,
         *,
@@ -102,7 +198,7 @@ class WholeAnswer:
         """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
         return "".join(self._pieces(prompt, delivery))
 
-    def finish(self, counts: Counts) -> str:
+    def finish(self, counts: TokenCounts) -> str:
         """Return the end of the answer."""
         choices = ",".join(
             self._written(c, self._form.whole("".join(c.written)), c.entries, c.finish)
@@ -175,7 +271,7 @@ class StreamedAnswer(WholeAnswer):
     def _head(self) -> str:
         return f"data: {head(self._form.id_prefix, self._form.chunk_object, self._model)}"
 
-    def finish(self, counts: Counts) -> str:
+    def finish(self, counts: TokenCounts) -> str:
         """Return the last chunk, if there is one with the counts."""
         last = f'{self._head}"choices":[],"usage":{usage(counts)}}}\n\n'
         return last if self._with_usage else ""
@@ -197,7 +293,7 @@ class StreamedAnswer(WholeAnswer):
         return f'{self._head}"choices":[{written}]{without}}}\n\n'
 
 
-def head(id_prefix: str, kind: str, model: ServedModel) -> str:
+def head(id_prefix: str, kind: str, model: OfferedModel) -> str:
     """Return the beginning of a JSON object, with a new id."""
     fields = {
         "id": f"{id_prefix}{uuid.uuid4().hex}",
@@ -209,7 +305,7 @@ def head(id_prefix: str, kind: str, model: ServedModel) -> str:
     return f"{json.dumps(fields, separators=(',', ':'))[:-1]},"
 
 
-def usage(counts: Counts) -> str:
+def usage(counts: TokenCounts) -> str:
     """Write the counts of an answer."""
     fields = {
         "prompt_tokens": counts.prompt,

@@ -16,15 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tee_side.serve.chat import chat_completions
-from tee_side.serve.completions import completions
-from tee_side.serve.embeddings import embeddings
+from tee_side.serve.completions import chat_completions, completions
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
-from tee_side.serve.exchange import ENDING, Exchange, require_ready
-from tee_side.serve.prompts import require_model
+from tee_side.serve.exchange import ENDING, EngineResponse, require_ready
+from tee_side.serve.prompts import detokenize, embeddings, require_model, tokenize, tokenizer_info
 from tee_side.serve.receipts import AnswerReceipt
-from tee_side.serve.serving import Caller, ServedModel, Serving, serving_of
-from tee_side.serve.tokens import detokenize, tokenize, tokenizer_info
+from tee_side.serve.serving import Caller, OfferedModel, Serving, serving_of
 
 log = logging.getLogger("tee_side")
 
@@ -48,7 +45,7 @@ class Guarded(APIRoute):
             serving = serving_of(request)
             request.state.caller = Caller(serving.authorise(request), serving.watch.request())
             response = await handler(request)
-            if serving.receipts is not None and isinstance(response, Exchange):
+            if serving.receipts is not None and isinstance(response, EngineResponse):
                 # The very bytes that the handler has read.
                 response.receipt = AnswerReceipt(serving.receipts, await request.body())
             return response
@@ -167,7 +164,7 @@ async def version(request: Request) -> dict[str, str]:
     return {"version": serving_of(request).version}
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _described(model: OfferedModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

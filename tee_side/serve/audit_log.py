@@ -290,8 +290,12 @@ def _open_locked(path: Path) -> BinaryIO:
     except OSError as error:
         raise _refused(path, error) from None
     try:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise AuditLogError(str(path), got="no regular file", expected="an audit log")
+        AuditLogError.unless(
+            stat.S_ISREG(os.fstat(file.fileno()).st_mode),
+            str(path),
+            "no regular file",
+            "an audit log",
+        )
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()

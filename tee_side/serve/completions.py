@@ -1,82 +1,226 @@
-"""`/v1/completions`."""
+"""`/v1/completions` and `/v1/chat/completions`: what they ask the engine, and how they answer."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from tee_side.engine.request import Logprob
-from tee_side.serve.answers import Entry
-from tee_side.serve.errors import wrong
-from tee_side.serve.exchange import Exchange
-from tee_side.serve.generating import Wanted, check_fields, exchange, prepared
-from tee_side.serve.prompts import encode, listed, require_model
-from tee_side.serve.schema import CompletionRequest
-from tee_side.serve.serving import Caller, Serving
-from tee_side.serve.token_names import TokenNames, number
+from protocol.errors import TsqpError
+from tee_side.engine.request import Grammar, Request
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.serve.answers import AnswerForm, ChatForm, CompletionForm, StreamedAnswer, WholeAnswer
+from tee_side.serve.errors import ApiError, of_engine, require
+from tee_side.serve.exchange import EngineResponse, precheck
+from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
+from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
+from tee_side.serve.serving import (
+    Caller,
+    GrammarKind,
+    OfferedModel,
+    Serving,
+    caller_of,
+    serving_of,
+)
+
+# Requests of one owner that compile a grammar, or wait to; others get 503.
+_MOST_COMPILING = 64
+
+# nginx's, of a client that has left: nobody reads it.
+_CLIENT_LEFT = 499
+
+_Body = TypeVar("_Body", bound=Generating)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What an endpoint wants beside the common fields.
+
+    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
+    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
+    logprobs too if those of new tokens are wanted.
+    """
+
+    prompts: Sequence[tuple[int, ...]]
+    param: str
+    max_tokens: int
+    logprobs: int | None
+    echo: Sequence[str] | None = None
+
+
+async def prepared(
+    prepare: Callable[[Serving, Caller, _Body], EngineResponse], body: _Body, request: HttpRequest
+) -> Response:
+    """Return the answer that `prepare` makes of a body, in a thread. Raises ApiError.
+
+    Compiling a grammar may take seconds: of one owner, few are compiled at a time.
+    """
+    serving, caller = serving_of(request), caller_of(request)
+    precheck(caller)
+    if not any(_grammars(body)):
+        return await asyncio.to_thread(prepare, serving, caller, body)
+    compiling = serving.compiling[caller.owner]
+    if compiling.count >= _MOST_COMPILING:
+        message = "too many grammars wait to be compiled: try again later"
+        raise ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
+    compiling.count += 1
+    try:
+        async with compiling.turns:
+            if await request.is_disconnected():
+                return Response(status_code=_CLIENT_LEFT)
+            precheck(caller)
+            return await asyncio.to_thread(prepare, serving, caller, body)
+    finally:
+        compiling.count -= 1
+
+
+def check_fields(body: Generating) -> None:
+    """Raise ApiError for fields that do not go together."""
+    require(body.stream_options is None or body.stream, "body.stream_options", "stream to be true")
+    require(
+        len(list(_grammars(body))) <= 1,
+        "body",
+        "one grammar (response_format, structured_outputs or guided_*)",
+    )
+    form = body.response_format
+    expected = "a value with type json_schema, and none else"
+    require(
+        form is None or (form.type == "json_schema") == (form.json_schema is not None),
+        "body.response_format.json_schema",
+        expected,
+    )
+
+
+def exchange(
+    serving: Serving, caller: Caller, form: AnswerForm, body: Generating, wanted: Wanted
+) -> EngineResponse:
+    """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while."""
+    requests = engine_requests(serving, caller.owner, body, wanted)
+    model, echo = serving.model, wanted.echo
+    if not body.stream:
+        return EngineResponse(serving, caller, requests, WholeAnswer(form, model, requests, echo))
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
+    return EngineResponse(serving, caller, requests, answer)
+
+
+def engine_requests(
+    serving: Serving, owner: str, body: Generating, wanted: Wanted
+) -> list[Request]:
+    """Return a request for each prompt. Raises ApiError."""
+    model = serving.model
+    rooms = [
+        require_room(model, ids, wanted.param, for_new=wanted.max_tokens) for ids in wanted.prompts
+    ]
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    sampling, grammar = _sampling(model, body), _grammar(serving, owner, body)
+    of_prompt = wanted.logprobs
+    if not wanted.max_tokens and of_prompt is None:
+        of_prompt = 0  # so that the prompt is read at all
+    return [
+        Request(
+            prompt_ids=ids,
+            max_new_tokens=room,
+            samples=body.n or 1,
+            sampling=sampling,
+            stop=tuple(stop),
+            stop_ids=_stop_ids(model, body),
+            logprobs=wanted.logprobs,
+            prompt_logprobs=None if wanted.echo is None else of_prompt,
+            grammar=grammar,
+            owner=owner,
+            salt=body.cache_salt or "",
+        )
+        for ids, room in zip(wanted.prompts, rooms, strict=True)
+    ]
+
+
+def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
+    """Return the settings, of which OpenAI's defaults hold: temperature 1."""
+    names = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+    settings: dict[str, Any] = {name: getattr(body, name) for name in (*names, "seed")}
+    settings["top_k"] = None if body.top_k is None else max(0, body.top_k)
+    if body.logit_bias:
+        settings["logit_bias"] = _bias(model, body.logit_bias)
+    given = {name: value for name, value in settings.items() if value is not None}
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return SamplingSettings(temperature=temperature, **given)
+
+
+def _bias(model: OfferedModel, bias: dict[str, float]) -> dict[int, float]:
+    size = model.config.vocab_size
+    # Nine digits: Python's own conversion takes longer for more.
+    ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size for key in bias]
+    require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
+    return dict(zip(ids, bias.values(), strict=True))
+
+
+def _stop_ids(model: OfferedModel, body: Generating) -> frozenset[int] | None:
+    own = frozenset(body.stop_token_ids or ())
+    require(
+        not own or max(own) < model.config.vocab_size,
+        "body.stop_token_ids",
+        f"token ids below {model.config.vocab_size}",
+    )
+    if body.ignore_eos:
+        return own
+    return own | model.config.eos_token_ids if own else None
+
+
+def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
+    """Yield what a text has to follow: the field, the kind, and the grammar itself."""
+    form, outputs = body.response_format, body.structured_outputs
+    if form is not None and form.type == "json_object":
+        yield "response_format", "json_object", {}
+    if form is not None and form.type == "json_schema" and form.json_schema is not None:
+        yield "response_format", "json_schema", form.json_schema.schema_
+    if outputs is not None and outputs.json_object:
+        yield "structured_outputs", "json_object", {}
+    fields: tuple[tuple[str, GrammarKind, Any, Any], ...] = (
+        ("json", "json_schema", body.guided_json, outputs and outputs.json_),
+        ("regex", "regex", body.guided_regex, outputs and outputs.regex),
+        ("grammar", "grammar", body.guided_grammar, outputs and outputs.grammar),
+        ("choice", "choice", body.guided_choice, outputs and outputs.choice),
+    )
+    for name, kind, guided, structured in fields:
+        if guided is not None:
+            yield f"guided_{name}", kind, guided
+        if structured is not None:
+            yield f"structured_outputs.{name}", kind, structured
+
+
+def _grammar(serving: Serving, owner: str, body: Generating) -> Grammar | None:
+    for field, kind, content in _grammars(body):
+        try:
+            return serving.compile_grammar(kind, content, owner)
+        except TsqpError as error:
+            raise of_engine(error, f"body.{field}") from None
+    return None
+
 
 # OpenAI's.
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionForm:
-    """OpenAI's text_completion; log-probabilities are four lists."""
-
-    id_prefix = "cmpl-"
-    whole_object = chunk_object = "text_completion"
-
-    def entry(
-        self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
-    ) -> Entry:
-        """Write the token, its logprob, the likeliest with the token itself, and the offset."""
-        name = names.of(token_id)[0]
-        if logprob is None:
-            return name, "null", "null", str(offset)
-        top: dict[str, str] = {}
-        for other, value in logprob.top:
-            top.setdefault(names.of(other)[0], number(value))
-        top[name] = own = number(logprob.logprob)
-        pairs = ",".join(f"{key}:{value}" for key, value in top.items())
-        return name, own, f"{{{pairs}}}", str(offset)
-
-    def logprobs(self, entries: Sequence[Entry]) -> str:
-        """Write the lists."""
-        tokens, own, top, offsets = (",".join(column) for column in zip(*entries, strict=True))
-        return (
-            f'{{"tokens":[{tokens}],"token_logprobs":[{own}],'
-            f'"top_logprobs":[{top}],"text_offset":[{offsets}]}}'
-        )
-
-    def opening(self) -> None:
-        """Write nothing: the first chunk has text."""
-        return
-
-    def delta(self, text: str) -> str:
-        """Write the text."""
-        return f'"text":{json.dumps(text)}'
-
-    whole = delta
-
-
-_FORM = CompletionForm()
+_COMPLETION = CompletionForm()
 
 
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
     """Continue each prompt."""
-    return await prepared(prepare, body, request)
+    return await prepared(prepare_completion, body, request)
 
 
-def prepare(serving: Serving, caller: Caller, body: CompletionRequest) -> Exchange:
+def prepare_completion(serving: Serving, caller: Caller, body: CompletionRequest) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.prompt"
     require_model(model, body.model)
     check_fields(body)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise wrong("body.max_tokens", "at least 1 (0 with echo)")
+    require(max_tokens != 0 or body.echo, "body.max_tokens", "at least 1 (0 with echo)")
     special = body.add_special_tokens is not False
     prompts = encode(model, body.prompt, param, special=special, samples=body.n or 1)
     echo = None
@@ -87,4 +231,30 @@ def prepare(serving: Serving, caller: Caller, body: CompletionRequest) -> Exchan
     wanted = Wanted(
         prompts=prompts, param=param, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo
     )
-    return exchange(serving, caller, _FORM, body, wanted)
+    return exchange(serving, caller, _COMPLETION, body, wanted)
+
+
+_CHAT = ChatForm()
+
+
+async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
+    """Answer a conversation."""
+    return await prepared(prepare_chat, body, request)
+
+
+def prepare_chat(serving: Serving, caller: Caller, body: ChatRequest) -> EngineResponse:
+    """Return the answer of a body. Raises ApiError."""
+    model = serving.model
+    require_model(model, body.model)
+    check_fields(body)
+    require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
+    add = body.add_generation_prompt is not False
+    ids = encode_chat(model, body.messages, add_generation_prompt=add)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wanted = Wanted(
+        prompts=[ids],
+        param="body.messages",
+        max_tokens=model.default_max_tokens if limit is None else limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return exchange(serving, caller, _CHAT, body, wanted)

@@ -97,6 +97,12 @@ def wrong(param: str, expected: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: expected {expected}", param=param, code=code)
 
 
+def require(holds: object, param: str, expected: str) -> None:
+    """Raise the error of a field that is not as it should be unless `holds`."""
+    if not holds:
+        raise wrong(param, expected)
+
+
 def loading() -> ApiError:
     """Return the error of a server whose model is not there yet."""
     message, code = "the model is being loaded", "starting"

@@ -19,7 +19,7 @@ from tee_side.engine.request import Delivery, Request
 from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.receipts import HEADER, AnswerReceipt
-from tee_side.serve.serving import Caller, Counts, Serving
+from tee_side.serve.serving import Caller, Serving, TokenCounts
 
 STREAM = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
@@ -30,7 +30,7 @@ _AT_ONCE = 16
 _RETRY_S = 0.05
 
 
-class Answer(Protocol):
+class AnswerWriter(Protocol):
     """Writes what the engine delivers."""
 
     content_type: str
@@ -39,12 +39,12 @@ class Answer(Protocol):
         """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
         ...
 
-    def finish(self, counts: Counts) -> str:
+    def finish(self, counts: TokenCounts) -> str:
         """Return the end of the answer; of a stream, what comes before `[DONE]`."""
         ...
 
 
-class Exchange(Response):
+class EngineResponse(Response):
     """A response that asks the engine when it is sent.
 
     The status is sent with the first bytes of the answer: what goes wrong before them is an HTTP
@@ -55,7 +55,7 @@ class Exchange(Response):
     """
 
     def __init__(
-        self, serving: Serving, caller: Caller, requests: Sequence[Request], answer: Answer
+        self, serving: Serving, caller: Caller, requests: Sequence[Request], answer: AnswerWriter
     ) -> None:
         super().__init__()
         for request in requests:
@@ -79,7 +79,7 @@ class Exchange(Response):
         self._streamed = answer.content_type == STREAM
         self._tempo_s = serving.tempo_s if self._streamed else 0.0
         self._next_s = 0.0
-        self._counts = Counts(sum(len(request.prompt_ids) for request in requests))
+        self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ApiError as long as nothing was sent."""
@@ -233,7 +233,7 @@ class Exchange(Response):
             return await asyncio.to_thread(self._answer.add, prompt, delivery)
         return self._answer.add(prompt, delivery)
 
-    def _told(self) -> Counts:
+    def _told(self) -> TokenCounts:
         return self._counts.rounded(self._serving.round_usage)
 
     async def _send(self, send: Send, text: str, end: str | None = None) -> None:
@@ -242,7 +242,8 @@ class Exchange(Response):
         if self.receipt is not None:
             self.receipt.add(body)
         if self.receipt is not None and end is not None:
-            signed = self.receipt.sign(self._requests, self._told())
+            told = self._told()
+            signed = self.receipt.sign(self._requests, told.prompt, told.completion)
             if self._streamed:
                 body += f": {HEADER} {signed}\n\n".encode()
             else:

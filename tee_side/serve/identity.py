@@ -20,10 +20,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tee_side.attest.attesters import Attester
-from tee_side.attest.claims import Claims, report_data
-from tee_side.attest.statement import EXTENSION, Statement, key_digest
-from tee_side.serve.hpke_key import HpkeKey
-from tee_side.serve.receipt_chain import ReceiptChain
+from tee_side.attest.statement import EXTENSION, Claims, Statement, key_digest, report_data
+from tee_side.serve.receipts import ReceiptChain
+from tee_side.serve.sealed import HpkeKey
 
 _LASTS = timedelta(days=365)
 _CLOCKS_APART = timedelta(minutes=5)

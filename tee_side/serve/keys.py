@@ -10,6 +10,9 @@ The file holds hashes alone, so a copy of it lets no client in:
     max_tokens = 2048                                 # of one request, all its samples together
 
 A plain hash is enough: keys are 32 random bytes, which are not guessed.
+
+A minute's budget refills steadily. A request takes one request, and its prompt with all tokens that
+it may answer; at its end, what was reserved and not used comes back.
 """
 
 from __future__ import annotations
@@ -17,22 +20,28 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import re
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.curve import read_text, require_only_we_read
-from protocol.errors import KeyFileError, expectation
+from protocol.errors import KeyFileError, LimitError, expectation
 
 log = logging.getLogger("tee_side")
 
 PREFIX = "tsqp-"
+
 _MAX_FILE_BYTES = 2**20
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+
 _Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
@@ -104,12 +113,12 @@ def hash_of(key: str) -> str:
 
 def check_name(name: str, where: str) -> str:
     """Return a key's name. Raises KeyFileError, which does not quote it: it may be a key."""
-    if not _NAME.fullmatch(name) or name.startswith(PREFIX):
-        raise KeyFileError(
-            f"{where}: name of a key",
-            got=f"{len(name)} characters",
-            expected=f"1 to 32 of A-Z, a-z, 0-9, - and _, not {PREFIX} in front",
-        )
+    KeyFileError.unless(
+        _NAME.fullmatch(name) and not name.startswith(PREFIX),
+        f"{where}: name of a key",
+        f"{len(name)} characters",
+        f"1 to 32 of A-Z, a-z, 0-9, - and _, not {PREFIX} in front",
+    )
     return name
 
 
@@ -134,9 +143,8 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
     for name, fields in entries.items():
         keys[name] = key = _key(check_name(name, where), fields, f"{where}: {name}")
         other = names.setdefault(key.sha256, name)
-        if other != name:
-            got = f"the key of {other}"
-            raise KeyFileError(f"{where}: {name}: sha256", got=got, expected="a key of its own")
+        got = f"the key of {other}"
+        KeyFileError.unless(other == name, f"{where}: {name}: sha256", got, "a key of its own")
     return keys
 
 
@@ -156,3 +164,164 @@ def _key(name: str, fields: Any, where: str) -> ApiKey:
             if field == "sha256"
             else expectation(fault["type"], fault["msg"]),
         ) from None
+
+
+# Nothing says when another request of the key ends.
+_RETRY_CONCURRENT_S = 1.0
+
+
+class RateLimitError(LimitError):
+    """A request beyond its key's limits.
+
+    `retry_after_s`: when it may be let in; None: never (and `retryable` is False). `headers`: what
+    HTTP says of it, `retry-after` among them.
+    """
+
+    def __init__(
+        self, where: str, *, got: str, expected: str, after_s: float | None, headers: dict[str, str]
+    ) -> None:
+        super().__init__(where, got=got, expected=expected)
+        self.retryable = after_s is not None
+        self.retry_after_s = after_s
+        retry = {} if after_s is None else {"retry-after": str(max(1, math.ceil(after_s)))}
+        self.headers = headers | retry
+
+
+@dataclass(slots=True)
+class _Budget:
+    """How much of a minute's budget is used. Without its size, which the file may change."""
+
+    spent: float = 0.0
+    at_s: float = 0.0
+
+    def left(self, size: int, now_s: float) -> float:
+        """Return what is left now, below 0 where more was used than there was."""
+        self.spent = max(0.0, self.spent - (now_s - self.at_s) * size / 60)
+        self.at_s = now_s
+        return size - self.spent
+
+    def wait_s(self, cost: float, size: int, now_s: float) -> float | None:
+        """Return how long until `cost` fits; None: it never does."""
+        if cost > size:
+            return None
+        wait_s = (cost - self.left(size, now_s)) * 60 / size
+        # A caller that waited so long is not refused for a rounding.
+        return wait_s if wait_s > 1e-6 else 0.0
+
+
+@dataclass(slots=True)
+class _State:
+    """What a key has taken. It outlives the key's entry, which may be read anew."""
+
+    running: int = 0
+    requests: _Budget = field(default_factory=_Budget)
+    tokens: _Budget = field(default_factory=_Budget)
+
+
+class Limits:
+    """Lets requests in, key by key; of one thread.
+
+    `limits_of`: a key's limits as they are now, None for a key without any. `clock`: monotonic
+    seconds.
+    """
+
+    def __init__(
+        self,
+        limits_of: Callable[[str], ApiKey | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits_of = limits_of
+        self._clock = clock
+        self._states: dict[str, _State] = {}
+
+    def precheck(self, owner: str) -> None:
+        """Raise RateLimitError where not even a request of one token would be let in."""
+        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
+        if limits is not None:
+            self._check(owner, state, limits, tokens=1, max_tokens=0)
+
+    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> Admission:
+        """Let a request in, or raise RateLimitError; then it has taken nothing.
+
+        `max_tokens`: what it may answer, all samples together.
+        """
+        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
+        tokens = prompt_tokens + max_tokens
+        held = Admission(state)
+        if limits is not None:
+            self._check(owner, state, limits, tokens, max_tokens)
+            costs = {"requests": 1, "tokens": tokens}
+            for what, _, budget in _budgets(state, limits):
+                budget.spent += costs[what]
+            held.reserved = None if limits.tokens_per_minute is None else tokens
+        state.running += 1
+        return held
+
+    def running(self, owner: str) -> int:
+        """Return how many requests of a key are under way."""
+        state = self._states.get(owner)
+        return state.running if state else 0
+
+    def headers(self, owner: str) -> dict[str, str]:
+        """Return `x-ratelimit-*` of the limits that a key has, as OpenAI names them."""
+        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
+        if limits is None:
+            return {}
+        found: dict[str, str] = {}
+        for what, size, budget in _budgets(state, limits):
+            left = budget.left(size, self._clock())
+            reset_s = math.ceil((size - left) * 60_000 / size) / 1000
+            found[f"x-ratelimit-limit-{what}"] = str(size)
+            found[f"x-ratelimit-remaining-{what}"] = str(max(0, math.floor(left)))
+            found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.15g}s"
+        return found
+
+    def _check(
+        self, owner: str, state: _State, limits: ApiKey, tokens: int, max_tokens: int
+    ) -> None:
+        def refuse(what: str, got: str, most: int, after_s: float | None) -> RateLimitError:
+            return RateLimitError(
+                f"API key {owner}",
+                got=got,
+                expected=f"at most {most} ({what})",
+                after_s=after_s,
+                headers=self.headers(owner),
+            )
+
+        if limits.max_tokens is not None and max_tokens > limits.max_tokens:
+            raise refuse("max_tokens", str(max_tokens), limits.max_tokens, None)
+        if limits.concurrent is not None and state.running >= limits.concurrent:
+            got = f"{state.running} under way"
+            raise refuse("concurrent requests", got, limits.concurrent, _RETRY_CONCURRENT_S)
+        now_s, costs = self._clock(), {"requests": 1, "tokens": tokens}
+        for what, size, budget in _budgets(state, limits):
+            after_s = budget.wait_s(costs[what], size, now_s)
+            if after_s != 0:
+                got = f"no room for {costs[what]}"
+                raise refuse(f"{what} a minute", got, size, after_s)
+
+
+class Admission:
+    """One request that was let in. `reserved`: tokens; None: the key has no limit on them."""
+
+    def __init__(self, state: _State) -> None:
+        self._state: _State | None = state
+        self.reserved: int | None = None
+
+    def end(self, used_tokens: int) -> None:
+        """Give back what was not used; the second time does nothing."""
+        state, self._state = self._state, None
+        if state is None:
+            return
+        state.running -= 1
+        if self.reserved is not None:
+            state.tokens.spent = max(0.0, state.tokens.spent + used_tokens - self.reserved)
+
+
+def _budgets(state: _State, limits: ApiKey) -> list[tuple[str, int, _Budget]]:
+    """Return the budgets that a key has: name, size, and what of it is used."""
+    both = (
+        ("requests", limits.requests_per_minute, state.requests),
+        ("tokens", limits.tokens_per_minute, state.tokens),
+    )
+    return [(what, size, budget) for what, size, budget in both if size is not None]

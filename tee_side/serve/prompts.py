@@ -1,13 +1,42 @@
-"""Prompts of a body to token ids. What takes long for a long prompt runs in a thread."""
+"""Prompts to token ids, and the endpoints that answer from prompts without generating.
+
+`/tokenize`, `/detokenize` and `/tokenizer_info` use the words of vLLM and of llama.cpp.
+`/v1/embeddings` returns the last hidden state of each input, with a length of one. What takes long
+for a long prompt runs in a thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import json
 from collections.abc import Sequence
+from typing import Any
+
+import torch
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from protocol.errors import ModelError, TsqpError
-from tee_side.serve.errors import ApiError, of_engine, wrong
-from tee_side.serve.schema import Message, Prompt
-from tee_side.serve.serving import ServedModel
+from tee_side.engine.request import Delivery, Request
+from tee_side.serve.answers import head
+from tee_side.serve.errors import ApiError, of_engine, require
+from tee_side.serve.exchange import EngineResponse, precheck
+from tee_side.serve.schema import (
+    ChatMessage,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    Prompt,
+    TokenizeRequest,
+)
+from tee_side.serve.serving import (
+    Caller,
+    OfferedModel,
+    Serving,
+    TokenCounts,
+    caller_of,
+    serving_of,
+)
 
 # Of all prompts and samples of a request.
 MAX_CHOICES = 2048
@@ -23,28 +52,32 @@ def listed(prompt: Prompt) -> list[str] | list[list[int]]:
 
 
 def encode(
-    model: ServedModel, prompt: Prompt, param: str, *, special: bool, samples: int = 1
+    model: OfferedModel, prompt: Prompt, param: str, *, special: bool, samples: int = 1
 ) -> list[tuple[int, ...]]:
     """Return the ids of each prompt. Raises ApiError."""
     prompts = listed(prompt)
-    if not prompts:
-        raise wrong(param, "at least one prompt")
-    if len(prompts) * samples > MAX_CHOICES:
-        raise wrong(param, f"at most {MAX_CHOICES} prompts, all samples counted")
+    require(prompts, param, "at least one prompt")
+    require(
+        len(prompts) * samples <= MAX_CHOICES,
+        param,
+        f"at most {MAX_CHOICES} prompts, all samples counted",
+    )
     found: list[tuple[int, ...]] = []
     for one in prompts:
         if isinstance(one, str):
             found.append(tuple(encode_text(model, one, param, special=special)))
         else:
             found.append(tuple(one))
-        if not found[-1]:
-            raise wrong(param, "at least one token")
-        if max(found[-1]) >= model.config.vocab_size:
-            raise wrong(param, f"token ids below {model.config.vocab_size}")
+        require(found[-1], param, "at least one token")
+        require(
+            max(found[-1]) < model.config.vocab_size,
+            param,
+            f"token ids below {model.config.vocab_size}",
+        )
     return found
 
 
-def encode_text(model: ServedModel, text: str, param: str, *, special: bool) -> list[int]:
+def encode_text(model: OfferedModel, text: str, param: str, *, special: bool) -> list[int]:
     """Return the ids of a text. Raises ApiError."""
     try:
         return model.tokenizer.encode(text, add_special_tokens=special)
@@ -53,7 +86,7 @@ def encode_text(model: ServedModel, text: str, param: str, *, special: bool) -> 
 
 
 def encode_chat(
-    model: ServedModel, messages: Sequence[Message], *, add_generation_prompt: bool
+    model: OfferedModel, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
 ) -> tuple[int, ...]:
     """Return the ids of a conversation. Raises ApiError."""
     turns = [_turn(message, f"body.messages.{at}") for at, message in enumerate(messages)]
@@ -70,10 +103,9 @@ def encode_chat(
     return tuple(ids)
 
 
-def _turn(message: Message, param: str) -> dict[str, str]:
+def _turn(message: ChatMessage, param: str) -> dict[str, str]:
     content = message.content
-    if content is None and message.role != "assistant":
-        raise wrong(f"{param}.content", "a value")
+    require(content is not None or message.role == "assistant", f"{param}.content", "a value")
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content
     turn = {
         "role": "system" if message.role == "developer" else message.role,
@@ -82,7 +114,7 @@ def _turn(message: Message, param: str) -> dict[str, str]:
     return turn | ({} if message.name is None else {"name": message.name})
 
 
-def require_room(model: ServedModel, ids: Sequence[int], param: str, *, for_new: int) -> int:
+def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new: int) -> int:
     """Return how many tokens may follow a prompt, up to `for_new`.
 
     Raises ApiError, in llama.cpp's form, where none is possible and one is wanted, or where the
@@ -103,9 +135,145 @@ def require_room(model: ServedModel, ids: Sequence[int], param: str, *, for_new:
 
 
 def require_model(
-    model: ServedModel, name: str | None, *, param: str | None = "body.model"
+    model: OfferedModel, name: str | None, *, param: str | None = "body.model"
 ) -> None:
     """Raise ApiError (404) for the name of another model than the one that is served."""
     if name is not None and name != model.name:
         message = "there is no such model (GET /v1/models names the one that is served)"
         raise ApiError(404, message, param=param, code="model_not_found")
+
+
+# What each form of a request may have.
+_FIELDS_OF = {
+    "prompt": {"model", "prompt", "add_special_tokens", "return_token_strs"},
+    "messages": {"model", "messages", "add_generation_prompt", "return_token_strs"},
+    "content": {"model", "content", "add_special", "with_pieces", "parse_special"},
+}
+
+
+async def tokenize(body: TokenizeRequest, request: HttpRequest) -> dict[str, Any]:
+    """Return the token ids of a text or a conversation."""
+    model = serving_of(request).model
+    require_model(model, body.model)
+    precheck(caller_of(request))
+    return await asyncio.to_thread(_tokenize, model, body)
+
+
+async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> dict[str, str]:
+    """Return the text of token ids: `prompt` is vLLM's name, `content` llama.cpp's."""
+    model = serving_of(request).model
+    require_model(model, body.model)
+    require(
+        max(body.tokens, default=0) < model.config.vocab_size,
+        "body.tokens",
+        f"token ids below {model.config.vocab_size}",
+    )
+    try:
+        text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
+    except TsqpError as error:
+        raise of_engine(error, "body.tokens") from None
+    return {"prompt": text, "content": text}
+
+
+async def tokenizer_info(request: HttpRequest) -> dict[str, Any]:
+    """Return what a client needs to write prompts by itself."""
+    model = serving_of(request).model
+    try:
+        info = await asyncio.to_thread(model.tokenizer.info)
+    except TsqpError as error:
+        raise of_engine(error) from None
+    size = model.tokenizer.vocabulary_size
+    return {**info, "vocab_size": size, "model_max_length": model.max_model_len}
+
+
+def _tokenize(model: OfferedModel, body: TokenizeRequest) -> dict[str, Any]:
+    given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
+    require(len(given) == 1, "body", "one of prompt, messages and content")
+    for name in body.model_fields_set - _FIELDS_OF[given[0]]:
+        require(getattr(body, name) is None, f"body.{name}", f"none beside {given[0]}")
+    if body.content is not None:
+        # llama.cpp's defaults: without special tokens, and nothing but the tokens.
+        ids = encode_text(model, body.content, "body.content", special=bool(body.add_special))
+        if not body.with_pieces:
+            return {"tokens": ids}
+        return {"tokens": [{"id": at, "piece": _piece(model, at)} for at in ids]}
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        ids = encode_text(model, body.prompt, "body.prompt", special=special)
+    else:
+        add = body.add_generation_prompt is not False
+        ids = list(encode_chat(model, body.messages or [], add_generation_prompt=add))
+    strings = _strings(model, ids) if body.return_token_strs else None
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
+    return answer | {"token_strs": strings}
+
+
+def _piece(model: OfferedModel, token_id: int) -> str | list[int]:
+    """Return a token's text, or its bytes where it is none, as llama.cpp does."""
+    content = model.tokenizer.token_bytes(token_id)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(content)
+
+
+def _strings(model: OfferedModel, ids: Sequence[int]) -> list[str]:
+    return [json.loads(model.names.of(token_id)[0]) for token_id in ids]
+
+
+class EmbeddingAnswer:
+    """Collects the vectors. `as_base64`: of float32, lowest byte first; else as numbers."""
+
+    content_type = "application/json"
+
+    def __init__(self, model: OfferedModel, count: int, *, as_base64: bool) -> None:
+        self._model, self._as_base64 = model, as_base64
+        self._found = [""] * count
+
+    def add(self, prompt: int, delivery: Delivery) -> str:
+        """Take a vector."""
+        read = delivery.prompt
+        if read is not None and read.pooled_D is not None:
+            unit_D = torch.nn.functional.normalize(read.pooled_D.to(torch.float32), dim=-1)
+            if self._as_base64:
+                content = unit_D.numpy().astype("<f4").tobytes()
+                written = f'"{base64.b64encode(content).decode()}"'
+            else:
+                written = json.dumps(unit_D.tolist(), separators=(",", ":"))
+            item = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
+            self._found[prompt] = item
+        return ""
+
+    def finish(self, counts: TokenCounts) -> str:
+        """Return the whole answer."""
+        used = f'{{"prompt_tokens":{counts.prompt},"total_tokens":{counts.prompt}}}'
+        begin = head("embd-", "list", self._model)
+        return f'{begin}"data":[{",".join(self._found)}],"usage":{used}}}'
+
+
+async def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
+    """Return a vector for each input."""
+    caller = caller_of(request)
+    precheck(caller)
+    return await asyncio.to_thread(prepare_embeddings, serving_of(request), caller, body)
+
+
+def prepare_embeddings(serving: Serving, caller: Caller, body: EmbeddingsRequest) -> EngineResponse:
+    """Return the answer of a body. Raises ApiError."""
+    model, param = serving.model, "body.input"
+    require_model(model, body.model)
+    require(
+        body.dimensions in (None, model.config.hidden_size),
+        "body.dimensions",
+        f"{model.config.hidden_size}, or nothing",
+    )
+    inputs = encode(model, body.input, param, special=body.add_special_tokens is not False)
+    for ids in inputs:
+        require_room(model, ids, param, for_new=0)
+    pooling = body.pooling or model.pooling
+    requests = [
+        Request(prompt_ids=ids, max_new_tokens=0, pooling=pooling, owner=caller.owner)
+        for ids in inputs
+    ]
+    answer = EmbeddingAnswer(model, len(inputs), as_base64=body.encoding_format == "base64")
+    return EngineResponse(serving, caller, requests, answer)

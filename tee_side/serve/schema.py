@@ -179,7 +179,7 @@ class TextPart(_Body):
     text: str
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """A turn of a conversation. Only an assistant's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -192,7 +192,7 @@ class Message(_Body):
     tool_calls: _Empty | None = None
 
 
-Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class ChatRequest(Generating):
@@ -210,7 +210,7 @@ class ChatRequest(Generating):
     echo: Literal[False] | None = None
 
 
-class EmbeddingRequest(_Unused):
+class EmbeddingsRequest(_Unused):
     """`/v1/embeddings`. `pooling`: another than the server was started with."""
 
     input: Prompt
@@ -245,8 +245,8 @@ class DetokenizeRequest(_Body):
 
 
 _MODELS: tuple[type[BaseModel], ...] = (
-    *(CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest),
-    *(StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, Message, TextPart),
+    *(CompletionRequest, ChatRequest, EmbeddingsRequest, TokenizeRequest, DetokenizeRequest),
+    *(StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, ChatMessage, TextPart),
 )
 # Of all of these, so that errors can tell them from what a client wrote in their place.
 FIELD_NAMES = frozenset(

@@ -8,8 +8,9 @@ A request is answered once, whoever sends it:
 
 - Its head has the client's time, which may be `WINDOW_S` from the server's. Requests are remembered
   as long, `MAX_REMEMBERED` at most; where there are as many, a new one is told to come later.
-- Not remembered are reads, and what is refused whatever its content is: those without a key cannot
-  fill the memory. Whoever sends them again has an answer again, which the first sender alone opens.
+- The memory skips reads and requests that are refused before their content matters, so that clients
+  without a key cannot fill it. Sending one of those again gets another answer, which only the first
+  sender can open.
 - The server's clock is the host's to set: it never goes back here. Keys are made at the start, and
   so a server that starts again opens none of the requests before.
 """
@@ -26,9 +27,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import ProtocolError
 from tee_side.serve.errors import ApiError
-from tee_side.serve.hpke_key import HpkeKey
-from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, open_secret
-from tee_side.serve.sealed_heads import RequestHead, ResponseHead, joined, target_of
+from tee_side.serve.sealed import (
+    CONTENT_TYPE,
+    SALT_BYTES,
+    Direction,
+    HpkeKey,
+    RequestHead,
+    ResponseHead,
+    joined,
+    open_secret,
+    target_of,
+)
 
 WINDOW_S = 120
 # In 10 MB. As many in twice the window are 270 a second.
@@ -60,7 +69,7 @@ class Sealing:
         if scope["type"] != "http" or _content_type(scope) != CONTENT_TYPE:
             await self._app(scope, receive, send)
             return
-        opened = _Opened(receive)
+        opened = _OpenedRequest(receive)
         try:
             head = await opened.begin(
                 self._key, target_of(scope["raw_path"], scope["query_string"])
@@ -116,7 +125,7 @@ class Remembered:
         self._by_second.get(head.time, set()).discard(hashlib.sha256(secret).digest())
 
 
-class _Opened:
+class _OpenedRequest:
     """What is received of a request, opened. `secret`: known when it has begun."""
 
     def __init__(self, receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,26 +15,58 @@ from protocol.model.config import ModelConfig
 from tee_side.engine.background import BackgroundEngine
 from tee_side.engine.request import Grammar, Pooling
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.serve.receipt_chain import ReceiptChain
-from tee_side.serve.token_names import TokenNames
+from tee_side.serve.receipts import ReceiptChain
+
+
+class TokenNames:
+    """Names of token ids, as pieces of JSON; no two tokens of different bytes have the same one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, str]] = {}
+
+    def of(self, token_id: int) -> tuple[str, str]:
+        r"""Return a token's name, and its bytes as a list, or null for an id without a token.
+
+        A part of a character is `bytes:\xe2\x80`, as OpenAI's completions write it.
+        """
+        if (known := self._known.get(token_id)) is not None:
+            return known
+        content = self._tokenizer.token_bytes(token_id)
+        if not content:
+            name = f"token_id:{token_id}"
+        else:
+            try:
+                name = content.decode("utf-8")
+            except UnicodeDecodeError:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        listed = "null" if not content else json.dumps(list(content), separators=(",", ":"))
+        self._known[token_id] = found = json.dumps(name), listed
+        return found
+
+
+def number(logprob: float) -> str:
+    """Write a logprob: JSON has no infinity, and clients know -9999.0 as what cannot be."""
+    return repr(max(logprob, -9999.0))
+
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
 @dataclass(slots=True)
-class Counts:
+class TokenCounts:
     """Tokens of an HTTP request; `cached`: of the prompt, those that were not computed again."""
 
     prompt: int
     completion: int = 0
     cached: int = 0
 
-    def rounded(self, to: int) -> Counts:
+    def rounded(self, to: int) -> TokenCounts:
         """Return them as multiples of `to`, rounded up."""
         prompt, completion, cached = (
             n + -n % to for n in (self.prompt, self.completion, self.cached)
         )
-        return Counts(prompt, completion, min(cached, prompt))
+        return TokenCounts(prompt, completion, min(cached, prompt))
 
 
 class Watched(Protocol):
@@ -68,7 +101,7 @@ class Watched(Protocol):
         ...
 
 
-class Watch(Protocol):
+class Monitor(Protocol):
     """What every HTTP request of the model passes: limits, the audit log, metrics."""
 
     def request(self) -> Watched:
@@ -82,7 +115,7 @@ def anyone(_request: HttpRequest) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class OfferedModel:
     """The model as clients see it.
 
     `max_model_len`: tokens of a prompt and its completion. `default_max_tokens`: of a chat's answer
@@ -132,10 +165,10 @@ class Serving:
     """
 
     engine: BackgroundEngine
-    model: ServedModel
+    model: OfferedModel
     compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
     version: str
-    watch: Watch
+    watch: Monitor
     authorise: Callable[[HttpRequest], str] = anyone
     tempo_s: float = 0.0
     round_usage: int = 1

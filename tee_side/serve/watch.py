@@ -1,15 +1,185 @@
-"""The one place that accounts for a request: its key's limits, the audit log and the metrics."""
+"""The one place that accounts for a request: its key's limits, the audit log and the metrics.
+
+`/metrics` has counts and times of the engine and of requests, in vLLM's names: dashboards for vLLM
+read them as they are, and what vLLM has not begins with `tsqp:`. The label is the served model's
+name: nothing that a client can choose, and nothing by API key.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tee_side.engine.generation import EngineStats
 from tee_side.serve.audit_log import AuditLog
-from tee_side.serve.limits import Admission, Limits, RateLimitError
-from tee_side.serve.metrics import Metrics
+from tee_side.serve.keys import Admission, Limits, RateLimitError
+
+_LABELS = ("model_name",)
+
+# By field of the engine's stats; what is None there is left out.
+_GAUGES = {
+    "running": ("vllm:num_requests_running", "Requests with a sequence in the engine's steps."),
+    "waiting": ("vllm:num_requests_waiting", "Requests that wait to be admitted."),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "Memory of keys and values in use; 1 is all of it."),
+    "pads_ready": ("tsqp:pads_ready", "Tokens for which pads are made and unused."),
+    "services": ("tsqp:services", "Services that are connected."),
+}
+
+_COUNTERS = {
+    "prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts that were read."),
+    "generation_tokens": ("vllm:generation_tokens", "Tokens that were made."),
+    "prefix_queries": ("vllm:prefix_cache_queries", "Tokens looked up among earlier prompts."),
+    "prefix_hits": ("vllm:prefix_cache_hits", "Tokens that were found there."),
+    "steps": ("tsqp:steps", "Steps of the engine."),
+    "draft_tokens": ("tsqp:draft_tokens", "Tokens that were proposed by speculation."),
+    "accepted_tokens": ("tsqp:accepted_tokens", "Proposed tokens that the sampler drew as well."),
+    "pads_made": ("tsqp:pads_made", "Tokens for which pads were made."),
+    "pads_used": ("tsqp:pads_used", "Tokens that pads were used up for, wrong guesses as well."),
+    "pads_waited": ("tsqp:pads_waited", "Steps that waited for pads."),
+    "pads_in_tee": ("tsqp:pads_in_tee", "Steps computed in the TEE for want of pads."),
+    "round_trips": ("tsqp:round_trips", "Round trips to services."),
+    "bytes_sent": ("tsqp:bytes_sent", "Bytes sent to services."),
+    "bytes_received": ("tsqp:bytes_received", "Bytes received from services."),
+}
+
+_AUDIT = (
+    ("tsqp:audit_errors", "Writes of the audit log that the disk refused."),
+    ("tsqp:audit_lost", "Records of the audit log that were lost."),
+)
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+
+_BETWEEN_TOKENS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+_RATE_OVER_S = 60.0
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own.
+
+    `stats`: returns the engine's stats as they are now. `audit`: returns how often the disk refused
+    the audit log, and how many records were lost; None without a log. `clock`: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        audit: Callable[[], tuple[int, int]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # Without it the engine would be asked as the collector is registered.
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_EngineCollector(model_name, stats, audit, clock))
+
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> Callable[[float], None]:
+            made = Histogram(name, text, _LABELS, buckets=bounds, registry=self._registry)
+            # Looked up once: it is called for every token.
+            return made.labels(model_name).observe
+
+        self.first_token = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+        )
+        self.between_tokens = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between deliveries of tokens to one request.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.request = histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end.", _REQUEST_S
+        )
+        ended = Counter(
+            "vllm:request_success",
+            "Requests that ended, by how.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self._ended = {reason: ended.labels(model_name, reason) for reason in FINISHED_REASONS}
+
+    def ended(self, reason: str) -> None:
+        """Count a request that ended, by one of FINISHED_REASONS."""
+        self._ended[reason].inc()
+
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the page and its content type, in a format that a scraper's `Accept` names."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _EngineCollector(Collector):
+    """Turns the engine's stats into metrics at the moment they are asked for."""
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        audit: Callable[[], tuple[int, int]] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._labels = (model_name,)
+        self._stats, self._audit, self._clock = stats, audit, clock
+        # (seconds, pads made) of earlier scrapes, the oldest a minute old or a little more.
+        self._made: deque[tuple[float, int]] = deque([(clock(), 0)])
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics of the engine."""
+        stats = self._stats()
+        for field, (name, text) in _GAUGES.items():
+            if (value := getattr(stats, field)) is not None:
+                yield self._metric(GaugeMetricFamily, name, text, value)
+        totals = {field: getattr(stats, field) for field in _COUNTERS}
+        for field, (name, text) in _COUNTERS.items():
+            yield self._metric(CounterMetricFamily, name, text, totals[field])
+        rate = self._made_per_second(totals["pads_made"])
+        text = "Tokens for which pads were made, each second of the last minute."
+        yield self._metric(GaugeMetricFamily, "tsqp:pads_made_per_second", text, rate)
+        counts = () if self._audit is None else zip(_AUDIT, self._audit(), strict=True)
+        for (name, text), count in counts:
+            yield self._metric(CounterMetricFamily, name, text, count)
+
+    def _metric(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
+        made = family(name, text, labels=_LABELS)
+        made.add_metric(self._labels, value)
+        return made
+
+    def _made_per_second(self, made: int) -> float:
+        """Return the rate since the scrape that is a minute ago, or since the last one before."""
+        now_s = self._clock()
+        # The second one is old enough to measure from.
+        while len(self._made) > 1 and now_s - self._made[1][0] >= _RATE_OVER_S:
+            self._made.popleft()
+        then_s, before = self._made[0]
+        # Scrapes in quick succession keep one a second.
+        if now_s - self._made[-1][0] >= 1:
+            self._made.append((now_s, made))
+        return (made - before) / (now_s - then_s) if now_s > then_s else 0.0
+
 
 # Outcomes of an answer, which are no errors: what the audit log says of them, and vLLM's name.
 _OUTCOMES = {
@@ -18,6 +188,7 @@ _OUTCOMES = {
     "length": ("ok", "length"),
     "cancelled": ("cancelled", "abort"),
 }
+
 _ERROR_TYPE = re.compile("[A-Z][A-Za-z0-9]{0,63}")
 
 

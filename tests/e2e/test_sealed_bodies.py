@@ -18,8 +18,8 @@ from starlette.requests import Request
 
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
-from tee_side.serve.hpke_key import HpkeKey
-from tee_side.serve.receipt_chain import ReceiptChain
+from tee_side.serve.receipts import ReceiptChain
+from tee_side.serve.sealed import HpkeKey
 from tee_side.serve.sealing import Sealing
 from tests.kit.http_proxy import HttpProxy, http_proxy
 from tests.kit.rows import each_row

@@ -17,7 +17,7 @@ import torch
 
 from gpu_side.encoding import MAX_REQUEST_FRAMES, Form, encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.session_settings import SessionSettings
+from gpu_side.sessions import SessionSettings
 from gpu_side.weights import load_weights
 from protocol.encoding import MAX_REPLY_FRAMES, decode_reply, encode_request, reply_template
 from protocol.errors import ErrorCode, ModelMismatchError, ProtocolError, ReplyError, ServiceError

@@ -44,7 +44,7 @@ from tee_side.protect.verification import ExactCheck
 from tee_side.remote import linear
 from tee_side.remote.call import CallPlan
 from tee_side.remote.services.member import Member
-from tee_side.serve import answers, exchange, generating
+from tee_side.serve import answers, completions, exchange
 from tee_side.serve.audit_log import AuditReader, encode_key, open_log, read_key
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
 from tests.kit.service import until
@@ -612,12 +612,12 @@ def stand_in(session: Served) -> None:
 
     fails = [lambda *_, where=where: session.fail(where) for where in CRASHES]
     told: Sequence[tuple[str, Any, str, Callable[..., object]]] = (
-        ("before", generating, "engine_requests", fails[0]),
+        ("before", completions, "engine_requests", fails[0]),
         ("before", answers.StreamedAnswer, "add", fails[1]),
         ("before", Engine, "step", fails[3]),
         ("before", PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),
         # What is not delivered would be waited for.
-        ("after", exchange.Exchange, "_deliver", fails[2]),
+        ("after", exchange.EngineResponse, "_deliver", fails[2]),
         ("after", Engine, "_sample", lambda found, *_: session.sampled.append(found.token_id)),
         ("after", Member, "quarantine", lambda _, one, __: session.quarantined.append(one)),
         ("after", ExactCheck, "draw", lambda check, *_: secret(check.low_kI)),

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from gpu_side import request_loop
-from gpu_side.replies import Result
-from gpu_side.request_loop import RequestLoop
+from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.state import ServiceState
-from gpu_side.stop_signal import StopSignal
+from gpu_side.transfer import Result
 from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import MatmulRequest, Request, TensorReply

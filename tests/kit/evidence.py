@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tee_side.attest.attesters import find_attester
-from tee_side.attest.snp_report import Product, SigningKey, Tcb
+from tee_side.attest.snp import Product, SigningKey, Tcb
 from tee_side.attest.statement import Statement
 from tee_side.serve.identity import About, Identity
 from tsqp.attestation import tls_files

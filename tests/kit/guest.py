@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tsqp.deploy.debian import _APT, ARCHIVE, KEYRING
-from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL
+from tsqp.deploy.lock import COMMAND_LINE, INITRAMFS, KERNEL
+from tsqp.deploy.packages import _APT, ARCHIVE, KEYRING
 
 BOOT_S = 180
 MACHINE = ("qemu-system-x86_64", "-M", "q35", "-cpu", "max", "-m", "1G", "-display", "none")

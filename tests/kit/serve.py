@@ -23,11 +23,17 @@ from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Req
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
-from tee_side.serve.hpke_key import HpkeKey
-from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
-from tee_side.serve.sealed_heads import RequestHead, ResponseHead
+from tee_side.serve.sealed import (
+    CONTENT_TYPE,
+    SALT_BYTES,
+    Direction,
+    HpkeKey,
+    RequestHead,
+    ResponseHead,
+    seal_secret,
+)
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import GrammarKind, ServedModel, Serving
+from tee_side.serve.serving import GrammarKind, OfferedModel, Serving
 from tsqp.cli.program import model_directory
 
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
@@ -40,7 +46,7 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def model(**changes: Any) -> ServedModel:
+def model(**changes: Any) -> OfferedModel:
     config = read_config(model_directory("demo"))
     fields = {
         "name": "demo",
@@ -52,7 +58,7 @@ def model(**changes: Any) -> ServedModel:
         "system_fingerprint": "fp-avx2",
         "created": 1_700_000_000,
     }
-    return ServedModel(**(fields | changes))
+    return OfferedModel(**(fields | changes))
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ def _shapes() -> Iterable[str]:
 
 
 def _profiles() -> Iterable[str]:
-    from gpu_side.profiles import PROFILES
+    from gpu_side.devices import PROFILES
 
     return [*sorted(PROFILES), "or a TOML file"]
 

@@ -282,7 +282,7 @@ def command(
     """
     configure(log_level)
     from gpu_side.service import ServiceSettings, serve
-    from gpu_side.session_settings import SessionSettings
+    from gpu_side.sessions import SessionSettings
     from tsqp.service_attestation import attested_service
 
     directory = model_directory(model)

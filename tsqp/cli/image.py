@@ -13,7 +13,7 @@ from protocol.errors import SettingsError, describe
 from tsqp.cli.launching import launch_options, measured, read_launch
 from tsqp.cli.settings import CONTEXT, PATH, config_option, read_listen
 from tsqp.cli.status import bytes_for_people
-from tsqp.deploy.image import Suite
+from tsqp.deploy.lock import Suite
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _EXISTING = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -65,13 +65,11 @@ def build(
     Two builds of one lock and one source give the same files, bit by bit. Needs root, mmdebstrap
     and apt.
     """
-    from tsqp.deploy.build import Recipe, resolve
     from tsqp.deploy.build import build as make
-    from tsqp.deploy.fetch import fetch
-    from tsqp.deploy.image import INITRAMFS, LOCK
-    from tsqp.deploy.lock import Lock
-    from tsqp.deploy.machine import least_memory_mib
-    from tsqp.deploy.wheels import TORCH_INDEX
+    from tsqp.deploy.build import resolve
+    from tsqp.deploy.launch import least_memory_mib
+    from tsqp.deploy.lock import INITRAMFS, LOCK, Lock, fetch
+    from tsqp.deploy.packages import TORCH_INDEX
 
     def progress(step: str) -> None:
         click.echo(f"{output}: {step}", err=True)
@@ -95,8 +93,8 @@ def build(
     if save is not None:
         fetch(parts.artifacts, save, packages)
         packages = (save, *packages)
-    recipe = Recipe(packages=packages, jobs=jobs or os.cpu_count() or 1, scratch=scratch)
-    make(parts, checkout, output, recipe, progress)
+    jobs = jobs or os.cpu_count() or 1
+    make(parts, checkout, output, progress, packages=packages, jobs=jobs, scratch=scratch)
     (output / LOCK).write_bytes(parts.to_bytes())
     size = bytes_for_people((output / INITRAMFS).stat().st_size)
     least = least_memory_mib(output)
@@ -115,7 +113,7 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
     command line is measured: another one is another image to its clients. Its host reads it, a
     prompt in it as well.
     """
-    from tsqp.deploy.command_line import configure as write
+    from tsqp.deploy.launch import configure as write
 
     if arguments:
         _refuse_unknown(arguments)
@@ -202,8 +200,7 @@ def run(
     Emulation measures nothing: with --ovmf, its simulated evidence repeats what tsqp measure says.
     Exit status: QEMU's.
     """
-    from tsqp.deploy.libvirt import domain
-    from tsqp.deploy.machine import Machine, least_memory_mib
+    from tsqp.deploy.launch import GuestMachine, domain, least_memory_mib
 
     if vsock is not None and kernel_vsock:
         raise SettingsError("--vsock", got="--kernel-vsock, too", expected="one of them")
@@ -214,7 +211,7 @@ def run(
                 raise SettingsError(option, got="--no-tee without --ovmf", expected="what measures")
     started = (vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
     launch = None if no_tee and ovmf is None else read_launch(*started)
-    machine = Machine(
+    machine = GuestMachine(
         image=image,
         launch=None if no_tee else launch,
         measurement=None if launch is None else measured(image, launch),
@@ -253,7 +250,7 @@ def run(
 @config_option
 def compare(left: Path, right: Path) -> None:
     """Compare two images, and name the first file that differs."""
-    from tsqp.deploy.image import first_difference
+    from tsqp.deploy.lock import first_difference
 
     differs = first_difference(left, right)
     if differs is not None:

@@ -75,5 +75,5 @@ def read_launch(
 def measured(image: Path, launch: Launch) -> bytes:
     """Return what SEV-SNP measures, 48 bytes. Raises SettingsError, also without the library."""
     with needing("tsqp measure", _EXTRA):
-        from tsqp.deploy.measure import measure
+        from tsqp.deploy.measurement import measure
     return measure(image, launch)

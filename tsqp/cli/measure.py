@@ -42,8 +42,7 @@ def measure(
     Another byte of kernel, initramfs or command line, another firmware, vCPU type or number of
     vCPUs gives another measurement. Registers of TDX are not computed.
     """
-    from tsqp.deploy.appraisal import read_minimum, snp_table
-    from tsqp.deploy.launch import GUEST_POLICY
+    from tsqp.deploy.launch import GUEST_POLICY, read_minimum, snp_table
 
     minimum = read_minimum(minimum_tcb)
     if (appraisal is not None) != bool(minimum):

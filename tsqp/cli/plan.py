@@ -125,7 +125,7 @@ def plan(
     and a round trip cost is measured here, on a few layers with random weights; the accelerator and
     the link are computed from their descriptions. Predictions are of the median step.
     """
-    from gpu_side.profiles import find_profile
+    from gpu_side.devices import find_profile
     from tee_side.policy.placement import load_policy
     from tsqp.lab.plan.machine import Machine, fit_machine, read_machine
     from tsqp.lab.plan.run import Planning, PlanSettings

@@ -20,10 +20,9 @@ from tsqp.cli.program import EXIT_FAILURE
 from tsqp.cli.settings import CONTEXT, PATH, config_option
 
 if TYPE_CHECKING:
-    from tee_side.attest.appraisal import Appraisal, Step
+    from tee_side.attest.appraisal import Appraisal, AppraisalStep
     from tee_side.attest.appraisal_policy import AppraisalPolicy
-    from tee_side.attest.claims import Claims
-    from tee_side.attest.receipts import Receipt
+    from tee_side.attest.statement import Claims, Receipt
 
 # As a header, as `curl -D` writes it, or as the comment in a stream.
 _NAMED = re.compile(rb"^(?:: )?tsqp-receipt:? ([A-Za-z0-9+/=]+)\r?$", re.IGNORECASE | re.MULTILINE)
@@ -90,15 +89,15 @@ def verify(
     between them shows. --attestation is appraised by --policy or --mode, as tsqp verify does. Exit
     status 1 if anything differs.
     """
-    from tee_side.attest.appraisal import Step
-    from tee_side.attest.receipts import verify as verified
+    from tee_side.attest.appraisal import AppraisalStep
+    from tee_side.attest.statement import verify_receipt as verified
 
     if (key_hex is None) == (attestation is None):
         raise click.UsageError("one of --key and --attestation is needed")
     if len(files) > 1 and (request or response):
         raise click.UsageError("--request and --response are of one RECEIPT")
     key, claims = b"" if key_hex is None else _key(key_hex), None
-    steps: list[Step] = []
+    steps: list[AppraisalStep] = []
     found: list[tuple[bytes, Receipt]] = []
     try:
         if attestation is not None:
@@ -108,7 +107,9 @@ def verify(
         for file in files:
             signed = _read(file)
             one = verified(signed, key)
-            steps.append(Step(f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
+            steps.append(
+                AppraisalStep(f"{file}", True, f"receipt {one.sequence}, of the key", "one of it")
+            )
             steps += _steps(one, found[-1] if found else None, claims)
             found.append((signed, one))
         if request is not None:
@@ -118,7 +119,7 @@ def verify(
             steps.append(_response_step(response.read_bytes(), *found[0]))
     except EvidenceError as error:
         # What is not genuine says nothing.
-        steps.append(Step(error.where, False, error.got, error.expected))
+        steps.append(AppraisalStep(error.where, False, error.got, error.expected))
     passed = all(step.passed for step in steps)
     if as_json:
         listed = [step._asdict() for step in steps]
@@ -160,32 +161,34 @@ def _read(path: Path) -> bytes:
 
 def _steps(
     one: Receipt, before: tuple[bytes, Receipt] | None, claims: Claims | None
-) -> Iterator[Step]:
-    from tee_side.attest.appraisal import Step
+) -> Iterator[AppraisalStep]:
+    from tee_side.attest.appraisal import AppraisalStep
 
     if before is not None:
         follows = one.previous == hashlib.sha256(before[0]).digest()
         got = f"{one.sequence} behind {before[1].sequence}"
-        yield Step("chain", follows, got, f"{before[1].sequence + 1}, with its digest")
+        yield AppraisalStep("chain", follows, got, f"{before[1].sequence + 1}, with its digest")
     if claims is not None:
         yield _same("model", one.model, claims.model)
         yield _same("policy", one.policy, claims.policy)
 
 
-def _response_step(content: bytes, signed: bytes, one: Receipt) -> Step:
-    from tee_side.attest.appraisal import Step
+def _response_step(content: bytes, signed: bytes, one: Receipt) -> AppraisalStep:
+    from tee_side.attest.appraisal import AppraisalStep
 
     line = b": tsqp-receipt %s\n\n" % base64.b64encode(signed)
     answer, comment, rest = content.partition(line)
     if comment and rest not in (b"", _DONE):
-        return Step("response", False, f"{len(rest)} bytes behind the receipt", "[DONE], or none")
+        return AppraisalStep(
+            "response", False, f"{len(rest)} bytes behind the receipt", "[DONE], or none"
+        )
     return _same("response", hashlib.sha256(answer).digest(), one.response)
 
 
-def _same(name: str, got: bytes, expected: bytes) -> Step:
-    from tee_side.attest.appraisal import Step
+def _same(name: str, got: bytes, expected: bytes) -> AppraisalStep:
+    from tee_side.attest.appraisal import AppraisalStep
 
-    return Step(name, got == expected, got.hex(), expected.hex())
+    return AppraisalStep(name, got == expected, got.hex(), expected.hex())
 
 
 def _told(signed: bytes, one: Receipt) -> Iterator[str]:

@@ -17,7 +17,7 @@ from tsqp.cli.program import EXIT_FAILURE
 from tsqp.cli.settings import CONTEXT, config_option
 
 if TYPE_CHECKING:
-    from tee_side.attest.appraisal import Appraisal, Step
+    from tee_side.attest.appraisal import Appraisal, AppraisalStep
     from tee_side.attest.appraisal_policy import AppraisalPolicy
 
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class _Verdict:
     """Steps in their order, and what was pinned; `refused`: what ended it before any step."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[AppraisalStep, ...]
     pinned: dict[str, object]
     refused: str | None = None
 

@@ -33,8 +33,7 @@ from protocol.errors import EvidenceError, TsqpError
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import Claims
-from tee_side.attest.statement import Statement, read_certificate
+from tee_side.attest.statement import Claims, Statement, read_certificate
 
 AGAIN_S = 600.0
 

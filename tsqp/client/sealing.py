@@ -6,7 +6,7 @@ For servers behind a proxy that ends TLS: it sees neither bodies nor headers, an
     http_client = httpx2.Client(transport=transport)
     client = openai.OpenAI(http_client=http_client, base_url=..., api_key=...)
 
-The claims are those of an appraisal that passed. `tee_side.serve.sealed_bodies` has the format.
+The claims are those of an appraisal that passed. `tee_side.serve.sealed` has the format.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from contextlib import contextmanager
 import httpx2
 
 from protocol.errors import ProtocolError
-from tee_side.serve.hpke_key import SuiteName
-from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
-from tee_side.serve.sealed_heads import RequestHead, ResponseHead, joined, target_of
+from tee_side.serve.sealed import (
+    CONTENT_TYPE,
+    SALT_BYTES,
+    Direction,
+    RequestHead,
+    ResponseHead,
+    SuiteName,
+    joined,
+    seal_secret,
+    target_of,
+)
 
 # Of the connection to the proxy, and not of the request.
 _OF_CONNECTION = ("connection", "accept-encoding", "transfer-encoding")
@@ -70,7 +78,7 @@ class SealedTransport(httpx2.BaseTransport):
             kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
             if answer.status_code != 200 or kind != CONTENT_TYPE:
                 raise UnsealedError(answer.status_code)
-            opened = _Opened(answer, secret)
+            opened = _OpenedAnswer(answer, secret)
             head = opened.head()
         except BaseException:
             answer.close()
@@ -93,7 +101,7 @@ class SealedTransport(httpx2.BaseTransport):
         return sealed + chunks, secret
 
 
-class _Opened(httpx2.SyncByteStream):
+class _OpenedAnswer(httpx2.SyncByteStream):
     """The body of an answer, piece by piece as it comes."""
 
     def __init__(self, answer: httpx2.Response, secret: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Builds a guest image: kernel, one initramfs that is the whole system, command line."""
+"""Builds a guest image: kernel, one initramfs that is the whole system, command line.
+
+A directory tree keeps what an image needs: no shell login, no package manager, no traces.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,235 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from protocol.errors import SettingsError
-from tsqp.deploy import debian, wheels
-from tsqp.deploy.command_line import SELF_TEST, command_line
-from tsqp.deploy.commands import EPOCH, call_inside
-from tsqp.deploy.contents import add_modules, add_units, strip
-from tsqp.deploy.fetch import fetch
-from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Suite
-from tsqp.deploy.lock import Lock
+from tsqp.deploy.launch import SELF_TEST, command_line
+from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Lock, Suite, fetch
+from tsqp.deploy.packages import (
+    EPOCH,
+    TORCH_INDEX,
+    Archive,
+    build_own,
+    call_inside,
+    commit_of,
+    install_packages,
+    install_wheels,
+    newest_kernel,
+    resolve_build,
+    resolve_wheels,
+    unpack,
+)
+
+# All programs that stay, with no shell among them: links that they are started by, too.
+_PROGRAMS = (
+    *("usr/bin/kmod", "usr/bin/mount", "usr/bin/python3*", "usr/bin/systemctl", "usr/bin/umount"),
+    *("usr/bin/systemd-tmpfiles", "usr/bin/systemd-sysusers", "usr/bin/udevadm"),
+    *("usr/bin/systemd", "usr/sbin/modprobe"),
+)
+
+# Patterns below the root. Debian's package manager; logins; text for people; what a first start or
+# another machine would have written.
+_REMOVED = (
+    "etc/apt",
+    "etc/dpkg",
+    "etc/hostname",
+    "etc/ld.so.conf.d/fakeroot*",
+    "etc/machine-id",
+    "etc/resolv.conf",
+    "root/.*",
+    "etc/*-",
+    "usr/lib/apt",
+    "usr/lib/dpkg",
+    "usr/lib/init",
+    "usr/lib/kernel",
+    "usr/lib/x86_64-linux-gnu/perl*",
+    "usr/share/bash-completion",
+    "usr/share/bug",
+    "usr/share/debconf",
+    "usr/share/doc",
+    "usr/share/doc-base",
+    "usr/share/i18n",
+    "usr/share/info",
+    "usr/share/keyrings",
+    "usr/share/lintian",
+    "usr/share/locale",
+    "usr/share/man",
+    "usr/share/menu",
+    "usr/share/perl*",
+    "usr/share/polkit-1",
+    "usr/share/zsh",
+    "usr/lib/systemd/system-generators",
+    "usr/lib/systemd/user-generators",
+    "usr/lib/systemd/system/*getty*",
+    "usr/lib/systemd/system/apt-*",
+    "usr/lib/systemd/system/dpkg-*",
+    "usr/lib/systemd/system/debug-shell.service",
+    "usr/lib/systemd/system/emergency.service",
+    "usr/lib/systemd/system/fstrim.*",
+    "usr/lib/systemd/system/ldconfig.service",
+    "usr/lib/systemd/system/systemd-journal-catalog-update.service",
+    "usr/lib/systemd/system/systemd-journal-flush.service",
+    "usr/lib/systemd/system/systemd-networkd-persistent-storage.service",
+    "usr/lib/systemd/system/proc-sys-fs-binfmt_misc.*",
+    "usr/lib/systemd/system/rescue.service",
+    "usr/lib/systemd/system/*/*getty*",
+    "usr/lib/systemd/system/*/proc-sys-fs-binfmt_misc.*",
+    "etc/systemd/system/*",
+    "dev/*",
+    "run/*",
+    "tmp/*",
+    "var/backups",
+    "var/cache/*",
+    "var/lib/apt",
+    "var/lib/dpkg",
+    "var/lib/systemd/*",
+    "var/log/*",
+    "var/tmp/*",
+)
+
+# Of wheels: headers, tests and tools; what pip wrote about this installation; what people run.
+_LIBRARIES = "usr/lib/python3/dist-packages"
+
+_REMOVED_LIBRARIES = (
+    "bin",
+    "*.dist-info/INSTALLER",
+    "*.dist-info/RECORD",
+    "*.dist-info/REQUESTED",
+    "*.dist-info/direct_url.json",
+    "numpy/**/tests",
+    "sympy/**/tests",
+    "networkx/**/tests",
+    "torch/bin/[!t]*",
+    "torch/bin/te*",
+    "torch/include",
+    "torch/share",
+    "torch/test",
+    "torch/lib/*.a",
+    "tsqp/demo",
+    "tsqp/lab",
+    "tsqp/tools",
+    # Entry points of tsqp/lab.
+    "tsqp-*.dist-info/entry_points.txt",
+)
+
+_WANTED_MODULES = (
+    *("af_packet", "autofs4", "configfs", "erofs", "qemu_fw_cfg", "sev-guest", "tdx-guest"),
+    *("tsm", "virtio_blk", "virtio_net", "vmw_vsock_virtio_transport"),
+)
+
+# Of these no device tells when they are needed.
+_LOADED = ("configfs", "qemu_fw_cfg", "sev-guest", "tdx-guest", "tsm")
+
+_ENABLED = {
+    "multi-user.target.wants": ("tsqp.service", "systemd-networkd.service"),
+    "sysinit.target.wants": ("tsqp-read-only.service",),
+    "local-fs.target.wants": ("tmp.mount", "var.mount"),
+}
+
+
+def strip(root: Path) -> None:
+    """Remove from a tree what an image has no use for, and set-uid bits."""
+    kept = {path for pattern in _PROGRAMS for path in _found(root, pattern)}
+    for folder in ("usr/bin", "usr/sbin"):
+        for path in set((root / folder).iterdir()) - kept:
+            _remove(path)
+    for base, patterns in ((root, _REMOVED), (root / _LIBRARIES, _REMOVED_LIBRARIES)):
+        for pattern in patterns:
+            for path in _found(base, pattern):
+                _remove(path)
+    for path in list(root.rglob("__pycache__")):
+        _remove(path)
+    for path in root.rglob("*"):
+        if not path.is_symlink() and path.stat().st_mode & (stat.S_ISUID | stat.S_ISGID):
+            path.chmod(path.stat().st_mode & 0o777)
+
+
+def _found(base: Path, pattern: str) -> list[Path]:
+    """Return what a pattern names: links as well that lead nowhere outside of the image."""
+    parent, _, name = pattern.rpartition("/")
+    folders = base.glob(parent) if parent else [base]
+    entries = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+    return [path for path in entries if fnmatchcase(path.name, name)]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def add_units(root: Path) -> None:
+    """Put in what starts the runner: systemd's units, and the program that reads the kernel's line.
+
+    An empty machine-id: systemd makes one for each start, in memory.
+    """
+    units = root / "etc/systemd/system"
+    ours = files("tsqp.deploy") / "guest"
+    for entry in ours.iterdir():
+        if entry.name.endswith((".service", ".mount")):
+            _write(units / entry.name, entry.read_text())
+    _write(root / "etc/systemd/network/80-tsqp.network", (ours / "tsqp.network").read_text())
+    _write(root / "usr/lib/tmpfiles.d/tsqp.conf", (ours / "tsqp.tmpfiles").read_text())
+    _write(root / "usr/lib/tsqp/start.py", (ours / "start.py").read_text())
+    _write(root / "etc/hostname", "tsqp\n")
+    _write(root / "etc/machine-id", "")
+    _write(root / "etc/modules-load.d/tsqp.conf", "".join(f"{name}\n" for name in _LOADED))
+    for wants, names in _ENABLED.items():
+        (units / wants).mkdir()
+        for name in names:
+            target = (
+                units / name if (units / name).exists() else Path("/usr/lib/systemd/system", name)
+            )
+            inside = target.relative_to(root) if target.is_relative_to(root) else target
+            (units / wants / name).symlink_to(Path("/") / inside)
+    (units / "default.target").symlink_to("/usr/lib/systemd/system/multi-user.target")
+    (root / "model").mkdir()
+    (root / "init").symlink_to("usr/lib/systemd/systemd")
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def add_modules(modules: Path, dependencies: str, root: Path) -> None:
+    """Copy the kernel modules that a guest needs, with those that they need.
+
+    `dependencies`: the content of modules.dep, of the directory `modules`.
+    """
+    needed: dict[str, list[str]] = {}
+    for line in dependencies.splitlines():
+        module, _, others = line.partition(":")
+        needed[module] = [module, *others.split()]
+    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
+    into = root / "usr/lib/modules" / modules.name
+    for module, group in needed.items():
+        if Path(module).name.partition(".")[0].replace("_", "-") in wanted:
+            for name in group:
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(modules / name, into / name)
+    for name in ("modules.builtin", "modules.builtin.modinfo", "modules.order"):
+        shutil.copyfile(modules / name, into / name)
+
 
 _ROOT = ("kmod", "python3", "systemd", "udev")
+
 _ROOT_RUNNER = ("libstdc++6",)
+
 _TOOLS = ("cpio", "kmod", "zstd")
+
 _TOOLS_RUNNER = ("g++", "libpython3-dev", "python3-pip")
+
 _LEVEL = 15
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What is built, beside what the lock says.
-
-    `packages`: folders of saved packages. `scratch`: where temporary files go, some GB.
-    """
-
-    packages: Sequence[Path] = ()
-    jobs: int = 1
-    scratch: Path | None = None
 
 
 def resolve(
@@ -46,37 +245,48 @@ def resolve(
     source: Path,
     *,
     small: bool,
-    torch_index: str = wheels.TORCH_INDEX,
+    torch_index: str = TORCH_INDEX,
     scratch: Path | None = None,
 ) -> Lock:
     """Return what an image is made of today. Raises SettingsError."""
     with TemporaryDirectory(dir=scratch, prefix="tsqp-resolve-") as name:
         directory = Path(name).resolve()
-        archive = debian.Archive(suite, directory / "apt")
+        archive = Archive(suite, directory / "apt")
         return Lock(
             suite=suite,
-            kernel=debian.newest_kernel(directory / "kernel"),
+            kernel=newest_kernel(directory / "kernel"),
             root=archive.resolve(_ROOT if small else _ROOT + _ROOT_RUNNER),
             tools=archive.resolve(_TOOLS if small else _TOOLS + _TOOLS_RUNNER),
-            wheels=() if small else wheels.resolve(source, suite, directory, torch_index),
-            build=() if small else wheels.resolve_build(source, suite, directory),
+            wheels=() if small else resolve_wheels(source, suite, directory, torch_index),
+            build=() if small else resolve_build(source, suite, directory),
         )
 
 
-def build(lock: Lock, source: Path, output: Path, recipe: Recipe, progress: Progress) -> None:
+def build(
+    lock: Lock,
+    source: Path,
+    output: Path,
+    progress: Progress,
+    *,
+    packages: Sequence[Path] = (),
+    jobs: int = 1,
+    scratch: Path | None = None,
+) -> None:
     """Build the image of a lock into a new directory. Raises SettingsError.
 
-    Same lock, source and recipe give the same files, whatever the machine. Needs root.
+    `packages`: folders of saved packages. `scratch`: where temporary files go, some GB.
+    Same lock and source give the same files, whatever the machine. Needs root.
     """
     line = " ".join(SELF_TEST) if lock.small else command_line((), None)
-    if os.geteuid() != 0:
-        raise SettingsError("tsqp image build", got="another user", expected="root")
-    if output.exists():
-        raise SettingsError(str(output), got="something that exists", expected="a new directory")
+    SettingsError.unless(os.geteuid() == 0, "tsqp image build", "another user", "root")
+    SettingsError.unless(
+        not output.exists(), str(output), "something that exists", "a new directory"
+    )
     umask = os.umask(0o022)
     try:
-        with TemporaryDirectory(dir=recipe.scratch, prefix="tsqp-image-") as name:
-            _build(lock, source, output, recipe, progress, Path(name).resolve(), line)
+        with TemporaryDirectory(dir=scratch, prefix="tsqp-image-") as name:
+            temporary = Path(name).resolve()
+            _build(lock, source, output, progress, packages, jobs, temporary, line)
     finally:
         os.umask(umask)
 
@@ -85,32 +295,33 @@ def _build(
     lock: Lock,
     source: Path,
     output: Path,
-    recipe: Recipe,
     progress: Progress,
+    folders: Sequence[Path],
+    jobs: int,
     scratch: Path,
     line: str,
 ) -> None:
     packages, tools = scratch / "packages", scratch / "tools"
     root = tools / "image"
     progress(f"fetch {len(lock.artifacts)} packages")
-    fetch(lock.artifacts, packages, recipe.packages)
+    fetch(lock.artifacts, packages, folders)
     progress("install the tools")
-    debian.install(lock.suite, lock.tools, packages, tools)
+    install_packages(lock.suite, lock.tools, packages, tools)
     progress("install the system")
-    debian.install(lock.suite, lock.root, packages, root)
-    debian.unpack(packages / lock.kernel.file, tools / "kernel")
+    install_packages(lock.suite, lock.root, packages, root)
+    unpack(packages / lock.kernel.file, tools / "kernel")
     release = _add_kernel(tools)
     own = None
     if not lock.small:
         progress("build the runner")
-        wheel = wheels.build_own(source, tools, lock.build, packages)
+        wheel = build_own(source, tools, lock.build, packages)
         own = hashlib.sha256(wheel.read_bytes()).hexdigest()
         progress("install the runner")
-        wheels.install(lock.wheels, wheel, packages, tools)
+        install_wheels(lock.wheels, wheel, packages, tools)
     strip(root)
     add_units(root)
     progress("pack")
-    unpacked = _pack(tools, recipe.jobs)
+    unpacked = _pack(tools, jobs)
     made = {
         KERNEL: (tools / "kernel/boot" / f"vmlinuz-{release}").read_bytes(),
         INITRAMFS: (tools / INITRAMFS).read_bytes(),
@@ -118,7 +329,7 @@ def _build(
     }
     facts = {
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in made.items()},
-        "commit": wheels.commit_of(source),
+        "commit": commit_of(source),
         "lock": hashlib.sha256(lock.to_bytes()).hexdigest(),
         "runner_wheel": own,
         "unpacked_bytes": unpacked,

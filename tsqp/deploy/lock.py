@@ -1,17 +1,60 @@
-"""What an image is made of, by SHA-256: packages of Debian and wheels."""
+"""The files of an image, by name, and what it is made of: packages and wheels, by SHA-256.
+
+Packages come from folders or from their addresses, and with no other content than the lock says.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+from collections.abc import Iterable, Sequence
+from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
+from urllib.request import urlopen
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from protocol.errors import SettingsError
-from protocol.validation import first_problem
-from tsqp.deploy.image import Suite
+from protocol.validation import validate_file
+
+Suite: TypeAlias = Literal["trixie", "bookworm"]
+
+# The Python of each suite. Debian 12's user space runs on Debian 13's kernel, too.
+PYTHONS: dict[Suite, str] = {"trixie": "3.13", "bookworm": "3.11"}
+
+KERNEL = "vmlinuz"
+
+INITRAMFS = "initrd"
+
+COMMAND_LINE = "cmdline"
+
+FACTS = "image.json"
+
+LOCK = "lock.json"
+
+MEASURED = (KERNEL, INITRAMFS, COMMAND_LINE)
+
+
+def require_image(directory: Path) -> None:
+    """Raise SettingsError for a directory without an image in it."""
+    for name in MEASURED:
+        SettingsError.unless(
+            (directory / name).is_file(), str(directory / name), "no such file", "of an image"
+        )
+
+
+def first_difference(left: Path, right: Path) -> str | None:
+    """Return the first file in which two images differ, None for none. Raises SettingsError."""
+    for directory in (left, right):
+        require_image(directory)
+    for name in (*MEASURED, FACTS):
+        if (left / name).read_bytes() != (right / name).read_bytes():
+            return name
+    return None
+
 
 _Digest: TypeAlias = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
@@ -73,13 +116,52 @@ class Lock(BaseModel):
     def load(cls, path: Path) -> Lock:
         """Read a lock file. Raises SettingsError."""
         try:
-            return cls.model_validate(json.loads(path.read_bytes()))
+            content = json.loads(path.read_bytes())
         except OSError as error:
             got = error.strerror or type(error).__name__
             raise SettingsError(str(path), got=got, expected="a lock file") from None
-        except ValidationError as error:
-            problem = first_problem(error, cls.model_fields)
-            where = f"{path}: {problem.field}" if problem.field else str(path)
-            raise SettingsError(where, got=problem.got, expected=problem.expected) from None
         except ValueError:
             raise SettingsError(str(path), got="another content", expected="JSON") from None
+        return validate_file(cls, content, str(path), SettingsError)
+
+
+_TIMEOUT_S = 60
+
+
+def fetch(artifacts: Iterable[Artifact], into: Path, folders: Sequence[Path] = ()) -> None:
+    """Put every one into a directory, from the first folder that has it, else from its address.
+
+    Raises SettingsError for one that is nowhere, or has another content.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    for artifact in artifacts:
+        target = into / artifact.file
+        if not target.exists():
+            _copy(artifact, target, folders)
+        with target.open("rb") as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+        if got != artifact.sha256:
+            target.unlink()
+            raise SettingsError(artifact.url, got=f"SHA-256 {got}", expected=artifact.sha256)
+
+
+def _copy(artifact: Artifact, target: Path, folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if (folder / artifact.file).exists():
+            shutil.copyfile(folder / artifact.file, target)
+            return
+    SettingsError.unless(
+        artifact.url.startswith(("file://", "http://", "https://")),
+        artifact.file,
+        "no folder that has it",
+        "--packages",
+    )
+    part = target.with_suffix(".part")
+    try:
+        with urlopen(artifact.url, timeout=_TIMEOUT_S) as reply, part.open("wb") as file:  # noqa: S310
+            shutil.copyfileobj(reply, file)
+    except (OSError, HTTPException) as error:
+        # Debian keeps no old versions.
+        expected = "it there, or in a folder of --packages"
+        raise SettingsError(artifact.url, got=str(error), expected=expected) from None
+    part.rename(target)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_side.clock import wait_until
+from gpu_side.transfer import wait_until
 from protocol.channel import Channel, Exchange
 from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
 from protocol.messages import Request

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from gpu_side.devices import find_profile
 from gpu_side.kernels import request_us
-from gpu_side.profiles import find_profile
 from gpu_side.tasks import LinearWork, Task
 from protocol.errors import SettingsError
 from tee_side.policy.placement import load_policy

@@ -22,10 +22,9 @@ import torch
 import gpu_side.cuda
 from gpu_side import transfer
 from gpu_side.cuda import products
-from gpu_side.cuda.check import check_ring
+from gpu_side.cuda.device import Tile
 from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
-from gpu_side.cuda.tiles import Tile
+from gpu_side.cuda.products import GRAPH_ROWS, DeviceProducts, InPlaceJob, check_ring
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.transfer import PinnedStaging, Queued
@@ -125,9 +124,9 @@ class Device:
     def unregister(self, address: int) -> None:
         del self.reached[address]
 
-    def products(self) -> Products:
+    def products(self) -> DeviceProducts:
         stand_in: Any = self
-        return Products(stand_in, (K * 4, N * 4))
+        return DeviceProducts(stand_in, (K * 4, N * 4))
 
 
 class Copied:
@@ -149,7 +148,7 @@ class InPlace:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return rows @ WEIGHT.t()
 
-    def in_place(self, job: Job, rows: int) -> None:
+    def in_place(self, job: InPlaceJob, rows: int) -> None:
         self.jobs += 1
         source, target, count = job.table.tolist()
         assert count <= rows
@@ -165,12 +164,12 @@ def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _store(address: int, result: torch.Tensor, job: Job) -> None:
+def _store(address: int, result: torch.Tensor, job: InPlaceJob) -> None:
     _at(address, result.dtype, *result.shape).copy_(result)
     job.flag[0] = 1
 
 
-def _ask(made: Products, rows: int = 1, place: str = "o_proj") -> None:
+def _ask(made: DeviceProducts, rows: int = 1, place: str = "o_proj") -> None:
     given, result = torch.randn(rows, K), torch.empty(rows, N)
     work = made.submit(place, Copied(), given, result)
     assert work.ends_ns() <= time.perf_counter_ns()
@@ -324,7 +323,7 @@ def test_slots_are_reached_up_to_bounds_and_taken_back_when_their_memory_goes(
     assert (refusing.registrations, caplog.messages) == (1, ["not_registered"])
 
 
-def _do_job(job: Job, rows: int, weight: torch.Tensor, tile: object) -> None:
+def _do_job(job: InPlaceJob, rows: int, weight: torch.Tensor, tile: object) -> None:
     source, target, count = job.table.tolist()
     given = _at(source, torch.int32, count, weight.shape[1])
     _store(target, exact_product(given, weight), job)
@@ -396,7 +395,7 @@ def test_a_device_that_does_not_reach_shared_memory_is_found_at_the_start(
 ) -> None:
     kept = []
 
-    def elsewhere(job: Job, rows: int, weight: torch.Tensor, tile: Tile) -> None:
+    def elsewhere(job: InPlaceJob, rows: int, weight: torch.Tensor, tile: Tile) -> None:
         kept.append(torch.empty(rows, len(weight), dtype=torch.int32))
         job.table[1] = kept[-1].data_ptr()
         _do_job(job, rows, weight, tile)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_side.devices import NullDevice
+from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullKernels, NullWeights, request_us
-from gpu_side.profiles import PROFILES, DeviceProfile
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision, write_provision
 from gpu_side.served_model import read_served_model
 from gpu_side.tasks import Computed, RequestChecker

@@ -17,11 +17,9 @@ import pytest
 from gpu_side import encoding
 from gpu_side.encoding import OpenedRequest, open_request
 from gpu_side.handler import RequestHandler
-from gpu_side.queues import FairQueue, QueueLimits
-from gpu_side.replies import Result
-from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY
-from gpu_side.state import ServiceState
-from gpu_side.stop_signal import StopSignal
+from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY, StopSignal
+from gpu_side.state import FairQueue, QueueLimits, ServiceState
+from gpu_side.transfer import Result
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
 from protocol.messages import HealthRequest, InitRequest, Request, TensorReply

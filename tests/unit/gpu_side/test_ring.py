@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_side.cuda.products import Job
-from gpu_side.cuda.tiles import tiles_for
+from gpu_side.cuda.device import tiles_for
+from gpu_side.cuda.products import InPlaceJob
 from protocol.errors import KernelError
 from protocol.integer import exact_product
 from tests.kit.rows import each_row
@@ -71,7 +71,7 @@ def test_a_job_is_done_where_it_lies_and_touches_nothing_beside_it(ring: Any, ti
     K, N, bucket = 45, 37, 4
     table, told = (torch.zeros(3, dtype=torch.int64) for _ in range(2))
     fetched = torch.full((bucket * K,), 99, dtype=torch.int32)
-    weight, job = _random(torch.int8, N, K), Job(table, torch.zeros(1).int(), told, fetched)
+    weight, job = _random(torch.int8, N, K), InPlaceJob(table, torch.zeros(1).int(), told, fetched)
     # Of one request after the other, as a graph repeats them: fewer rows after more.
     for rows in (4, 3, 1):
         elements, room = _random(torch.int32, rows, K), torch.full((bucket + 1, N), -7).int()

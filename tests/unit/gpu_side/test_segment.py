@@ -14,7 +14,7 @@ import torch
 
 from gpu_side import segment_attention, session_cache, sessions
 from gpu_side.handler import RequestHandler
-from gpu_side.session_settings import SessionSettings
+from gpu_side.sessions import SessionSettings
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError
 from tests.equivalence.test_architectures import with_rope

@@ -20,17 +20,14 @@ import torch
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_side import allow_list_reload
-from gpu_side.access import ServiceKeys
-from gpu_side.allow_list_reload import rereads_list
-from gpu_side.log_limit import MAX_REASONS, REASONS, LineFilter, limited
-from gpu_side.metrics import MetricsServer, parse_address
-from gpu_side.queues import QueueLimits
-from gpu_side.request_loop import RequestLoop
+from gpu_side import access
+from gpu_side.access import ServiceKeys, rereads_list
+from gpu_side.event_log import MAX_REASONS, REASONS, LineFilter, limited
+from gpu_side.metrics import parse_address, serving_metrics
+from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.service import ServiceSettings, _arithmetic, _stop_signals, serve
-from gpu_side.session_settings import SessionSettings
-from gpu_side.state import ServiceState
-from gpu_side.stop_signal import StopSignal
+from gpu_side.sessions import SessionSettings
+from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.errors import KernelError, SettingsError
@@ -151,8 +148,8 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
         going_on.wait()
         return frozenset({FRIEND})
 
-    monkeypatch.setattr(allow_list_reload, "read_allow_list", hangs)
-    monkeypatch.setattr(allow_list_reload, "_ENDING_S", 0.0)
+    monkeypatch.setattr(access, "read_allow_list", hangs)
+    monkeypatch.setattr(access, "_ENDING_S", 0.0)
     keys = ServiceKeys(SECRET, frozenset({FRIEND}))
     with (
         closing(ZmqListener(f"ipc://{tmp_path}/s", keys=keys)) as listener,
@@ -181,7 +178,7 @@ def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lists, allowed = [MemoryError(), frozenset({OTHER})], SimpleQueue[frozenset[bytes]]()
-    monkeypatch.setattr(allow_list_reload, "read_allow_list", Mock(side_effect=lists))
+    monkeypatch.setattr(access, "read_allow_list", Mock(side_effect=lists))
     with _stop_signals(), rereads_list(allowed.put, Path("allow")):
         os.kill(os.getpid(), signal.SIGHUP)
         until(lambda: "allow_list_unchanged" in caplog.messages)
@@ -220,9 +217,9 @@ def test_what_was_counted_is_what_is_served() -> None:
         "tsqp_spilled_sessions": 0,
         "tsqp_spilled_session_bytes": 0,
     }
-    with MetricsServer("127.0.0.1:*", state) as server:
+    with serving_metrics("127.0.0.1:*", state) as url:
         for state.status, ready in (("loading", 0), ("ready", 1), ("draining", 0)):
-            with urllib.request.urlopen(server.url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 text = answer.read().decode()
             assert "canary" not in text
             found = {family.name: family for family in text_string_to_metric_families(text)}

@@ -16,13 +16,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gpu_side import session_files, session_settings, spill
+from gpu_side import sessions as sessions_module
+from gpu_side import spill as spill_module
 from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.session_files import SessionFiles
-from gpu_side.session_settings import SessionSettings, free_bytes
-from gpu_side.sessions import Sessions, SessionTotals
-from gpu_side.spill import SessionName, SpilledSession, SpillKey
+from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
+from gpu_side.spill import SessionFiles, SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
 from tests.kit.rows import each_row
@@ -52,13 +51,13 @@ def _sessions(
     clock: Clock | None = None,
     spill: Path | None = None,
     spill_bytes: int | None = None,
-) -> Sessions:
+) -> SessionStore:
     of_one = units if of_one is None else of_one
     settings = SessionSettings(units * UNIT, of_one * UNIT, 60.0, spill, spill_bytes)
-    return Sessions(settings, 0, clock=clock or Clock())
+    return SessionStore(settings, 0, clock=clock or Clock())
 
 
-def _running(sessions: Sessions, client: bytes, *parts: Part) -> Any:
+def _running(sessions: SessionStore, client: bytes, *parts: Part) -> Any:
     return sessions.running(client, LAYERS, parts, SHAPE, Window())
 
 
@@ -69,7 +68,7 @@ def _write(cache: SessionCache, start: int, tokens: range) -> None:
             tensor[:, :, at] = token
 
 
-def _run(sessions: Sessions, client: bytes, *parts: Part) -> None:
+def _run(sessions: SessionStore, client: bytes, *parts: Part) -> None:
     """Run a request whose tokens are the number of their session and their position."""
     with _running(sessions, client, *parts) as caches:
         rows = [part for part in parts if part.rows]
@@ -78,13 +77,13 @@ def _run(sessions: Sessions, client: bytes, *parts: Part) -> None:
             _write(cache, part.start, range(first, first + part.rows))
 
 
-def _code(sessions: Sessions, client: bytes, *parts: Part) -> ErrorCode:
+def _code(sessions: SessionStore, client: bytes, *parts: Part) -> ErrorCode:
     with pytest.raises(ProtocolError) as caught, _running(sessions, client, *parts):
         pass
     return caught.value.code
 
 
-def _held(sessions: Sessions, client: bytes, session: int, tokens: int) -> list[float]:
+def _held(sessions: SessionStore, client: bytes, session: int, tokens: int) -> list[float]:
     """Return what a session holds of its first tokens; the request adds none."""
     found: list[float] = []
     with suppress(ZeroDivisionError), _running(sessions, client, _part(session, tokens, 1)) as own:
@@ -93,7 +92,7 @@ def _held(sessions: Sessions, client: bytes, session: int, tokens: int) -> list[
     return found
 
 
-def _known(sessions: Sessions, client: bytes, *numbers: int) -> list[int]:
+def _known(sessions: SessionStore, client: bytes, *numbers: int) -> list[int]:
     """Return which sessions have a token; which of them was used last is as it was named."""
     found = []
     for number in numbers:
@@ -274,9 +273,12 @@ class AnyRequests(RuleBasedStateMachine):
         assert totals.bytes == sum(session.cache.bytes for session in held.values())
         for client in (A, B):
             sizes = [one.cache.bytes for name, one in held.items() if name.client == client]
-            ledger = self.sessions._ledger
-            assert (ledger.of(client), ledger.in_use(client)) == (sum(sizes), 0)
-            assert len(ledger.sessions_of(client)) == len(sizes)
+            account = self.sessions._ledger.of(client)
+            assert (account.bytes, account.in_use, len(account.resting)) == (
+                sum(sizes),
+                0,
+                len(sizes),
+            )
 
     def teardown(self) -> None:
         self.sessions.close()
@@ -340,7 +342,7 @@ def _cache(shape: CacheShape = WIDE) -> SessionCache:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a layer into several pieces, the last of which is smaller."""
-    monkeypatch.setattr(spill, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(spill_module, "_PIECE_BYTES", 300)
 
 
 def _spilled(folder: Path, cache: SessionCache, key: SpillKey | None = None) -> SpilledSession:
@@ -439,7 +441,7 @@ def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, va
 def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
 ) -> None:
-    monkeypatch.setattr(session_files, "MAX_FILES", files)
+    monkeypatch.setattr(spill_module, "MAX_FILES", files)
     kept = SessionFiles(tmp_path, most * (TOKENS * WIDE.token_bytes + 9 * 16))
 
     def put(client: bytes, *numbers: int) -> str:
@@ -469,8 +471,8 @@ def test_a_request_has_so_much_written_and_the_rest_is_lost(
 ) -> None:
     """Others wait while it is encrypted and written, and while files are made."""
     size = TOKENS * WIDE.token_bytes
-    monkeypatch.setattr(session_files, "MAX_FILES", files)
-    monkeypatch.setattr(session_files, "REQUEST_BYTES", most * size)
+    monkeypatch.setattr(spill_module, "MAX_FILES", files)
+    monkeypatch.setattr(spill_module, "REQUEST_BYTES", most * size)
     found = SessionFiles(tmp_path, 2**30)
     for number in range(10):
         if number % 5 == 0:
@@ -485,6 +487,6 @@ def test_without_a_limit_it_is_half_of_what_is_free_and_half_of_that_for_one(
 ) -> None:
     said = tmp_path / "meminfo"
     said.write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\n")
-    monkeypatch.setattr(session_settings, "_MEMINFO", said)
-    sessions = Sessions(SessionSettings(), free_bytes(torch.device("cpu")))
+    monkeypatch.setattr(sessions_module, "_MEMINFO", said)
+    sessions = SessionStore(SessionSettings(), free_bytes(torch.device("cpu")))
     assert (sessions._most, sessions._most_client) == (500 * 1024, 250 * 1024)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
-from gpu_side.transport.device_memory import DeviceMemory
+from gpu_side.transport.stream_client import DeviceMemory
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import ivshmem
 from protocol.encoding import encode_request

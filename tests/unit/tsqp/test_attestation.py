@@ -27,15 +27,21 @@ from protocol.codec import pack
 from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONE, Claims, Purpose, report_data
-from tee_side.attest.evidence import Evidence
-from tee_side.attest.receipts import DOMAIN, Receipt
-from tee_side.attest.simulated import simulate, verify_simulated
-from tee_side.attest.statement import Statement
+from tee_side.attest.attesters import simulate, verify_simulated
+from tee_side.attest.statement import (
+    NONE,
+    RECEIPT_DOMAIN,
+    Claims,
+    Evidence,
+    Purpose,
+    Receipt,
+    Statement,
+    report_data,
+)
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.remote.attested import ServiceAppraisal
-from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
+from tee_side.serve.sealed import HpkeKey
 from tests.kit.evidence import DIGESTS, body_of, policy_text, serving
 from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
@@ -298,7 +304,7 @@ def forged(key: bytes, claims: Claims) -> bytes:
         fields = {**said, **counts, "time": time, "sampling": {}, "seed": None}
         packed = Receipt.model_validate(fields).encode()
         with suppress(InvalidSignature):
-            Ed25519PublicKey.from_public_bytes(key).verify(signature, DOMAIN + packed)
+            Ed25519PublicKey.from_public_bytes(key).verify(signature, RECEIPT_DOMAIN + packed)
             return packed + signature
     raise AssertionError("the library refuses this key")
 

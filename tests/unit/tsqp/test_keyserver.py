@@ -13,11 +13,9 @@ import pytest
 
 from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONE, Claims, report_data
-from tee_side.attest.simulated import simulate
-from tee_side.attest.statement import Statement
-from tee_side.serve.hpke_key import HpkeKey, seal
-from tee_side.serve.sealed_bodies import open_secret, seal_secret
+from tee_side.attest.attesters import simulate
+from tee_side.attest.statement import NONE, Claims, Statement, report_data
+from tee_side.serve.sealed import HpkeKey, open_secret, seal, seal_secret
 from tests.kit.evidence import DIGESTS, MEASUREMENT, SERVICE, identity
 from tests.kit.rows import each_row
 from tsqp.keyserver import KeyRelease, KeyServer

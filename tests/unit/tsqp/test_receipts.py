@@ -12,11 +12,10 @@ from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import SettingsError
-from tee_side.attest.claims import Claims, report_data
-from tee_side.attest.simulated import simulate
-from tee_side.attest.statement import Statement
+from tee_side.attest.attesters import simulate
+from tee_side.attest.statement import Claims, Statement, report_data
 from tee_side.serve.app import create_app
-from tee_side.serve.receipt_chain import ReceiptChain
+from tee_side.serve.receipts import ReceiptChain
 from tests.kit.evidence import body_of, identity
 from tests.kit.serve import Reply, call, serving
 from tsqp.cli.main import command

@@ -14,7 +14,7 @@ import torch
 from gpu_side.encoding import open_request, read_request
 from gpu_side.segment_parts import Part, read_parts
 from gpu_side.session_cache import CacheShape, Window
-from gpu_side.sessions import Sessions
+from gpu_side.sessions import SessionStore
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.messages import SegmentRequest
@@ -44,7 +44,7 @@ class _Found(SpilledSession):
         return bytes(self._file.read())
 
 
-def disk_of(sessions: Sessions, trace: Trace, context: int, directory: Path) -> Disk | None:
+def disk_of(sessions: SessionStore, trace: Trace, context: int, directory: Path) -> Disk | None:
     """Write a trace's session to disk, and return what stands there; None if no segment crossed.
 
     `context`: of the model, in tokens; `directory`: for the file, which is gone at the end. Raises

@@ -24,7 +24,7 @@ from typing import Annotated, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from gpu_side.profiles import DeviceProfile, Microseconds, Rate
+from gpu_side.devices import DeviceProfile, Microseconds, Rate
 from protocol import native
 from protocol.errors import SettingsError
 from protocol.integer import empty_weight, int8_product, ring_product

@@ -14,8 +14,8 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
+from gpu_side.devices import DeviceProfile
 from gpu_side.kernels import request_us
-from gpu_side.profiles import DeviceProfile
 from gpu_side.tasks import LinearWork, Task
 from tsqp.lab.plan.model import Crossover, Rpc
 

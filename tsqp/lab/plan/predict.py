@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gpu_side.profiles import DeviceProfile
+from gpu_side.devices import DeviceProfile
 from tsqp.lab.link import Link
 from tsqp.lab.plan.machine import Instead
 from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step

@@ -19,7 +19,7 @@ import torch
 from gpu_side.encoding import open_request
 from gpu_side.transport import stream_client, stream_listener
 from gpu_side.transport.acceptor import Acceptor
-from gpu_side.transport.live_socket import refuse_live_socket
+from gpu_side.transport.listener import refuse_live_socket
 from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError

@@ -22,11 +22,9 @@ from zmq.utils import z85
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import open_request
 from gpu_side.transport import zmq_listener
-from gpu_side.transport.zap import DOMAIN, ZapHandler
-from gpu_side.transport.zmq_doorway import Doorway
-from gpu_side.transport.zmq_handshake import Handshake
+from gpu_side.transport.zap import DOMAIN, Names, ZapHandler, as_property, bind_within_process
+from gpu_side.transport.zmq_doorway import Doorway, Handshake
 from gpu_side.transport.zmq_listener import ZmqListener
-from gpu_side.transport.zmq_names import Names, as_property, bind_within_process
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, ProtocolError, SettingsError
 from protocol.messages import LMHeadRequest

@@ -18,12 +18,17 @@ from protocol.errors import SettingsError
 from tee_side.attest import appraisal
 from tee_side.attest.appraisal import Appraisal, Expected, Verified, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import Claims, gpu_nonce, report_data
-from tee_side.attest.evidence import Evidence, GpuEvidence, Kind
 from tee_side.attest.nvidia import VerifiedNvidia
-from tee_side.attest.snp import VerifiedSnp
-from tee_side.attest.snp_report import SnpReport, Tcb
-from tee_side.attest.statement import Statement
+from tee_side.attest.snp import SnpReport, Tcb, VerifiedSnp
+from tee_side.attest.statement import (
+    Claims,
+    Evidence,
+    GpuEvidence,
+    Kind,
+    Statement,
+    gpu_nonce,
+    report_data,
+)
 from tee_side.attest.tdx import VerifiedTdx
 from tests.kit.rows import each_row
 

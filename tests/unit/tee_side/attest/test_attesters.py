@@ -14,7 +14,7 @@ import pytest
 from protocol.errors import EvidenceError
 from tee_side.attest import attesters
 from tee_side.attest.attesters import find_attester
-from tee_side.attest.evidence import Evidence
+from tee_side.attest.statement import Evidence
 from tests.kit.fake_tsm import BUSY, PAGE, FakeKernel, certificate_table, snp_report
 from tests.kit.rows import each_row
 

@@ -19,14 +19,22 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.codec import pack, unpack
 from protocol.errors import EvidenceError
-from tee_side.attest import simulated
-from tee_side.attest.claims import Claims, report_data
-from tee_side.attest.evidence import Evidence
-from tee_side.attest.receipts import SIGNATURE_BYTES, Receipt, verify
-from tee_side.attest.simulated import simulate, verify_simulated
-from tee_side.attest.statement import EXTENSION, Statement, key_digest, read_certificate
+from tee_side.attest import attesters
+from tee_side.attest.attesters import simulate, verify_simulated
+from tee_side.attest.statement import (
+    EXTENSION,
+    SIGNATURE_BYTES,
+    Claims,
+    Evidence,
+    Receipt,
+    Statement,
+    key_digest,
+    read_certificate,
+    report_data,
+    verify_receipt,
+)
 from tee_side.serve.identity import certify
-from tee_side.serve.receipt_chain import ReceiptChain
+from tee_side.serve.receipts import ReceiptChain
 from tests.kit import evidence as identities
 from tests.kit.rows import each_row
 
@@ -184,7 +192,7 @@ def test_all_else_is_refused_as_a_simulated_report() -> None:
     places = range(0, len(REPORT), 5)
     others = [
         *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
-        *(data + simulated._ROOT.sign(data) for data in (REPORT[:_SIGNED] + b"\0", _OTHER_KIND)),
+        *(data + attesters._ROOT.sign(data) for data in (REPORT[:_SIGNED] + b"\0", _OTHER_KIND)),
         *(REPORT[:at] + bytes([REPORT[at] ^ 1]) + REPORT[at + 1 :] for at in places),
     ]
     for other in others:
@@ -251,7 +259,7 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
     )
     answer: dict[str, Any] = {"request": bytes(32), "response": bytes(32), "sampling": {}}
     signed = made.receipts().sign(**answer, seed=None, prompt_tokens=1, completion_tokens=2)
-    receipt = verify(signed, claims.receipt_key or b"")
+    receipt = verify_receipt(signed, claims.receipt_key or b"")
     digests = identities.DIGESTS
     assert (receipt.model, receipt.policy) == (digests["model"], digests["policy"])
     # Its certificate has the same claims, and another identity no key of them.
@@ -311,14 +319,14 @@ def sign(said: Receipt) -> bytes:
 
 def test_a_receipt_is_a_map_and_a_signature_of_its_own_kind() -> None:
     for seed in (0, 2**63 - 1, None):
-        assert verify(sign(receipt(seed=seed)), PUBLIC) == receipt(seed=seed)
+        assert verify_receipt(sign(receipt(seed=seed)), PUBLIC) == receipt(seed=seed)
     signed = sign(receipt())
     packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
     assert unpack(packed, where="", max_bytes=2**20, max_containers=64) == FIELDS
     KEY.public_key().verify(signature, DOMAIN + packed)
     for tag in (b"", b"TSQP attestation claims 1\0"):
         with pytest.raises(EvidenceError, match="another signature"):
-            verify(signed_map(FIELDS, tag), PUBLIC)
+            verify_receipt(signed_map(FIELDS, tag), PUBLIC)
 
 
 def test_no_bit_of_a_receipt_can_be_changed() -> None:
@@ -328,12 +336,12 @@ def test_no_bit_of_a_receipt_can_be_changed() -> None:
             changed = bytearray(signed)
             changed[at] ^= bit
             with pytest.raises(EvidenceError, match="another signature"):
-                verify(bytes(changed), PUBLIC)
+                verify_receipt(bytes(changed), PUBLIC)
     with pytest.raises(EvidenceError, match="another signature"):
-        verify(signed, PUBLIC[::-1])
+        verify_receipt(signed, PUBLIC[::-1])
     for other in (b"", signed[:-1], signed[1:], signed + b"\0", signed[:64], signed[-64:]):
         with pytest.raises(EvidenceError, match="another signature"):
-            verify(other, PUBLIC)
+            verify_receipt(other, PUBLIC)
 
 
 # The y of all points of order 8 and less on edwards25519, as no encoder writes them too. Under such
@@ -348,12 +356,12 @@ def test_a_point_of_small_order_is_no_key(y: int) -> None:
     for sign_bit in (0, 1 << 255):
         key = (y + sign_bit).to_bytes(32, "little")
         with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
-            verify(sign(receipt()), key)
+            verify_receipt(sign(receipt()), key)
         with pytest.raises(ValueError, match=r"receipt_key\n.*no point of small order"):
             Claims(**GOOD | {"receipt_key": key})
     for key in (PUBLIC[:-1], b""):
         with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
-            verify(sign(receipt()), key)
+            verify_receipt(sign(receipt()), key)
 
 
 def test_a_receipt_that_was_made_without_a_secret_is_refused() -> None:
@@ -367,7 +375,7 @@ def test_a_receipt_that_was_made_without_a_secret_is_refused() -> None:
     else:
         pytest.fail("no message has that signature")
     with pytest.raises(EvidenceError, match=r"^receipt key: got .*no point of small order$"):
-        verify(forged + signature, bytes(32))
+        verify_receipt(forged + signature, bytes(32))
 
 
 @each_row(
@@ -387,7 +395,7 @@ def test_what_is_signed_and_no_receipt_is_refused_and_not_repeated(
     change: dict[str, Any], where: str
 ) -> None:
     with pytest.raises(EvidenceError) as refused:
-        verify(signed_map(FIELDS | change), PUBLIC)
+        verify_receipt(signed_map(FIELDS | change), PUBLIC)
     assert refused.value.where == where
     assert "secret" not in str(refused.value)
 
@@ -395,7 +403,7 @@ def test_what_is_signed_and_no_receipt_is_refused_and_not_repeated(
 def test_a_server_signs_one_after_another() -> None:
     chain = ReceiptChain(KEY, DIGESTS["model"], DIGESTS["policy"], lambda: 1_764_000_000.9)
     signed = [chain.sign(**ANSWER) for _ in range(4)]
-    found = [verify(one, PUBLIC) for one in signed]
+    found = [verify_receipt(one, PUBLIC) for one in signed]
     assert [one.sequence for one in found] == [0, 1, 2, 3]
     before = [bytes(32), *(hashlib.sha256(one).digest() for one in signed)]
     assert [one.previous for one in found] == before[:-1]

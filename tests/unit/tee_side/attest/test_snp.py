@@ -13,8 +13,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from protocol.errors import EvidenceError
-from tee_side.attest.snp import VerifiedSnp, verify_snp
-from tee_side.attest.snp_report import REPORT_BYTES, SIGNED_BYTES, Product, SnpReport
+from tee_side.attest.snp import (
+    REPORT_BYTES,
+    SIGNED_BYTES,
+    Product,
+    SnpReport,
+    VerifiedSnp,
+    verify_snp,
+)
 from tests.kit import snp_chain as made
 from tests.kit.evidence import SNP_VECTORS, VECTORS, SnpVector, read_vector
 from tests.kit.rows import each_row

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tee_side.attest.receipts import Receipt, verify
+from tee_side.attest.statement import Receipt, verify_receipt
 from tee_side.engine.request import Logprob
-from tee_side.serve.receipt_chain import ReceiptChain
-from tee_side.serve.serving import Serving
-from tee_side.serve.token_names import TokenNames
+from tee_side.serve.receipts import ReceiptChain
+from tee_side.serve.serving import Serving, TokenNames
 from tests.kit.rows import each_row
 from tests.kit.serve import (
     GONE,
@@ -288,7 +287,7 @@ def split(reply: Reply) -> tuple[bytes, bytes]:
 
 
 def receipt_of(reply: Reply) -> Receipt:
-    return verify(split(reply)[1], PUBLIC)
+    return verify_receipt(split(reply)[1], PUBLIC)
 
 
 def sha256(content: bytes) -> bytes:
@@ -307,7 +306,7 @@ def test_a_receipt_is_of_the_bytes_that_were_sent_and_received(
         call(make(watch=watch), "POST", path, sent, kind, chunk=7) for make in (serving, signing)
     )
     answer, signed = split(reply)
-    found = verify(signed, PUBLIC)
+    found = verify_receipt(signed, PUBLIC)
     assert (found.request, found.response) == (sha256(sent), sha256(answer))
     assert (found.model, found.policy, found.time) == (MODEL, POLICY, NOW)
     assert (found.sequence, found.previous) == (0, bytes(32))
@@ -343,7 +342,7 @@ def test_a_stream_that_breaks_off_with_an_error_has_one_for_what_it_says() -> No
     served = signing(FakeEngine(error=GONE, fail_after=2), watch=watch)
     reply = call(served, "POST", COMPLETIONS, {"prompt": [5, 6], "stream": True})
     answer, signed = split(reply)
-    found = verify(signed, PUBLIC)
+    found = verify_receipt(signed, PUBLIC)
     assert b'data: {"error"' in answer.split(b"\n\n")[-2]
     assert (found.response, found.completion_tokens) == (sha256(answer), 2)
     assert watch.receipts == [sha256(signed)]
@@ -368,5 +367,5 @@ def test_a_model_that_writes_a_receipt_writes_text() -> None:
     engine = FakeEngine(says=tokenizer().encode(said)[1:])
     body = {"prompt": said, "echo": True, "stream": True}
     answer, signed = split(call(signing(engine), "POST", COMPLETIONS, body))
-    assert verify(signed, PUBLIC).response == sha256(answer)
+    assert verify_receipt(signed, PUBLIC).response == sha256(answer)
     assert answer.count(b"\n") == 2 * answer.count(b"data: {")

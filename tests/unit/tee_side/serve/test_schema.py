@@ -25,18 +25,18 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from tee_side.attest.claims import Claims
+from tee_side.attest.statement import Claims
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve import schema
 from tee_side.serve.app import _GUARDED, create_app
 from tee_side.serve.attestation import Attestation
 from tee_side.serve.errors import ApiError, of_engine, of_validation
-from tee_side.serve.limits import RateLimitError
+from tee_side.serve.keys import RateLimitError
 from tee_side.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
+    EmbeddingsRequest,
     TokenizeRequest,
 )
 from tests.kit.evidence import identity
@@ -222,7 +222,7 @@ CANARY = "Seekrit-\ud83d\x1b[31m 4711"
 ENDPOINTS = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
-    "/v1/embeddings": (EmbeddingRequest, {"input": "a"}),
+    "/v1/embeddings": (EmbeddingsRequest, {"input": "a"}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
 }

@@ -21,11 +21,12 @@ from protocol.errors import ProtocolError
 from tee_side.serve import sealing as module
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
-from tee_side.serve.hpke_key import KEY_BYTES, HpkeKey
-from tee_side.serve.sealed_bodies import (
+from tee_side.serve.sealed import (
     CHUNK_BYTES,
     CONTENT_TYPE,
+    KEY_BYTES,
     Direction,
+    HpkeKey,
     open_secret,
     seal_secret,
 )

@@ -16,10 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.errors import KeyFileError
 from tee_side.serve.audit_log import AuditLog, AuditReader, open_log
-from tee_side.serve.keys import ApiKey, ApiKeys, hash_of
-from tee_side.serve.limits import Admission, Limits, RateLimitError
-from tee_side.serve.metrics import FINISHED_REASONS, Metrics
-from tee_side.serve.watch import Watch
+from tee_side.serve.keys import Admission, ApiKey, ApiKeys, Limits, RateLimitError, hash_of
+from tee_side.serve.watch import FINISHED_REASONS, Metrics, Watch
 from tests.kit.rows import each_row
 from tests.kit.serve import Clock, engine_stats
 

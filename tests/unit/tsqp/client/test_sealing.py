@@ -10,10 +10,15 @@ import httpx2
 import pytest
 
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import Identity
-from tee_side.serve.sealed_bodies import CONTENT_TYPE, Direction, open_secret
-from tee_side.serve.sealed_heads import RequestHead, ResponseHead
+from tee_side.serve.sealed import (
+    CONTENT_TYPE,
+    Direction,
+    HpkeKey,
+    RequestHead,
+    ResponseHead,
+    open_secret,
+)
 from tests.kit.evidence import body_of, identity
 from tests.kit.rows import each_row
 from tsqp.client import NotAttestedError

@@ -20,18 +20,20 @@ from protocol.errors import SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy, MinimumTcb
 from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
-from tsqp.deploy.appraisal import read_minimum
-from tsqp.deploy.command_line import MAX_COMMAND_LINE, command_line, configure
-from tsqp.deploy.contents import strip
-from tsqp.deploy.fetch import fetch
+from tsqp.deploy.build import strip
 from tsqp.deploy.guest.start import command
-from tsqp.deploy.image import COMMAND_LINE, FACTS, MEASURED
-from tsqp.deploy.launch import Launch
-from tsqp.deploy.libvirt import domain
-from tsqp.deploy.lock import Artifact
-from tsqp.deploy.machine import Machine
-from tsqp.deploy.measure import measure
-from tsqp.deploy.wheels import _tracked, commit_of
+from tsqp.deploy.launch import (
+    MAX_COMMAND_LINE,
+    GuestMachine,
+    Launch,
+    command_line,
+    configure,
+    domain,
+    read_minimum,
+)
+from tsqp.deploy.lock import COMMAND_LINE, FACTS, MEASURED, Artifact, fetch
+from tsqp.deploy.measurement import measure
+from tsqp.deploy.packages import _tracked, commit_of
 
 DIGEST = "0123456789abcdef" * 4
 PINNED = ["--manifest", "/model/manifest.json", "--manifest-digest", DIGEST]
@@ -233,9 +235,9 @@ def test_clients_get_a_policy_with_it(image: Path, tmp_path: Path) -> None:
             read_minimum(texts)
 
 
-def machine(image: Path, **changes: Any) -> Machine:
+def machine(image: Path, **changes: Any) -> GuestMachine:
     usual: dict[str, Any] = {"launch": launch(image), "vcpus": 2, "memory_mib": 2048}
-    return Machine(image=image, **(usual | changes))
+    return GuestMachine(image=image, **(usual | changes))
 
 
 def test_an_encrypted_guest_is_started_as_it_is_measured(image: Path) -> None:

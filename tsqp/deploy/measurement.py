@@ -10,11 +10,12 @@ from sevsnpmeasure.sev_mode import SevMode
 from sevsnpmeasure.vcpu_types import CPU_SIGS
 
 from protocol.errors import SettingsError
-from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL, require_image
 from tsqp.deploy.launch import Launch
+from tsqp.deploy.lock import COMMAND_LINE, INITRAMFS, KERNEL, require_image
 
 # Of QEMU and KVM: SNP active, nothing else; Linux 6.12 on a host sets no more by itself.
 _GUEST_FEATURES = 0x1
+
 VCPU_TYPES = tuple(sorted(CPU_SIGS))
 
 
@@ -25,9 +26,8 @@ def measure(image: Path, launch: Launch) -> bytes:
     them out with kernel-hashes=on. Raises SettingsError for files that are not such ones.
     """
     require_image(image)
-    if launch.vcpu_type not in CPU_SIGS:
-        expected = f"one of {', '.join(VCPU_TYPES)}"
-        raise SettingsError("vcpu type", got=launch.vcpu_type, expected=expected)
+    expected = f"one of {', '.join(VCPU_TYPES)}"
+    SettingsError.unless(launch.vcpu_type in CPU_SIGS, "vcpu type", launch.vcpu_type, expected)
     _require_kernel_hashes(launch.firmware)
     try:
         line = (image / COMMAND_LINE).read_text(encoding="ascii")
@@ -59,5 +59,4 @@ def _require_kernel_hashes(firmware: Path) -> None:
         raise SettingsError(str(firmware), got=got, expected=expected) from None
     except (RuntimeError, ValueError, KeyError, IndexError, AssertionError):
         raise SettingsError(str(firmware), got="another content", expected=expected) from None
-    if not found:
-        raise SettingsError(str(firmware), got="no place for them", expected=expected)
+    SettingsError.unless(found, str(firmware), "no place for them", expected)

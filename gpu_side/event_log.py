@@ -1,6 +1,7 @@
-"""Few lines of a log where there would be many: a flood of requests must not fill the disk.
+"""The log of the service: events with fields, and few lines where there would be many.
 
-One filter for all that others can have us log, whichever thread and module logs it.
+A flood of requests must not fill the disk: one filter limits all that clients can have the service
+log, whichever thread and module logs it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 # A line for each request, message or connection of others: how many lines, in how many seconds.
 LIMITS: dict[str, tuple[int, float]] = {
@@ -22,10 +24,26 @@ LIMITS: dict[str, tuple[int, float]] = {
     "failed": (50, 60.0),  # with a traceback each
 }
 
+# Keywords that are not fields.
+_OF_LOGGING = ("exc_info", "stack_info", "stacklevel")
 # Fields that say why, in one of a few words that no client can choose.
 REASONS = ("reason", "code", "limit")
 # Reasons that are counted apart, of all events together.
 MAX_REASONS = 256
+
+
+class EventLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take the name of an event, and its fields as keywords."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return the event, and its fields where the formatter finds them."""
+        own = {name: kwargs.pop(name) for name in _OF_LOGGING if name in kwargs}
+        return msg, {**own, "extra": {"fields": kwargs}}
+
+
+log = EventLog(logging.getLogger("gpu_service"))
 
 
 class LineLimit:
