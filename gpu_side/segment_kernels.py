@@ -125,7 +125,9 @@ class TorchSegments(SegmentKernels):
     `protocol.model.forward` over sessions; shape suffixes are those of that module, c half of C.
     """
 
-    def __init__(self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0) -> None:
+    def __init__(
+        self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0
+    ) -> None:
         config = weights.config
         super().__init__(config, sessions, weights.dtype, weights.device)
         if weights.linears is None or weights.segment is None:

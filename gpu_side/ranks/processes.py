@@ -23,8 +23,7 @@ from gpu_side.devices import NullDevice, parse_device
 from gpu_side.served_model import ServedModel
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import SettingsError
-from protocol.messages import Arithmetic
-from protocol.messages import Columns
+from protocol.messages import Arithmetic, Columns
 from protocol.native import usable_cores
 from protocol.tensors import torch_dtype
 
