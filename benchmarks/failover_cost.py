@@ -44,9 +44,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError
+from protocol.exchange import Exchange, Traffic
 from protocol.messages import (
     FUSED_MODULES,
     InitReply,

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import rankdata
 
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy

@@ -19,11 +19,11 @@ from concurrent.futures import Future
 
 import httpcore2
 
-from protocol.channel import Exchange
 from protocol.curve import is_exposed
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
+from protocol.exchange import Exchange
 from protocol.http_access import (
     CHANNEL_HEADER,
     CONTENT_TYPE,

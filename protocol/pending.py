@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from protocol.channel import Exchange, Traffic
 from protocol.encoding import Reply, decode_reply, encode_request
 from protocol.errors import (
     DeadlineExceededError,
@@ -23,6 +22,7 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
+from protocol.exchange import Exchange, Traffic
 from protocol.header_numbers import REPLY, REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,

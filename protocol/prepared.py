@@ -37,7 +37,7 @@ from protocol.tensors import (
 if TYPE_CHECKING:
     import torch
 
-    from protocol.channel import Exchange
+    from protocol.exchange import Exchange
 
 # Requests that carry exactly one tensor.
 Preparable: TypeAlias = (

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol import native
-from protocol.channel import ChannelWrapper, Traffic
+from protocol.channel import ChannelWrapper
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import SettingsError
+from protocol.exchange import Traffic
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
@@ -25,7 +26,7 @@ from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, PadTotals
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.stats import Totals
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model

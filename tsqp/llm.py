@@ -18,8 +18,14 @@ from pydantic import ValidationError
 from protocol.errors import PromptError, SettingsError
 from tee_side.engine.background import BackgroundEngine, Ticket
 from tee_side.engine.logprobs import MAX_TOP
-from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import (
+    Delivery,
+    Logprob,
+    NewToken,
+    PromptRead,
+    Request,
+    SamplingSettings,
+)
 from tee_side.engine.stats import EngineStats
 from tee_side.engine.text_stream import TextStream
 from tee_side.refusals import first_problem

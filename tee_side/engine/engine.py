@@ -23,13 +23,8 @@ from tee_side.engine.drafts import Drafts
 from tee_side.engine.logprobs import logprobs_of
 from tee_side.engine.prefix_pool import PrefixPool
 from tee_side.engine.reading import PromptReader
-from tee_side.engine.request import Logprob, Request
-from tee_side.engine.sampling import (
-    Sampler,
-    SamplingSettings,
-    require_known_ids,
-    settings_of_sample,
-)
+from tee_side.engine.request import Logprob, Request, SamplingSettings
+from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.step import PartResult, run_step
 from tee_side.engine.text_stream import TextStream

@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import (
     ErrorCode,
     LimitError,
@@ -25,6 +25,7 @@ from protocol.errors import (
     SessionLostError,
     TsqpError,
 )
+from protocol.exchange import Exchange
 from protocol.messages import SESSION_BYTES, SegmentRequest, TensorReply
 from protocol.model.config import ModelConfig
 from protocol.tensors import WireTensor, from_torch, raw_bytes, to_torch

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import ReplyError
+from protocol.exchange import Exchange
 from protocol.prepared import PreparedRequest
 from tee_side.observer import StageClock, Untimed
 from tee_side.protect.masking import MaskRules

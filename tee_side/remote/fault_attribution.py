@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
@@ -26,6 +26,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
+from protocol.exchange import Exchange
 from protocol.messages import Columns, EmbeddingRequest
 from protocol.model.columns import WHOLE, columns_in_words
 from protocol.prepared import PreparedRequest

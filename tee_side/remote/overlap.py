@@ -14,7 +14,8 @@ from typing import TypeAlias, TypeVar, cast
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
+from protocol.exchange import Exchange
 from protocol.messages import Request
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masks.mask import Seed

@@ -13,8 +13,8 @@ from functools import cache
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
+from protocol.exchange import Exchange
 from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest, SeededRingLinearRequest
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -20,6 +20,7 @@ from protocol.errors import (
     ServiceError,
     VerificationError,
 )
+from protocol.exchange import Exchange, Traffic
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.pending import OversizedRequestError
 from protocol.tensors import from_torch

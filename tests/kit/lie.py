@@ -20,9 +20,10 @@ from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
+from protocol.exchange import Exchange
 from protocol.messages import (
     FUSED_MODULES,
     HealthReply,

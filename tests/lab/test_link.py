@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError
+from protocol.exchange import Exchange, Traffic
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row

@@ -31,7 +31,7 @@ def keyserver(
     print the digests that the policy names. Each decision is a line on stderr. The key goes out
     sealed to the program that proved itself: the network may be anyone's.
     """
-    from tsqp.client.connection import Address
+    from tsqp.client.attested_tls import Address
     from tsqp.keyserver import KeyRelease, KeyServer
     from tsqp.seal_keys import read_key
 

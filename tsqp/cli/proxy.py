@@ -42,8 +42,7 @@ def proxy(
     URL is https://HOST:PORT. Programs use http://127.0.0.1:8080/v1 as they would use the server.
     What comes in is in the clear: listen on an address of this machine alone.
     """
-    from tsqp.client.attested_tls import AttestedContext
-    from tsqp.client.connection import Address
+    from tsqp.client.attested_tls import Address, AttestedContext
     from tsqp.client.proxy import Proxy
 
     appraisal = read_appraisal(policy, mode)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
     from tee_side.engine.engine import EngineSettings
     from tee_side.engine.generation import Generation, GenerationResult
-    from tee_side.engine.sampling import SamplingSettings
+    from tee_side.engine.request import SamplingSettings
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.policy.placement import Policy
     from tee_side.runner import Runner
@@ -239,7 +239,7 @@ def sampling_of(settings: dict[str, Any]) -> SamplingSettings:
     """Return how to sample, with a fresh seed where none was given. Raises SettingsError."""
     from pydantic import ValidationError
 
-    from tee_side.engine.sampling import SamplingSettings
+    from tee_side.engine.request import SamplingSettings
 
     chosen = {name: settings[name] for name in _SAMPLING}
     if chosen["seed"] is None:

@@ -70,8 +70,7 @@ def verify(
 
 
 def _of_server(url: str, policy: AppraisalPolicy) -> _Verdict:
-    from tsqp.client.attested_tls import AttestedContext, NotAttestedError
-    from tsqp.client.connection import Address, prove
+    from tsqp.client.attested_tls import Address, AttestedContext, NotAttestedError, prove
 
     try:
         proved = prove(Address.of(url), AttestedContext(policy))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from gpu_side.clock import wait_until
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
+from protocol.exchange import Exchange
 from protocol.messages import Request
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import TsqpError
+from protocol.exchange import Exchange
 from protocol.messages import FUSED_MODULES, Request
 from protocol.prepared import PreparedRequest
 from tsqp.demo.feed import summarise

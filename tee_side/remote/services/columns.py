@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import ReplyError, TsqpError
+from protocol.exchange import Exchange
 from protocol.messages import EmbeddingRequest, LMHeadRequest, Request, RingLMHeadRequest
 from protocol.model.columns import part_of
 from protocol.model.config import ModelConfig

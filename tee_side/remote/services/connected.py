@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from protocol.channel import Channel, Traffic
+from protocol.channel import Channel
 from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
+from protocol.exchange import Traffic
 from protocol.model.config import ModelConfig
 from tee_side.remote.services.columns import ColumnParts
 from tee_side.remote.services.member import ConnectOptions, Instances, Member

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from protocol.channel import Channel, ChannelWrapper, Traffic
+from protocol.channel import Channel, ChannelWrapper
 from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
+from protocol.exchange import Traffic
 from protocol.messages import NONCE_BYTES, Columns, InitReply, InitRequest, Response
 from protocol.pending import PendingChannel
 from tee_side.remote.services.plan import ReplicaGroup, one_service

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -31,6 +31,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
+from protocol.exchange import Exchange, Traffic
 from protocol.messages import Request, SegmentRequest
 from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest

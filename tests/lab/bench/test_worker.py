@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Exchange
+from protocol.exchange import Exchange
 from protocol.messages import FUSED_MODULES, TensorReply, Timing
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config

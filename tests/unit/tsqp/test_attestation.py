@@ -46,9 +46,8 @@ from tsqp.cli.program import model_directory
 from tsqp.cli.running import Loaded, policy_digest
 from tsqp.cli.serve import serve
 from tsqp.client import NotAttestedError
-from tsqp.client.attested_tls import AttestedContext
-from tsqp.client.connection import Address, prove
-from tsqp.client.sealed_connection import ProvedTransport
+from tsqp.client.attested_tls import Address, AttestedContext, prove
+from tsqp.client.transports import ProvedTransport
 from tsqp.gpu_evidence import ask_gpus
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease

@@ -17,7 +17,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from protocol.channel import Channel, Traffic
+from protocol.channel import Channel
+from protocol.exchange import Traffic
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import TsqpError
+from protocol.exchange import Exchange
 from protocol.model.config import ModelConfig
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings

@@ -14,9 +14,10 @@ from functools import partial
 import torch
 
 from gpu_side.encoding import Form, encode_reply
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.encoding import encode_request
 from protocol.errors import TsqpError
+from protocol.exchange import Exchange, Traffic
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,

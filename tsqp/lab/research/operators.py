@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import embedding
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import PolicyError, ReplyError, TsqpError
+from protocol.exchange import Exchange
 from protocol.messages import (
     Columns,
     EmbeddingRequest,

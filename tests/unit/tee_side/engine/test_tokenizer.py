@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
 from tee_side.engine import tokenizer as module
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Exchange, Traffic
 from protocol.errors import DeadlineExceededError, ReplyError, VerificationError
+from protocol.exchange import Exchange, Traffic
 from protocol.messages import (
     EmbeddingRequest,
     LMHeadRequest,

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
@@ -21,6 +20,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
+from protocol.exchange import Exchange
 from protocol.integer import exact_product
 from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, ResumedError
+from protocol.exchange import Exchange
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor
