@@ -66,9 +66,9 @@ from tee_side.remote.services.member import ConnectOptions, Instances, Member, S
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.cli.program import model_directory
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.processes import start_service
+from tsqp.run.settings import model_directory
 
 POLICY = "attention-in-tee"
 BINDS = {"unix": "unix://{folder}/{name}.sock", "tcp": "tcp://127.0.0.1:*"}
@@ -182,7 +182,7 @@ def bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     group = ReplicaGroup(1, 0, 0, ("nowhere",))
     options = ConnectOptions(_nobody, _unchecked)
     member = Member("nowhere", group, options, Instances(), Traffic())
-    member.session = Session(member, cast(PendingChannel, channel), channel)
+    member.session = Session(member, cast("PendingChannel", channel), channel)
     replicas = Replicas([member], timeout_s=60.0, traffic=Traffic())
     found: list[float] = []
     for asked in (channel, replicas):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
-import click
 from pydantic import ValidationError
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import PromptError
 from tee_side.engine.background import BackgroundEngine, Ticket
 from tee_side.engine.logprobs import MAX_TOP
 from tee_side.engine.request import (
@@ -29,9 +28,8 @@ from tee_side.engine.request import (
 from tee_side.engine.stats import EngineStats
 from tee_side.engine.text_stream import TextStream
 from tee_side.refusals import first_problem
-from tsqp.cli.options import use
-from tsqp.cli.running import SERVING_OPTIONS, engine_settings, load, open_runner
-from tsqp.cli.settings import model_argument
+from tsqp.run.load import engine_settings, load, open_runner
+from tsqp.run.settings import RunSettings, checked
 
 Message = Mapping[str, str]
 
@@ -111,10 +109,11 @@ class LLM:
         enable_prefix_caching: bool = False,
         **options: Any,
     ) -> None:
-        settings = _settings(model, options | {"gpu": gpu, "step_tokens": max_num_batched_tokens})
+        told = options | {"model": model, "step_tokens": max_num_batched_tokens}
+        settings = checked(RunSettings, told | ({"gpu": gpu} if gpu else {}), "LLM")
         loaded = load(settings, text_needed=True)
-        engine = engine_settings(
-            settings,
+        engine = replace(
+            engine_settings(settings),
             max_model_len=max_model_len,
             max_sequences=max_num_seqs,
             max_waiting=sys.maxsize,
@@ -308,24 +307,3 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
         problem = first_problem(error, SamplingSettings.model_fields)
         where = f"SamplingParams.{problem.field}"
         raise PromptError(where, got=problem.got, expected=problem.expected) from None
-
-
-def _settings(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, as the command line would read them. Raises SettingsError."""
-    command = use(*SERVING_OPTIONS)(model_argument()(click.Command("LLM")))
-    known = {parameter.name: parameter for parameter in command.params}
-    arguments = [model]
-    for name, value in options.items():
-        if (parameter := known.get(name)) is None:
-            expected = "one of tee-runner serve's, about the run; SamplingParams have the others"
-            raise SettingsError("LLM", got=f"the option {name!r}", expected=expected)
-        option = parameter.opts[0]
-        if isinstance(value, bool):
-            arguments += [option] if value else []
-        else:
-            several = value if isinstance(value, list | tuple) else [value]
-            arguments += [f"{option}={one}" for one in several if one is not None]
-    try:
-        return dict(command.make_context("LLM", arguments, auto_envvar_prefix=None).params)
-    except click.ClickException as error:
-        raise SettingsError("LLM", got=error.format_message(), expected="options of LLM") from None

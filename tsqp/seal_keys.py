@@ -11,11 +11,11 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.curve import read_text, require_only_we_read
 from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
@@ -177,30 +177,6 @@ def _ask(
     if reply.status != 200:
         raise KeyFileError(where, got=f"status {reply.status}", expected="200")
     return answer
-
-
-# By the setting that names it.
-PROVIDERS: Mapping[str, Callable[[Any], bytes]] = {
-    "seal_key": read_key,
-    "seal_key_fd": read_key_from,
-    "seal_key_command": key_of_command,
-}
-
-
-def provided_key(
-    settings: Mapping[str, Any], release: Callable[[str], bytes] | None = None
-) -> bytes:
-    """Take the key from the one provider that the settings name. Raises as it, SettingsError.
-
-    `release`: of `seal_key_server`, for a program that can prove what it runs.
-    """
-    providers = {**PROVIDERS, **({} if release is None else {"seal_key_server": release})}
-    given = [name for name in providers if settings[name] is not None]
-    if len(given) != 1:
-        options = [f"--{name.replace('_', '-')}" for name in providers]
-        expected = f"one of {', '.join(options)}"
-        raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
-    return providers[given[0]](settings[given[0]])
 
 
 def _parsed(text: str, where: str) -> bytes:

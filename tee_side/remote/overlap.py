@@ -55,7 +55,7 @@ def ask(
             if isinstance(payload, Seed):
                 request_id = channel.start(request.seeded, payload.words(), timeout_s)
             elif payload is None:  # of `submit`
-                request_id = channel.submit(cast(Request, request), timeout_s)
+                request_id = channel.submit(cast("Request", request), timeout_s)
             else:
                 request_id = channel.start(request, payload, timeout_s)
             waiting.append((channel, request_id))
@@ -72,7 +72,7 @@ def ask(
 
 async def submit(channel: Channel, request: Request, timeout_s: float | None) -> Exchange:
     """Do the same with one request that is not prepared."""
-    (exchange,) = await ask((channel,), cast(PreparedRequest, request), (None,), timeout_s)
+    (exchange,) = await ask((channel,), cast("PreparedRequest", request), (None,), timeout_s)
     return exchange
 
 

@@ -28,7 +28,7 @@ from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, se
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
 from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import GrammarKind, ServedModel, Serving
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 SAID = "The cat sat on the mat, and looked at a bird."

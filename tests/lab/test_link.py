@@ -17,7 +17,7 @@ from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
 from tsqp.lab import link as link_module
-from tsqp.lab.link import Link, ModelledLink
+from tsqp.run.link import Link, ModelledLink
 
 REPLY = TensorReply(output=from_torch(torch.ones(1)))
 HEADER = link_module._HEADER_BYTES

@@ -12,7 +12,9 @@ from statistics import fmean, stdev
 
 import torch
 
-from tsqp.demo.matching import Matcher
+from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_names
+from protocol.model.config import read_config
+from tee_side.engine.tokenizer import Tokenizer
 
 _CONTROL_ROWS = 512
 _TRIES = 199
@@ -38,6 +40,36 @@ class Reading:
     def better(self) -> bool:
         """Whether it recovers more than chance does."""
         return self.right > self.limit
+
+
+class Matcher:
+    """Vocabulary matching: reads tokens of the model in a directory. Raises ModelError.
+
+    The input of the first layer is a token's embedding after a norm, so the nearest of all
+    normalised embeddings is the token (arXiv 2505.18332 does this in every layer). It needs what
+    the owner of the GPU has: the wire, and the model. `width`: of a row. `tokenizer`: the model's.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        config, self._checkpoint = read_config(directory), Checkpoint(directory)
+        self.tokenizer = Tokenizer(directory)
+        self._tokens, self.width = config.vocab_size, config.hidden_size
+        self._gain_D = torch.empty(self.width)
+        self._checkpoint.copy_into(norm_names(config, 0)["input_layernorm"], self._gain_D)
+
+    def nearest(self, inputs: Sequence[torch.Tensor]) -> list[int]:
+        """Return the token whose direction is nearest to each row of inputs [.., D], any dtype."""
+        rows_TD = torch.cat([tensor.reshape(-1, self.width).float() for tensor in inputs])
+        best_T = torch.full((len(rows_TD),), -torch.inf)
+        ids_T = torch.zeros(len(rows_TD), dtype=torch.long)
+        # Some of the table after the other: in float32, of a large model, all of it is a gigabyte.
+        for tokens, block in self._checkpoint.blocks(EMBEDDING, (self._tokens, self.width)):
+            directions_ND = torch.nn.functional.normalize(block.float() * self._gain_D, dim=-1)
+            found_T, at_T = (rows_TD @ directions_ND.T).max(-1)
+            ids_T = torch.where(found_T > best_T, at_T + tokens.start, ids_T)
+            best_T = torch.maximum(best_T, found_T)
+        ids: list[int] = ids_T.tolist()
+        return ids
 
 
 class Reader:

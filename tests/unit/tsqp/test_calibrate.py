@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from tsqp.cli.calibrate import calibrate as command
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError
 from protocol.integer import exact_product, ring_product
@@ -26,8 +27,7 @@ from tsqp.calibrate import (
     relative_error,
     typical_input,
 )
-from tsqp.cli.calibrate import calibrate as command
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 SITE: Site = (3, "down_proj")
 DEMO = model_directory("demo")

@@ -49,8 +49,8 @@ from tsqp.lab.bench.model import (
 )
 from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.bench.procfs import cpu_ns, peak_bytes
-from tsqp.lab.link import Link
 from tsqp.processes import ProcessError
+from tsqp.run.link import Link
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gpu_side.profiles import DeviceProfile
-from tsqp.lab.link import Link
 from tsqp.lab.plan.machine import Instead
 from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
 from tsqp.lab.plan.parted import ALONE, Parted
+from tsqp.run.link import Link
 
 # Of a round trip's time that the service neither computes nor queues: taking the request in and
 # handing the reply out keep it from its next request, too.

@@ -184,7 +184,7 @@ def embedding_call(
     randomness: Randomness,
 ) -> RowsCall:
     """Return an embedding that is looked up by the service of a layer: int64 [T] -> [T, D]."""
-    rows, name = _row_mask(mask), cast(FloatDtype, short_name(dtype))
+    rows, name = _row_mask(mask), cast("FloatDtype", short_name(dtype))
 
     def hide(ids_T: Tensor) -> Masked:
         if rows is None:
@@ -326,7 +326,7 @@ def product_call(
             else rows.mask_product(*operands, randomness)
         )
         _check_product(rules, operator, *operands, masked)
-        return Masked(cast(Any, ((masked.a, masked.b),)), masked.unmask)
+        return Masked(cast("Any", ((masked.a, masked.b),)), masked.unmask)
 
     def call(operands: tuple[Tensor, Tensor]) -> Awaitable[Tensor]:
         a, b = operands
@@ -337,7 +337,7 @@ def product_call(
             channels=tuple(map(_ProductChannel, settings.channels_at(layer)[:1])),
             encode=_same,
             hide=hide,
-            requests=lambda _, masked: (_prepared_product(*cast(Any, masked.sent[0])),),
+            requests=lambda _, masked: (_prepared_product(*cast("Any", masked.sent[0])),),
             rules=rules,
             shape=shape,
             check=check,
@@ -464,7 +464,7 @@ class _PreparedProduct:
 
 def _prepared_product(a: Tensor, b: Tensor) -> PreparedRequest:
     shape = (*a.shape[:-1], b.shape[-1])
-    return cast(PreparedRequest, _PreparedProduct(shape, short_name(a.dtype)))
+    return cast("PreparedRequest", _PreparedProduct(shape, short_name(a.dtype)))
 
 
 def _check_product(

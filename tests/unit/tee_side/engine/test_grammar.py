@@ -17,7 +17,7 @@ from tee_side.engine.request import SamplingSettings
 from tee_side.engine.sampling import Sampler
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 # The demo model's tokenizer has 1024 tokens: the other rows are padding.
 VOCABULARY = 1100

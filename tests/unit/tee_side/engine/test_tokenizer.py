@@ -29,7 +29,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 CANARY = "canary-5309"
 MESSAGES = [

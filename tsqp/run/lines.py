@@ -1,4 +1,4 @@
-"""Log lines for people and machines.
+"""Lines on stderr: what a person is told, and log lines, for machines as well.
 
 For example `2026-01-31T12:00:00.000+00:00 info ready endpoint=tcp://... start_s=1.2`.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 
 
@@ -51,3 +52,20 @@ def configure(level: str) -> None:
     root.setLevel(logging.WARNING)
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(level.upper())
+
+
+def tell(text: str) -> None:
+    """Write a text and a newline to stderr."""
+    sys.stderr.write(f"{text}\n")
+
+
+def complain(message: str) -> None:
+    """Write one line to stderr, if stderr still has a reader."""
+    with suppress(OSError):
+        tell(" ".join(message.split()))
+        sys.stderr.flush()
+
+
+def bytes_for_people(size: int) -> str:
+    """Render a number of bytes: `12.3 kB`, `4.5 MB`."""
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
