@@ -219,8 +219,8 @@ def _services(start: Start) -> Iterator[Finding]:
             if appraise is not None:
                 appraise(where, own, reply.statement, nonce)
         except TsqpError as error:
-            start = f"gpu-service {start.model} --bind {where}"
-            yield Finding("run", f"service {where}", "missing", str(error), start)
+            remedy = f"gpu-service {start.model} --bind {where}"
+            yield Finding("run", f"service {where}", "missing", str(error), remedy)
         else:
             yield _held(start, where, reply)
 
@@ -237,8 +237,8 @@ def _held(start: Start, where: str, reply: InitReply) -> Finding:
     if start.policy.arithmetic not in reply.arithmetic:
         wrong = f"has no {start.policy.arithmetic} weights (gpu-service --arithmetic)"
     if wrong:
-        start = f"gpu-service {start.model} --bind {where}"
-        return Finding("run", f"service {where}", "missing", wrong, start)
+        remedy = f"gpu-service {start.model} --bind {where}"
+        return Finding("run", f"service {where}", "missing", wrong, remedy)
     first, last = reply.layers
     return Finding("run", f"service {where}", "ok", f"the same model, layers {first}-{last}")
 

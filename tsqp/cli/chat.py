@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import LimitError, PromptError, TsqpError
+from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
 from tsqp.cli.prompts import read_line, require_utf8
-from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.cli.terminal import describe_error, stream
 from tsqp.run.lines import complain, tell
 from tsqp.run.load import load, open_runner, sampling_of

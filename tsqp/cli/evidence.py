@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import EvidenceError, SettingsError, describe
+from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen
 from tsqp.cli.options import use
-from tsqp.cli.settings import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen
 from tsqp.run.process import EXIT_FAILURE
 
 if TYPE_CHECKING:

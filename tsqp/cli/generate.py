@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 from click.shell_completion import CompletionItem
 
+from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
 from tsqp.cli.prompts import chosen_prompt
-from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.cli.terminal import errors_as_json, stream
 from tsqp.run.load import load, open_runner, sampling_of
 from tsqp.run.settings import TextSettings

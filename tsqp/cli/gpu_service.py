@@ -8,9 +8,9 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, config_option, version_option
 from tsqp.cli.options import takes
 from tsqp.cli.program import run
-from tsqp.cli.settings import CONTEXT, config_option, version_option
 from tsqp.run.service import GpuServiceSettings
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.settings import CONTEXT, PATH, config_option
+from tsqp.cli.config import CONTEXT, PATH, config_option
 
 
 @click.group(context_settings=CONTEXT)

@@ -10,16 +10,10 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, version_option
 from tsqp.cli.options import use
 from tsqp.cli.program import run
 from tsqp.cli.prompts import require_utf8
-from tsqp.cli.settings import (
-    CONTEXT,
-    PROGRAMS,
-    Commands,
-    config_option,
-    version_option,
-)
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 
@@ -29,13 +23,13 @@ _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provisio
 # The commands of each module.
 _COMMANDS = {
     "bench": ("bench",),
-    "catalogue": ("masks", "policies"),
+    "policies": ("masks", "policies"),
     "evidence": ("keyserver", "proxy", "receipt", "verify"),
     "explain": ("explain",),
-    "image": ("image", "measure"),
+    "guest_image": ("image", "measure"),
     "keys": ("api-key", "keys"),
     "leak": ("leak",),
-    "model": ("calibrate", "manifest", "provision", "seal"),
+    "model_files": ("calibrate", "manifest", "provision", "seal"),
     "operate": ("audit", "doctor", "health"),
     "plan": ("plan",),
 }

@@ -18,8 +18,8 @@ from protocol.errors import (
     ServiceError,
     SettingsError,
 )
+from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
 from tsqp.cli.options import takes, use
-from tsqp.cli.settings import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
 from tsqp.cli.tables import open_console, table
 from tsqp.run.lines import complain
 from tsqp.run.process import EXIT_FAILURE

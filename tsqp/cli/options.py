@@ -12,7 +12,7 @@ import click
 from annotated_types import Interval, MinLen
 from click.core import ParameterSource
 
-from tsqp.cli.settings import (
+from tsqp.cli.config import (
     PATH,
     PREFIX,
     FiniteFloatRange,
@@ -145,6 +145,8 @@ def _type_of(one: Any, limits: tuple[Any, ...]) -> Any:
     for limit in limits:
         if isinstance(limit, Interval):
             open_at = limit.gt is not None
+            least: Any = limit.gt if open_at else limit.ge
+            most: Any = limit.le
             kind = click.IntRange if one is int else FiniteFloatRange
-            return kind(limit.gt if open_at else limit.ge, limit.le, min_open=open_at)
+            return kind(least, most, min_open=open_at)
     return one

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes, use
-from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.run.bank import BATCH_TOKENS, bank_place, padded, product_operations
 from tsqp.run.lines import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory

@@ -10,10 +10,10 @@ import click
 
 from protocol.errors import SettingsError
 from protocol.model.columns import MAX_PARTS
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
-from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import DEFAULT_POLICY, model_directory

@@ -12,8 +12,8 @@ from functools import partial
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
-from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.run.lines import tell
 from tsqp.run.load import engine_settings, hides, load, open_runner
 from tsqp.run.settings import ServeSettings

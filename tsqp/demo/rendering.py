@@ -146,7 +146,7 @@ def _feed_table(shown: Sequence[Seen], feed: Feed, width: int, which: str) -> Ta
     table.add_column("layer", justify="right", width=5)
     table.add_column("operator", no_wrap=True, width=20)
     table.add_column("shape", no_wrap=True, width=9)
-    label = f"{which} {len(shown)} of {feed.count} requests"
+    label = f"{which} {len(shown)} of {feed.received.requests} requests"
     table.add_column(Text(label), no_wrap=True, ratio=1)
     for seen in shown:
         table.add_row(

@@ -1,7 +1,7 @@
 """The settings of our programs, each declared once, as a field of a dataclass.
 
 A field is an option of the commands (`--max-kv-mib`), a variable of the environment, a key of a
-TOML file (`tsqp.cli.settings`), an argument of `tsqp.LLM` (`checked`), and a claim of a server that
+TOML file (`tsqp.cli.config`), an argument of `tsqp.LLM` (`checked`), and a claim of a server that
 proves what it runs (`claims`). Pydantic checks values that are not from a command line; it is not
 imported here, because `--help` and the completion of a shell need fields alone.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -108,7 +107,6 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@cache
 def settings_of(model: type[Settings]) -> dict[str, tuple[Field[Any], Any]]:
     """Return fields and types by name, a model's own before those of the models that it extends."""
     types, known = get_type_hints(model, include_extras=True), {f.name: f for f in fields(model)}

@@ -217,7 +217,9 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
     if ca is not None:
         pem, status = read_text(ca, 2**22, check_of(manifest, "--http-ca"))
         require_only_we_write(ca, status)
-    return {url: HttpAccess(token and read_token(token), pem) for url, token in paired}
+    return {
+        url: HttpAccess(None if token is None else read_token(token), pem) for url, token in paired
+    }
 
 
 def service_appraisal(

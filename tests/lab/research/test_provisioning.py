@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tsqp.cli.provision import provision as command
+from tsqp.cli.model_files import provision as command
 
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError

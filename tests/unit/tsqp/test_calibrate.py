@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tsqp.cli.calibrate import calibrate as command
+from tsqp.cli.model_files import calibrate as command
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError
 from protocol.integer import exact_product, ring_product

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.settings import CONTEXT, PATH, config_option, read_listen
+from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
 from tsqp.deploy.image import Suite
 from tsqp.extras import needing
 from tsqp.run.lines import bytes_for_people
