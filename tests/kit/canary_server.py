@@ -51,7 +51,7 @@ from tests.kit.service import until
 from tsqp.cli.serve import serve
 from tsqp.lab.research.float_check import FloatCheck
 from tsqp.run import load
-from tsqp.run.lines import configure
+from tsqp.run.process import configure
 
 PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
 KINDS = {"prompt", "answer", "token ids", "activation", "key"}

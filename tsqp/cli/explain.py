@@ -146,7 +146,7 @@ def _tensors(messages: tuple[Message, ...]) -> str:
 
 
 def _needs(found: Explanation, given: str) -> list[tuple[str, str]]:
-    from tsqp.run.lines import bytes_for_people
+    from tsqp.run.process import bytes_for_people
 
     needs = found.needs
     services = {0: "none", 1: "1 gpu-service"}.get(

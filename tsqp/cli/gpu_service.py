@@ -26,7 +26,7 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
     from gpu_side.service import serve
-    from tsqp.run.lines import configure
+    from tsqp.run.process import configure
     from tsqp.run.service import Held, attested_service, served
 
     configure(settings.log_level)

@@ -17,7 +17,7 @@ from protocol.errors import SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
 from tsqp.deploy.image import Suite
 from tsqp.extras import needing
-from tsqp.run.lines import bytes_for_people
+from tsqp.run.process import bytes_for_people
 
 if TYPE_CHECKING:
     from tsqp.deploy.launch import Launch

@@ -20,9 +20,7 @@ from protocol.errors import (
 )
 from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
 from tsqp.cli.options import takes, use
-from tsqp.cli.tables import open_console, table
-from tsqp.run.lines import complain
-from tsqp.run.process import EXIT_FAILURE
+from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
 from tsqp.run.trust import load_manifest, read_client_keys, read_http_access
 
@@ -206,6 +204,7 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
     was changed; records before that place are printed.
     """
     from tee_side.serve.audit_log import AuditLogError, AuditReader, open_log, read_key
+    from tsqp.cli.tables import open_console, table
 
     key, rows, changed = read_key(key_file), [], False
     with open_log(log) as file:

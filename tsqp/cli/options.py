@@ -98,7 +98,9 @@ def _made(model: type[S], given: dict[str, Any]) -> S:
     of_file = {
         name for name in given if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
     }
-    return model(**given, source=Source(tuple(settings_files()), frozenset(of_file)))
+    source = Source(tuple(settings_files()), frozenset(of_file))
+    # A command that has no MODEL asks for nothing that is read from it.
+    return model(**({"model": ""} | given), source=source)
 
 
 def _declare(

@@ -15,7 +15,7 @@ from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes, use
 from tsqp.run.bank import BATCH_TOKENS, bank_place, padded, product_operations
-from tsqp.run.lines import bytes_for_people
+from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import load_manifest, load_pinned_policy, open_seal
 

@@ -227,7 +227,7 @@ def _title(report: PlanReport) -> str:
 
 
 def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
-    from tsqp.run.lines import bytes_for_people
+    from tsqp.run.process import bytes_for_people
 
     rate = f"{found.tokens_per_s_per_request:.1f} tokens/s"
     if report.batch > 1:
@@ -257,7 +257,7 @@ def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]
 
 
 def _pays(where: Crossover) -> str:
-    from tsqp.run.lines import bytes_for_people
+    from tsqp.run.process import bytes_for_people
 
     largest = f"the largest that leaves has {bytes_for_people(where.largest_bytes)}"
     if where.weight_bytes is None:

@@ -16,10 +16,10 @@ from typing import NoReturn
 import click
 
 from protocol.errors import TsqpError
-from tsqp.run.lines import complain
 from tsqp.run.process import (
     EXIT_FAILURE,
     EXIT_REFUSED,
+    complain,
     keep_memory_private,
     require_own_secrets,
 )

@@ -14,8 +14,8 @@ import click
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
-from tsqp.run.lines import tell
 from tsqp.run.load import engine_settings, hides, load, open_runner
+from tsqp.run.process import tell
 from tsqp.run.settings import ServeSettings
 
 _SAY_EVERY_S = 2.0

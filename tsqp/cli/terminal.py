@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import TsqpError
-from tsqp.run.lines import bytes_for_people
+from tsqp.run.process import bytes_for_people
 
 if TYPE_CHECKING:
     import torch

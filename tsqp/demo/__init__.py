@@ -9,5 +9,5 @@ tap lies.
     tap         stands on the wire, collects what it sees, and changes one number of one reply
     rendering   panels and tables, and where the time of a run went
     verdict     compares with transformers, with the same integers without a mask, and what was
-                read out of what crossed with what went in (`tsqp.page.reading` reads it)
+                read out of what crossed with what went in (`tsqp.page.seen` reads it)
 """

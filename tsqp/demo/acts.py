@@ -45,7 +45,7 @@ from tsqp.demo.verdict import (
     transformers_tokens,
 )
 from tsqp.extras import require
-from tsqp.page.reading import Matcher
+from tsqp.page.seen import Matcher
 from tsqp.run.settings import model_directory
 
 THREE_ACTS = {

@@ -19,7 +19,7 @@ from rich.text import Text
 from tsqp.demo.tap import Feed, Lie
 from tsqp.demo.verdict import Check, Matched
 from tsqp.page.seen import ByteSummary, Seen, summarise
-from tsqp.run.lines import bytes_for_people
+from tsqp.run.process import bytes_for_people
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"

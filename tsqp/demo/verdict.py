@@ -15,7 +15,7 @@ from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
 from tsqp.demo.programs import DTYPE
 from tsqp.demo.tap import Lie
-from tsqp.page.reading import Matcher
+from tsqp.page.seen import Matcher
 from tsqp.run.settings import model_directory
 
 # What the integers of a masked policy must be equal to.

@@ -26,7 +26,7 @@ from tee_side.attest.statement import Statement
 from tee_side.plugins import source_of
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import About, Identity, state
-from tsqp.run.lines import tell
+from tsqp.run.process import tell
 from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
 from tsqp.run.trust import read_client_keys
 from tsqp.seal_keys import key_of_server

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
 from tsqp.run.bank import bank_place
-from tsqp.run.lines import configure, tell
+from tsqp.run.process import configure, tell
 from tsqp.run.settings import MIB, RunSettings, ServeSettings, TextSettings, model_directory
 from tsqp.run.trust import (
     load_manifest,

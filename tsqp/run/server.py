@@ -48,8 +48,7 @@ from tee_side.serve.serving import ServedModel, Serving
 from tee_side.serve.watch import Watch
 from tsqp.manifest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
-from tsqp.run.lines import complain
-from tsqp.run.process import EXIT_REFUSED
+from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.settings import ServeSettings
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tsqp.cli.model_files import provision as command
 
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError
@@ -31,6 +30,7 @@ from tee_side.protect.masks.mask import FeatureMask, SegmentMask
 from tee_side.protect.masks.pad import Pad
 from tests.kit.model import Models
 from tests.kit.rows import each_row
+from tsqp.cli.model_files import provision as command
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation

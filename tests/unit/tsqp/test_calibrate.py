@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tsqp.cli.model_files import calibrate as command
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError
 from protocol.integer import exact_product, ring_product
@@ -27,6 +26,7 @@ from tsqp.calibrate import (
     relative_error,
     typical_input,
 )
+from tsqp.cli.model_files import calibrate as command
 from tsqp.run.settings import model_directory
 
 SITE: Site = (3, "down_proj")
