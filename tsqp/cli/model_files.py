@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,28 @@ if TYPE_CHECKING:
 
 
 _MAX_TOKENS = 65_536
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar; it is told how much is done, of how much. Only its label without a terminal."""
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield show
+
+
+def _require_place(path: Path, *, force: bool) -> None:
+    """Refuse a file that is there, but by force, and one in no directory. Raises SettingsError."""
+    if path.exists() and not force:
+        raise SettingsError(
+            str(path), got="a file that exists", expected="none, or --force to overwrite it"
+        )
+    if not path.parent.is_dir():
+        raise SettingsError(str(path), got="no such directory", expected="one to write into")
 
 
 @click.command(context_settings=CONTEXT)
@@ -74,12 +98,7 @@ def calibrate(
     directory = model_directory(model)
     path = directory / CALIBRATION_FILE if output is None else output
     # Before minutes of work, not after them.
-    if path.exists() and not force:
-        raise SettingsError(
-            str(path), got="a file that exists", expected="none, or --force to overwrite it"
-        )
-    if not path.parent.is_dir():
-        raise SettingsError(str(path), got="no such directory", expected="one to write into")
+    _require_place(path, force=force)
     if text is not None and token_ids is not None:
         raise SettingsError("--token-ids", got="--text, too", expected="one of them")
     content = None if text is None else _read_text(text, "--text")
@@ -87,12 +106,11 @@ def calibrate(
     if token_ids is not None:
         chunks = parse_ids(_read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
     results: list[SiteResult] = []
-    with click.progressbar(length=1, label="calibrating", file=sys.stderr) as bar:
+    with _progress("calibrating") as show:
 
         def progress(result: SiteResult) -> None:
             results.append(result)
-            bar.length = result.total
-            bar.update(1)
+            show(len(results), result.total)
 
         calibration = run_calibration(directory, content, tokens, progress, chunks=chunks)
     save_calibration(calibration, path)
@@ -153,19 +171,9 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
             "--output", got="none", expected="a file: the demo model's directory is the program's"
         )
     path = directory / MANIFEST_FILE if output is None else output
-    if path.exists() and not force:
-        raise SettingsError(
-            str(path), got="a file that exists", expected="none, or --force to overwrite it"
-        )
-    if not path.parent.is_dir():
-        raise SettingsError(str(path), got="no such directory", expected="one to write into")
-    with click.progressbar(length=1, label="reading", file=sys.stderr) as bar:
-
-        def progress(_done: int, total: int) -> None:
-            bar.length = total
-            bar.update(1)
-
-        made = make_manifest(directory, progress, also)
+    _require_place(path, force=force)
+    with _progress("reading") as show:
+        made = make_manifest(directory, show, also)
     content = made.to_bytes()
     path.write_bytes(content)
     beside = f", also {', '.join(made.also)}" if made.also else ""
@@ -229,14 +237,8 @@ def provision(
     from tsqp.lab.research.provisioning import provision as run
 
     chosen = _with_options(find_mask(mask), options)
-    # Silent where stderr is no terminal, but for its label.
-    with click.progressbar(length=1, label=f"provision {model}", file=sys.stderr) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        made = run(model_directory(model), chosen, server_dir, key, progress)
+    with _progress(f"provision {model}") as show:
+        made = run(model_directory(model), chosen, server_dir, key, show)
     size = bytes_for_people(made.weight_bytes)
     click.echo(
         f"{server_dir}: {made.config.num_hidden_layers} layers, {size}: copy it to the GPU host,"
@@ -346,13 +348,8 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
     from tsqp.seal_keys import read_key
 
     key = read_key(to)
-    with click.progressbar(length=1, label=f"seal {model}", file=sys.stderr) as bar:
-
-        def progress(sealed: int, total: int) -> None:
-            bar.length = total
-            bar.update(sealed)
-
-        made = run(model_directory(model), key, output, progress)
+    with _progress(f"seal {model}") as show:
+        made = run(model_directory(model), key, output, show)
     if made.skipped:
         click.echo(f"left out, as they are no files: {', '.join(made.skipped)}", err=True)
     click.echo(f"{output}: {made.files} files, {bytes_for_people(made.plain_bytes)}, sealed")
