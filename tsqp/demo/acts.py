@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,18 +171,14 @@ class Stage:
                 **after,
             )
 
-        live = None
-        if console.is_terminal:
-            live = Live(panel(), console=console, refresh_per_second=12, transient=True)
-
-        def show(piece: str) -> None:
-            story.append(piece, style="not bold")
-            if live is not None:
-                live.update(panel())
-
         tap_endpoint = self._services.tap_endpoint()
         tap = Tap(reach.endpoints[0], feed.add, endpoint=tap_endpoint)
-        with tap, live or nullcontext():
+        with tap, self._live(panel) as draw:
+
+            def show(piece: str) -> None:
+                story.append(piece, style="not bold")
+                draw()
+
             report, logits = self._generate(name, reach.options(tap.endpoint), show)
         if report["rpc"]["count"] and not feed.received.requests:
             raise EndpointError("tap", got="no requests", expected="the runner's requests")
@@ -196,6 +192,15 @@ class Stage:
             policy, report, tokens, str(story).removeprefix(self._prompt), feed.received.requests
         )
 
+    @contextmanager
+    def _live(self, panel: Callable[[], Panel]) -> Iterator[Callable[[], None]]:
+        """Show a panel during the block, on a terminal; what is given draws it again."""
+        if not self._console.is_terminal:
+            yield lambda: None
+            return
+        with Live(panel(), console=self._console, refresh_per_second=12, transient=True) as live:
+            yield lambda: live.update(panel())
+
     def served(self, policy: Policy, number: str) -> Check:
         """Chat over HTTP with `tee-runner serve`, show it as it comes, and check every token."""
         console, answer = self._console, list[str]()
@@ -206,18 +211,14 @@ class Stage:
 
         console.print()
         options = [*self._services.reach(policy).options(), *self._options]
-        with serving(["--policy", policy.name, *options], console.print) as url:
-            live = None
-            if console.is_terminal:
-                live = Live(panel(), console=console, refresh_per_second=12, transient=True)
+        arguments = ["--policy", policy.name, *options]
+        with serving(arguments, console.print) as url, self._live(panel) as draw:
 
             def show(piece: str) -> None:
                 answer.append(piece)
-                if live is not None:
-                    live.update(panel())
+                draw()
 
-            with live or nullcontext():
-                tokens = stream_chat(url, SAID, self._max_new_tokens, show)
+            tokens = stream_chat(url, SAID, self._max_new_tokens, show)
         console.print(panel())
         conversation = [{"role": "user", "content": SAID}]
         prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)
