@@ -8,8 +8,9 @@ from pathlib import Path
 from gpu_side.metrics import StateCollector
 from gpu_side.state import ServiceState
 from tee_side.policy.placement import builtin_policies, load_policy
+from tests.kit.masks_page import masks_page
 from tests.kit.rows import each_row
-from tsqp.catalogue import masks_page, policy_entry
+from tsqp.catalogue import policy_entry
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
