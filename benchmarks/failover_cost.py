@@ -47,7 +47,6 @@ import torch
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import (
     FUSED_MODULES,
     InitReply,
@@ -59,7 +58,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.pending import PendingChannel
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import from_torch, short_name
 from tee_side.policy.placement import load_policy
 from tee_side.remote.services.member import ConnectOptions, Instances, Member, Session

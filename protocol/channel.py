@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import TsqpError
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import Request
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 
 if TYPE_CHECKING:
     import torch

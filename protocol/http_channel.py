@@ -23,7 +23,6 @@ from protocol.curve import is_exposed
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
-from protocol.exchange import Exchange
 from protocol.http_access import (
     CHANNEL_HEADER,
     CONTENT_TYPE,
@@ -33,6 +32,7 @@ from protocol.http_access import (
 )
 from protocol.http_streams import Backend
 from protocol.pending import RECONNECT_S, PendingChannel, Received
+from protocol.prepared import Exchange
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import longest_bytes, to_pieces
 from protocol.tensors import Buffer

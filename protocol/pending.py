@@ -22,7 +22,6 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.exchange import Exchange, Traffic
 from protocol.header_numbers import REPLY, REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
@@ -33,7 +32,7 @@ from protocol.messages import (
     checked_timing,
     tensor_reply,
 )
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import Buffer, WireTensor
 
 if TYPE_CHECKING:

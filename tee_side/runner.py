@@ -15,12 +15,12 @@ from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import SettingsError
-from protocol.exchange import Traffic
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.manifest import Manifest
 from protocol.pending import PendingChannel
+from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings

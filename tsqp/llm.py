@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from protocol.errors import PromptError
+from protocol.errors import PromptError, SettingsError
 from tee_side.engine.background import BackgroundEngine, Ticket
 from tee_side.engine.logprobs import MAX_TOP
 from tee_side.engine.request import (
@@ -27,9 +28,9 @@ from tee_side.engine.request import (
 )
 from tee_side.engine.stats import EngineStats
 from tee_side.engine.text_stream import TextStream
-from tee_side.refusals import first_problem
+from tee_side.refusals import did_you_mean, first_problem
 from tsqp.run.load import engine_settings, load, open_runner
-from tsqp.run.settings import RunSettings, checked
+from tsqp.run.settings import RunSettings, plain_type, settings_of
 
 Message = Mapping[str, str]
 
@@ -110,7 +111,7 @@ class LLM:
         **options: Any,
     ) -> None:
         told = options | {"model": model, "step_tokens": max_num_batched_tokens}
-        settings = checked(RunSettings, told | ({"gpu": gpu} if gpu else {}), "LLM")
+        settings = settings_from(told | ({"gpu": gpu} if gpu else {}))
         loaded = load(settings, text_needed=True)
         engine = replace(
             engine_settings(settings),
@@ -307,3 +308,28 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
         problem = first_problem(error, SamplingSettings.model_fields)
         where = f"SamplingParams.{problem.field}"
         raise PromptError(where, got=problem.got, expected=problem.expected) from None
+
+
+def settings_from(given: Mapping[str, object]) -> RunSettings:
+    """Return the settings of a run, made of values in Python. None leaves a setting at its default.
+
+    One value may stand for several. Raises SettingsError, with the nearest name for an unknown one.
+    """
+    known = settings_of(RunSettings)
+    values = {}
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(name, known)
+            expected = f"one of tee-runner serve's, about the run{hint}; SamplingParams have others"
+            raise SettingsError("LLM", got=f"the option {name!r}", expected=expected)
+        one, _, several = plain_type(known[name][1])
+        if isinstance(value, bool) and one is not bool:
+            raise SettingsError(f"LLM: {name}", got=str(value), expected="no true or false")
+        if value is not None:
+            values[name] = (value,) if several and isinstance(value, str | Path) else value
+    try:
+        return TypeAdapter(RunSettings).validate_python(values)
+    except ValidationError as error:
+        problem = first_problem(error, known)
+        where = f"LLM: {problem.field}"
+        raise SettingsError(where, got=problem.got, expected=problem.expected) from None

@@ -33,7 +33,7 @@ class Claims(Record):
     empty in a certificate. `time`: seconds since 1970, by the enclave's clock. `tls_key`: of the
     public key (SubjectPublicKeyInfo). `hpke_key`: public, of `hpke_suite`. `receipt_key`: see
     `require_key`; None where no receipts are signed. `model`: of its manifest; of a service, the
-    digest of its weights. `policy`: see `Policy.digest`. `settings`: of every other option.
+    digest of its weights. `policy`: see `policy_digest`. `settings`: of every other option.
     `curve_keys`: public keys of ZeroMQ's CURVE by owner: "runner", and "service" with its number
     for those that it speaks to; a service's own alone is "service". `plugins`: of files that are
     the operator's own, masks among them, by name. `gpus`: of the leaf certificates of the machine's

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.exchange import Traffic
+from protocol.prepared import Traffic
 from tee_side.engine.request import FinishReason
 from tee_side.engine.sequence import Sampled
 from tee_side.engine.sequence import Sequence as EngineSequence

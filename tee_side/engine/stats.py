@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.exchange import Traffic
+from protocol.prepared import Traffic
 from tee_side.engine.generation import PadTotals
 
 

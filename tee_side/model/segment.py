@@ -25,9 +25,9 @@ from protocol.errors import (
     SessionLostError,
     TsqpError,
 )
-from protocol.exchange import Exchange
 from protocol.messages import SESSION_BYTES, SegmentRequest, TensorReply
 from protocol.model.config import ModelConfig
+from protocol.prepared import Exchange
 from protocol.tensors import WireTensor, from_torch, raw_bytes, to_torch
 from tee_side.model.batch import Batch
 from tee_side.model.kv_cache import KVCache

@@ -36,8 +36,6 @@ has every service prove by such evidence what it is, before anything is sent to 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -388,21 +386,6 @@ class Policy(BaseModel):
                 )
                 where = _joined(operator, placed.scope)
                 yield where, f"{mask} beside {feature and feature.described()}", expected
-
-    def digest(self) -> bytes:
-        """Return SHA-256 over what the policy says; the code of its masks is not covered."""
-        operators = {
-            operator: [
-                (p.scope, p.place, p.mask.described() if p.mask else "none", p.verify)
-                + ((p.window.sinks, p.window.recent) if p.window else ())
-                for p in placements
-            ]
-            for operator, placements in self.operators.items()
-        }
-        prefill = (self.prefill, self.left_to_decode)
-        said = [self.name, self.arithmetic, self.one_rpc_per_module, prefill, operators]
-        said.append(self.service.attested)
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
     def at(self, operator: Operator, layer: int, phase: Phase) -> Placement:
         """Return the placement of an operator in a layer (0 where it has none) and a phase.

@@ -26,10 +26,9 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.exchange import Exchange
 from protocol.messages import Columns, EmbeddingRequest
 from protocol.model.columns import WHOLE, columns_in_words
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.verifier import Blocks, Claim, ResultCheck, Unverified
 from tee_side.remote.services.columns import Joined

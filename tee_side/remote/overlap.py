@@ -15,9 +15,8 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 
 from protocol.channel import Channel
-from protocol.exchange import Exchange
 from protocol.messages import Request
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.resumption import watch
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from protocol.errors import DeadlineExceededError
-from protocol.exchange import Exchange
 from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest, SeededRingLinearRequest
+from protocol.prepared import Exchange
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy

@@ -11,7 +11,7 @@ import torch
 
 from protocol import messages
 from protocol.errors import DeadlineExceededError
-from protocol.exchange import Exchange
+from protocol.prepared import Exchange
 from tee_side.engine.engine import Engine
 from tee_side.engine.request import SamplingSettings
 from tee_side.policy.placement import Policy, builtin_policies, load_policy

@@ -20,9 +20,9 @@ from protocol.errors import (
     ServiceError,
     VerificationError,
 )
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.pending import OversizedRequestError
+from protocol.prepared import Exchange, Traffic
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services

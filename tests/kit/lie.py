@@ -23,7 +23,6 @@ from gpu_side.transport.listener import Incoming
 from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
-from protocol.exchange import Exchange
 from protocol.messages import (
     FUSED_MODULES,
     HealthReply,
@@ -40,6 +39,7 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
+from protocol.prepared import Exchange
 from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators

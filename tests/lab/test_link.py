@@ -12,8 +12,8 @@ import torch
 
 from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.prepared import Exchange, Traffic
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
 from tsqp.lab import link as link_module

@@ -16,7 +16,8 @@ from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
 from tsqp.run.load import engine_settings, hides, load, open_runner
 from tsqp.run.process import tell
-from tsqp.run.settings import ServeSettings
+from tsqp.run.serving import ServeSettings
+from tsqp.run.settings import model_directory
 
 _SAY_EVERY_S = 2.0
 
@@ -45,7 +46,13 @@ def serve(settings: ServeSettings) -> None:
     if settings.page and not _is_loopback(settings.host):
         expected = "an address of this machine alone: it shows what crosses, to anyone who asks"
         raise SettingsError("--page", got=f"--host {settings.host}", expected=expected)
-    loaded = load(settings, text_needed=True)
+    release = None
+    if settings.seal_key_server is not None:
+        from tsqp.run.attestation import refuse_inside, release_key
+
+        refuse_inside(model_directory(settings.model), settings)
+        release = partial(release_key, settings)
+    loaded = load(settings, text_needed=True, release=release)
     policy = loaded.policy
     reuses, guesses = settings.prefix_reuse, settings.speculative == "ngram"
     engine = replace(

@@ -249,11 +249,12 @@ class SoFar:
     ) -> dict[str, object]:
         """Return a result with what it was made with, so that it can be made again."""
         from protocol import native
+        from tsqp.run.trust import policy_digest
 
         return result.model_dump() | {
             "model": self.settings.model,
             "model_digest": runner.model_digest,
-            "policy_digest": runner.policy.digest().hex(),
+            "policy_digest": policy_digest(runner.policy).hex(),
             "kernels": native.choice().variant,
             "cores": runner.cores._asdict(),
             "seed": sampling.seed,

@@ -19,9 +19,8 @@ import torch
 
 from protocol.channel import Channel
 from protocol.errors import TsqpError
-from protocol.exchange import Exchange
 from protocol.messages import FUSED_MODULES, Request
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from tsqp.page.seen import Received, Seen, describe_request, summarise
 
 HEAD_BYTES = 64

@@ -27,8 +27,9 @@ from tee_side.plugins import source_of
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import About, Identity, state
 from tsqp.run.process import tell
-from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
-from tsqp.run.trust import read_client_keys
+from tsqp.run.serving import EvidenceSettings, ServeSettings, claims
+from tsqp.run.settings import Settings
+from tsqp.run.trust import policy_digest, read_client_keys
 from tsqp.seal_keys import key_of_server
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
         raise SettingsError("--attest", got="no --manifest", expected=expected)
     return About(
         model=hashlib.sha256(manifest.to_bytes()).digest(),
-        policy=policy.digest(),
+        policy=policy_digest(policy),
         settings=settings_digest(settings),
         curve_keys=_curve_keys(settings, manifest, policy),
         plugins=_plugins(policy) | _appraisal(settings.service_appraisal),

@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.errors import SettingsError
 from tsqp.run.bank import bank_place
 from tsqp.run.process import configure, tell
-from tsqp.run.settings import MIB, RunSettings, ServeSettings, TextSettings, model_directory
+from tsqp.run.settings import MIB, RunSettings, TextSettings, model_directory
 from tsqp.run.trust import (
     load_manifest,
     load_run_policy,
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from tsqp.page.feed import Feed
 
 
+# Gives the key of a seal, for a program with this manifest and policy.
+Release: TypeAlias = "Callable[[Manifest | None, Policy], bytes]"
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What is read before services are connected to. `tokenizer`: None where there is none."""
@@ -44,28 +48,24 @@ class Loaded:
     tokenizer: Tokenizer | None
 
 
-def load(settings: RunSettings, *, text_needed: bool) -> Loaded:
+def load(settings: RunSettings, *, text_needed: bool, release: Release | None = None) -> Loaded:
     """Open the seal, read manifest, policy and tokenizer, which is left out if the model has none.
 
-    A key server is told of manifest and policy: they are then read before the seal is open. Raises
-    SealError, and ModelError for a missing directory, or a missing tokenizer that is needed.
+    `release`: has a key server give the key of the seal, which is told of manifest and policy: they
+    are then read before the seal is open. Raises SealError, and ModelError for a missing directory,
+    or a missing tokenizer that is needed.
     """
     from protocol.model.config import read_config
     from protocol.model.manifest import find_file
     from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 
     directory = model_directory(settings.model)
-    if isinstance(settings, ServeSettings) and settings.seal_key_server is not None:
-        from tsqp.run.attestation import refuse_inside, release_key
-
-        refuse_inside(directory, settings)
-        manifest = load_manifest(directory, settings)
-        policy = load_run_policy(settings, manifest)
-        open_seal(directory, settings, partial(release_key, settings, manifest, policy))
-    else:
+    if release is None:
         open_seal(directory, settings)
-        manifest = load_manifest(directory, settings)
-        policy = load_run_policy(settings, manifest)
+    manifest = load_manifest(directory, settings)
+    policy = load_run_policy(settings, manifest)
+    if release is not None:
+        open_seal(directory, settings, partial(release, manifest, policy))
     # First, because a missing directory is to be called that, and not a missing tokenizer.
     read_config(directory, manifest)
     there = text_needed or find_file(directory, TOKENIZER_FILE, manifest) is not None

@@ -49,7 +49,8 @@ from tee_side.serve.watch import Watch
 from tsqp.manifest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
 from tsqp.run.process import EXIT_REFUSED, complain
-from tsqp.run.settings import ServeSettings
+from tsqp.run.serving import ServeSettings
+from tsqp.run.trust import policy_digest
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed
@@ -291,7 +292,7 @@ def _fingerprint(runner: Runner, calibration: Path | None) -> str:
     The version and the kernels' variant as they are; the rest as a digest: model, policy,
     calibration, dtype, and what samples: torch's version, and the instructions it has chosen.
     """
-    said = [runner.model_digest, runner.policy.digest().hex(), str(runner.dtype)]
+    said = [runner.model_digest, policy_digest(runner.policy).hex(), str(runner.dtype)]
     said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
     if runner.policy.arithmetic == "int8":
         path = calibration_path(runner.model_directory, calibration)

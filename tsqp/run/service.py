@@ -20,16 +20,14 @@ from annotated_types import Interval
 
 from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS, SESSION_TTL_S
 from protocol.errors import SettingsError
+from tsqp.run.serving import AttesterKind, EvidenceSettings, again
 from tsqp.run.settings import (
     DEFAULT_ENDPOINT,
     DIRECTORY,
     MIB,
-    AttesterKind,
     ComputeSettings,
     Count,
-    EvidenceSettings,
     Kernels,
-    again,
     file_setting,
     model_directory,
     option_of,
@@ -173,7 +171,6 @@ class GpuServiceSettings(EvidenceSettings, ComputeSettings):
         claim=False,
     )
     attest: AttesterKind | None = again(
-        EvidenceSettings,
         "attest",
         help="Prove to runners what runs here, by evidence of this hardware.",
     )

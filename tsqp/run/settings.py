@@ -1,21 +1,18 @@
 """The settings of our programs, each declared once, as a field of a dataclass.
 
 A field is an option of the commands (`--max-kv-mib`), a variable of the environment, a key of a
-TOML file (`tsqp.cli.config`), an argument of `tsqp.LLM` (`checked`), and a claim of a server that
-proves what it runs (`claims`). Pydantic checks values that are not from a command line; it is not
-imported here, because `--help` and the completion of a shell need fields alone.
+TOML file (`tsqp.cli.config`), an argument of `tsqp.LLM`, which has pydantic check it, and a claim
+of a server that proves what it runs (`tsqp.run.serving`). Pydantic is not imported here, because
+`--help` and the completion of a shell need the fields alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval, MinLen
-
-from protocol.errors import SettingsError
 
 S = TypeVar("S", bound="Settings")
 
@@ -38,7 +35,6 @@ Microseconds: TypeAlias = Annotated[float, Interval(ge=0, le=1e6)]
 Text: TypeAlias = Annotated[str, MinLen(1)]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Kernels: TypeAlias = Literal["auto", "torch", "portable", "avx2", "avx512", "amx"]
-AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +69,6 @@ def setting(default: Any, text: str | None = None, **more: Any) -> Any:
 def file_setting(text: str, **more: Any) -> Any:
     """Declare the setting of a file, which may be left out."""
     return setting(None, text, metavar="FILE", **more)
-
-
-def again(of: type[Settings], name: str, **changed: Any) -> Any:
-    """Declare a setting of another model once more, with other facts."""
-    known = next(one for one in fields(of) if one.name == name)
-    return field(default=known.default, metadata={"setting": replace(said_of(known), **changed)})
 
 
 @dataclass(frozen=True)
@@ -131,46 +121,6 @@ def plain_type(annotation: Any) -> tuple[Any, tuple[Any, ...], bool]:
             return annotation, metadata, several
 
 
-def claims(settings: Settings) -> Iterator[tuple[str, object]]:
-    """Yield what a server claims of its settings, by their names.
-
-    Of a file, that there is one: where it is belongs to this machine alone.
-    """
-    for name, (known, _) in settings_of(type(settings)).items():
-        if said_of(known).claim:
-            value = getattr(settings, name)
-            yield name, isinstance(value, Path) or value
-
-
-def checked(model: type[S], given: Mapping[str, object], where: str) -> S:
-    """Return settings made of values in Python. None leaves a setting at its default.
-
-    One value may stand for several. Raises SettingsError, with the nearest name for an unknown one.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    from tee_side.refusals import did_you_mean, first_problem
-
-    known = settings_of(model)
-    values = {}
-    for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(name, known)
-            expected = f"one of tee-runner serve's, about the run{hint}; SamplingParams have others"
-            raise SettingsError(where, got=f"the option {name!r}", expected=expected)
-        one, _, several = plain_type(known[name][1])
-        if isinstance(value, bool) and one is not bool:
-            raise SettingsError(f"{where}: {name}", got=str(value), expected="no true or false")
-        if value is not None:
-            values[name] = (value,) if several and isinstance(value, str | Path) else value
-    try:
-        return TypeAdapter(model).validate_python(values)
-    except ValidationError as error:
-        problem = first_problem(error, known)
-        name = f"{where}: {problem.field}"
-        raise SettingsError(name, got=problem.got, expected=problem.expected) from None
-
-
 def model_directory(name: str) -> Path:
     """Return the directory of MODEL: the demo model that ships with us, or a path."""
     if name == DEMO:
@@ -210,22 +160,6 @@ class ComputeSettings(Settings):
         " four times in that time; longer than the largest tensor takes on the link. 0 is off.",
         claim=False,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvidenceSettings(Settings):
-    """What a program is told that proves what it runs."""
-
-    attest: AttesterKind | None = setting(
-        None, "Prove to clients what runs here, by evidence of this hardware.", claim=False
-    )
-    attest_certificate: tuple[Path, ...] = setting(
-        (),
-        "Of AMD's, in DER or PEM, where the host gives none; repeatable.",
-        metavar="FILE",
-        claim=False,
-    )
-    attest_collateral: Path | None = file_setting("TDX: Intel's; SEV-SNP: AMD's CRL.", claim=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,53 +317,3 @@ class TextSettings(RunSettings):
     )
     stats: bool = setting(True, "Show tokens, times and traffic on stderr.")
     as_json: bool = setting(False, "One JSON object on stdout.", option="json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings(EvidenceSettings, RunSettings):
-    """What `tee-runner serve` is told beside: clients, their limits, and how requests are run."""
-
-    host: str = setting("127.0.0.1", "Address to listen at.", claim=False)
-    port: Annotated[int, Interval(ge=0, le=65535)] = setting(
-        8000, "0: one that is free.", claim=False
-    )
-    tls_certificate: Path | None = file_setting("PEM, with its chain.", claim=False)
-    tls_key: Path | None = file_setting("PEM, of the certificate.", claim=False, secret=True)
-    seal_key_server: str | None = setting(
-        None,
-        "MODEL is sealed: a tsqp keyserver that gives its key to what --attest proves.",
-        metavar="URL",
-        claim=False,
-    )
-    api_keys: Path | None = file_setting(
-        "Who may ask, and how much (tsqp api-key); read again on SIGHUP. Without it: everyone."
-    )
-    allow_origin: tuple[str, ...] = setting(
-        (), "Of web pages that may ask, * for all; repeatable.", metavar="ORIGIN"
-    )
-    served_model_name: str | None = setting(
-        None, "Default: the name of MODEL.", metavar="NAME", claim=False
-    )
-    max_model_len: Count | None = setting(None, "Prompt and answer; default: the model's context.")
-    default_max_tokens: Count = setting(1024, "Of an answer without max_tokens.")
-    max_sequences: Count = setting(64, "That run at a time; others wait.")
-    max_waiting: Count = setting(256, "Requests that wait; others get 503.")
-    speculative: Literal["none", "ngram"] = setting(
-        "none",
-        "Guess tokens from what the text repeats. Same text, fewer round trips; more pads.",
-    )
-    speculative_tokens: Annotated[int, Interval(ge=1, le=16)] = setting(4, "Guessed at a time.")
-    prefix_reuse: bool | None = setting(
-        None,
-        "Keep keys and values of earlier turns, for later ones of the same API key.",
-        show_default="on, but off where pads or shares hide what leaves",
-    )
-    fixed_tempo_ms: Annotated[float, Interval(ge=0, le=60_000)] = setting(
-        0.0, "Send a token at most so often, on a clock of its own; 0: as they come."
-    )
-    round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
-    pooling: Literal["last", "mean"] = setting("last", "Of /v1/embeddings.")
-    audit_log: Path | None = file_setting("Sealed log: who, when, how much; no text.")
-    audit_key: Path | None = file_setting("Its key (tsqp audit new-key).", claim=False, secret=True)
-    audit_key_fd: AtLeast0 | None = setting(None, "An open file that has its key.", claim=False)
-    page: bool = setting(False, "For development: a page to chat at /, with what left.")

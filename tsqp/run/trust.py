@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -189,6 +191,22 @@ def load_run_policy(settings: RunSettings, manifest: Manifest | None) -> Policy:
     if AppraisalPolicy.load(path, check_of(manifest, _APPRAISAL)).mode != "development":
         return policy
     return policy.model_copy(update={"service": ServiceTerms(attested="simulated")})
+
+
+def policy_digest(policy: Policy) -> bytes:
+    """Return SHA-256 over what a policy says; the code of its masks is not covered."""
+    operators = {
+        operator: [
+            (p.scope, p.place, p.mask.described() if p.mask else "none", p.verify)
+            + ((p.window.sinks, p.window.recent) if p.window else ())
+            for p in placements
+        ]
+        for operator, placements in policy.operators.items()
+    }
+    prefill = (policy.prefill, policy.left_to_decode)
+    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
+    said.append(policy.service.attested)
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
 def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[str, HttpAccess]:

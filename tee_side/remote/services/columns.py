@@ -18,11 +18,10 @@ import torch
 
 from protocol.channel import Channel
 from protocol.errors import ReplyError, TsqpError
-from protocol.exchange import Exchange
 from protocol.messages import EmbeddingRequest, LMHeadRequest, Request, RingLMHeadRequest
 from protocol.model.columns import part_of
 from protocol.model.config import ModelConfig
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 
 
 class _Parted(NamedTuple):

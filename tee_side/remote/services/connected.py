@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from protocol.channel import Channel
 from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
-from protocol.exchange import Traffic
 from protocol.model.config import ModelConfig
+from protocol.prepared import Traffic
 from tee_side.remote.services.columns import ColumnParts
 from tee_side.remote.services.member import ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup

@@ -31,10 +31,9 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import Request, SegmentRequest
 from protocol.pending import OversizedRequestError
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from tee_side.remote.services.member import Member, Session
 
 log = logging.getLogger("tee_side")

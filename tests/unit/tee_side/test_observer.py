@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from protocol.exchange import Exchange
+from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.randomness import Randomness

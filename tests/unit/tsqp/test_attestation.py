@@ -51,7 +51,7 @@ from tsqp.run.attestation import identify, release_key, settings_digest, tls_fil
 from tsqp.run.gpu_evidence import ask_gpus
 from tsqp.run.load import Loaded
 from tsqp.run.service import GpuServiceSettings, Held, attested_service
-from tsqp.run.settings import ServeSettings, model_directory
+from tsqp.run.serving import ServeSettings, model_directory
 
 USUAL = ServeSettings(model="demo", attest="simulated")
 
@@ -73,10 +73,10 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded) -> None:
     found = claims(loaded)
     assert loaded.manifest is not None
     assert found.model == hashlib.sha256(loaded.manifest.to_bytes()).digest()
-    assert found.policy == loaded.policy.digest()
+    assert found.policy == policy_digest(loaded.policy)
     assert found.settings == settings_digest(USUAL)
     other = replace(loaded, policy=load_policy("shielded"))
-    assert claims(other).policy == other.policy.digest() != found.policy
+    assert claims(other).policy == policy_digest(other.policy) != found.policy
     with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
         claims(replace(loaded, manifest=None))
 

@@ -9,12 +9,13 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.http_access import HttpAccess
 from tests.kit.rows import each_row
-from tsqp.run.settings import RunSettings, checked
+from tsqp.llm import settings_from
+from tsqp.run.settings import RunSettings
 from tsqp.run.trust import read_http_access
 
 
 def told(**given: object) -> RunSettings:
-    return checked(RunSettings, {"model": "demo", **given}, "LLM")
+    return settings_from({"model": "demo", **given})
 
 
 ONE, TWO = (f"tsqp-{letter * 43}" for letter in "ot")

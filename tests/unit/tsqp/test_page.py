@@ -18,10 +18,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from protocol.channel import Channel
-from protocol.exchange import Traffic
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
-from protocol.prepared import PreparedRequest
+from protocol.prepared import PreparedRequest, Traffic
 from tee_side.engine.generation import PadTotals
 from tee_side.policy.placement import load_policy
 from tests.kit.ask import QKV, linear, ring

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 
 from protocol.errors import TsqpError
-from protocol.exchange import Exchange
 from protocol.model.config import ModelConfig
+from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import Generation as Running

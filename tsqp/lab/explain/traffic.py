@@ -17,7 +17,6 @@ from gpu_side.encoding import Form, encode_reply
 from protocol.channel import Channel
 from protocol.encoding import encode_request
 from protocol.errors import TsqpError
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -35,6 +34,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
+from protocol.prepared import Exchange, Traffic
 from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache

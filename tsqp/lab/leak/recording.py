@@ -17,8 +17,8 @@ from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import HealthRequest, Request, Response, Timing
+from protocol.prepared import Exchange, Traffic
 from tsqp.lab.leak.at_rest import Disk, disk_of
 from tsqp.lab.leak.trace import Trace
 

@@ -15,8 +15,8 @@ import torch
 from gpu_side.tasks import RequestChecker, Task
 from protocol.channel import Channel
 from protocol.errors import TsqpError
-from protocol.exchange import Exchange
 from protocol.messages import HealthRequest, InitRequest, Request
+from protocol.prepared import Exchange
 from tee_side.model.layers import Norm, TeeModel
 from tee_side.model.operators import MicroBatchOperators
 

@@ -16,7 +16,6 @@ from torch.nn.functional import embedding
 
 from protocol.channel import Channel
 from protocol.errors import PolicyError, ReplyError, TsqpError
-from protocol.exchange import Exchange
 from protocol.messages import (
     Columns,
     EmbeddingRequest,
@@ -31,7 +30,7 @@ from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
 from protocol.model.columns import part_of
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Preparable, PreparedRequest
+from protocol.prepared import Exchange, Preparable, PreparedRequest
 from protocol.tensors import WireTensor, from_torch, short_name, to_torch
 from tee_side.model.layers import Layer
 from tee_side.model.local_ops import causal_mask

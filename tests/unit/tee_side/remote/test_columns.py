@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from protocol.errors import DeadlineExceededError, ReplyError, VerificationError
-from protocol.exchange import Exchange, Traffic
 from protocol.messages import (
     EmbeddingRequest,
     LMHeadRequest,
@@ -23,7 +22,7 @@ from protocol.messages import (
 )
 from protocol.model.columns import part_of
 from protocol.model.config import read_config
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import WireTensor, from_torch, to_torch
 from tee_side.remote.services.columns import ColumnParts, Joined
 from tee_side.remote.services.plan import ReplicaGroup

@@ -20,13 +20,12 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.exchange import Exchange
 from protocol.integer import exact_product
 from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from protocol.errors import DeadlineExceededError, ResumedError
-from protocol.exchange import Exchange
 from protocol.messages import LMHeadRequest, TensorReply
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor
 from tee_side.protect.resumption import ResumeWatch
 from tee_side.remote import overlap

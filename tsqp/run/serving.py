@@ -1,0 +1,106 @@
+"""The settings of programs that may prove what they run, the HTTP server's, and what is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from annotated_types import Interval
+
+from tsqp.run.settings import (
+    AtLeast0,
+    Count,
+    RunSettings,
+    Settings,
+    file_setting,
+    said_of,
+    setting,
+    settings_of,
+)
+
+AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
+
+
+def again(of: type[Settings], name: str, **changed: Any) -> Any:
+    """Declare a setting of another model once more, with other facts."""
+    known = next(one for one in fields(of) if one.name == name)
+    return field(default=known.default, metadata={"setting": replace(said_of(known), **changed)})
+
+
+def claims(settings: Settings) -> Iterator[tuple[str, object]]:
+    """Yield what a server claims of its settings, by their names.
+
+    Of a file, that there is one: where it is belongs to this machine alone.
+    """
+    for name, (known, _) in settings_of(type(settings)).items():
+        if said_of(known).claim:
+            value = getattr(settings, name)
+            yield name, isinstance(value, Path) or value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidenceSettings(Settings):
+    """What a program is told that proves what it runs."""
+
+    attest: AttesterKind | None = setting(
+        None, "Prove to clients what runs here, by evidence of this hardware.", claim=False
+    )
+    attest_certificate: tuple[Path, ...] = setting(
+        (),
+        "Of AMD's, in DER or PEM, where the host gives none; repeatable.",
+        metavar="FILE",
+        claim=False,
+    )
+    attest_collateral: Path | None = file_setting("TDX: Intel's; SEV-SNP: AMD's CRL.", claim=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(EvidenceSettings, RunSettings):
+    """What `tee-runner serve` is told beside: clients, their limits, and how requests are run."""
+
+    host: str = setting("127.0.0.1", "Address to listen at.", claim=False)
+    port: Annotated[int, Interval(ge=0, le=65535)] = setting(
+        8000, "0: one that is free.", claim=False
+    )
+    tls_certificate: Path | None = file_setting("PEM, with its chain.", claim=False)
+    tls_key: Path | None = file_setting("PEM, of the certificate.", claim=False, secret=True)
+    seal_key_server: str | None = setting(
+        None,
+        "MODEL is sealed: a tsqp keyserver that gives its key to what --attest proves.",
+        metavar="URL",
+        claim=False,
+    )
+    api_keys: Path | None = file_setting(
+        "Who may ask, and how much (tsqp api-key); read again on SIGHUP. Without it: everyone."
+    )
+    allow_origin: tuple[str, ...] = setting(
+        (), "Of web pages that may ask, * for all; repeatable.", metavar="ORIGIN"
+    )
+    served_model_name: str | None = setting(
+        None, "Default: the name of MODEL.", metavar="NAME", claim=False
+    )
+    max_model_len: Count | None = setting(None, "Prompt and answer; default: the model's context.")
+    default_max_tokens: Count = setting(1024, "Of an answer without max_tokens.")
+    max_sequences: Count = setting(64, "That run at a time; others wait.")
+    max_waiting: Count = setting(256, "Requests that wait; others get 503.")
+    speculative: Literal["none", "ngram"] = setting(
+        "none",
+        "Guess tokens from what the text repeats. Same text, fewer round trips; more pads.",
+    )
+    speculative_tokens: Annotated[int, Interval(ge=1, le=16)] = setting(4, "Guessed at a time.")
+    prefix_reuse: bool | None = setting(
+        None,
+        "Keep keys and values of earlier turns, for later ones of the same API key.",
+        show_default="on, but off where pads or shares hide what leaves",
+    )
+    fixed_tempo_ms: Annotated[float, Interval(ge=0, le=60_000)] = setting(
+        0.0, "Send a token at most so often, on a clock of its own; 0: as they come."
+    )
+    round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
+    pooling: Literal["last", "mean"] = setting("last", "Of /v1/embeddings.")
+    audit_log: Path | None = file_setting("Sealed log: who, when, how much; no text.")
+    audit_key: Path | None = file_setting("Its key (tsqp audit new-key).", claim=False, secret=True)
+    audit_key_fd: AtLeast0 | None = setting(None, "An open file that has its key.", claim=False)
+    page: bool = setting(False, "For development: a page to chat at /, with what left.")
