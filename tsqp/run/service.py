@@ -28,7 +28,8 @@ from tsqp.run.settings import (
     ComputeSettings,
     Count,
     Kernels,
-    file_setting,
+    local,
+    local_file,
     model_directory,
     option_of,
     setting,
@@ -47,7 +48,7 @@ _QueuedMebibytes: TypeAlias = Annotated[int, Interval(ge=1, le=1024 * 1024)]
 class GpuServiceSettings(EvidenceSettings, ComputeSettings):
     """What `gpu-service` is told. Claimed is how it computes, and of which layers."""
 
-    bind: str = setting(
+    bind: str = local(
         DEFAULT_ENDPOINT,
         "Where to listen: tcp://HOST:PORT (PORT * takes a free one) or ipc://PATH over ZeroMQ, or"
         " unix://PATH or vsock://CID:PORT, plain streams that cost less, on one machine; or"
@@ -55,25 +56,21 @@ class GpuServiceSettings(EvidenceSettings, ComputeSettings):
         " memory that one virtual machine has as a device, beside a stream on a Unix socket (or"
         " vsock).",
         metavar="ENDPOINT",
-        claim=False,
     )
-    http: str | None = setting(
+    http: str | None = local(
         None,
         "Listen there for HTTP in place of --bind, for hosts that let nothing else through (extra"
         " http). On loopback unless HOST says otherwise. GET /health says whether it is ready.",
         metavar="[HOST:]PORT",
-        claim=False,
     )
-    http_tokens: Path | None = file_setting(
+    http_tokens: Path | None = local_file(
         "SHA-256 of the bearer tokens to let in, one a line (tsqp api-key NAME --digest). SIGHUP"
-        " reads it again.",
-        claim=False,
+        " reads it again."
     )
-    http_cert: Path | None = file_setting(
-        "Our certificate (PEM), for https://. Without it, TLS is left to a proxy before us.",
-        claim=False,
+    http_cert: Path | None = local_file(
+        "Our certificate (PEM), for https://. Without it, TLS is left to a proxy before us."
     )
-    http_key: Path | None = file_setting("Its key (PEM).", claim=False, secret=True)
+    http_key: Path | None = local_file("Its key (PEM).", secret=True)
     device: str = setting(
         "cpu",
         "cpu, cuda or cuda:N. For measurements, null answers zeros at once and model:PROFILE after"
@@ -104,87 +101,73 @@ class GpuServiceSettings(EvidenceSettings, ComputeSettings):
         " cuda on a GPU each. They are started by this one, or all of them by torchrun.",
         metavar="N",
     )
-    sessions_mib: _Mebibytes | None = setting(
+    sessions_mib: _Mebibytes | None = local(
         None,
         "Memory for the KV caches that policies with segments leave here, of all clients. Default:"
         " half of what is free once the weights are there.",
-        claim=False,
     )
-    session_client_mib: _Mebibytes | None = setting(
-        None,
-        "The same, of one client; default: half of that, so that none evicts all others.",
-        claim=False,
+    session_client_mib: _Mebibytes | None = local(
+        None, "The same, of one client; default: half of that, so that none evicts all others."
     )
-    session_ttl_s: Annotated[float, Interval(ge=1, le=31_536_000)] = setting(
-        SESSION_TTL_S, "How long after its last use a KV cache is kept.", claim=False
+    session_ttl_s: Annotated[float, Interval(ge=1, le=31_536_000)] = local(
+        SESSION_TTL_S, "How long after its last use a KV cache is kept."
     )
-    session_spill: Annotated[Path, DIRECTORY] | None = setting(
+    session_spill: Annotated[Path, DIRECTORY] | None = local(
         None,
         "Write KV caches that must make room to files without a name in this directory, encrypted"
         " with keys that live in memory alone. It protects the disk, not the client against this"
         " service, which sees every KV cache. Without it they are dropped, and sent again.",
         metavar="DIR",
-        claim=False,
     )
-    session_spill_mib: _Mebibytes | None = setting(
-        None, "How much of them to keep on disk; default: as much as in memory.", claim=False
+    session_spill_mib: _Mebibytes | None = local(
+        None, "How much of them to keep on disk; default: as much as in memory."
     )
-    metrics: str | None = setting(
+    metrics: str | None = local(
         None,
         "Serve Prometheus metrics at http://HOST:PORT/metrics (PORT * takes a free one). On"
         " loopback unless HOST says otherwise; without a password.",
         metavar="[HOST:]PORT",
-        claim=False,
     )
-    max_queued_requests: Annotated[int, Interval(ge=1, le=65536)] = setting(
-        QUEUED_REQUESTS,
-        "How many requests of one client may wait; others are refused.",
-        claim=False,
+    max_queued_requests: Annotated[int, Interval(ge=1, le=65536)] = local(
+        QUEUED_REQUESTS, "How many requests of one client may wait; others are refused."
     )
-    max_queued_mib: _QueuedMebibytes | None = setting(
-        None, "The same in MiB; default: as --max-message-mib.", claim=False
+    max_queued_mib: _QueuedMebibytes | None = local(
+        None, "The same in MiB; default: as --max-message-mib."
     )
-    max_queued_total_requests: Annotated[int, Interval(ge=1, le=2**20)] = setting(
-        QUEUED_TOTAL_REQUESTS, "How many requests of all clients may wait.", claim=False
+    max_queued_total_requests: Annotated[int, Interval(ge=1, le=2**20)] = local(
+        QUEUED_TOTAL_REQUESTS, "How many requests of all clients may wait."
     )
-    max_queued_total_mib: _QueuedMebibytes | None = setting(
-        None, "The same in MiB; default: four times --max-queued-mib.", claim=False
+    max_queued_total_mib: _QueuedMebibytes | None = local(
+        None, "The same in MiB; default: four times --max-queued-mib."
     )
-    drain_timeout_s: Annotated[float, Interval(ge=0, le=86_400)] = setting(
+    drain_timeout_s: Annotated[float, Interval(ge=0, le=86_400)] = local(
         DRAIN_S,
         "How long to go on, once told to stop, with requests that were taken before. A second"
         " signal ends it at once.",
-        claim=False,
     )
-    identity: Path | None = file_setting(
+    identity: Path | None = local_file(
         "Our secret key (tsqp keys new), by which clients know us: connections are encrypted, and"
         " only clients on the --allow list are let in.",
-        claim=False,
         secret=True,
     )
-    allow: Path | None = file_setting(
-        "Public keys of the clients to let in, one a line. SIGHUP reads it again.", claim=False
+    allow: Path | None = local_file(
+        "Public keys of the clients to let in, one a line. SIGHUP reads it again."
     )
-    allow_anyone: bool = setting(
-        False,
-        "Let in every client that reaches the address, from other machines as well.",
-        claim=False,
+    allow_anyone: bool = local(
+        False, "Let in every client that reaches the address, from other machines as well."
     )
     attest: AttesterKind | None = again(
+        EvidenceSettings,
         "attest",
         help="Prove to runners what runs here, by evidence of this hardware.",
     )
-    attest_gpus: bool = setting(
-        False,
-        "Give evidence of this machine's GPUs as well (NVIDIA, in confidential mode).",
-        claim=False,
+    attest_gpus: bool = local(
+        False, "Give evidence of this machine's GPUs as well (NVIDIA, in confidential mode)."
     )
-    public_key: Path | None = file_setting(
-        "With --attest, where to write our public key: it is made at each start.",
-        claim=False,
-        variable=False,
+    public_key: Path | None = local_file(
+        "With --attest, where to write our public key: it is made at each start.", variable=False
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", claim=False)
+    log_level: Literal["debug", "info", "warning", "error"] = local("info")
 
 
 class Held(NamedTuple):

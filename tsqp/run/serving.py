@@ -15,6 +15,8 @@ from tsqp.run.settings import (
     RunSettings,
     Settings,
     file_setting,
+    local,
+    local_file,
     said_of,
     setting,
     settings_of,
@@ -44,33 +46,27 @@ def claims(settings: Settings) -> Iterator[tuple[str, object]]:
 class EvidenceSettings(Settings):
     """What a program is told that proves what it runs."""
 
-    attest: AttesterKind | None = setting(
-        None, "Prove to clients what runs here, by evidence of this hardware.", claim=False
+    attest: AttesterKind | None = local(
+        None, "Prove to clients what runs here, by evidence of this hardware."
     )
-    attest_certificate: tuple[Path, ...] = setting(
-        (),
-        "Of AMD's, in DER or PEM, where the host gives none; repeatable.",
-        metavar="FILE",
-        claim=False,
+    attest_certificate: tuple[Path, ...] = local(
+        (), "Of AMD's, in DER or PEM, where the host gives none; repeatable.", metavar="FILE"
     )
-    attest_collateral: Path | None = file_setting("TDX: Intel's; SEV-SNP: AMD's CRL.", claim=False)
+    attest_collateral: Path | None = local_file("TDX: Intel's; SEV-SNP: AMD's CRL.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(EvidenceSettings, RunSettings):
     """What `tee-runner serve` is told beside: clients, their limits, and how requests are run."""
 
-    host: str = setting("127.0.0.1", "Address to listen at.", claim=False)
-    port: Annotated[int, Interval(ge=0, le=65535)] = setting(
-        8000, "0: one that is free.", claim=False
-    )
-    tls_certificate: Path | None = file_setting("PEM, with its chain.", claim=False)
-    tls_key: Path | None = file_setting("PEM, of the certificate.", claim=False, secret=True)
-    seal_key_server: str | None = setting(
+    host: str = local("127.0.0.1", "Address to listen at.")
+    port: Annotated[int, Interval(ge=0, le=65535)] = local(8000, "0: one that is free.")
+    tls_certificate: Path | None = local_file("PEM, with its chain.")
+    tls_key: Path | None = local_file("PEM, of the certificate.", secret=True)
+    seal_key_server: str | None = local(
         None,
         "MODEL is sealed: a tsqp keyserver that gives its key to what --attest proves.",
         metavar="URL",
-        claim=False,
     )
     api_keys: Path | None = file_setting(
         "Who may ask, and how much (tsqp api-key); read again on SIGHUP. Without it: everyone."
@@ -78,9 +74,7 @@ class ServeSettings(EvidenceSettings, RunSettings):
     allow_origin: tuple[str, ...] = setting(
         (), "Of web pages that may ask, * for all; repeatable.", metavar="ORIGIN"
     )
-    served_model_name: str | None = setting(
-        None, "Default: the name of MODEL.", metavar="NAME", claim=False
-    )
+    served_model_name: str | None = local(None, "Default: the name of MODEL.", metavar="NAME")
     max_model_len: Count | None = setting(None, "Prompt and answer; default: the model's context.")
     default_max_tokens: Count = setting(1024, "Of an answer without max_tokens.")
     max_sequences: Count = setting(64, "That run at a time; others wait.")
@@ -101,6 +95,6 @@ class ServeSettings(EvidenceSettings, RunSettings):
     round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
     pooling: Literal["last", "mean"] = setting("last", "Of /v1/embeddings.")
     audit_log: Path | None = file_setting("Sealed log: who, when, how much; no text.")
-    audit_key: Path | None = file_setting("Its key (tsqp audit new-key).", claim=False, secret=True)
-    audit_key_fd: AtLeast0 | None = setting(None, "An open file that has its key.", claim=False)
+    audit_key: Path | None = local_file("Its key (tsqp audit new-key).", secret=True)
+    audit_key_fd: AtLeast0 | None = local(None, "An open file that has its key.")
     page: bool = setting(False, "For development: a page to chat at /, with what left.")

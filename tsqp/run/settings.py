@@ -43,7 +43,7 @@ class Setting:
 
     `help`, `metavar`, `show_default`: shown by `--help`. `option`: its name as an option, where
     that differs. `complete`: what a shell completes. `claim`: whether a server that proves what it
-    runs claims it; what only says where things are, or how long to wait, is left out. `secret`: the
+    runs claims it; what only says where things are, or how long to wait, is `local`. `secret`: the
     value may hold a secret, so that it is not part of `repr`. `pins`: it says which model is meant,
     so that a settings file, which a manifest has to pin, must not hold it. `variable`: whether the
     environment and settings files may set it.
@@ -61,9 +61,19 @@ class Setting:
 
 
 def setting(default: Any, text: str | None = None, **more: Any) -> Any:
-    """Declare a setting. Without claim: `claim=False`."""
+    """Declare a setting, which is claimed; see `local`."""
     said = Setting(help=text, **more)
     return field(default=default, repr=not said.secret, metadata={"setting": said})
+
+
+def local(default: Any, text: str | None = None, **more: Any) -> Any:
+    """Declare a setting of this machine: where things are, or how long to wait; not claimed."""
+    return setting(default, text, claim=False, **more)
+
+
+def local_file(text: str, **more: Any) -> Any:
+    """Declare the setting of a file of this machine, which may be left out; not claimed."""
+    return file_setting(text, claim=False, **more)
 
 
 def file_setting(text: str, **more: Any) -> Any:
@@ -132,33 +142,29 @@ def model_directory(name: str) -> Path:
 class ComputeSettings(Settings):
     """What both programs are told of model and computing."""
 
-    model: str = setting(MISSING, claim=False)
+    model: str = local(MISSING)
     dtype: Dtype | None = setting(None, "Default: the model's own.")
     kernels: Kernels = setting(
         "auto",
         "Instructions that the CPU computes with: the best that give right results, torch's, or"
         " these.",
     )
-    threads: Threads | None = setting(
-        None,
-        "CPU threads; default: one a core, less one that reads --bank where there are four.",
-        claim=False,
+    threads: Threads | None = local(
+        None, "CPU threads; default: one a core, less one that reads --bank where there are four."
     )
-    max_message_mib: Annotated[int, Interval(ge=1, le=4096)] = setting(
-        512, "Larger messages are refused.", claim=False
+    max_message_mib: Annotated[int, Interval(ge=1, le=4096)] = local(
+        512, "Larger messages are refused."
     )
-    spin_us: Microseconds = setting(
+    spin_us: Microseconds = local(
         0.0,
         "Look for a message so long before sleeping, where the last one came as soon: faster, and"
         " keeps a core busy.",
-        claim=False,
     )
     # The default is `protocol.zmq_sockets.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
-    heartbeat_timeout_s: Annotated[float, Interval(ge=0, le=3600)] = setting(
+    heartbeat_timeout_s: Annotated[float, Interval(ge=0, le=3600)] = local(
         1.0,
         "End a tcp:// or ipc:// connection on which nothing has come for so long, though we ask"
         " four times in that time; longer than the largest tensor takes on the link. 0 is off.",
-        claim=False,
     )
 
 
@@ -166,42 +172,35 @@ class ComputeSettings(Settings):
 class RunSettings(ComputeSettings):
     """What a run of the TEE's side is told, whoever asks it: `tsqp.LLM` takes these."""
 
-    gpu: tuple[str, ...] = setting(
+    gpu: tuple[str, ...] = local(
         (DEFAULT_ENDPOINT,),
         "A gpu-service, of some layers (0-7, 8-) or all of them. Repeatable: those of the same"
         " layers stand in for each other. Where a policy needs two that do not collude, the first"
         " gets share 1; with more than two for the same layers, share= says which.",
         metavar="ENDPOINT[=LAYERS][,share=1|2][,columns=I/N]",
-        claim=False,
     )
-    identity: Path | None = file_setting(
-        "Our secret key (tsqp keys new): services know us by it.", claim=False, secret=True
+    identity: Path | None = local_file(
+        "Our secret key (tsqp keys new): services know us by it.", secret=True
     )
-    service_key: tuple[str, ...] = setting(
+    service_key: tuple[str, ...] = local(
         (),
         "Public key of the service (40 characters, or its file): no other one is talked to. Once"
         " for all, or once for each --gpu in order.",
         metavar="KEY|FILE",
         complete="file",
-        claim=False,
     )
-    http_token: tuple[Path, ...] = setting(
+    http_token: tuple[Path, ...] = local(
         (),
         "Bearer token by which a service with a URL knows us, one line (mode 0600). Once for each"
         " URL of --gpu in order, or once for all where they have one host and port.",
         metavar="FILE",
-        claim=False,
         secret=True,
     )
-    http_ca: Path | None = file_setting(
-        "CAs (PEM) by which https:// services are known; default: the system's.", claim=False
+    http_ca: Path | None = local_file(
+        "CAs (PEM) by which https:// services are known; default: the system's."
     )
-    connect_timeout_s: Seconds = setting(
-        10.0, "Wait so long for services at the start.", claim=False
-    )
-    request_timeout_s: Seconds = setting(
-        60.0, "Wait so long for a result, or a lost service.", claim=False
-    )
+    connect_timeout_s: Seconds = local(10.0, "Wait so long for services at the start.")
+    request_timeout_s: Seconds = local(60.0, "Wait so long for a result, or a lost service.")
     link_gbps: Annotated[float, Interval(gt=0, le=1e6)] | None = setting(
         None, "Take as long as a link of this bandwidth would (10^9 bit/s each way)."
     )
@@ -213,50 +212,45 @@ class RunSettings(ComputeSettings):
         "Let a policy with two services use links of this machine without keys. An observer of both"
         " links, such as root on this machine, then reads prompt and answer.",
     )
-    policy: str = setting(
+    policy: str = local(
         DEFAULT_POLICY,
         "What leaves the TEE, and masked how; tsqp policies lists them.",
         metavar="NAME|FILE",
         complete="policy",
-        claim=False,
     )
     service_appraisal: Path | None = file_setting(
         "What services must be whose policy has them prove it: an appraisal policy, in TOML."
     )
-    manifest: Path | None = file_setting(
-        "What MODEL must hold, byte for byte, as tsqp manifest wrote it.", claim=False, pins=True
+    manifest: Path | None = local_file(
+        "What MODEL must hold, byte for byte, as tsqp manifest wrote it.", pins=True
     )
-    manifest_digest: str | None = setting(
+    manifest_digest: str | None = local(
         None,
         "SHA-256 of the manifest: needed where it lies on a disk that is not trusted.",
         metavar="HEX",
-        claim=False,
         pins=True,
     )
-    seal_key: Path | None = file_setting(
-        "MODEL is sealed (tsqp seal): the key that opens it.", claim=False, secret=True, pins=True
+    seal_key: Path | None = local_file(
+        "MODEL is sealed (tsqp seal): the key that opens it.", secret=True, pins=True
     )
-    seal_key_fd: AtLeast0 | None = setting(
-        None, "An open file, such as a pipe, that has this key.", claim=False, pins=True
+    seal_key_fd: AtLeast0 | None = local(
+        None, "An open file, such as a pipe, that has this key.", pins=True
     )
-    seal_key_command: str | None = setting(
+    seal_key_command: str | None = local(
         None,
         "A command, run without a shell, whose stdout is this key: of a key service's tool.",
         metavar="COMMAND",
-        claim=False,
         secret=True,
         pins=True,
     )
-    seal_digest: str | None = setting(
+    seal_digest: str | None = local(
         None,
         "SHA-256 that tsqp seal printed: no older seal, and no other model's, is taken.",
         metavar="HEX",
-        claim=False,
         pins=True,
     )
-    calibration: Path | None = file_setting(
-        "Activation scales for int8 policies; default: calibration.safetensors in MODEL.",
-        claim=False,
+    calibration: Path | None = local_file(
+        "Activation scales for int8 policies; default: calibration.safetensors in MODEL."
     )
     key: Path | None = file_setting("Key of a feature mask, of tsqp provision.", secret=True)
     bank: Path | None = file_setting(
@@ -289,10 +283,8 @@ class RunSettings(ComputeSettings):
         "Cut a step into so many parts that overlap: the TEE works on one while the services work"
         " on others.",
     )
-    max_kv_mib: Count | None = setting(
-        None,
-        "Memory for keys and values of all sequences; default: 80 % of what is available.",
-        claim=False,
+    max_kv_mib: Count | None = local(
+        None, "Memory for keys and values of all sequences; default: 80 % of what is available."
     )
 
 
