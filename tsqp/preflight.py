@@ -32,9 +32,14 @@ from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding
-from tsqp.run.bank import bank_place
 from tsqp.run.settings import RunSettings, model_directory
-from tsqp.run.trust import load_run_policy, read_client_keys, read_http_access, service_appraisal
+from tsqp.run.trust import (
+    bank_place,
+    load_run_policy,
+    read_client_keys,
+    read_http_access,
+    service_appraisal,
+)
 
 _CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 # Read in a processor's register or in shared memory; all others cost a microsecond a reading.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -177,6 +178,29 @@ def _ask(
     if reply.status != 200:
         raise KeyFileError(where, got=f"status {reply.status}", expected="200")
     return answer
+
+
+def provided_key(
+    file: Path | None,
+    descriptor: int | None,
+    command: str | None,
+    release: Callable[[], bytes] | None = None,
+) -> bytes:
+    """Take the key from the one provider that is named. Raises as it, SettingsError.
+
+    `release`: of `--seal-key-server`, for a program that can prove what it runs.
+    """
+    providers: dict[str, Callable[[], bytes] | None] = {
+        "--seal-key": None if file is None else partial(read_key, file),
+        "--seal-key-fd": None if descriptor is None else partial(read_key_from, descriptor),
+        "--seal-key-command": None if command is None else partial(key_of_command, command),
+    }
+    providers |= {} if release is None else {"--seal-key-server": release}
+    given = [take for take in providers.values() if take is not None]
+    if len(given) != 1:
+        expected = f"one of {', '.join(providers)}"
+        raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
+    return given[0]()
 
 
 def _parsed(text: str, where: str) -> bytes:

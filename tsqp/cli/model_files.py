@@ -387,10 +387,13 @@ def rewrap(*, settings: RunSettings, directory: Path, to: Path) -> None:
     The digest stays. Whoever kept the old sealed.tsqp and the old key can open it still: where that
     matters, seal the model again.
     """
-    from tsqp.run.trust import provided_key
     from tsqp.seal import rewrap as run
-    from tsqp.seal_keys import read_key
+    from tsqp.seal_keys import provided_key, read_key
 
-    digest = run(directory, provided_key(settings), read_key(to))
+    digest = run(
+        directory,
+        provided_key(settings.seal_key, settings.seal_key_fd, settings.seal_key_command),
+        read_key(to),
+    )
     click.echo(f"{directory}: for the key of {to} from now on")
     click.echo(f"SHA-256 of the seal, as before: {digest}")

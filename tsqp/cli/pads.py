@@ -14,10 +14,10 @@ import click
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes, use
-from tsqp.run.bank import BATCH_TOKENS, bank_place, padded, product_operations
+from tsqp.run.bank import BATCH_TOKENS, padded, product_operations
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
-from tsqp.run.trust import load_manifest, load_pinned_policy, open_seal
+from tsqp.run.trust import bank_place, load_manifest, load_pinned_policy, open_seal
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar

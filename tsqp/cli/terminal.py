@@ -249,7 +249,7 @@ class SoFar:
     ) -> dict[str, object]:
         """Return a result with what it was made with, so that it can be made again."""
         from protocol import native
-        from tsqp.run.trust import policy_digest
+        from tsqp.run.serving import policy_digest
 
         return result.model_dump() | {
             "model": self.settings.model,

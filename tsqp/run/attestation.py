@@ -27,9 +27,9 @@ from tee_side.plugins import source_of
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.identity import About, Identity, state
 from tsqp.run.process import tell
-from tsqp.run.serving import EvidenceSettings, ServeSettings, claims
+from tsqp.run.serving import EvidenceSettings, ServeSettings, claims, policy_digest
 from tsqp.run.settings import Settings
-from tsqp.run.trust import policy_digest, read_client_keys
+from tsqp.run.trust import read_client_keys
 from tsqp.seal_keys import key_of_server
 
 if TYPE_CHECKING:

@@ -1,42 +1,20 @@
-"""The pad bank of a run: where it is, what it is for, and what its pads take to make."""
+"""What pads of a bank are for, and what they take to make."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.errors import PolicyError, SettingsError
-from tsqp.run.settings import RunSettings, option_of
+from protocol.errors import PolicyError
 
 if TYPE_CHECKING:
     from protocol.model.config import ModelConfig
     from tee_side.policy.placement import Policy
     from tee_side.protect.masks.mask import AdditiveMask
-    from tee_side.protect.pads.bank_files import BankPlace
     from tee_side.protect.pads.layout import PadLayout
 
 # Tokens in one product: each weight is read from the directory and quantised once for so many. At
 # 512 that would take a quarter of the whole (1b shape, 2 cores).
 BATCH_TOKENS = 1024
-
-
-def bank_place(settings: RunSettings) -> BankPlace | None:
-    """Return where the bank is, None where none is named. Raises SettingsError."""
-    from tee_side.protect.pads.bank_files import BankPlace
-
-    if settings.bank is None:
-        for name in ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"):
-            if value := getattr(settings, name):
-                raise SettingsError(
-                    option_of(name), got=str(value), expected="nothing without --bank"
-                )
-        return None
-    return BankPlace.at(
-        settings.bank,
-        settings.bank_key,
-        settings.bank_index,
-        settings.bank_witness,
-        beside_bank=settings.bank_key_beside_bank,
-    )
 
 
 def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:

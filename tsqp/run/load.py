@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.errors import SettingsError
-from tsqp.run.bank import bank_place
 from tsqp.run.process import configure, tell
 from tsqp.run.settings import MIB, RunSettings, TextSettings, model_directory
 from tsqp.run.trust import (
+    bank_place,
     load_manifest,
     load_run_policy,
     open_seal,

@@ -49,8 +49,7 @@ from tee_side.serve.watch import Watch
 from tsqp.manifest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
 from tsqp.run.process import EXIT_REFUSED, complain
-from tsqp.run.serving import ServeSettings
-from tsqp.run.trust import policy_digest
+from tsqp.run.serving import ServeSettings, policy_digest
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Interval
 
@@ -22,6 +24,9 @@ from tsqp.run.settings import (
     settings_of,
 )
 
+if TYPE_CHECKING:
+    from tee_side.policy.placement import Policy
+
 AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 
 
@@ -29,6 +34,22 @@ def again(of: type[Settings], name: str, **changed: Any) -> Any:
     """Declare a setting of another model once more, with other facts."""
     known = next(one for one in fields(of) if one.name == name)
     return field(default=known.default, metadata={"setting": replace(said_of(known), **changed)})
+
+
+def policy_digest(policy: Policy) -> bytes:
+    """Return SHA-256 over what a policy says; the code of its masks is not covered."""
+    operators = {
+        operator: [
+            (p.scope, p.place, p.mask.described() if p.mask else "none", p.verify)
+            + ((p.window.sinks, p.window.recent) if p.window else ())
+            for p in placements
+        ]
+        for operator, placements in policy.operators.items()
+    }
+    prefill = (policy.prefill, policy.left_to_decode)
+    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
+    said.append(policy.service.attested)
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
 def claims(settings: Settings) -> Iterator[tuple[str, object]]:

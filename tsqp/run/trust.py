@@ -1,9 +1,7 @@
-"""What the settings of a run name: seal, manifest, policy, keys and evidence."""
+"""What the settings of a run name: seal, manifest, policy, keys, evidence and pad bank."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
+    from tee_side.protect.pads.bank_files import BankPlace
     from tee_side.remote.attested import ServiceAppraisal
 
 _APPRAISAL = "--service-appraisal"
@@ -38,40 +37,19 @@ def open_seal(
     _refuse_what_pins_from_a_file(settings)
     digest = _checked_digest("seal_digest", settings.seal_digest)
     use_seal(directory, None)
-    given = (settings.seal_key, settings.seal_key_fd, settings.seal_key_command, digest)
-    if release is None and all(one is None for one in given):
+    given = (settings.seal_key, settings.seal_key_fd, settings.seal_key_command)
+    if release is None and all(one is None for one in (*given, digest)):
         return
     from protocol.model.sealed import SealedModel
+    from tsqp.seal_keys import provided_key
 
-    seal = SealedModel(directory, provided_key(settings, release), digest)
+    seal = SealedModel(directory, provided_key(*given, release), digest)
     use_seal(directory, seal)
     if digest is None:
         tell(
             f"{directory} is taken without --seal-digest {seal.digest}: an older seal, or another"
             " model's for the same key, would be taken as well"
         )
-
-
-def provided_key(settings: RunSettings, release: Callable[[], bytes] | None = None) -> bytes:
-    """Take the key from the one provider that the settings name. Raises as it, SettingsError.
-
-    `release`: of `--seal-key-server`, for a program that can prove what it runs.
-    """
-    from tsqp.seal_keys import key_of_command, read_key, read_key_from
-
-    file, descriptor = settings.seal_key, settings.seal_key_fd
-    command = settings.seal_key_command
-    providers: dict[str, Callable[[], bytes] | None] = {
-        "--seal-key": None if file is None else partial(read_key, file),
-        "--seal-key-fd": None if descriptor is None else partial(read_key_from, descriptor),
-        "--seal-key-command": None if command is None else partial(key_of_command, command),
-    }
-    providers |= {} if release is None else {"--seal-key-server": release}
-    given = [take for take in providers.values() if take is not None]
-    if len(given) != 1:
-        expected = f"one of {', '.join(providers)}"
-        raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
-    return given[0]()
 
 
 def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
@@ -193,22 +171,6 @@ def load_run_policy(settings: RunSettings, manifest: Manifest | None) -> Policy:
     return policy.model_copy(update={"service": ServiceTerms(attested="simulated")})
 
 
-def policy_digest(policy: Policy) -> bytes:
-    """Return SHA-256 over what a policy says; the code of its masks is not covered."""
-    operators = {
-        operator: [
-            (p.scope, p.place, p.mask.described() if p.mask else "none", p.verify)
-            + ((p.window.sinks, p.window.recent) if p.window else ())
-            for p in placements
-        ]
-        for operator, placements in policy.operators.items()
-    }
-    prefill = (policy.prefill, policy.left_to_decode)
-    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
-    said.append(policy.service.attested)
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
-
-
 def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[str, HttpAccess]:
     """Read what --http-token and --http-ca name, by URL; with a manifest a pinned CA.
 
@@ -267,3 +229,23 @@ def service_appraisal(
         expected = f"a file that says what services must be: policy {policy.name} asks for evidence"
         raise SettingsError(option, got="none", expected=expected)
     return ServiceAppraisal(attested, appraisal)
+
+
+def bank_place(settings: RunSettings) -> BankPlace | None:
+    """Return where the bank is, None where none is named. Raises SettingsError."""
+    from tee_side.protect.pads.bank_files import BankPlace
+
+    if settings.bank is None:
+        for name in ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"):
+            if value := getattr(settings, name):
+                raise SettingsError(
+                    option_of(name), got=str(value), expected="nothing without --bank"
+                )
+        return None
+    return BankPlace.at(
+        settings.bank,
+        settings.bank_key,
+        settings.bank_index,
+        settings.bank_witness,
+        beside_bank=settings.bank_key_beside_bank,
+    )

@@ -51,9 +51,8 @@ from tsqp.run.attestation import identify, release_key, settings_digest, tls_fil
 from tsqp.run.gpu_evidence import ask_gpus
 from tsqp.run.load import Loaded
 from tsqp.run.service import GpuServiceSettings, Held, attested_service
-from tsqp.run.serving import ServeSettings
+from tsqp.run.serving import ServeSettings, policy_digest
 from tsqp.run.settings import model_directory
-from tsqp.run.trust import policy_digest
 
 USUAL = ServeSettings(model="demo", attest="simulated")
 

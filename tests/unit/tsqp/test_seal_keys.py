@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.errors import KeyFileError, SettingsError
 from tests.kit.rows import each_row
 from tsqp import seal_keys
-from tsqp.run.settings import RunSettings
-from tsqp.run.trust import provided_key
-from tsqp.seal_keys import encode_key, key_of_command, read_key, read_key_from
+from tsqp.seal_keys import encode_key, key_of_command, provided_key, read_key, read_key_from
 
 KEY = bytes(range(32))
 TEXT = encode_key(KEY)
-NOTHING = RunSettings(model="")
+NOTHING: dict[str, Any] = dict.fromkeys(("file", "descriptor", "command"))
 
 
 @pytest.fixture
@@ -47,19 +45,19 @@ def test_one_provider_gives_the_key(file: Path) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     for given in (
-        {"seal_key": file},
-        {"seal_key_fd": pipe(TEXT)},
-        {"seal_key_command": f"cat {file}"},
+        {"file": file},
+        {"descriptor": pipe(TEXT)},
+        {"command": f"cat {file}"},
     ):
-        assert provided_key(replace(NOTHING, **given)) == KEY
-    for given, count in (({}, 0), ({"seal_key": file, "seal_key_command": "cat"}, 2)):
+        assert provided_key(**NOTHING | given) == KEY
+    for given, count in (({}, 0), ({"file": file, "command": "cat"}, 2)):
         with pytest.raises(SettingsError, match=f"got {count} options, expected one of --seal-k"):
-            provided_key(replace(NOTHING, **given))
+            provided_key(**NOTHING | given)
     # A key server is asked by programs alone that can prove what they run.
-    assert provided_key(NOTHING, lambda: b"by the server") == b"by the server"
+    assert provided_key(**NOTHING, release=lambda: b"by the server") == b"by the server"
     for release, count in ((None, 0), (lambda: KEY, 2)):
         with pytest.raises(SettingsError, match=f"got {count} options") as refused:
-            provided_key(replace(NOTHING, seal_key=file) if release else NOTHING, release)
+            provided_key(**NOTHING | ({"file": file} if release else {}), release=release)
         assert ("--seal-key-server" in str(refused.value)) == (release is not None)
 
 
