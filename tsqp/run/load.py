@@ -41,7 +41,7 @@ Release: TypeAlias = "Callable[[Manifest | None, Policy], bytes]"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What is read before services are connected to. `tokenizer`: None where there is none."""
+    """What is read before services are connected to. `tokenizer`: None for a model without one."""
 
     manifest: Manifest | None
     policy: Policy
@@ -49,11 +49,11 @@ class Loaded:
 
 
 def load(settings: RunSettings, *, text_needed: bool, release: Release | None = None) -> Loaded:
-    """Open the seal, read manifest, policy and tokenizer, which is left out if the model has none.
+    """Open the seal and read manifest, policy and, if the model has one, tokenizer.
 
-    `release`: has a key server give the key of the seal, which is told of manifest and policy: they
-    are then read before the seal is open. Raises SealError, and ModelError for a missing directory,
-    or a missing tokenizer that is needed.
+    `release`: asks a key server for the key of the seal. That server is told of manifest and policy,
+    so they are read before the seal is open. Raises SealError, and ModelError for a directory that
+    is missing, or for a tokenizer that is missing and needed.
     """
     from protocol.model.config import read_config
     from protocol.model.manifest import find_file
@@ -66,7 +66,7 @@ def load(settings: RunSettings, *, text_needed: bool, release: Release | None = 
     policy = load_run_policy(settings, manifest)
     if release is not None:
         open_seal(directory, settings, partial(release, manifest, policy))
-    # First, because a missing directory is to be called that, and not a missing tokenizer.
+    # Before the tokenizer: a missing directory has an error of its own.
     read_config(directory, manifest)
     there = text_needed or find_file(directory, TOKENIZER_FILE, manifest) is not None
     return Loaded(manifest, policy, Tokenizer(directory, manifest) if there else None)
@@ -136,8 +136,8 @@ def open_runner(
         loaded.tokenizer,
         on_load,
     )
-    # What was made by now lives as long as the process; to look through it again and again for
-    # garbage costs a tenth of the time of a decoded token.
+    # All objects so far live as long as the process. Searching them for garbage again and again
+    # takes a tenth of the time of a decoded token.
     gc.collect()
     gc.freeze()
     said = [runner.leakage_summary] if runner.leakage_summary else []
@@ -149,12 +149,12 @@ def open_runner(
 
 
 def hides(policy: Policy) -> bool:
-    """Say whether pads or shares hide what leaves: the GPU side learns lengths and timing."""
+    """Say whether pads or shares hide what leaves: then the GPU side learns lengths and timing."""
     return any(mask.uniform for mask in policy.masks)
 
 
 def added_leakage(policy: Policy, engine: EngineSettings) -> Iterator[str]:
-    """Say what was switched on that a policy which hides what leaves has off."""
+    """Yield a sentence for each feature that adds to what a hiding policy gives away."""
     if hides(policy) and engine.speculative_tokens:
         yield (
             "speculation adds to lengths and timing: the GPU side sees how many guessed tokens a"
@@ -168,7 +168,7 @@ def added_leakage(policy: Policy, engine: EngineSettings) -> Iterator[str]:
 
 
 def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
-    """Return what channels are wrapped in: the lab's model of a slower link, the page's feed."""
+    """Return what channels are wrapped in: the model of a slower link, the page's feed, or both."""
     if settings.link_gbps is None and not settings.link_rtt_us:
         return feed
     from tsqp.run.link import Link
@@ -180,7 +180,7 @@ def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
 
 
 def _check_use(policy: Policy, settings: RunSettings, *, idles: bool) -> None:
-    """Refuse what could not do what was asked for: pads that never are, services without a part."""
+    """Refuse settings that cannot work: pads that are never made, services without a task."""
     from tee_side.protect.masks.mask import AdditiveMask
 
     padded = any(isinstance(mask, AdditiveMask) for mask in policy.masks)

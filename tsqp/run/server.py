@@ -94,9 +94,9 @@ class Starting:
         self._thread.start()
 
     def close(self) -> None:
-        """End; who connects from now on waits for the server itself.
+        """Stop answering. New clients wait in the backlog until the server itself accepts them.
 
-        Who has just connected, and asked nothing yet, is cut off.
+        A client that has connected, and has not sent a request yet, is disconnected.
         """
         self._server.should_exit = True
         self._thread.join()
@@ -189,7 +189,7 @@ async def _serve(
     )
     app = _app(runner, settings, feed, parts, engine)
     server = uvicorn.Server(_configured(app, parts.tls))
-    # Without keys there is nothing to read again, and nothing to end for.
+    # SIGHUP is ignored where no API key file is given.
     loop.add_signal_handler(signal.SIGHUP, bool if parts.keys is None else parts.keys.reload)
     chores = [asyncio.create_task(_every(_TRIM_S, _memory_trimmer()))]
     if audit is not None:
@@ -219,7 +219,10 @@ def end_if_resumed(resumption: ResumeWatch) -> None:
 
 
 def note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log where a callback or a task failed; asyncio's own words hold the error's, so a prompt."""
+    """Log the type and the line of an error in a callback or a task, and not its text.
+
+    asyncio's default message includes `str(error)`, which may quote a prompt.
+    """
     error: BaseException | None = context.get("exception")
     fields = {"error": type(error).__name__}
     if error is not None and error.__traceback__ is not None:
@@ -286,10 +289,10 @@ def _app(
 
 
 def _fingerprint(runner: Runner, calibration: Path | None) -> str:
-    """Name what the bits of an answer depend on beside the request.
+    """Name everything beside the request that the bits of an answer depend on.
 
-    The version and the kernels' variant as they are; the rest as a digest: model, policy,
-    calibration, dtype, and what samples: torch's version, and the instructions it has chosen.
+    The version and the kernels' variant are written out. The rest is a digest: model, policy,
+    calibration, dtype, and for sampling torch's version and the instructions that it has chosen.
     """
     said = [runner.model_digest, policy_digest(runner.policy).hex(), str(runner.dtype)]
     said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
@@ -337,9 +340,9 @@ async def _every(seconds: float, work: Callable[[], object]) -> None:
 
 
 def _memory_trimmer() -> Callable[[], object]:
-    """Return what gives the kernel back the pages that no object is on.
+    """Return a function that gives unused pages of the heap back to the kernel.
 
-    Each thread's heap keeps what its largest moment took: 64 streams 4 MiB more in six minutes.
+    Each thread's heap stays as large as it ever was: 64 streams took 4 MiB more in six minutes.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     return bool if trim is None else partial(trim, 0)

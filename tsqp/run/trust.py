@@ -29,7 +29,7 @@ def open_seal(
 ) -> None:
     """Have MODEL read through its seal from now on, where a key is given.
 
-    Says on stderr what a seal is worth whose digest is not. `release`: asks the key server, where
+    Warns on stderr where the digest of the seal is not given. `release`: asks the key server, where
     one is named. Raises SettingsError, KeyFileError, SealError, and as `release`.
     """
     from protocol.model.files import use_seal
@@ -55,8 +55,8 @@ def open_seal(
 def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
     """Read what `--manifest` and `--manifest-digest` say; None without them.
 
-    Checks the settings files that were read against it, and says on stderr what a manifest inside
-    MODEL is worth. Raises SettingsError, ManifestError.
+    Checks the settings files that were read against it. Warns on stderr of a manifest inside MODEL
+    whose digest is not given. Raises SettingsError, ManifestError.
     """
     _refuse_what_pins_from_a_file(settings)
     path = settings.manifest
@@ -117,7 +117,7 @@ def load_pinned_policy(name: str, manifest: Manifest | None) -> Policy:
 
 
 def warn_without_keys(endpoints: Sequence[str]) -> None:
-    """Say on stderr, in one line, which of these services are reached over a network in the open.
+    """Name on stderr, in one line, the services that are reached over a network unencrypted.
 
     `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
     """
