@@ -51,7 +51,7 @@ class Loaded:
 def load(settings: RunSettings, *, text_needed: bool, release: Release | None = None) -> Loaded:
     """Open the seal and read manifest, policy and, if the model has one, tokenizer.
 
-    `release`: asks a key server for the key of the seal. That server is told of manifest and policy,
+    `release`: asks a key server for the key of the seal. It tells that server manifest and policy,
     so they are read before the seal is open. Raises SealError, and ModelError for a directory that
     is missing, or for a tokenizer that is missing and needed.
     """
