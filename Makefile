@@ -121,7 +121,7 @@ imports: $(STAMP)
 	$(BIN)/lint-imports
 
 docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from what is recorded
-	$(BIN)/python -m tsqp.catalogue docs/masks.md
+	$(BIN)/python -m tests.kit.masks_page docs/masks.md
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
 site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is an error

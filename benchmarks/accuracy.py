@@ -47,8 +47,8 @@ from tee_side.protect.calibration import Calibration, SiteScales, calibration_pa
 from tee_side.remote.overlap import run
 from tee_side.words import Site
 from tsqp.calibrate import STEPS, operators_here
-from tsqp.cli.program import model_directory
 from tsqp.lab.bench.machine import describe_machine
+from tsqp.run.settings import model_directory
 from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 Product = Callable[[torch.Tensor], torch.Tensor]

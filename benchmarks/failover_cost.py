@@ -44,7 +44,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError
 from protocol.messages import (
@@ -58,16 +58,16 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.pending import PendingChannel
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import from_torch, short_name
 from tee_side.policy.placement import load_policy
 from tee_side.remote.services.member import ConnectOptions, Instances, Member, Session
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.cli.program import model_directory
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.processes import start_service
+from tsqp.run.settings import model_directory
 
 POLICY = "attention-in-tee"
 BINDS = {"unix": "unix://{folder}/{name}.sock", "tcp": "tcp://127.0.0.1:*"}
@@ -181,7 +181,7 @@ def bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     group = ReplicaGroup(1, 0, 0, ("nowhere",))
     options = ConnectOptions(_nobody, _unchecked)
     member = Member("nowhere", group, options, Instances(), Traffic())
-    member.session = Session(member, cast(PendingChannel, channel), channel)
+    member.session = Session(member, cast("PendingChannel", channel), channel)
     replicas = Replicas([member], timeout_s=60.0, traffic=Traffic())
     found: list[float] = []
     for asked in (channel, replicas):

@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM
 from protocol.errors import SettingsError, TsqpError
 from protocol.tensors import torch_dtype
 from tee_side.engine.tokenizer import Tokenizer
-from tsqp.cli.program import model_directory
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.research.float_check import Tolerance
+from tsqp.run.settings import model_directory
 from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 DTYPES = ("float32", "float16", "bfloat16")

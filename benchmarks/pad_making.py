@@ -37,10 +37,10 @@ from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.randomness import Keystream
-from tsqp.cli.pads import BATCH_TOKENS, product_operations
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.run.bank import BATCH_TOKENS, product_operations
 
 SHAPE = find_shape("llama-3.2-1b")
 REPEATS = 5

@@ -30,10 +30,10 @@ from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import PolicyRun
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import BenchSettings
-from tsqp.lab.link import Link
 from tsqp.lab.plan.machine import Machine, fit_machine
 from tsqp.lab.plan.model import PolicyPlan
 from tsqp.lab.plan.run import Planning, PlanSettings
+from tsqp.run.link import Link
 
 # As slow as a few cores, so that it matters beside them.
 SLOW = DeviceProfile(

@@ -38,15 +38,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import rankdata
 
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.cli.program import model_directory
-from tsqp.cli.running import stream
-from tsqp.cli.status import StatusLine
+from tsqp.cli.terminal import StatusLine, stream
 from tsqp.processes import start_service
+from tsqp.run.settings import TextSettings, model_directory
 
 Way = Literal["inline", "thread"]
 Times = npt.NDArray[np.float64]
@@ -129,7 +128,7 @@ def generate(way: Way, model: Path, endpoint: str, policy: str, seed: int) -> di
         sampling = SamplingSettings(temperature=1.0, seed=seed)
         generation = runner.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling)
         if way == "thread":
-            stream(runner, generation, {"as_json": False, "stats": True})
+            stream(runner, generation, TextSettings(model=str(model)))
         else:
             text, drawn = generation.text_stream(), 0.0
             with StatusLine("inline", generation) as status:

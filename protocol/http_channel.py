@@ -20,7 +20,6 @@ from typing import Any
 
 import httpcore2
 
-from protocol.channel import Exchange
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import is_exposed, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
@@ -32,6 +31,7 @@ from protocol.http_access import (
     HttpAccess,
 )
 from protocol.pending import RECONNECT_S, PendingChannel, Received
+from protocol.prepared import Exchange
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import longest_bytes, to_pieces
 from protocol.tensors import Buffer

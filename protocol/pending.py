@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from protocol.channel import Exchange, Traffic
 from protocol.encoding import Reply, decode_reply, encode_request
 from protocol.errors import (
     DeadlineExceededError,
@@ -33,7 +32,7 @@ from protocol.messages import (
     checked_timing,
     tensor_reply,
 )
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import Buffer, WireTensor
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A tensor request whose header is written once, and what a good reply to it says.
+"""A tensor request whose header is written once, what a good reply says, and what came of it.
 
 A forward pass sends the same few hundred requests again and again: only the request id, the
 deadline and the tensor's numbers are new. A request of a site and row count is prepared once, sent
@@ -8,6 +8,7 @@ by `Channel.start`, and a reply with exactly the expected header needs no decodi
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,10 +22,12 @@ from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
+    Response,
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
     TensorReply,
+    Timing,
 )
 from protocol.seed import SEED_SHAPE
 from protocol.stream_wire import layout
@@ -41,7 +44,6 @@ from protocol.tensors import (
 if TYPE_CHECKING:
     import torch
 
-    from protocol.channel import Exchange
 
 # Requests that carry exactly one tensor.
 Preparable: TypeAlias = (
@@ -74,6 +76,38 @@ class MessageShape:
         self._kept = numpy.frombuffer(content, numpy.uint8)
         fits = native.library is not None and len(head) <= _MAX_HEAD_BYTES
         self.address: int = self._kept.ctypes.data if fits else 0
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request with its reply, and what it cost; not frozen, as that takes a microsecond more.
+
+    Bytes count every frame, header included. `elapsed_ns` runs from handing the request to the
+    transport to having received the reply; `timing` is the service's own claim. `sent_ns` is when
+    the request was handed over, on the clock of `time.perf_counter_ns`, `encode_ns` after its
+    encoding began. `endpoint`: of the service that answered. `output`: in place of `response`,
+    where the reply to a prepared request is exactly the expected one: its tensor.
+    """
+
+    response: Response | None = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    encode_ns: int = 0
+    elapsed_ns: int = 0
+    decode_ns: int = 0
+    timing: Timing | None = None
+    sent_ns: int = 0
+    endpoint: str = ""
+    output: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Running totals of a channel: finished round trips, and bytes of all frames."""
+
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 class PreparedRequest:

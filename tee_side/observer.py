@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from protocol.channel import Exchange
+from protocol.prepared import Exchange
 from tee_side.words import (
     LightOperator,
     Operator,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol import native
-from protocol.channel import ChannelWrapper, Traffic
+from protocol.channel import ChannelWrapper
 from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import one_for_each
@@ -21,11 +21,12 @@ from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.manifest import Manifest
 from protocol.pending import PendingChannel
+from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, PadTotals, Totals
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers

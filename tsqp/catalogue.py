@@ -1,20 +1,15 @@
-"""The masks and policies that there are, as their own files describe them.
-
-`python -m tsqp.catalogue FILE` writes docs/masks.md; a test fails when that file is stale.
-"""
+"""The masks and policies that there are, as their own files describe them."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.errors import InputError, MaskError, SettingsError
+from protocol.errors import InputError, MaskError
 from protocol.messages import Arithmetic
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import (
@@ -239,69 +234,6 @@ def _values(schema: dict[str, Any]) -> str:
     return f"{kind}, {' and '.join(bounds)}" if bounds else str(kind)
 
 
-# ------------------------------------------------------------------------------ docs/masks.md
-
-_HEAD = """\
-# Masks
-
-A mask hides a tensor before it leaves the TEE, and undoes that in the reply. `make docs` writes
-this page from the classes: `pad` and `shares` in `tee_side/protect/masks`, the research masks in
-`tsqp/lab/research`. `tsqp masks` also lists masks of installed packages.
-[write-a-mask.md](write-a-mask.md) says what the kinds are and how to add a mask.
-
-**Broken** means that the known break recovers tokens where the weights are public. The attacker is
-the service, which also knows the policy and the code. Lengths and timing are visible under every
-mask. **Tolerance** is the largest difference from the plain result, relative to its largest
-element, in float32; 0 is exact.
-"""
-
-_COLUMNS = (
-    "mask",
-    "kind",
-    "hides",
-    "known break",
-    "broken",
-    "source",
-    "cost",
-    "operators",
-    "tolerance",
-)
-
-
-def masks_page() -> str:
-    """Return the text of docs/masks.md: the masks that ship with us, whatever is installed."""
-    entries = [mask_entry(mask) for mask in our_masks().values()]
-    lines = [_HEAD, _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
-    lines += [_row(_cells(entry)) for entry in entries]
-    for entry in entries:
-        lines += ["", f"## {entry.name}", "", entry.about, *_options(entry)]
-    return "\n".join(lines) + "\n"
-
-
-def _cells(entry: MaskEntry) -> list[str]:
-    return [
-        f"[`{entry.name}`](#{entry.name})",
-        entry.kind,
-        entry.hides,
-        entry.known_break,
-        "yes" if entry.broken else "not known to be",
-        entry.source,
-        entry.cost,
-        ", ".join(f"`{operator}`" for operator in entry.operators),
-        f"{entry.tolerance:g}",
-    ]
-
-
-def _options(entry: MaskEntry) -> list[str]:
-    """List what a policy may set, and what the mask needs, a line each."""
-    options = [
-        f"- option `{option.name}`: {option.values}; default: {default_text(option)}"
-        for option in entry.options
-    ]
-    needs = needs_of(entry)
-    return options + ([f"- needs {', '.join(needs)}"] if needs else [])
-
-
 def needs_of(entry: MaskEntry) -> list[str]:
     """Say what a mask needs beside a service."""
     needs = ['`arithmetic = "int8"` in the policy'] if entry.arithmetic == "int8" else []
@@ -321,18 +253,3 @@ def default_text(option: MaskOption) -> str:
 
 def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def main(arguments: list[str]) -> None:
-    """Write the page to the file that is named. Raises SettingsError."""
-    if len(arguments) != 1:
-        raise SettingsError("python -m tsqp.catalogue", got=repr(arguments), expected="one file")
-    Path(arguments[0]).write_text(masks_page(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from protocol.errors import EvidenceError
 from tee_side.protect.resumption import has_generation_id, watch
-from tsqp.cli.program import DEFAULT_PORT
+from tsqp.run.settings import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from tee_side.attest.statement import Kind

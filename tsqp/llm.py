@@ -8,24 +8,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import click
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import PromptError, SettingsError
-from protocol.validation import first_problem
+from protocol.validation import did_you_mean, first_problem
 from tee_side.engine.background import BackgroundEngine, Ticket
 from tee_side.engine.generation import EngineStats
 from tee_side.engine.reading import MAX_TOP
-from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import (
+    Delivery,
+    Logprob,
+    NewToken,
+    PromptRead,
+    Request,
+    SamplingSettings,
+)
 from tee_side.engine.text_stream import TextStream
-from tsqp.cli.options import use
-from tsqp.cli.running import SERVING_OPTIONS, engine_settings, load, open_runner
-from tsqp.cli.settings import model_argument
+from tsqp.run.load import engine_settings, load, open_runner
+from tsqp.run.settings import RunSettings, plain_type, settings_of
 
 Message = Mapping[str, str]
 
@@ -105,10 +110,11 @@ class LLM:
         enable_prefix_caching: bool = False,
         **options: Any,
     ) -> None:
-        settings = _settings(model, options | {"gpu": gpu, "step_tokens": max_num_batched_tokens})
+        told = options | {"model": model, "step_tokens": max_num_batched_tokens}
+        settings = settings_from(told | ({"gpu": gpu} if gpu else {}))
         loaded = load(settings, text_needed=True)
-        engine = engine_settings(
-            settings,
+        engine = replace(
+            engine_settings(settings),
             max_model_len=max_model_len,
             max_sequences=max_num_seqs,
             max_waiting=sys.maxsize,
@@ -304,22 +310,26 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
         raise PromptError(where, got=problem.got, expected=problem.expected) from None
 
 
-def _settings(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, as the command line would read them. Raises SettingsError."""
-    command = use(*SERVING_OPTIONS)(model_argument()(click.Command("LLM")))
-    known = {parameter.name: parameter for parameter in command.params}
-    arguments = [model]
-    for name, value in options.items():
-        if (parameter := known.get(name)) is None:
-            expected = "one of tee-runner serve's, about the run; SamplingParams have the others"
+def settings_from(given: Mapping[str, object]) -> RunSettings:
+    """Return the settings of a run, made of values in Python. None leaves a setting at its default.
+
+    One value may stand for several. Raises SettingsError, with the nearest name for an unknown one.
+    """
+    known = settings_of(RunSettings)
+    values = {}
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(name, known)
+            expected = f"one of tee-runner serve's, about the run{hint}; SamplingParams have others"
             raise SettingsError("LLM", got=f"the option {name!r}", expected=expected)
-        option = parameter.opts[0]
-        if isinstance(value, bool):
-            arguments += [option] if value else []
-        else:
-            several = value if isinstance(value, list | tuple) else [value]
-            arguments += [f"{option}={one}" for one in several if one is not None]
+        one, _, several = plain_type(known[name][1])
+        if isinstance(value, bool) and one is not bool:
+            raise SettingsError(f"LLM: {name}", got=str(value), expected="no true or false")
+        if value is not None:
+            values[name] = (value,) if several and isinstance(value, str | Path) else value
     try:
-        return dict(command.make_context("LLM", arguments, auto_envvar_prefix=None).params)
-    except click.ClickException as error:
-        raise SettingsError("LLM", got=error.format_message(), expected="options of LLM") from None
+        return TypeAdapter(RunSettings).validate_python(values)
+    except ValidationError as error:
+        problem = first_problem(error, known)
+        where = f"LLM: {problem.field}"
+        raise SettingsError(where, got=problem.got, expected=problem.expected) from None

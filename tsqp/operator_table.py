@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from protocol.channel import Exchange
+from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator
 from tee_side.words import LIGHT_OPERATORS, OPERATORS, Operator, Place, TeeStage
 

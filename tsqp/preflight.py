@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys
@@ -33,14 +32,15 @@ from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
-from tsqp.cli.trust import (
+from tsqp.doctor import Finding
+from tsqp.run.settings import RunSettings, model_directory
+from tsqp.run.trust import (
     bank_place,
     load_run_policy,
     read_client_keys,
     read_http_access,
     service_appraisal,
 )
-from tsqp.doctor import Finding
 
 _CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 # Read in a processor's register or in shared memory; all others cost a microsecond a reading.
@@ -48,18 +48,22 @@ _FAST_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_cou
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run would be started with. `settings`: options of `tee-runner generate` by name."""
+class Start:
+    """What a run would be started with. `timeout_s`: how long each service is waited for."""
 
-    model: Path
-    policy_name: str
+    settings: RunSettings
     manifest: Manifest | None
-    settings: dict[str, Any]
+    timeout_s: float
+
+    @property
+    def model(self) -> Path:
+        """The model's directory."""
+        return model_directory(self.settings.model)
 
     @cached_property
     def policy(self) -> Policy:
         """The policy. Raises PolicyError, PluginError, ManifestError."""
-        return load_run_policy({**self.settings, "policy": self.policy_name}, self.manifest)
+        return load_run_policy(self.settings, self.manifest)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -92,16 +96,16 @@ class Plan:
     @cached_property
     def calibration(self) -> Calibration:
         """The scales of integers. Raises CalibrationError, ManifestError."""
-        path = calibration_path(self.model, self.settings["calibration"])
+        path = calibration_path(self.model, self.settings.calibration)
         return Calibration.load(path, self.config, *self.digests, self.manifest)
 
     @property
     def gpu(self) -> Sequence[str]:
         """The services that the policy uses: none where nothing leaves the TEE."""
-        return self.settings["gpu"] if self.policy.services else ()
+        return self.settings.gpu if self.policy.services else ()
 
 
-def examine_plan(plan: Plan) -> list[Finding]:
+def examine_start(start: Start) -> list[Finding]:
     """Carry out the checks. One that raises a TsqpError is a finding: `missing`.
 
     Nothing comes after what the others build on, if that is missing.
@@ -109,78 +113,79 @@ def examine_plan(plan: Plan) -> list[Finding]:
     found: list[Finding] = []
     for (name, remedy), check in _CHECKS.items():
         try:
-            found += check(plan)
+            found += check(start)
         except TsqpError as error:
-            made_by = remedy.format(model=plan.model, **plan.settings)
+            made_by = remedy.format(model=start.model, bank=start.settings.bank)
             found.append(Finding("run", name, "missing", str(error), made_by))
             if name in _NEEDED_BY_OTHERS:
                 break
     return found
 
 
-def _policy(plan: Plan) -> Iterator[Finding]:
-    plan.policy.check(plan.config.num_hidden_layers)
-    nothing = f"policy {plan.policy.name}: nothing leaves the TEE"
-    yield Finding("run", "policy", "ok", plan.policy.leakage_summary() or nothing)
+def _policy(start: Start) -> Iterator[Finding]:
+    start.policy.check(start.config.num_hidden_layers)
+    nothing = f"policy {start.policy.name}: nothing leaves the TEE"
+    yield Finding("run", "policy", "ok", start.policy.leakage_summary() or nothing)
 
 
-def _model(plan: Plan) -> Iterator[Finding]:
-    plan.checkpoint.require(light_tensors(plan.config))
-    pinned = "pinned by the manifest" if plan.manifest else "no --manifest: not pinned"
-    detail = f"{plan.config.architecture}, {plan.config.num_hidden_layers} layers, {pinned}"
+def _model(start: Start) -> Iterator[Finding]:
+    start.checkpoint.require(light_tensors(start.config))
+    pinned = "pinned by the manifest" if start.manifest else "no --manifest: not pinned"
+    detail = f"{start.config.architecture}, {start.config.num_hidden_layers} layers, {pinned}"
     yield Finding("run", "model", "ok", detail)
 
 
-def _weights(plan: Plan) -> Iterator[Finding]:
+def _weights(start: Start) -> Iterator[Finding]:
     """Look for linear weights: for what stays, for pads made on the way, for verification."""
-    policy, without_bank = plan.policy, plan.settings["bank"] is None
+    policy, without_bank = start.policy, start.settings.bank is None
     stays = any(
         placement.place == "tee" or (without_bank and isinstance(placement.mask, AdditiveMask))
         for operator in FUSED_MODULES
         for placement in policy.operators[operator]
     )
     if stays or policy.verified:
-        plan.checkpoint.require(linear_tensors(plan.config, FUSED_MODULES))
+        start.checkpoint.require(linear_tensors(start.config, FUSED_MODULES))
         yield Finding("run", "linear weights", "ok", "all are there")
 
 
-def _tokenizer(plan: Plan) -> Iterator[Finding]:
-    if find_file(plan.model, TOKENIZER_FILE, plan.manifest) is None:
+def _tokenizer(start: Start) -> Iterator[Finding]:
+    if find_file(start.model, TOKENIZER_FILE, start.manifest) is None:
         detail = f"no {TOKENIZER_FILE}: prompts are token ids (--prompt-token-ids)"
         yield Finding("run", "tokenizer", "note", detail)
         return
-    Tokenizer(plan.model, plan.manifest)
+    Tokenizer(start.model, start.manifest)
     yield Finding("run", "tokenizer", "ok", TOKENIZER_FILE)
 
 
-def _calibration(plan: Plan) -> Iterator[Finding]:
-    if plan.policy.arithmetic != "int8":
+def _calibration(start: Start) -> Iterator[Finding]:
+    if start.policy.arithmetic != "int8":
         return
-    path = calibration_path(plan.model, plan.settings["calibration"])
-    tokens = f"{path}, from {plan.calibration.tokens} tokens"
+    path = calibration_path(start.model, start.settings.calibration)
+    tokens = f"{path}, from {start.calibration.tokens} tokens"
     yield Finding("run", "calibration", "ok", tokens)
 
 
-def _bank(plan: Plan) -> Iterator[Finding]:
-    bank: Path | None = plan.settings["bank"]
-    if not plan.pads:
+def _bank(start: Start) -> Iterator[Finding]:
+    bank: Path | None = start.settings.bank
+    if not start.pads:
         if bank is not None:
-            detail = f"{bank} is of no use: policy {plan.policy.name} needs no pads"
+            detail = f"{bank} is of no use: policy {start.policy.name} needs no pads"
             yield Finding("run", "bank", "missing", detail, "leave out --bank")
         return
-    make = f"tee-runner pads make {plan.model} --policy {plan.policy_name} --tokens N --bank FILE"
-    place = bank_place(plan.settings)
+    policy = start.settings.policy
+    make = f"tee-runner pads make {start.model} --policy {policy} --tokens N --bank FILE"
+    place = bank_place(start.settings)
     if place is None:
         yield Finding("run", "bank", "note", "no --bank: pads are made while the run waits", make)
         return
     place.check_apart()
     status = read_bank_status(place)
-    mask, model = plan.pads[0], plan.model.resolve().name
+    mask, model = start.pads[0], start.model.resolve().name
     layout = PadLayout.of(
-        plan.config, sites_under(plan.policy, plan.config.num_hidden_layers, mask)
+        start.config, sites_under(start.policy, start.config.num_hidden_layers, mask)
     )
     # As a run does: a directory without linear weights has the digest of its calibration.
-    digests = (plan.digests[0], plan.digests[1] or plan.calibration.linear_digest)
+    digests = (start.digests[0], start.digests[1] or start.calibration.linear_digest)
     fields = dict(zip(("model_digest", "linear_digest"), digests, strict=True))
     wanted = Purpose.of(layout, mask=mask.described(), model=model, **fields)
     check_purpose(place.bank, status.header, wanted)
@@ -188,25 +193,25 @@ def _bank(plan: Plan) -> Iterator[Finding]:
     yield Finding("run", "bank", *(("ok", left) if status.available else ("missing", left, make)))
 
 
-def _keys(plan: Plan) -> Iterator[Finding]:
-    specs = [ServiceSpec.parse(text) for text in plan.gpu]
+def _keys(start: Start) -> Iterator[Finding]:
+    specs = [ServiceSpec.parse(text) for text in start.gpu]
     exposed = [spec.endpoint for spec in specs if is_exposed(spec.endpoint)]
-    if plan.keys:
-        yield Finding("run", "keys", "ok", f"{len(plan.keys)} of services, and our own")
+    if start.keys:
+        yield Finding("run", "keys", "ok", f"{len(start.keys)} of services, and our own")
     elif exposed:
         detail = f"none for {', '.join(exposed)}: not encrypted, and anyone may answer"
         yield Finding("run", "keys", "note", detail, "tsqp keys new NAME")
 
 
-def _services(plan: Plan) -> Iterator[Finding]:
-    policy = plan.policy
-    specs = assign_shares([ServiceSpec.parse(text) for text in plan.gpu], policy)
-    keys = one_for_each(plan.keys, [spec.endpoint for spec in specs]) if specs else []
-    check_links(specs, keys, policy, shares_in_the_clear=plan.settings["shares_in_the_clear"])
-    plan_services(specs, policy, plan.config.num_hidden_layers)
-    appraise = service_appraisal(plan.settings, policy, plan.manifest)
+def _services(start: Start) -> Iterator[Finding]:
+    policy = start.policy
+    specs = assign_shares([ServiceSpec.parse(text) for text in start.gpu], policy)
+    keys = one_for_each(start.keys, [spec.endpoint for spec in specs]) if specs else []
+    check_links(specs, keys, policy, shares_in_the_clear=start.settings.shares_in_the_clear)
+    plan_services(specs, policy, start.config.num_hidden_layers)
+    appraise = service_appraisal(start.settings, policy, start.manifest)
     nonce = b"" if appraise is None else secrets.token_bytes(NONCE_BYTES)
-    access, limit_s = read_http_access(plan.settings, plan.manifest), plan.settings["timeout_s"]
+    access, limit_s = read_http_access(start.settings, start.manifest), start.timeout_s
     for spec, own in zip(specs, keys, strict=True):
         where = spec.endpoint
         try:
@@ -220,31 +225,31 @@ def _services(plan: Plan) -> Iterator[Finding]:
             if appraise is not None:
                 appraise(where, own, reply.statement, nonce)
         except TsqpError as error:
-            start = f"gpu-service {plan.model} --bind {where}"
-            yield Finding("run", f"service {where}", "missing", str(error), start)
+            remedy = f"gpu-service {start.model} --bind {where}"
+            yield Finding("run", f"service {where}", "missing", str(error), remedy)
         else:
-            yield _held(plan, where, reply)
+            yield _held(start, where, reply)
 
 
-def _held(plan: Plan, where: str, reply: InitReply) -> Finding:
+def _held(start: Start, where: str, reply: InitReply) -> Finding:
     """Compare what a service says that it holds with our own directory."""
-    model, linear = plan.digests
+    model, linear = start.digests
     wrong = ""
-    if plan.policy.feature_mask is None:
+    if start.policy.feature_mask is None:
         if reply.model_digest != model or linear not in (None, reply.linear_digest):
             wrong = "holds another model"
     elif reply.provision_id is None:
         wrong = "holds weights that no tsqp provision has transformed"
-    if plan.policy.arithmetic not in reply.arithmetic:
-        wrong = f"has no {plan.policy.arithmetic} weights (gpu-service --arithmetic)"
+    if start.policy.arithmetic not in reply.arithmetic:
+        wrong = f"has no {start.policy.arithmetic} weights (gpu-service --arithmetic)"
     if wrong:
-        start = f"gpu-service {plan.model} --bind {where}"
-        return Finding("run", f"service {where}", "missing", wrong, start)
+        remedy = f"gpu-service {start.model} --bind {where}"
+        return Finding("run", f"service {where}", "missing", wrong, remedy)
     first, last = reply.layers
     return Finding("run", f"service {where}", "ok", f"the same model, layers {first}-{last}")
 
 
-def _clock(_plan: Plan) -> Iterator[Finding]:
+def _clock(_start: Start) -> Iterator[Finding]:
     """Look at the clock: each RPC reads it several times, and deadlines depend on it."""
     try:
         source = _CLOCK_SOURCE.read_text(encoding="ascii").strip()
@@ -254,7 +259,7 @@ def _clock(_plan: Plan) -> Iterator[Finding]:
     yield Finding("run", "clock", "ok" if source in _FAST_CLOCKS else "note", detail)
 
 
-def _entropy(_plan: Plan) -> Iterator[Finding]:
+def _entropy(_start: Start) -> Iterator[Finding]:
     """Look at the operating system's generator: pads, shares and secrets come from it."""
     try:
         os.getrandom(16, os.GRND_NONBLOCK)
@@ -266,7 +271,7 @@ def _entropy(_plan: Plan) -> Iterator[Finding]:
 
 
 # By name, and the command that makes what is missing.
-_CHECKS: dict[tuple[str, str], Callable[[Plan], Iterator[Finding]]] = {
+_CHECKS: dict[tuple[str, str], Callable[[Start], Iterator[Finding]]] = {
     ("clock", ""): _clock,
     ("entropy", ""): _entropy,
     ("model", "give MODEL a Hugging Face directory with safetensors weights"): _model,

@@ -27,7 +27,7 @@ from protocol.model.sealed import (
     wrap,
 )
 
-# Told how many bytes have just been sealed, and how many there are in all.
+# Told how many bytes are sealed by now, and how many there are in all.
 Progress = Callable[[int, int], None]
 
 
@@ -59,7 +59,13 @@ def seal_model(
         raise SealError(where, got="a file of this name", expected="none: the seal's own has it")
     names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
     skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
-    total = sum(_size(directory / name) for name in names)
+    total, done = sum(_size(directory / name) for name in names), 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
     content_key = secrets.token_bytes(KEY_BYTES)
     # Beside the directory that it becomes: a rename within a file system is one step.
     partial = output.with_name(f".{output.name}.{secrets.token_hex(8)}.partial")
@@ -67,9 +73,7 @@ def seal_model(
         partial.mkdir()
         files = {}
         for name in names:
-            files[name] = _seal_file(
-                directory / name, content_key, partial / name, lambda n: progress(n, total)
-            )
+            files[name] = _seal_file(directory / name, content_key, partial / name, count)
         body = SealIndex(files=files).model_dump_json(indent=1).encode() + b"\n"
         _write(partial / SEAL_FILE, [wrap(content_key, key, body)])
         digest = SealedModel(partial, key).digest

@@ -11,11 +11,12 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.curve import read_text, require_only_we_read
 from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
@@ -179,28 +180,27 @@ def _ask(
     return answer
 
 
-# By the setting that names it.
-PROVIDERS: Mapping[str, Callable[[Any], bytes]] = {
-    "seal_key": read_key,
-    "seal_key_fd": read_key_from,
-    "seal_key_command": key_of_command,
-}
-
-
 def provided_key(
-    settings: Mapping[str, Any], release: Callable[[str], bytes] | None = None
+    file: Path | None,
+    descriptor: int | None,
+    command: str | None,
+    release: Callable[[], bytes] | None = None,
 ) -> bytes:
-    """Take the key from the one provider that the settings name. Raises as it, SettingsError.
+    """Take the key from the one provider that is named. Raises as it, SettingsError.
 
-    `release`: of `seal_key_server`, for a program that can prove what it runs.
+    `release`: of `--seal-key-server`, for a program that can prove what it runs.
     """
-    providers = {**PROVIDERS, **({} if release is None else {"seal_key_server": release})}
-    given = [name for name in providers if settings[name] is not None]
+    providers: dict[str, Callable[[], bytes] | None] = {
+        "--seal-key": None if file is None else partial(read_key, file),
+        "--seal-key-fd": None if descriptor is None else partial(read_key_from, descriptor),
+        "--seal-key-command": None if command is None else partial(key_of_command, command),
+    }
+    providers |= {} if release is None else {"--seal-key-server": release}
+    given = [take for take in providers.values() if take is not None]
     if len(given) != 1:
-        options = [f"--{name.replace('_', '-')}" for name in providers]
-        expected = f"one of {', '.join(options)}"
+        expected = f"one of {', '.join(providers)}"
         raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
-    return providers[given[0]](settings[given[0]])
+    return given[0]()
 
 
 def _parsed(text: str, where: str) -> bytes:

@@ -24,8 +24,7 @@ from protocol.errors import (
 )
 from tee_side.engine.engine import Engine
 from tee_side.engine.generation import EngineStats, Totals
-from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.protect.pads.background_maker import Load, TellLoad
 

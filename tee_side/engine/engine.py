@@ -20,13 +20,8 @@ import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
 from tee_side.engine.composer import Composed, Rows, compose
-from tee_side.engine.request import Logprob, Request
-from tee_side.engine.sampling import (
-    Sampler,
-    SamplingSettings,
-    require_known_ids,
-    settings_of_sample,
-)
+from tee_side.engine.request import Logprob, Request, SamplingSettings
+from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.step import PartResult, run_step
 from tee_side.engine.text_stream import TextStream

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.channel import Traffic
+from protocol.prepared import Traffic
 from tee_side.engine.request import FinishReason
 from tee_side.engine.sequence import Sampled
 from tee_side.engine.sequence import Sequence as EngineSequence

@@ -7,12 +7,15 @@ step arrives together, as one `Delivery`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import TsqpError
-from tee_side.engine.sampling import SamplingSettings
+
+# How many seeds there are: torch takes a signed integer of 64 bits.
+SEEDS = 2**63
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
@@ -36,6 +39,27 @@ class Grammar(Protocol):
     def matcher(self) -> Matcher:
         """Start at the beginning."""
         ...
+
+
+class SamplingSettings(BaseModel):
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 are off.
+
+    `repetition_penalty`: of all tokens so far. `frequency_penalty`, `presence_penalty`: OpenAI's,
+    of the generated ones. `logit_bias`: token id to what is added to its score. `seed` None draws
+    one from the operating system; a fixed seed repeats the same text on the same torch version.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

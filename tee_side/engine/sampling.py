@@ -7,48 +7,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import PromptError
-
-if TYPE_CHECKING:
-    from tee_side.engine.request import Matcher
+from tee_side.engine.request import SEEDS, Matcher, SamplingSettings
 
 # Below it float32 would overflow; long before, sampling is greedy.
 MIN_TEMPERATURE = 1e-6
-_SEEDS = 2**63
-
-
-class SamplingSettings(BaseModel):
-    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 are off.
-
-    `repetition_penalty`: of all tokens so far. `frequency_penalty`, `presence_penalty`: OpenAI's,
-    of the generated ones. `logit_bias`: token id to what is added to its score. `seed` None draws
-    one from the operating system; a fixed seed repeats the same text on the same torch version.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] = {}
-    seed: Annotated[int, Field(ge=0, lt=_SEEDS)] | None = None
 
 
 def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettings:
     """Return the settings of one of several samples: its seed is the request's + its index."""
     if settings.seed is None:
         return settings
-    return settings.model_copy(update={"seed": (settings.seed + index) % _SEEDS})
+    return settings.model_copy(update={"seed": (settings.seed + index) % SEEDS})
 
 
 def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:

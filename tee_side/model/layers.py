@@ -72,14 +72,6 @@ class TeeModel:
             window=window,
         )
 
-    def norm_weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights of RMSNorm [D], by their names in an Init reply."""
-        weights = {"final_norm": self.final_norm}
-        for layer, norms in enumerate(self.norms):
-            weights[f"layer_{layer}_input_layernorm"] = norms.input_layernorm
-            weights[f"layer_{layer}_post_attention_layernorm"] = norms.post_attention_layernorm
-        return weights
-
     def observed(self, observer: Observer | None) -> TeeModel:
         """Return the model with an observer that is told of every local operator."""
         return replace(self, observer=observer)

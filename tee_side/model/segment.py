@@ -159,7 +159,7 @@ class SegmentCall:
             for chunk in batch.chunks
         )
         parts += b"".join(_part(ended, (0, 0, 0), None) for ended in self._sessions.ended())
-        sent = cast(torch.Tensor, masked.sent[0])  # seeds are refused here
+        sent = cast("torch.Tensor", masked.sent[0])  # seeds are refused here
         return SegmentRequest(
             first_layer=self._segment.first,
             last_layer=self._segment.last,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import ReplyError
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from tee_side.observer import StageClock, Untimed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Masked, Seed

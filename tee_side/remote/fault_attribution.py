@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
@@ -25,7 +25,7 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import EmbeddingRequest
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.verifier import Blocks, Claim, ResultCheck, Unverified
 from tee_side.remote.overlap import time_left

@@ -16,10 +16,10 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError
 from protocol.messages import Request
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.resumption import watch
 from tee_side.words import Operator

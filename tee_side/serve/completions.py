@@ -11,8 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from protocol.errors import TsqpError
-from tee_side.engine.request import Grammar, Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import Grammar, Request, SamplingSettings
 from tee_side.serve.answers import AnswerForm, ChatForm, CompletionForm, StreamedAnswer, WholeAnswer
 from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import EngineResponse, precheck

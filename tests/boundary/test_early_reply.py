@@ -165,7 +165,7 @@ def test_what_is_read_after_the_reply_is_the_request(
             stack.enter_context(_serving(tmp_path / str(number), true))
             for number, true in enumerate(model.services(policy))
         ]
-        channels = cast(Any, [channel for channel, _ in serving])
+        channels = cast("Any", [channel for channel, _ in serving])
         tee = model.tee(policy, channels=channels, micro_batches=micro_batches)
         # In the phase that leaves the TEE, whichever it is.
         tee.logits(token_ids(ROWS), phase="decode")

@@ -13,9 +13,9 @@ from functools import cache
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
 from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest, SeededRingLinearRequest
+from protocol.prepared import Exchange
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy

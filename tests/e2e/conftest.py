@@ -12,7 +12,7 @@ import transformers
 
 from protocol.model.files import use_seal
 from tests.kit.service import Service, call, running_service
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 DEMO = model_directory("demo")
 

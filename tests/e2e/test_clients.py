@@ -18,7 +18,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.serving import TokenNames
 from tests.kit.http_proxy import certificate
 from tests.kit.service import TEE_ONLY, Server, call, running_server, running_service, until
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 PROMPT = "Once upon a time"
 CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -122,7 +122,7 @@ def test_keys_limits_signals_and_the_audit_log(tmp_path: Path) -> None:
     assert call("tsqp", "audit", "new-key", str(audit_key)).returncode == 0
     options = ("--api-keys", str(keys), "--audit-log", str(log), "--audit-key", str(audit_key))
     # Half-sent answers get five seconds; here it is known that they need more.
-    before = "import tsqp.server; tsqp.server._SHUTDOWN_S = 0"
+    before = "import tsqp.run.server; tsqp.run.server._SHUTDOWN_S = 0"
     with running_server(*TEE_ONLY, *options, before=before) as server:
         for nobody in ("", "tsqp-unknown", carol):
             with (

@@ -16,7 +16,7 @@ from protocol import native
 from protocol.errors import EndpointError
 from tee_side.runner import Runner
 from tests.kit.service import ENVIRONMENT, Forked, Service, call
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 PROMPT = "Once upon a time"
 

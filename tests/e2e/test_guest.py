@@ -25,9 +25,9 @@ import pytest
 
 from tests.kit.guest import build, missing, unpack
 from tests.kit.service import ENVIRONMENT, Forked, Service, run, running_server, running_service
-from tsqp.cli.program import model_directory
 from tsqp.client import NotAttestedError, connect
 from tsqp.deploy.lock import COMMAND_LINE, INITRAMFS, KERNEL, LOCK, first_difference
+from tsqp.run.settings import model_directory
 
 BUILD_S, BOOT_S = 3600, 600
 MAX_IMAGE_BYTES = 450_000_000

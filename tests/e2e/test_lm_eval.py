@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kit.service import ENVIRONMENT, TEE_ONLY, running_server
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 # Sums of up to a hundred log-probabilities in float32.

@@ -12,7 +12,7 @@ import torch
 
 from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import Models, Tee
 from tests.kit.rows import each_row

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from protocol import messages
-from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
+from protocol.prepared import Exchange
 from tee_side.engine.engine import Engine
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.source import WhenOut
 from tests.equivalence.tolerances import FLOAT32_STEPS, INTEGER_STEPS, Tolerance, masked_logits

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.request import Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import Request, SamplingSettings
 from tests.kit.model import Models, Tee, finish, token_ids
 from tests.kit.rows import each_row
 

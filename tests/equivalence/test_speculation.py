@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from tee_side.engine.engine import Counts, Engine, EngineSettings
-from tee_side.engine.request import Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import Request, SamplingSettings
 from tee_side.engine.sequence import Sequence as Running
 from tee_side.engine.tokenizer import Tokenizer
 from tests.equivalence.tolerances import FLOAT32_STEPS, Tolerance

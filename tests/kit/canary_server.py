@@ -48,10 +48,10 @@ from tee_side.serve import answers, completions, exchange
 from tee_side.serve.audit_log import AuditReader, encode_key, open_log, read_key
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
 from tests.kit.service import until
-from tsqp.cli import running
-from tsqp.cli.logs import configure
 from tsqp.cli.serve import serve
 from tsqp.lab.research.float_check import FloatCheck
+from tsqp.run import load
+from tsqp.run.process import configure
 
 PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
 KINDS = {"prompt", "answer", "token ids", "activation", "key"}
@@ -626,7 +626,7 @@ def stand_in(session: Served) -> None:
     for when, owner, name, call_ in told:
         setattr(owner, name, around(getattr(owner, name), **{when: call_}))
     linear.carry_out = carry_out
-    running.configure = log_everything
+    load.configure = log_everything
     # Seconds after every other fault would be most of the time.
     background._PROBE_S = 0.05
 

@@ -34,7 +34,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.model import assemble, finish
 from tests.kit.service import Service, Workers
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 DEMO = model_directory("demo")
 POLICY = "shielded"

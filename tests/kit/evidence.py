@@ -20,7 +20,7 @@ from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import Product, SigningKey, Tcb
 from tee_side.attest.statement import Statement
 from tee_side.serve.identity import About, Identity
-from tsqp.attestation import tls_files
+from tsqp.run.attestation import tls_files
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 PRODUCTS: tuple[Product, ...] = ("milan", "genoa", "turin")

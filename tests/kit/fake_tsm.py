@@ -128,7 +128,7 @@ class FakeKernel:
         if path == SEV_GUEST and self.sev_guest:
             if (mode, buffering) != ("r+b", 0):
                 _fail(errno.ESPIPE)
-            return cast(IO[Any], _File(self, name))
+            return cast("IO[Any]", _File(self, name))
         read = ["generation", "provider", "outblob"]
         if self.provider == "sev_guest":
             read.append("auxblob")
@@ -138,7 +138,7 @@ class FakeKernel:
         raw = _File(self, name)
         raw.entry = self.entries[folder]
         buffered: Any = io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
-        return cast(IO[Any], buffered)
+        return cast("IO[Any]", buffered)
 
     def show(self, entry: _Entry, name: str) -> bytes:
         self.fail(f"read {name}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -22,6 +22,7 @@ from protocol.errors import (
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.pending import OversizedRequestError
+from protocol.prepared import Exchange, Traffic
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services

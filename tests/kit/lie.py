@@ -20,7 +20,7 @@ from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
@@ -39,6 +39,7 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
+from protocol.prepared import Exchange
 from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators

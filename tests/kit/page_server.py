@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.cli.program import model_directory
 from tsqp.page.feed import Feed
 from tsqp.page.routes import PageRequests, Tee, page_routes
+from tsqp.run.settings import model_directory
 
 DEMO = model_directory("demo")
 

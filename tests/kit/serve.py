@@ -34,7 +34,7 @@ from tee_side.serve.sealed import (
 )
 from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import GrammarKind, OfferedModel, Serving
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
 SAID = "The cat sat on the mat, and looked at a bird."

@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.prepared import Exchange, Traffic
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
-from tsqp.lab import link as link_module
-from tsqp.lab.link import Link, ModelledLink
+from tsqp.run import link as link_module
+from tsqp.run.link import Link, ModelledLink
 
 REPLY = TensorReply(output=from_torch(torch.ones(1)))
 HEADER = link_module._HEADER_BYTES

@@ -7,16 +7,19 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
 from protocol.errors import LimitError, PromptError, TsqpError
-from tsqp.cli.options import use
-from tsqp.cli.program import complain
+from tsqp.cli.config import CONTEXT, config_option
+from tsqp.cli.options import takes
 from tsqp.cli.prompts import read_line, require_utf8
-from tsqp.cli.running import RUN_OPTIONS, describe_error, load, open_runner, sampling_of, stream
-from tsqp.cli.settings import CONTEXT, config_option, model_argument
+from tsqp.cli.terminal import describe_error, stream
+from tsqp.run.load import load, open_runner, sampling_of
+from tsqp.run.process import complain, tell
+from tsqp.run.settings import TextSettings
 
 if TYPE_CHECKING:
     from tee_side.engine.generation import Generation, GenerationResult
@@ -35,11 +38,10 @@ COMMANDS = {
 
 
 @click.command(context_settings=CONTEXT)
-@model_argument()
 @click.option("--system", metavar="TEXT", help="System message, if the model's template has one.")
-@use(*RUN_OPTIONS)
+@takes(TextSettings)
 @config_option
-def chat(*, system: str | None, **settings: Any) -> None:
+def chat(*, settings: TextSettings, system: str | None) -> None:
     """Talk with a model, through its chat template; one line a turn, end of input ends it.
 
     MODEL is a Hugging Face directory, or "demo". In a terminal lines can be edited and called back,
@@ -58,7 +60,7 @@ def chat(*, system: str | None, **settings: Any) -> None:
             raise
         finally:
             # Whatever ends the conversation (a lost service, Ctrl-C): what was said is still shown.
-            if settings["as_json"] and (conversation.turns or error):
+            if settings.as_json and (conversation.turns or error):
                 said: dict[str, object] = {
                     "messages": conversation.messages,
                     "turns": [turn.model_dump() for turn in conversation.turns],
@@ -75,7 +77,7 @@ class Conversation:
     """
 
     def __init__(
-        self, runner: Runner, settings: dict[str, Any], system: str | None, *, in_terminal: bool
+        self, runner: Runner, settings: TextSettings, system: str | None, *, in_terminal: bool
     ) -> None:
         self._runner = runner
         self._settings = settings
@@ -111,17 +113,17 @@ class Conversation:
             if rest:
                 self._system = [{"role": "system", "content": rest}]
             self._said, self._forgotten = [], 0
-            _tell("what was said is forgotten")
+            tell("what was said is forgotten")
         elif name == "/system":
-            _tell(self._system[0]["content"] if self._system else "there is no system message")
+            tell(self._system[0]["content"] if self._system else "there is no system message")
         elif name == "/stats":
-            self._settings["stats"] = not self._settings["stats"]
-            _tell(f"statistics are {'on' if self._settings['stats'] else 'off'}")
+            self._settings = replace(self._settings, stats=not self._settings.stats)
+            tell(f"statistics are {'on' if self._settings.stats else 'off'}")
         else:
             if name != "/help":
-                _tell(f"{name} is no command; these are:")
+                tell(f"{name} is no command; these are:")
             for command, meaning in COMMANDS.items():
-                _tell(f"{command:16}{meaning}")
+                tell(f"{command:16}{meaning}")
 
     def _answer_or_complain(self, line: str) -> None:
         try:
@@ -138,12 +140,12 @@ class Conversation:
         ids, forgotten = self._fitting(user, self._runner.tokenizer)
         if forgotten > self._forgotten:
             turns = (forgotten - self._forgotten) // 2
-            _tell(f"the context is full: the oldest {turns} turn(s) are not told to the model")
+            tell(f"the context is full: the oldest {turns} turn(s) are not told to the model")
         generation = self._runner.generate(
             ids,
-            max_new_tokens=self._settings["max_new_tokens"],
+            max_new_tokens=self._settings.max_new_tokens,
             sampling=sampling_of(self._settings),
-            stop=self._settings["stop"],
+            stop=self._settings.stop,
         )
         with _stopped_by_ctrl_c(generation, enabled=self._in_terminal):
             result = stream(self._runner, generation, self._settings)
@@ -157,7 +159,7 @@ class Conversation:
         The oldest turns are, until a quarter of the context is free, or `--max-new-tokens`.
         """
         context = self._runner.config.context_length
-        room = context - min(self._settings["max_new_tokens"], context // 4)
+        room = context - min(self._settings.max_new_tokens, context // 4)
         forgotten = self._forgotten
         while True:
             told = [*self._system, *self._said[forgotten:], user]
@@ -165,10 +167,6 @@ class Conversation:
             if len(ids) <= room or forgotten >= len(self._said):
                 return ids, forgotten
             forgotten += 2
-
-
-def _tell(text: str) -> None:
-    click.echo(text, err=True)
 
 
 @contextmanager
@@ -208,7 +206,7 @@ def _terminal_reader() -> Callable[[], str | None]:
             try:
                 return require_utf8(session.prompt(), "standard input")
             except KeyboardInterrupt:
-                _tell("(Ctrl-D or /quit ends the chat)")
+                tell("(Ctrl-D or /quit ends the chat)")
             except EOFError:
                 return None
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tsqp.cli.config import CONTEXT, config_option, model_argument
 from tsqp.cli.options import use
-from tsqp.cli.program import model_directory
-from tsqp.cli.settings import CONTEXT, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
+from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,7 +146,7 @@ def _tensors(messages: tuple[Message, ...]) -> str:
 
 
 def _needs(found: Explanation, given: str) -> list[tuple[str, str]]:
-    from tsqp.cli.status import bytes_for_people
+    from tsqp.run.process import bytes_for_people
 
     needs = found.needs
     services = {0: "none", 1: "1 gpu-service"}.get(

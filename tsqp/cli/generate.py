@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 from click.shell_completion import CompletionItem
 
-from tsqp.cli.options import use
+from tsqp.cli.config import CONTEXT, config_option
+from tsqp.cli.options import takes
 from tsqp.cli.prompts import chosen_prompt
-from tsqp.cli.running import RUN_OPTIONS, errors_as_json, load, open_runner, sampling_of, stream
-from tsqp.cli.settings import CONTEXT, config_option, model_argument
+from tsqp.cli.terminal import errors_as_json, stream
+from tsqp.run.load import load, open_runner, sampling_of
+from tsqp.run.settings import TextSettings
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +60,6 @@ def _close(file: BinaryIO) -> None:
 
 
 @click.command(context_settings=CONTEXT)
-@model_argument()
 @click.option("--prompt", metavar="TEXT")
 @click.option(
     "--prompt-file",
@@ -78,19 +79,19 @@ def _close(file: BinaryIO) -> None:
     metavar="FILE",
     help="Write the logits of every new token to this safetensors file, to compare them.",
 )
-@use(*RUN_OPTIONS)
+@takes(TextSettings)
 @config_option
 @click.pass_context
 def generate(
     context: click.Context,
     /,
     *,
+    settings: TextSettings,
     prompt: str | None,
     prompt_file: str | None,
     prompt_token_ids: str | None,
     report: BinaryIO | None,
     save_logits: BinaryIO | None,
-    **settings: Any,
 ) -> None:
     """Generate text from a prompt.
 
@@ -114,16 +115,16 @@ def generate(
         with open_runner(settings, loaded, table) as runner:
             so_far.generation = generation = runner.generate(
                 ids or [],
-                max_new_tokens=settings["max_new_tokens"],
+                max_new_tokens=settings.max_new_tokens,
                 sampling=sampling,
-                stop=settings["stop"],
+                stop=settings.stop,
                 with_text=loaded.tokenizer is not None,
             )
             result = stream(runner, generation, settings, logits if save_logits else None)
             # The digest of the model reads the configuration and every light weight.
-            wanted = settings["as_json"] or report
+            wanted = settings.as_json or report
             described = so_far.described(runner, result, sampling) if wanted else {}
-    if settings["as_json"]:
+    if settings.as_json:
         click.echo(json.dumps(described))
     if report and table:
         operators = {name: _costs(totals) for name, totals in table.totals.items()}

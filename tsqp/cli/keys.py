@@ -1,14 +1,16 @@
-"""`tsqp keys`: make and show the keys of a channel."""
+"""`tsqp keys` and `tsqp api-key`: by what runners, services and clients know each other."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.settings import CONTEXT, PATH, config_option
+from tsqp.cli.config import CONTEXT, PATH, config_option
 
 
 @click.group(context_settings=CONTEXT)
@@ -51,3 +53,58 @@ def show(file: Path) -> None:
     from tsqp.key_files import public_key_of
 
     click.echo(public_key_of(file).decode("ascii"))
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+_COUNT = click.IntRange(1, 10**9)
+
+
+def _limit(name: str, text: str) -> Callable[[C], C]:
+    # Of one key each time, and no setting.
+    return click.option(name, type=_COUNT, allow_from_autoenv=False, metavar="N", help=text)
+
+
+@click.command("api-key", context_settings=CONTEXT)
+@click.argument("name")
+@_limit("--requests-per-minute", "Let in so many requests a minute.")
+@_limit("--tokens-per-minute", "So many tokens a minute, of prompts and answers together.")
+@_limit("--concurrent", "So many requests at a time.")
+@_limit("--max-tokens", "So many tokens in the answer to one request, all samples together.")
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="New file for the key (mode 0600); default: stderr.",
+)
+@click.option(
+    "--digest",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Make a bearer token of a runner, and print a line for gpu-service --http-tokens.",
+)
+@config_option
+def api_key(*, name: str, to: Path | None, digest: bool, **limits: int | None) -> None:
+    """Make an API key. Its entry, which is no secret, is printed: append it to the key file.
+
+    The key itself is shown once, and kept nowhere: give it to the client.
+    """
+    import secrets
+
+    from protocol.curve import SECRET_MODE
+    from tee_side.serve.keys import PREFIX, ApiKey, check_name, hash_of
+    from tsqp.key_files import write_new
+
+    check_name(name, "NAME")
+    key = PREFIX + secrets.token_urlsafe(32)
+    entry = ApiKey(name=name, sha256=hash_of(key), **limits).entry()
+    if digest:
+        if any(limits.values()):
+            raise SettingsError("--digest", got="limits as well", expected="it without limits")
+        entry = f"{hash_of(key)}    # {name}\n"
+    if to is None:
+        click.echo(key, err=True)
+    else:
+        write_new(to, f"{key}\n", SECRET_MODE)
+    click.echo(entry, nl=False)

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.lab_types import Numbers, complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
-from tsqp.cli.program import EXIT_FAILURE, model_directory
-from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.extras import needing
+from tsqp.run.process import EXIT_FAILURE
+from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:
     from tsqp.lab.bench.plot_style import Plot

@@ -10,31 +10,30 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, version_option
 from tsqp.cli.options import use
-from tsqp.cli.program import EXIT_FAILURE, run
+from tsqp.cli.program import run
 from tsqp.cli.prompts import require_utf8
-from tsqp.cli.settings import (
-    CONTEXT,
-    PROGRAMS,
-    Commands,
-    config_option,
-    version_option,
-)
 from tsqp.extras import needing
+from tsqp.run.process import EXIT_FAILURE
 
 _EXTRA = "the extra demo: pip install '.[demo]'"
-_NAMED_SO = (
-    *("audit", "bench", "calibrate", "doctor", "explain", "health", "image", "keys", "keyserver"),
-    *("leak", "manifest", "measure", "plan", "provision", "proxy", "receipt", "seal", "verify"),
-)
 # Commands that make keys, or read a text that may be private.
 _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}
-_MODULES = {
-    "policies": "catalogue",
-    "masks": "catalogue",
-    "api-key": "api_key",
-    **{name: name for name in _NAMED_SO},
+# The commands of each module.
+_COMMANDS = {
+    "bench": ("bench",),
+    "policies": ("masks", "policies"),
+    "evidence": ("keyserver", "proxy", "receipt", "verify"),
+    "explain": ("explain",),
+    "guest_image": ("image", "measure"),
+    "keys": ("api-key", "keys"),
+    "leak": ("leak",),
+    "model_files": ("calibrate", "manifest", "provision", "seal"),
+    "operate": ("audit", "doctor", "health"),
+    "plan": ("plan",),
 }
+_MODULES = {name: module for module, names in _COMMANDS.items() for name in names}
 
 
 @click.group("tsqp", cls=Commands, modules=_MODULES, context_settings=CONTEXT)

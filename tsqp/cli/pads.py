@@ -7,33 +7,28 @@ import math
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from protocol.errors import PolicyError, SettingsError
-from tsqp.cli.options import use
-from tsqp.cli.program import model_directory
-from tsqp.cli.settings import CONTEXT, config_option, model_argument
-from tsqp.cli.status import bytes_for_people
-from tsqp.cli.trust import SEAL, bank_place, load_manifest, load_pinned_policy, open_seal
+from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, config_option
+from tsqp.cli.options import takes, use
+from tsqp.run.bank import BATCH_TOKENS, padded, product_operations
+from tsqp.run.process import bytes_for_people
+from tsqp.run.settings import RunSettings, model_directory
+from tsqp.run.trust import bank_place, load_manifest, load_pinned_policy, open_seal
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
-    from protocol.model.config import ModelConfig
-    from tee_side.policy.placement import Policy
-    from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.bank import BankFile, PadBankStatus
-    from tee_side.protect.pads.layout import PadLayout
     from tee_side.protect.pads.maker import PadMaker
 
 
-# Tokens in one product: each weight is read from the directory and quantised once for so many. At
-# 512 that would take a quarter of the whole (1b shape, 2 cores).
-BATCH_TOKENS = 1024
-
-_BANK = ("bank", "bank-key", "bank-index", "bank-witness", "bank-key-beside-bank")
+_BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
+_SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
+_MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
 _THE_BANK = {"required": True, "help": "The pad bank."}
 _POLICY = {"help": "Pads are made for the operators that it puts under pads."}
 
@@ -49,35 +44,15 @@ def pads() -> None:
 
 
 @pads.command(context_settings=CONTEXT)
-@model_argument()
 @click.option("--tokens", type=click.IntRange(min=1), required=True, help="How many to make.")
 @click.option(
     "--capacity",
     type=click.IntRange(min=1),
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
-@use(
-    *_BANK,
-    "policy",
-    "manifest",
-    "manifest-digest",
-    *(name.replace("_", "-") for name in SEAL),
-    "kernels",
-    "threads",
-    bank=_THE_BANK,
-    policy=_POLICY,
-)
+@takes(RunSettings, *_BANK, *_MODEL, bank=_THE_BANK, policy=_POLICY)
 @config_option
-def make(
-    *,
-    model: str,
-    tokens: int,
-    capacity: int | None,
-    policy: str,
-    kernels: str,
-    threads: int | None,
-    **settings: Any,
-) -> None:
+def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     """Make pads for MODEL into a bank, which is created if it is not there.
 
     Weights are read from MODEL one layer at a time, so that memory does not grow with the model.
@@ -98,14 +73,14 @@ def make(
     place = bank_place(settings)
     if place is None:
         raise SettingsError("--bank", got="none", expected="the pad bank")
-    native.set_up(kernels, threads)
-    directory = model_directory(model)
+    native.set_up(settings.kernels, settings.threads)
+    directory = model_directory(settings.model)
     open_seal(directory, settings)
     pinned = load_manifest(directory, settings)
     config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)
-    chosen = load_pinned_policy(policy, pinned)
+    chosen = load_pinned_policy(settings.policy, pinned)
     chosen.check(config.num_hidden_layers)
-    mask, layout = _padded(chosen, config)
+    mask, layout = padded(chosen, config)
     sites = [site.site for site in layout.sites]
     checkpoint.require(light_tensors(config) | tensors_of(sites, config))
     # A bank of wrong products would be sealed like any other.
@@ -132,32 +107,15 @@ def make(
 
 
 @pads.command(context_settings=CONTEXT)
-@use(*_BANK, "json", bank=_THE_BANK)
+@takes(RunSettings, *_BANK, bank=_THE_BANK)
+@use("json")
 @config_option
-def status(*, as_json: bool, **settings: Any) -> None:
+def status(*, settings: RunSettings, as_json: bool) -> None:
     """Say how many pads a bank holds, for which model, and what it takes on disk."""
     from tee_side.protect.pads.bank import read_bank_status
 
     if (place := bank_place(settings)) is not None:
         _show(read_bank_status(place), as_json=as_json)
-
-
-def _padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
-    """Return the mask that a bank is for, and its sites. Raises PolicyError."""
-    from tee_side.model.local_operators import sites_under
-    from tee_side.protect.masks.mask import AdditiveMask
-    from tee_side.protect.pads.layout import PadLayout
-
-    found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
-    if len(found) != 1:
-        names = " and ".join(mask.described() for mask in found)
-        raise PolicyError(
-            f"policy {policy.name}",
-            got=f"masks {names}" if found else "no operator under pads",
-            expected="one mask that needs pads, as in shielded",
-        )
-    sites = sites_under(policy, config.num_hidden_layers, found[0])
-    return found[0], PadLayout.of(config, sites)
 
 
 def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
@@ -184,13 +142,6 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
             f" {rate:.0f} GOP/s of int8",
             err=True,
         )
-
-
-def product_operations(layout: PadLayout) -> int:
-    """Return the int8 multiplications and additions behind the pads of one token."""
-    from protocol.integer import DIGITS
-
-    return sum(2 * DIGITS * site.in_features * site.out_features for site in layout.sites)
 
 
 def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:

@@ -10,18 +10,19 @@ import click
 
 from protocol.errors import SettingsError
 from protocol.messages import MAX_RANKS
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
-from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, model_directory
-from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
+from tsqp.run.process import EXIT_FAILURE
+from tsqp.run.settings import DEFAULT_POLICY, model_directory
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tsqp.lab.link import Link
     from tsqp.lab.plan.model import Crossover, PlanReport, PolicyPlan, Prediction
+    from tsqp.run.link import Link
 
 # What a service has to beat; planned for beside whatever is asked.
 _BEST_ALONE = "tee-only-int8"
@@ -192,7 +193,7 @@ def _accelerator(device: str | None) -> str | None:
 
 def read_link(text: str | None) -> Link:
     """Read `GBPS,RTT_US`, where GBPS may be `any`; None is no link. Raises SettingsError."""
-    from tsqp.lab.link import Link
+    from tsqp.run.link import Link
 
     if text is None:
         return Link(None, 0.0)
@@ -219,7 +220,7 @@ def _title(report: PlanReport) -> str:
 
 
 def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
-    from tsqp.cli.status import bytes_for_people
+    from tsqp.run.process import bytes_for_people
 
     rate = f"{found.tokens_per_s_per_request:.1f} tokens/s"
     if report.batch > 1:
@@ -246,7 +247,7 @@ def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]
 
 
 def _pays(where: Crossover) -> str:
-    from tsqp.cli.status import bytes_for_people
+    from tsqp.run.process import bytes_for_people
 
     largest = f"the largest that leaves has {bytes_for_people(where.largest_bytes)}"
     if where.weight_bytes is None:

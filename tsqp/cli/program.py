@@ -1,10 +1,8 @@
-"""What the three programs share: errors in one line, signals, memory, exit statuses, defaults."""
+"""How the three programs run: errors in one line, signals, private memory, exit statuses."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
 import signal
 import sys
 import threading
@@ -17,20 +15,19 @@ from typing import NoReturn
 
 import click
 
-from protocol.errors import TsqpError, UnseededError
+from protocol.errors import TsqpError
+from tsqp.run.process import (
+    EXIT_FAILURE,
+    EXIT_REFUSED,
+    complain,
+    keep_memory_private,
+    require_own_secrets,
+)
 
-EXIT_FAILURE = 1
-EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-DEFAULT_PORT = 5555
-DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
-DEFAULT_POLICY = "shielded"
-_PR_SET_DUMPABLE = 4  # of prctl(2)
 _ROOT = str(Path(__file__).resolve().parents[2])
-# The word for the model that ships with us.
-DEMO = "demo"
 
 
 class _EndedBySignal(SystemExit):
@@ -97,35 +94,6 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def keep_memory_private(*, from_others: bool) -> None:
-    """Write no core dump from now on; `from_others`: nor let a process of this user look inside.
-
-    That is ptrace and /proc/PID/mem. It does not bind the kernel, nor a process with
-    CAP_SYS_PTRACE. Raises OSError.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if from_others and sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), "prctl PR_SET_DUMPABLE")
-
-
-def require_own_secrets() -> None:
-    """Refuse to draw secrets that could be guessed, and begin to watch for a VM that is resumed.
-
-    Raises UnseededError.
-    """
-    from tee_side.protect.resumption import watch
-
-    try:
-        os.getrandom(1, os.GRND_NONBLOCK)
-    except BlockingIOError:
-        where = "the operating system's random generator"
-        raise UnseededError(where, got="no seed", expected="one (wait a moment)") from None
-    watch()
-
-
 def _place(error: BaseException) -> str:
     """Say where an error was raised: file, line and function, of ours if any is on the way."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -157,21 +125,8 @@ def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
     raise _EndedBySignal(128 + number)
 
 
-def complain(message: str) -> None:
-    """Write one line to stderr, if stderr still has a reader."""
-    with suppress(OSError):
-        click.echo(" ".join(message.split()), err=True)
-
-
 def _discard_stdout() -> None:
     """Send what is still buffered nowhere, so that Python has nothing to report at shutdown."""
     # A stdout that is no file (in tests) has no descriptor, and no shutdown either.
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def model_directory(name: str) -> Path:
-    """Return the directory of MODEL: the demo model that ships with us, or a path."""
-    if name == DEMO:
-        return Path(__file__).resolve().parent.parent / "demo_model"
-    return Path(name)

@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import click
 
+from tsqp.cli.config import CONTEXT, Commands, config_option, version_option
 from tsqp.cli.program import run
-from tsqp.cli.settings import CONTEXT, Commands, config_option, version_option
 
 
 @click.group(

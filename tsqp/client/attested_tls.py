@@ -27,15 +27,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from protocol.errors import EvidenceError, TsqpError
+from protocol.errors import EndpointError, EvidenceError, SettingsError, TsqpError
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.statement import Claims, Statement, read_certificate
 
 AGAIN_S = 600.0
+CONNECT_S = 30.0
 
 _TIMEOUT_S = 30.0
 MAX_ANSWER_BYTES = 256 * 1024
@@ -247,3 +249,44 @@ def _require_same(certified: Claims | None, fresh: Claims | None) -> None:
     for name, value in ours.items():
         if theirs[name] != value:
             raise NotAttestedError(f"new evidence: {name}", "another", "the certificate's", None)
+
+
+class Address(NamedTuple):
+    """Where a server is."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """Read `https://HOST[:PORT]`, with or without a path. Raises SettingsError."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or 443
+        except ValueError:
+            host = None
+        if host is None or parts.scheme != "https":
+            expected = "https://HOST[:PORT], which tee-runner serve --attest prints"
+            raise SettingsError("URL", got=repr(url), expected=expected)
+        return cls(host, port)
+
+    def __str__(self) -> str:
+        """Return it as a URL has it."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def prove(address: Address, context: AttestedContext) -> Proved:
+    """Connect once, and return what the server proved.
+
+    Raises NotAttestedError, and EndpointError where none answers.
+    """
+    try:
+        with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
+            context.wrap_socket(plain, server_hostname=address.host).close()
+    except (OSError, UnicodeError) as error:  # an ssl.SSLError is an OSError
+        got = getattr(error, "reason", None) or getattr(error, "strerror", None)
+        got = got or type(error).__name__
+        raise EndpointError(str(address), got=got, expected="a server with TLS 1.3") from None
+    if context.proved is None:
+        raise EndpointError(str(address), got="no proof", expected="one")
+    return context.proved

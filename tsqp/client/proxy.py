@@ -14,8 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from protocol.errors import EndpointError, TsqpError
-from tsqp.client.attested_tls import AttestedContext, cut
-from tsqp.client.connection import Address, prove
+from tsqp.client.attested_tls import Address, AttestedContext, cut, prove
 
 _CONNECT_S = 30.0
 _CHUNK_BYTES = 64 * 1024

@@ -5,12 +5,9 @@ their way to the service, so what is shown as received is what is on the wire. I
 tap lies.
 
     acts        which policies, one after another, and what comes after them
-    http_client chats with tee-runner serve
-    processes   starts and ends the programs
-    feed        what the tap has seen, as numbers
-    lie         changes one number of one reply
-    matching    reads the tokens out of it, with the public weights
-    costs       where the time of a run went
-    rendering   panels and tables
-    verdict     compares with transformers, and with the same integers without a mask
+    programs    starts and ends the programs, and chats with tee-runner serve
+    tap         stands on the wire, collects what it sees, and changes one number of one reply
+    rendering   panels and tables, and where the time of a run went
+    verdict     compares with transformers, with the same integers without a mask, and what was
+                read out of what crossed with what went in (`tsqp.page.seen` reads it)
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,9 @@ from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
-from tsqp.cli.program import model_directory
-from tsqp.demo.costs import Cost
-from tsqp.demo.feed import Feed
-from tsqp.demo.http_client import stream_chat
-from tsqp.demo.intercepting_proxy import Tap
-from tsqp.demo.lie import LIES_AT, Liar
-from tsqp.demo.matching import Matcher
-from tsqp.demo.processes import Services, generate, run_generate, serving
+from tsqp.demo.programs import Services, generate, run_generate, serving, stream_chat
 from tsqp.demo.rendering import (
+    Cost,
     act_panel,
     acts_table,
     chat_panel,
@@ -36,6 +30,7 @@ from tsqp.demo.rendering import (
     lie_panel,
     operators_table,
 )
+from tsqp.demo.tap import LIES_AT, Feed, Liar, Tap
 from tsqp.demo.verdict import (
     CLEAR_INTEGERS,
     Check,
@@ -45,10 +40,13 @@ from tsqp.demo.verdict import (
     compare_floats,
     compare_integers,
     compare_served,
+    match,
     tokens_of,
     transformers_tokens,
 )
 from tsqp.extras import require
+from tsqp.page.seen import Matcher
+from tsqp.run.settings import model_directory
 
 THREE_ACTS = {
     "tee-only": "all in the TEE",
@@ -143,7 +141,7 @@ class Stage:
         self._prompt = prompt
         self._max_new_tokens = max_new_tokens
         self._options = options
-        self._matcher = Matcher()
+        self._matcher = Matcher(model_directory("demo"))
         self._runs = 0
 
     def act(self, policy: Policy, name: str, number: str) -> Act:
@@ -173,27 +171,35 @@ class Stage:
                 **after,
             )
 
-        live = None
-        if console.is_terminal:
-            live = Live(panel(), console=console, refresh_per_second=12, transient=True)
-
-        def show(piece: str) -> None:
-            story.append(piece, style="not bold")
-            if live is not None:
-                live.update(panel())
-
         tap_endpoint = self._services.tap_endpoint()
         tap = Tap(reach.endpoints[0], feed.add, endpoint=tap_endpoint)
-        with tap, live or nullcontext():
+        with tap, self._live(panel) as draw:
+
+            def show(piece: str) -> None:
+                story.append(piece, style="not bold")
+                draw()
+
             report, logits = self._generate(name, reach.options(tap.endpoint), show)
-        if report["rpc"]["count"] and not feed.count:
+        if report["rpc"]["count"] and not feed.received.requests:
             raise EndpointError("tap", got="no requests", expected="the runner's requests")
         tokens = tokens_of(policy.name, report, logits)
         story.rstrip()
         # The last token is sampled, and never goes through the model.
-        reading = self._matcher.read(feed.inputs, report["prompt_token_ids"] + tokens.ids[:-1])
+        sent = report["prompt_token_ids"] + tokens.ids[:-1]
+        reading = match(self._matcher, feed.received.inputs, sent)
         console.print(panel(subtitle=_pace(report), reading=reading))
-        return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.count)
+        return Act(
+            policy, report, tokens, str(story).removeprefix(self._prompt), feed.received.requests
+        )
+
+    @contextmanager
+    def _live(self, panel: Callable[[], Panel]) -> Iterator[Callable[[], None]]:
+        """Show a panel during the block, on a terminal; what is given draws it again."""
+        if not self._console.is_terminal:
+            yield lambda: None
+            return
+        with Live(panel(), console=self._console, refresh_per_second=12, transient=True) as live:
+            yield lambda: live.update(panel())
 
     def served(self, policy: Policy, number: str) -> Check:
         """Chat over HTTP with `tee-runner serve`, show it as it comes, and check every token."""
@@ -205,18 +211,14 @@ class Stage:
 
         console.print()
         options = [*self._services.reach(policy).options(), *self._options]
-        with serving(["--policy", policy.name, *options], console.print) as url:
-            live = None
-            if console.is_terminal:
-                live = Live(panel(), console=console, refresh_per_second=12, transient=True)
+        arguments = ["--policy", policy.name, *options]
+        with serving(arguments, console.print) as url, self._live(panel) as draw:
 
             def show(piece: str) -> None:
                 answer.append(piece)
-                if live is not None:
-                    live.update(panel())
+                draw()
 
-            with live or nullcontext():
-                tokens = stream_chat(url, SAID, self._max_new_tokens, show)
+            tokens = stream_chat(url, SAID, self._max_new_tokens, show)
         console.print(panel())
         conversation = [{"role": "user", "content": SAID}]
         prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)

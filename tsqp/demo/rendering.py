@@ -6,6 +6,7 @@ Everything fits a terminal of 80 columns, and is plain text where there is none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import rich.box
@@ -15,13 +16,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tsqp.cli.status import bytes_for_people
-from tsqp.demo.costs import Cost, Times
-from tsqp.demo.feed import ByteSummary, Feed
-from tsqp.demo.intercepting_proxy import Seen
-from tsqp.demo.lie import Lie
-from tsqp.demo.matching import Reading
-from tsqp.demo.verdict import Check
+from tsqp.demo.tap import Feed, Lie
+from tsqp.demo.verdict import Check, Matched
+from tsqp.page.seen import ByteSummary, Seen, summarise
+from tsqp.run.process import bytes_for_people
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"
@@ -29,6 +27,48 @@ _BUCKETS = 64
 _READING_CHARACTERS = 180
 # Wider tables are harder to read.
 _MAX_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds in the TEE, on the wire (with the service's queue), and in the service."""
+
+    tee_s: float
+    wire_s: float
+    gpu_s: float
+
+
+class Cost:
+    """What one run cost. `report`: what `tee-runner generate --report` wrote."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+        # Waiting in the service's queue is neither wire nor GPU; with one client it is next to 0.
+        self.operators = {
+            name: Times(row["tee_s"], row["wire_s"] + row["queue_s"], row["gpu_s"])
+            for name, row in report["operators"].items()
+        }
+        times = self.operators.values()
+        tee_s, wire_s, gpu_s = (
+            sum(t.tee_s for t in times),
+            sum(t.wire_s for t in times),
+            sum(t.gpu_s for t in times),
+        )
+        # What no operator accounts for was spent in the TEE.
+        self.rest_s = max(0.0, report["timing"]["total_s"] - tee_s - wire_s - gpu_s)
+        self.total = Times(tee_s + self.rest_s, wire_s, gpu_s)
+
+    def cells(self, times: Times) -> tuple[str, str, str]:
+        """Render as milliseconds."""
+        tee, wire, gpu = map(_milliseconds, (times.tee_s, times.wire_s, times.gpu_s))
+        return tee, wire, gpu
+
+
+def _milliseconds(seconds: float) -> str:
+    """Render a time in 6 characters at most, so that the table fits a terminal of 80 columns."""
+    if seconds == 0:
+        return ""
+    return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def act_panel(
@@ -41,7 +81,7 @@ def act_panel(
     services: int = 1,
     broken: bool = False,
     subtitle: str | None = None,
-    reading: Reading | None = None,
+    reading: Matched | None = None,
 ) -> Panel:
     """Show the story, and what the GPU received for it.
 
@@ -53,7 +93,7 @@ def act_panel(
     first = "the first of two services" if services > 1 else "the GPU"
     dtypes = f": {', '.join(feed.dtypes)}" if feed.dtypes else ""
     rows: list[RenderableType] = [story, Rule(f"what {first} received{dtypes}", style="dim")]
-    summary = feed.bytes()
+    summary = summarise(feed.received.counts)
     if summary is None:
         rows.append(Text(f"nothing{' so far' if running else ': no request, not one byte'}"))
     else:
@@ -106,7 +146,7 @@ def _feed_table(shown: Sequence[Seen], feed: Feed, width: int, which: str) -> Ta
     table.add_column("layer", justify="right", width=5)
     table.add_column("operator", no_wrap=True, width=20)
     table.add_column("shape", no_wrap=True, width=9)
-    label = f"{which} {len(shown)} of {feed.count} requests"
+    label = f"{which} {len(shown)} of {feed.received.requests} requests"
     table.add_column(Text(label), no_wrap=True, ratio=1)
     for seen in shown:
         table.add_row(
@@ -146,7 +186,7 @@ def _measured(summary: ByteSummary, feed: Feed, bars: str) -> Table:
     return grid
 
 
-def _reading(reading: Reading, broken: bool) -> Text:
+def _reading(reading: Matched, broken: bool) -> Text:
     text = " ".join(reading.text.split())
     if len(text) > _READING_CHARACTERS:
         text = text[:_READING_CHARACTERS].rstrip() + " ..."

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
-from tsqp.cli.program import model_directory
-from tsqp.demo.lie import Lie
-from tsqp.demo.processes import DTYPE
+from tsqp.demo.programs import DTYPE
+from tsqp.demo.tap import Lie
+from tsqp.page.seen import Matcher
+from tsqp.run.settings import model_directory
 
 # What the integers of a masked policy must be equal to.
 CLEAR_INTEGERS = "quantized-clear"
@@ -30,6 +31,15 @@ class Tokens:
     name: str
     ids: list[int]
     logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What vocabulary matching found. `right`: how many tokens are; None where rows are others."""
+
+    text: str
+    tokens: int
+    right: int | None
 
 
 @dataclass(frozen=True)
@@ -172,3 +182,18 @@ def clear_reference(policy: Policy, folder: Path) -> str:
     path = folder / "int8-in-tee.toml"
     path.write_text(integers_in_tee(), encoding="utf-8")
     return str(path)
+
+
+def match(matcher: Matcher, inputs: Sequence[torch.Tensor], truth: Sequence[int]) -> Matched | None:
+    """Match rows [.., D] of the first layer's inputs with the vocabulary; None without rows.
+
+    `truth`: ids of all tokens that went through the model; where less was sent, the last ones.
+    """
+    if not inputs:
+        return None
+    ids = matcher.nearest(inputs)
+    expected = list(truth)[-len(ids) :]
+    right = None
+    if len(expected) == len(ids):
+        right = sum(a == b for a, b in zip(ids, expected, strict=True))
+    return Matched(matcher.tokenizer.decode(ids), len(ids), right)

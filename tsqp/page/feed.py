@@ -15,16 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES, Request
-from protocol.prepared import PreparedRequest
-from tsqp.demo.feed import summarise
-from tsqp.demo.intercepting_proxy import Seen, describe_request
+from protocol.prepared import Exchange, PreparedRequest
+from tsqp.page.seen import Received, Seen, describe_request, summarise
 
 HEAD_BYTES = 64
 MAX_PAGES = 8  # whose last answer is kept
@@ -59,8 +56,8 @@ class Sample:
 class Answer:
     """What crossed for one request to the server. `page`: whose, None for another client's.
 
-    `others`: requests that crossed while others were answered too. `inputs`: what the first layer
-    was given, up to 1024 rows; `rows`: how many there were. `until`: when it is certainly over.
+    `others`: requests that crossed while others were answered too. `until`: when it is certainly
+    over.
     """
 
     number: int
@@ -68,50 +65,38 @@ class Answer:
     began: float = field(default_factory=time.monotonic)
     until: float = float("inf")
     running: bool = True
-    requests: int = 0
     others: int = 0
-    rows: int = 0
-    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    received: Received = field(default_factory=lambda: Received(_MAX_ROWS))
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
-    inputs: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, seen: Seen) -> None:
-        """Take note of a request, of whose tensors only copies are kept."""
-        self.requests += 1
-        raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in seen.tensors]
-        for part in raw:
-            self.counts += np.bincount(part, minlength=256)
+        """Take note of a request."""
+        self.received.add(seen)
         first = seen.first
         self.samples.append(
             Sample(
-                number=self.requests,
+                number=self.received.requests,
                 ms=round((time.monotonic() - self.began) * 1e3, 1),
                 operator=_OPERATORS.get(seen.what, seen.what),
                 layer=seen.layer,
                 rows=first.numel() // first.shape[-1],
                 width=first.shape[-1],
                 dtype=str(first.dtype).removeprefix("torch."),
-                head=raw[0][:HEAD_BYTES].tobytes().hex(),
+                head=first.reshape(-1).view(torch.uint8)[:HEAD_BYTES].numpy().tobytes().hex(),
             )
         )
-        # A seed has no rows.
-        if seen.layer == 0 and seen.what.startswith("q_proj") and first.dim() > 1:
-            rows_TD = first.reshape(-1, first.shape[-1])
-            if (room := _MAX_ROWS - self.rows) > 0:
-                self.inputs.append(rows_TD[:room].clone())
-            self.rows += len(rows_TD)
 
     def described(self, since: int) -> dict[str, Any]:
         """Return all of it as JSON has it, with the samples that came after one."""
-        summary = summarise(self.counts)
+        summary = summarise(self.received.counts)
         return {
             "answer": self.number,
             "running": self.running,
-            "requests": self.requests,
+            "requests": self.received.requests,
             "others": self.others,
-            "rows": self.rows,
+            "rows": self.received.rows,
             "bytes": None if summary is None else asdict(summary),
-            "histogram": self.counts.tolist(),
+            "histogram": self.received.counts.tolist(),
             "samples": [asdict(sample) for sample in self.samples if sample.number > since],
         }
 
@@ -164,7 +149,7 @@ class Feed:
     def inputs(self, page: str) -> list[torch.Tensor]:
         """Return what the first layer was given for the page's last answer."""
         with self._lock:
-            return list(self._last[page].inputs) if page in self._last else []
+            return list(self._last[page].received.inputs) if page in self._last else []
 
     def _saw(self, request: Request) -> None:
         with self._lock:

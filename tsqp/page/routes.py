@@ -29,7 +29,7 @@ from tee_side.model.kv_cache import kv_bytes
 from tee_side.policy.placement import Policy
 from tee_side.words import LIGHT_OPERATORS
 from tsqp.page.feed import Feed
-from tsqp.page.reading import Reader
+from tsqp.page.seen import Reader
 
 PAGE_HEADER = "x-tsqp-page"
 _PAGE_ID = re.compile("[0-9a-f]{32}")

@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from protocol.channel import Channel, Traffic
+from protocol.channel import Channel
 from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
+from protocol.prepared import Traffic
 from tee_side.remote.services.member import ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import (

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -33,7 +33,7 @@ from protocol.errors import (
 )
 from protocol.messages import Request, SegmentRequest
 from protocol.pending import OversizedRequestError
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from tee_side.remote.services.member import Member, Session
 
 log = logging.getLogger("tee_side")

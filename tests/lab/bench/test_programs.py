@@ -11,10 +11,10 @@ from tee_side.policy.placement import load_policy
 from tee_side.words import PROJECTIONS
 from tests.kit.model import make_model, token_ids
 from tests.kit.service import run, running_service
-from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import PolicyRun, Report
 from tsqp.lab.bench.published_model import PublishedClient, PublishedModel
 from tsqp.lab.explain.explanation import explain
+from tsqp.run.settings import model_directory
 
 # Its processes have 240 s, of which two slow cores take half.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.messages import FUSED_MODULES, TensorReply, Timing
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
+from protocol.prepared import Exchange
 from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration

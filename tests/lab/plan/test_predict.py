@@ -21,11 +21,11 @@ from tsqp.cli.main import command
 from tsqp.lab.bench.model import PadMaking, PingPong
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.explain.explanation import explain
-from tsqp.lab.link import Link
 from tsqp.lab.plan import run
 from tsqp.lab.plan.machine import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.model import PARTS, Asked, Costs, Lane, PlanReport, Rpc, Section, Segment, Step
 from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
+from tsqp.run.link import Link
 
 WORK = LinearWork(1, 2048, 2048, False)
 PLAN = Task((1, 2048), "bfloat16", WORK, 4096)

@@ -30,7 +30,7 @@ from tee_side.protect.masks.mask import FeatureMask, SegmentMask
 from tee_side.protect.masks.pad import Pad
 from tests.kit.model import Models
 from tests.kit.rows import each_row
-from tsqp.cli.provision import provision as command
+from tsqp.cli.model_files import provision as command
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation

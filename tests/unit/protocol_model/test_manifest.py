@@ -26,8 +26,8 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
 from tsqp.manifest import make_manifest
+from tsqp.run.settings import model_directory
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 SHA = "0" * 64

@@ -41,7 +41,7 @@ from protocol.model.sealed import (
 )
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 from tsqp.seal import rewrap, seal_model
 
 DEMO = model_directory("demo")

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from protocol.channel import Exchange
 from protocol.native import choice
+from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.masks.pad import Pad
@@ -95,7 +95,7 @@ def _expected(policy: Policy, *, logits: bool = True) -> Notes:
                 stages = ["mask", "verify", "unmask"]  # compiled: one pass before, one after
             notes.trips += [(operator, number, policy.services)] * asked
         notes.called(operator, number, "gpu" if operator in leaving else "tee")
-        notes.spans += [(operator, number, cast(TeeStage, stage)) for stage in stages]
+        notes.spans += [(operator, number, cast("TeeStage", stage)) for stage in stages]
     return notes
 
 
@@ -129,7 +129,7 @@ def test_each_micro_batch_tells_of_every_operator_with_its_layer_and_stages(
 
 def test_the_last_stage_of_a_call_that_failed_is_not_told_of() -> None:
     notes = Notes()
-    clock = StageClock(cast(Observer, notes), "o_proj", 1)
+    clock = StageClock(cast("Observer", notes), "o_proj", 1)
     clock.called()
     clock.mark("mask")
     clock.called()

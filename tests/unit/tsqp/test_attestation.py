@@ -45,31 +45,30 @@ from tee_side.serve.sealed import HpkeKey
 from tests.kit.evidence import DIGESTS, body_of, policy_text, serving
 from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
-from tsqp import attestation
-from tsqp.attestation import _NOT_CLAIMED, identify, release_key, settings_digest, tls_files
 from tsqp.cli.main import command
-from tsqp.cli.program import model_directory
-from tsqp.cli.running import Loaded, policy_digest
-from tsqp.cli.serve import serve
 from tsqp.client import NotAttestedError
-from tsqp.client.attested_tls import AttestedContext
-from tsqp.client.connection import Address, prove
-from tsqp.client.sealed_connection import ProvedTransport
-from tsqp.gpu_evidence import ask_gpus
+from tsqp.client.attested_tls import Address, AttestedContext, prove
+from tsqp.client.transports import ProvedTransport
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease
 from tsqp.manifest import make_manifest
-from tsqp.service_attestation import attested_service
+from tsqp.run import attestation
+from tsqp.run.attestation import identify, release_key, settings_digest, tls_files
+from tsqp.run.gpu_evidence import ask_gpus
+from tsqp.run.load import Loaded
+from tsqp.run.service import GpuServiceSettings, Held, attested_service
+from tsqp.run.serving import ServeSettings, policy_digest
+from tsqp.run.settings import model_directory
+
+USUAL = ServeSettings(model="demo", attest="simulated")
 
 
-def usual() -> dict[str, Any]:
-    """Return the options of `tee-runner serve demo`, as click gives them."""
-    context = serve.make_context("serve", ["demo", "--attest", "simulated"])
-    return dict(context.params)
+def identified(loaded: Loaded, **changes: Any) -> Identity:
+    return identify(replace(USUAL, **changes), loaded.manifest, loaded.policy)
 
 
 def claims(loaded: Loaded, **changes: Any) -> Claims:
-    return Claims.decode(identify(usual() | changes, loaded).state(b"").claims)
+    return Claims.decode(identified(loaded, **changes).state(b"").claims)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +80,10 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded) -> None:
     found = claims(loaded)
     assert loaded.manifest is not None
     assert found.model == hashlib.sha256(loaded.manifest.to_bytes()).digest()
-    assert found.policy.hex() == policy_digest(loaded.policy)
-    assert found.settings == settings_digest(usual())
+    assert found.policy == policy_digest(loaded.policy)
+    assert found.settings == settings_digest(USUAL)
     other = replace(loaded, policy=load_policy("shielded"))
-    assert claims(other).policy.hex() == policy_digest(other.policy) != found.policy.hex()
+    assert claims(other).policy == policy_digest(other.policy) != found.policy
     with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
         claims(replace(loaded, manifest=None))
 
@@ -104,15 +103,13 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded) -> None:
 def test_an_option_that_matters_is_claimed_and_where_things_are_is_not(
     name: str, value: object
 ) -> None:
-    given = usual()
-    assert given[name] != value
-    assert settings_digest(given | {name: value}) != settings_digest(given)
+    assert getattr(USUAL, name) != value
+    assert settings_digest(replace(USUAL, **{name: value})) != settings_digest(USUAL)
     # A key server is told of the options before MODEL opens; the manifest pins calibration.
-    given |= {"api_keys": Path("a")}
-    elsewhere = {"port": 1, "model": "/nowhere", "calibration": Path("/nowhere/scales")}
-    assert settings_digest(given | elsewhere) == settings_digest(given)
-    assert settings_digest(given | {"api_keys": Path("b")}) == settings_digest(given)
-    assert given.keys() >= _NOT_CLAIMED
+    given = replace(USUAL, api_keys=Path("a"))
+    elsewhere = replace(given, port=1, model="/nowhere", calibration=Path("/nowhere/scales"))
+    assert settings_digest(elsewhere) == settings_digest(given)
+    assert settings_digest(replace(given, api_keys=Path("b"))) == settings_digest(given)
 
 
 def test_what_services_have_to_prove_is_claimed(loaded: Loaded, tmp_path: Path) -> None:
@@ -152,7 +149,7 @@ def test_keys_of_services_are_claimed_and_those_without_as_well(
 
 
 def test_the_key_of_a_connection_is_not_on_a_disk(loaded: Loaded) -> None:
-    made = identify(usual(), loaded)
+    made = identified(loaded)
     with tls_files(made) as names:
         for name in names:
             assert Path(name).resolve().name.startswith("memfd:")
@@ -173,13 +170,13 @@ def test_a_key_server_is_told_what_clients_are(
     loaded: Loaded, server: mock.Mock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, policy = HpkeKey(), loaded.policy
-    settings = usual() | {"seal_key_server": "http://a", "dtype": "float32"}
+    settings = replace(USUAL, seal_key_server="http://a", dtype="float32")
     with pytest.raises(SettingsError, match="--seal-key-server: got no --attest"):
-        release_key(settings | {"attest": None}, loaded.manifest, policy, "http://a")
+        release_key(replace(settings, attest=None), loaded.manifest, policy)
     with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
-        release_key(settings, None, policy, "http://a")
+        release_key(settings, None, policy)
     assert not server.called
-    assert release_key(settings, loaded.manifest, policy, "http://a") == b"the key"
+    assert release_key(settings, loaded.manifest, policy) == b"the key"
     server.assert_called_once_with("http://a", mock.ANY)
     said = server.call_args.args[1](bytes(32), key)
     told, evidence = Claims.decode(said.claims), Evidence.decode(said.evidence)
@@ -203,11 +200,10 @@ class Programs(NamedTuple):
 
 @pytest.fixture
 def programs(loaded: Loaded, tmp_path: Path, server: mock.Mock) -> Programs:
-    release_key(usual(), loaded.manifest, loaded.policy, "http://a")
+    release_key(replace(USUAL, seal_key_server="http://a"), loaded.manifest, loaded.policy)
     public = tmp_path / "service.pub"
-    given = {name: usual()[name] for name in ("attest", "attest_certificate", "attest_collateral")}
-    given |= {"attest_gpus": False, "public_key": public}
-    service, identity = attested_service(given, {"device": "cpu"}), identify(usual(), loaded)
+    given = GpuServiceSettings(model="demo", attest="simulated", public_key=public)
+    service, identity = attested_service(given, Held.of(given)), identified(loaded)
     assert service is not None
     state: dict[Purpose, Callable[[bytes], Statement]] = {
         "serve": identity.state,
@@ -372,11 +368,13 @@ def test_a_service_with_gpus_is_what_a_runner_accepts(
         "nvmlDeviceGetConfComputeGpuAttestationReport": report,
     }.items():
         monkeypatch.setattr(pynvml, name, call)
-    options = {"attest": "simulated", "attest_gpus": True, "public_key": tmp_path / "service.pub"}
-    options |= {"attest_certificate": (), "attest_collateral": None}
-    made = attested_service(options, {"device": "cuda"})
+    public = tmp_path / "service.pub"
+    settings = GpuServiceSettings(
+        model="demo", device="cuda", attest="simulated", attest_gpus=True, public_key=public
+    )
+    made = attested_service(settings, Held.of(settings))
     assert made is not None
-    keys = ClientKeys(made.secret, public_key_of(tmp_path / "service.pub"))
+    keys = ClientKeys(made.secret, public_key_of(public))
     said = AppraisalPolicy.development().model_dump(exclude={"nvidia"})
     any_gpu = dict.fromkeys(("measurements", "driver", "vbios"), "any")
     policy = AppraisalPolicy.model_validate(said | {"nvidia": any_gpu}, strict=False)

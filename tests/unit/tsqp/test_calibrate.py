@@ -26,8 +26,8 @@ from tsqp.calibrate import (
     relative_error,
     typical_input,
 )
-from tsqp.cli.calibrate import calibrate as command
-from tsqp.cli.program import model_directory
+from tsqp.cli.model_files import calibrate as command
+from tsqp.run.settings import model_directory
 
 SITE: Site = (3, "down_proj")
 DEMO = model_directory("demo")

@@ -21,7 +21,7 @@ from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
 from tsqp.cli.chat import Conversation
 from tsqp.cli.main import command
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import TextSettings, model_directory
 from tsqp.seal_keys import read_key
 
 
@@ -127,7 +127,8 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
 
 def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> None:
     lost = EndpointError("unix:///s", got="a lost connection", expected="one")
-    answer, runner, settings = mock.Mock(), mock.MagicMock(), {"max_new_tokens": 1, "stop": ()}
+    answer, runner = mock.Mock(), mock.MagicMock()
+    settings = TextSettings(model="demo", max_new_tokens=1)
     runner.config.context_length = 5  # words, one of them for the answer
     runner.tokenizer.apply_chat_template = lambda told: " ".join(m["content"] for m in told).split()
     runner.generate.side_effect = [answer, answer, lost, answer, answer, answer]
@@ -140,7 +141,7 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
         ["a", "b", "c C", "c C", "d", "/stats", "/help", "/clear", "e", "/system X", "/quit"]
     )
     with mock.patch.multiple("tsqp.cli.chat", stream=interrupted, sampling_of=mock.Mock()):
-        made = Conversation(runner, settings | {"stats": True}, "Be.", in_terminal=True)
+        made = Conversation(runner, settings, "Be.", in_terminal=True)
         made.run(lambda: next(lines))
     told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]
     assert told == ["Be. a", "Be. a so b", "Be. c C", "Be. c C", "Be. d", "Be. e"]

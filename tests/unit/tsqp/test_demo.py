@@ -6,10 +6,10 @@ import torch
 
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
 from tsqp.demo import verdict
-from tsqp.demo.intercepting_proxy import Seen
-from tsqp.demo.lie import Lie
+from tsqp.demo.tap import Lie
+from tsqp.page.seen import Seen
+from tsqp.run.settings import model_directory
 
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
 REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"

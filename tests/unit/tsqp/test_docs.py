@@ -8,8 +8,9 @@ from pathlib import Path
 from gpu_side.metrics import StateCollector
 from gpu_side.state import ServiceState
 from tee_side.policy.placement import builtin_policies, load_policy
+from tests.kit.masks_page import masks_page
 from tests.kit.rows import each_row
-from tsqp.catalogue import masks_page, policy_entry
+from tsqp.catalogue import policy_entry
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -62,7 +63,7 @@ def test_the_page_for_operators_names_all_metrics_and_events() -> None:
     named = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`(\w+)[`{]", rows)}
     metrics = {family.name for family in StateCollector(ServiceState()).collect()}
     files = [path for side in ("gpu_side", "tee_side") for path in (ROOT / side).rglob("*.py")]
-    files += [ROOT / "tsqp/service_attestation.py", ROOT / "tsqp/server.py"]
+    files += [ROOT / "tsqp/run/service.py", ROOT / "tsqp/run/server.py"]
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     event = r'\b(?:log\.(?:info|warning|error|exception)|warn)\(\s*"(\w+)"'
     assert named == metrics | set(re.findall(event, source))

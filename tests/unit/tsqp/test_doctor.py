@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from tests.kit.service import running_service
 from tsqp.cli.main import command
-from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
+from tsqp.run.settings import model_directory
 
 Found = dict[str, dict[str, str]]
 pytestmark = pytest.mark.usefixtures("patient_streams")

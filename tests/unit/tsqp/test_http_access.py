@@ -9,8 +9,14 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.http_access import HttpAccess
 from tests.kit.rows import each_row
-from tsqp.cli.trust import read_http_access
-from tsqp.llm import _settings
+from tsqp.llm import settings_from
+from tsqp.run.settings import RunSettings
+from tsqp.run.trust import read_http_access
+
+
+def told(**given: object) -> RunSettings:
+    return settings_from({"model": "demo", **given})
+
 
 ONE, TWO = (f"tsqp-{letter * 43}" for letter in "ot")
 
@@ -40,7 +46,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_tokens_go_with_urls_in_order(
     gpu: list[str], tokens: list[str], expected: list[str], files: dict[str, str]
 ) -> None:
-    settings = _settings("demo", {"gpu": gpu, "http_token": [files[token] for token in tokens]})
+    settings = told(gpu=gpu, http_token=[files[token] for token in tokens])
     found = read_http_access(settings, None)
     urls = [text.partition("=")[0].partition(",")[0] for text in gpu if text.startswith("http")]
     assert found == {url: HttpAccess(one) for url, one in zip(urls, expected, strict=True)}
@@ -58,7 +64,7 @@ def test_tokens_go_with_urls_in_order(
 def test_a_token_reaches_no_service_of_another_owner(
     gpu: list[str], tokens: list[str], said: str, files: dict[str, str]
 ) -> None:
-    settings = _settings("demo", {"gpu": gpu, "http_token": [files[token] for token in tokens]})
+    settings = told(gpu=gpu, http_token=[files[token] for token in tokens])
     with pytest.raises(SettingsError, match=said) as info:
         read_http_access(settings, None)
     assert info.value.where == "--http-token"
@@ -69,6 +75,6 @@ def test_without_tokens_one_file_of_cas_is_for_all(tmp_path: Path) -> None:
     pem.write_text("PEM")
     pem.chmod(0o644)
     gpu = ["https://a.example", "https://b.example"]
-    found = read_http_access(_settings("demo", {"gpu": gpu, "http_ca": pem}), None)
+    found = read_http_access(told(gpu=gpu, http_ca=pem), None)
     assert found == dict.fromkeys(gpu, HttpAccess(ca="PEM"))
-    assert read_http_access(_settings("demo", {"gpu": gpu}), None) == {}
+    assert read_http_access(told(gpu=gpu), None) == {}

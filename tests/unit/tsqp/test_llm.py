@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from protocol.errors import EngineError, LimitError, PromptError
+from protocol.errors import EngineError, LimitError, PromptError, SettingsError
 from tests.kit.rows import each_row
 from tsqp import LLM, SamplingParams
 from tsqp.cli.main import command
@@ -92,6 +92,22 @@ def test_what_is_of_another_kind_is_refused_and_ends_nothing(llm: LLM, wrong: An
     with pytest.raises((PromptError, LimitError)):
         wrong(llm)
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@each_row(
+    ("option", "value", "said"),
+    [
+        ("polcy", "shielded", "LLM: got the option 'polcy', expected .*did you mean policy"),
+        ("max_new_tokens", 5, "SamplingParams"),
+        ("threads", 0, "LLM: threads: got 0, expected greater than or equal to 1"),
+        ("threads", True, "LLM: threads: got True"),
+        ("when_out", "never", "LLM: when_out: got 'never', expected 'wait', 'tee' or 'fail'"),
+        ("gpu", [3], r"LLM: gpu\.0: got 3"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(option: str, value: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        LLM("/nowhere", **{option: value})
 
 
 def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> None:

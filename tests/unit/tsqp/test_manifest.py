@@ -17,10 +17,10 @@ from protocol.model.manifest import Manifest
 from tee_side.policy.placement import load_policy
 from tee_side.words import OPERATORS
 from tsqp.cli.main import command as tsqp
-from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
-from tsqp.cli.trust import load_pinned_policy, read_client_keys
 from tsqp.key_files import new_key_pair
+from tsqp.run.settings import RunSettings, model_directory
+from tsqp.run.trust import load_pinned_policy, read_client_keys
 
 GENERATE = ("--policy", "tee-only", "--prompt", "Once", "--max-new-tokens", "2", "--json")
 
@@ -216,7 +216,7 @@ def test_a_service_key_is_pinned_or_given_by_value(model: Path, tmp_path: Path) 
     _, public, text = new_key_pair(tmp_path / "service")
 
     def read(manifest: Manifest | None, *keys: str) -> list[bytes]:
-        settings = {"identity": identity, "service_key": keys}
+        settings = RunSettings(model="", identity=identity, service_key=keys)
         return [found.service for found in read_client_keys(settings, manifest)]
 
     bare = pinning(model)

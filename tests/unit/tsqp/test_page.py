@@ -17,16 +17,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from protocol.channel import Channel, Traffic
+from protocol.channel import Channel
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
-from protocol.prepared import PreparedRequest
+from protocol.prepared import PreparedRequest, Traffic
 from tee_side.engine.generation import PadTotals
 from tee_side.policy.placement import load_policy
 from tests.kit.ask import QKV, linear, ring
-from tsqp.cli.program import model_directory
 from tsqp.page.feed import Feed
 from tsqp.page.routes import PAGE_HEADER, PageRequests, Tee, page_routes
+from tsqp.run.settings import model_directory
 
 MINE, OTHERS = "a" * 32, "b" * 32
 DEMO = model_directory("demo")

@@ -11,9 +11,8 @@ from unittest import mock
 
 import pytest
 
-from tsqp.cli import printing
-from tsqp.cli.printing import Printer
-from tsqp.cli.status import StatusLine
+from tsqp.cli import terminal
+from tsqp.cli.terminal import Printer, StatusLine
 
 
 class Output(io.StringIO):
@@ -41,7 +40,7 @@ def printer(monkeypatch: pytest.MonkeyPatch, output: Output) -> Printer:
 
 def test_handing_over_is_the_same_work_for_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake clock that counts calls: nothing is decoded or written between two tokens."""
-    monkeypatch.setattr(printing, "TICK_S", 3600.0)
+    monkeypatch.setattr(terminal, "TICK_S", 3600.0)
     called: list[list[str]] = []
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
@@ -70,11 +69,11 @@ def test_a_terminal_gets_no_control_characters_and_a_reader_that_has_gone_ends_i
         with printer(monkeypatch, output) as shown:
             shown.put(9)
         assert output.getvalue() == expected
-    monkeypatch.setattr(printing, "TICK_S", 0.0)
+    monkeypatch.setattr(terminal, "TICK_S", 0.0)
 
     def generate() -> None:
         with printer(monkeypatch, Output(error=BrokenPipeError())) as shown:
-            for _ in range(10 * printing.QUEUED_TOKENS):
+            for _ in range(10 * terminal.QUEUED_TOKENS):
                 shown.put(1)
 
     with pytest.raises(BrokenPipeError):

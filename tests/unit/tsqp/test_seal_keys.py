@@ -17,7 +17,7 @@ from tsqp.seal_keys import encode_key, key_of_command, provided_key, read_key, r
 
 KEY = bytes(range(32))
 TEXT = encode_key(KEY)
-NOTHING: dict[str, Any] = dict.fromkeys(("seal_key", "seal_key_fd", "seal_key_command"))
+NOTHING: dict[str, Any] = dict.fromkeys(("file", "descriptor", "command"))
 
 
 @pytest.fixture
@@ -45,20 +45,19 @@ def test_one_provider_gives_the_key(file: Path) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     for given in (
-        {"seal_key": file},
-        {"seal_key_fd": pipe(TEXT)},
-        {"seal_key_command": f"cat {file}"},
+        {"file": file},
+        {"descriptor": pipe(TEXT)},
+        {"command": f"cat {file}"},
     ):
-        assert provided_key(NOTHING | given) == KEY
-    for given, count in (({}, 0), ({"seal_key": file, "seal_key_command": "cat"}, 2)):
+        assert provided_key(**NOTHING | given) == KEY
+    for given, count in (({}, 0), ({"file": file, "command": "cat"}, 2)):
         with pytest.raises(SettingsError, match=f"got {count} options, expected one of --seal-k"):
-            provided_key(NOTHING | given)
+            provided_key(**NOTHING | given)
     # A key server is asked by programs alone that can prove what they run.
-    asked = NOTHING | {"seal_key_server": "http://a"}
-    assert provided_key(asked, lambda url: url.encode()) == b"http://a"
-    for release, count in ((None, 0), (lambda url: KEY, 2)):
+    assert provided_key(**NOTHING, release=lambda: b"by the server") == b"by the server"
+    for release, count in ((None, 0), (lambda: KEY, 2)):
         with pytest.raises(SettingsError, match=f"got {count} options") as refused:
-            provided_key(asked | ({"seal_key": file} if release else {}), release)
+            provided_key(**NOTHING | ({"file": file} if release else {}), release=release)
         assert ("--seal-key-server" in str(refused.value)) == (release is not None)
 
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from tests.kit.rows import each_row
 from tests.kit.service import call
-from tsqp.cli.running import _added_leakage
 from tsqp.cli.tee_runner import command
-from tsqp.server import _app, note_failure
+from tsqp.run.load import added_leakage
+from tsqp.run.server import _app, note_failure
 
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
@@ -51,8 +51,8 @@ def told(*options: str) -> tuple[Any, Any, Any]:
     """Return a policy, what `serve` makes an engine with, and the settings it serves by."""
     with (
         mock.patch("tsqp.cli.serve.open_runner") as opened,
-        mock.patch("tsqp.server.opened_parts"),
-        mock.patch("tsqp.server.serve_forever") as served,
+        mock.patch("tsqp.run.server.opened_parts"),
+        mock.patch("tsqp.run.server.serve_forever") as served,
         mock.patch("signal.signal"),
     ):
         CliRunner().invoke(command, ["serve", "demo", *options], catch_exceptions=False)
@@ -68,14 +68,17 @@ def test_what_adds_to_lengths_and_timing_is_off_where_they_hide_and_said_where_i
         ("tee-only --speculative ngram", True, []),
     ):
         policy, engine, _ = told("--policy", *options.split())
-        lines = [line.split(" adds to lengths")[0] for line in _added_leakage(policy, engine)]
+        lines = [line.split(" adds to lengths")[0] for line in added_leakage(policy, engine)]
         assert (engine.prefix_reuse, lines) == (reuses, said), options
 
 
 def test_the_tempo_that_serve_is_told_is_the_server_s() -> None:
     settings = told("--policy", "tee-only", "--fixed-tempo-ms", "5")[2]
     parts, fake = mock.Mock(keys=None, audit=None, identity=None), mock.MagicMock()
-    with mock.patch("tsqp.server._fingerprint"), mock.patch("tsqp.server.create_app") as made:
+    with (
+        mock.patch("tsqp.run.server._fingerprint"),
+        mock.patch("tsqp.run.server.create_app") as made,
+    ):
         _app(fake, settings, None, parts, fake)
     assert made.call_args.args[0].tempo_s == 0.005
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.channel import Exchange
+from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator
 from tee_side.words import Operator, Place, TeeStage
 from tsqp.lab.bench.model import OperatorCost, Span, Stages

@@ -41,7 +41,6 @@ from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import BATCH_TOKENS
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.cli.pads import BATCH_TOKENS as PAD_BATCH
 from tsqp.end_with_parent import end_with
 from tsqp.lab.bench.job import Plan
 from tsqp.lab.bench.model import PadMaking
@@ -49,6 +48,7 @@ from tsqp.lab.bench.procfs import cpu_ns
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import failure
+from tsqp.run.bank import BATCH_TOKENS as PAD_BATCH
 
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32

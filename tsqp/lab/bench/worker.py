@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import TsqpError
 from protocol.model.config import ModelConfig
+from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import Generation as Running
@@ -49,8 +49,8 @@ from tsqp.lab.bench.model import (
 )
 from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.bench.procfs import cpu_ns, peak_bytes
-from tsqp.lab.link import Link
 from tsqp.processes import ProcessError
+from tsqp.run.link import Link
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from gpu_side.encoding import Form, encode_reply
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.encoding import encode_request
 from protocol.errors import TsqpError
 from protocol.messages import (
@@ -34,6 +34,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
+from protocol.prepared import Exchange, Traffic
 from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache

@@ -17,7 +17,7 @@ from protocol.model.weights import CPU, row_layout
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Part, run_step
 from tee_side.model.batch import Batch, Chunk
 from tee_side.model.kv_cache import KVCache

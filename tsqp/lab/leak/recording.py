@@ -14,10 +14,11 @@ from gpu_side.encoding import encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
 from gpu_side.weights import ServiceWeights
-from protocol.channel import Channel, Exchange, Traffic
+from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
 from protocol.messages import HealthRequest, Request, Response, Timing
+from protocol.prepared import Exchange, Traffic
 from tsqp.lab.leak.at_rest import Disk, disk_of
 from tsqp.lab.leak.trace import Trace
 

@@ -2,7 +2,7 @@
 
 A step is played through: one thread of the TEE that gives each lane its turn as
 `tee_side.remote.overlap` does, links whose bandwidth requests and replies queue for, as in
-`tsqp.lab.link`, and services that answer one request after another.
+`tsqp.run.link`, and services that answer one request after another.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gpu_side.devices import DeviceProfile
-from tsqp.lab.link import Link
 from tsqp.lab.plan.machine import Instead
 from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
 from tsqp.lab.plan.parted import ALONE, Parted
+from tsqp.run.link import Link
 
 # Of a round trip's time that the service neither computes nor queues: taking the request in and
 # handing the reply out keep it from its next request, too.

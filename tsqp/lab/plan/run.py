@@ -31,14 +31,12 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
-from tsqp.cli.pads import product_operations
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.random_model import required_bytes, write_random_model
 from tsqp.lab.bench.shapes import Shape, find_shape
-from tsqp.lab.link import Link
 from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
 from tsqp.lab.plan.machine import Instead, Machine, kernel_rates
 from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Several, Step
@@ -46,6 +44,8 @@ from tsqp.lab.plan.parted import ALONE, GLOO_GB_PER_S, GLOO_US, Parted
 from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill, rpcs_of
 from tsqp.lab.plan.worker import DECODED, pads_needed
 from tsqp.processes import ProcessError, start_service, worker
+from tsqp.run.bank import product_operations
+from tsqp.run.link import Link
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
 LAYERS = 3

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from gpu_side.tasks import RequestChecker, Task
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import TsqpError
 from protocol.messages import HealthRequest, InitRequest, Request
 from protocol.model.forward import Norm
+from protocol.prepared import Exchange
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 

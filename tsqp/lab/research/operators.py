@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import embedding
 
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import PolicyError, ReplyError, TsqpError
 from protocol.messages import (
     Columns,
@@ -30,7 +30,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Preparable, PreparedRequest
+from protocol.prepared import Exchange, Preparable, PreparedRequest
 from protocol.tensors import WireTensor, from_torch, short_name, to_torch
 from tee_side.model.layers import TeeLayer
 from tee_side.model.local_ops import causal_mask
@@ -182,7 +182,7 @@ def embedding_call(
     randomness: Randomness,
 ) -> RowsCall:
     """Return an embedding that is looked up by the service of a layer: int64 [T] -> [T, D]."""
-    rows, name = _row_mask(mask), cast(FloatDtype, short_name(dtype))
+    rows, name = _row_mask(mask), cast("FloatDtype", short_name(dtype))
 
     def hide(ids_T: Tensor) -> Masked:
         if rows is None:
@@ -324,7 +324,7 @@ def product_call(
             else rows.mask_product(*operands, randomness)
         )
         _check_product(rules, operator, *operands, masked)
-        return Masked(cast(Any, ((masked.a, masked.b),)), masked.unmask)
+        return Masked(cast("Any", ((masked.a, masked.b),)), masked.unmask)
 
     def call(operands: tuple[Tensor, Tensor]) -> Awaitable[Tensor]:
         a, b = operands
@@ -335,7 +335,7 @@ def product_call(
             channels=tuple(map(_ProductChannel, settings.channels_at(layer)[:1])),
             encode=_same,
             hide=hide,
-            requests=lambda _, masked: (_prepared_product(*cast(Any, masked.sent[0])),),
+            requests=lambda _, masked: (_prepared_product(*cast("Any", masked.sent[0])),),
             rules=rules,
             shape=shape,
             check=check,
@@ -462,7 +462,7 @@ class _PreparedProduct:
 
 def _prepared_product(a: Tensor, b: Tensor) -> PreparedRequest:
     shape = (*a.shape[:-1], b.shape[-1])
-    return cast(PreparedRequest, _PreparedProduct(shape, short_name(a.dtype)))
+    return cast("PreparedRequest", _PreparedProduct(shape, short_name(a.dtype)))
 
 
 def _check_product(

@@ -26,8 +26,7 @@ from protocol.model.config import ModelConfig
 from tee_side.engine import background
 from tee_side.engine.background import BackgroundEngine, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.request import Delivery, Request
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import Delivery, Request, SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.waiting import QueueFullError
 from tee_side.model.kv_cache import KVCache

@@ -13,10 +13,11 @@ import torch
 from protocol.errors import PromptError
 from tee_side.engine import grammar, grammar_trial
 from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, Kind
-from tee_side.engine.sampling import Sampler, SamplingSettings
+from tee_side.engine.request import SamplingSettings
+from tee_side.engine.sampling import Sampler
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 # The demo model's tokenizer has 1024 tokens: the other rows are padding.
 VOCABULARY = 1100

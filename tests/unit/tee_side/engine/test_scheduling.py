@@ -104,7 +104,7 @@ class Bench:
             sequence = self.sequences[-1]
             sequence.cache.commit(12)
             sequence.append(5)
-            sequence.drafts = cast(Drafts, SimpleNamespace(propose=lambda most: [7] * most))
+            sequence.drafts = cast("Drafts", SimpleNamespace(propose=lambda most: [7] * most))
 
     def compose(self, step_tokens: int = 512, guesses: int = 0) -> Composed:
         return compose(

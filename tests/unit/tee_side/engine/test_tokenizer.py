@@ -22,14 +22,14 @@ from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
 from tee_side.engine import tokenizer as module
-from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
-from tsqp.cli.program import model_directory
+from tsqp.run.settings import model_directory
 
 CANARY = "canary-5309"
 MESSAGES = [

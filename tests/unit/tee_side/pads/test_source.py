@@ -130,7 +130,7 @@ def _pads(
     store, made = MemoryStore(LAYOUT, capacity), Maker()
     if ready:
         fill(store, ready)
-    return Pads(Pad(), store, cast(PadMaker, made), when_out, **more), store, made
+    return Pads(Pad(), store, cast("PadMaker", made), when_out, **more), store, made
 
 
 def _step(lane: PadLane, rows: int) -> list[Factors]:

@@ -310,7 +310,7 @@ def test_both_passes_equal_the_stages(
     encoded = site.encode(x)
     (sent,) = Pad().mask(encoded, factors).sent
     assert torch.equal(hidden.encoded, encoded)
-    assert torch.equal(hidden.sent[0], cast(torch.Tensor, sent))
+    assert torch.equal(hidden.sent[0], cast("torch.Tensor", sent))
     y = ring_product(hidden.sent[0], made.weight)
     revealed = hidden.reveal([y])
     assert revealed is not None

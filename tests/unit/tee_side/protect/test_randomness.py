@@ -157,7 +157,7 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
     pads = Mock()
     pads.draw.return_value = Factors(torch.full((3, 4), 7).int(), torch.ones(3, 2).int())
     masked = linear_masking(Pad(), Randomness(), pads=pads)((5, "down_proj"))(X.int())
-    assert torch.equal(cast(Tensor, masked.sent[0]), X.int() + 7)
+    assert torch.equal(cast("Tensor", masked.sent[0]), X.int() + 7)
     assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
     pads.draw.assert_called_once_with(site_number(5, "down_proj"), 3)
     mask = FeaturePermutation()
@@ -168,7 +168,7 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
         for layer in range(2)
     }
     hide = linear_masking(mask, Randomness(), transforms=transforms)
-    first, second = (cast(Tensor, hide((layer, "o_proj"))(X).sent[0]) for layer in range(2))
+    first, second = (cast("Tensor", hide((layer, "o_proj"))(X).sent[0]) for layer in range(2))
     assert not torch.equal(first, second)
     with pytest.raises(KeyError):
         hide((2, "o_proj"))(X)

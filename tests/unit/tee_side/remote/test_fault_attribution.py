@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
@@ -26,7 +25,7 @@ from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules

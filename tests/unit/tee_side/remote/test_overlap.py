@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, ResumedError
 from protocol.messages import LMHeadRequest, TensorReply
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor
 from tee_side.protect.resumption import ResumeWatch
 from tee_side.remote import overlap

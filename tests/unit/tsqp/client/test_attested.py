@@ -27,7 +27,7 @@ from tests.kit.evidence import Answer, AttestedServer, body_of, identity, policy
 from tests.kit.rows import each_row
 from tsqp.client import AttestedContext, NotAttestedError, attested_tls, connect
 from tsqp.client import proxy as proxy_module
-from tsqp.client.connection import Address, prove
+from tsqp.client.attested_tls import Address, prove
 from tsqp.client.proxy import Proxy
 
 OTHER = bytes(32)

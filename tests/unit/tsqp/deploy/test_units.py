@@ -15,7 +15,7 @@ import click
 import yaml
 
 from tests.kit.rows import each_row
-from tsqp.cli.settings import PROGRAMS
+from tsqp.cli.config import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[4]
 DEPLOY = Path(str(files("tsqp.deploy")))

@@ -1,4 +1,7 @@
-"""Starts our programs for the demo, and ends them whatever happens."""
+"""Starts our programs for the demo, ends them whatever happens, and chats over HTTP.
+
+The chat needs the standard library alone, and does what any client of OpenAI's API does.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from protocol import native
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import ProvisionedMask
-from tsqp.cli.program import model_directory
 from tsqp.lab.research.provisioning import provision
 from tsqp.processes import (
     START_TIMEOUT_S,
@@ -25,6 +29,7 @@ from tsqp.processes import (
     start_server,
     start_service,
 )
+from tsqp.run.settings import model_directory
 
 DTYPE = "float32"
 # The model is tiny, and two processes share the cores: threads cost more than they bring.
@@ -151,3 +156,46 @@ def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
         return
     while chunk := os.read(process.stdout.fileno(), 4096):
         yield decoder.decode(chunk)
+
+
+def stream_chat(
+    base_url: str, said: str, max_tokens: int, show: Callable[[str], None]
+) -> list[bytes]:
+    """Say something and return the bytes of each token of the answer; `show` gets its text.
+
+    Raises ProcessError for an answer that is none.
+    """
+    body = {
+        "messages": [{"role": "user", "content": said}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": True,
+        "stream": True,
+    }
+    tokens = []
+    for choice in _choices(base_url, body):
+        show(choice["delta"]["content"])
+        logprobs = choice["logprobs"] or {"content": []}
+        tokens += [bytes(token["bytes"]) for token in logprobs["content"]]
+    return tokens
+
+
+def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what the events of a stream hold. An error ends it, and so does a lost connection."""
+    url = urlsplit(base_url)
+    with closing(HTTPConnection(url.netloc, timeout=START_TIMEOUT_S)) as connection:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+        with connection.getresponse() as reply:
+            for line in reply:
+                kind, _, event = line.decode().strip().partition(": ")
+                if kind != "data":
+                    continue  # nothing, or a comment such as a receipt
+                if event == "[DONE]":
+                    return
+                content = json.loads(event)
+                if "choices" not in content:
+                    break
+                yield from content["choices"]
+        got = f"status {reply.status} and no end"
+        raise ProcessError("tee-runner serve", got=got, expected="a whole answer")

@@ -1,18 +1,16 @@
-"""What the options of a run name: seal, manifest, policy, keys and pad bank."""
+"""What the settings of a run name: seal, manifest, policy, keys, evidence and pad bank."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-from click.core import ParameterSource
+from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.settings import settings_files
+from tsqp.run.process import tell
+from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
@@ -23,49 +21,46 @@ if TYPE_CHECKING:
     from tee_side.protect.pads.bank_files import BankPlace
     from tee_side.remote.attested import ServiceAppraisal
 
-# Settings of a sealed model.
-SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
-# Of commands that prove what they run. A settings file may say it: the manifest is read before.
-KEY_SERVER = "seal_key_server"
 _APPRAISAL = "--service-appraisal"
 
 
 def open_seal(
-    directory: Path, settings: Mapping[str, Any], release: Callable[[str], bytes] | None = None
+    directory: Path, settings: RunSettings, release: Callable[[], bytes] | None = None
 ) -> None:
     """Have MODEL read through its seal from now on, where a key is given.
 
-    Says on stderr what a seal is worth whose digest is not. `release`: asks the key server, where
+    Warns on stderr where the digest of the seal is not given. `release`: asks the key server, where
     one is named. Raises SettingsError, KeyFileError, SealError, and as `release`.
     """
     from protocol.model.files import use_seal
 
-    _refuse_from_settings_file(*SEAL)
-    digest = _checked_digest(settings, "seal_digest")
+    _refuse_what_pins_from_a_file(settings)
+    digest = _checked_digest("seal_digest", settings.seal_digest)
     use_seal(directory, None)
-    if release is None and all(settings[name] is None for name in SEAL):
+    given = (settings.seal_key, settings.seal_key_fd, settings.seal_key_command)
+    if release is None and all(one is None for one in (*given, digest)):
         return
     from protocol.model.sealed import SealedModel
     from tsqp.seal_keys import provided_key
 
-    seal = SealedModel(directory, provided_key(settings, release), digest)
+    seal = SealedModel(directory, provided_key(*given, release), digest)
     use_seal(directory, seal)
     if digest is None:
-        click.echo(
+        tell(
             f"{directory} is taken without --seal-digest {seal.digest}: an older seal, or another"
-            " model's for the same key, would be taken as well",
-            err=True,
+            " model's for the same key, would be taken as well"
         )
 
 
-def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | None:
+def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
     """Read what `--manifest` and `--manifest-digest` say; None without them.
 
-    Checks the settings files of this command against it, and says on stderr what a manifest inside
-    MODEL is worth. Raises SettingsError, ManifestError.
+    Checks the settings files that were read against it. Warns on stderr of a manifest inside MODEL
+    whose digest is not given. Raises SettingsError, ManifestError.
     """
-    _refuse_from_settings_file("manifest", "manifest_digest")
-    path, digest = settings["manifest"], _checked_digest(settings, "manifest_digest")
+    _refuse_what_pins_from_a_file(settings)
+    path = settings.manifest
+    digest = _checked_digest("manifest_digest", settings.manifest_digest)
     if path is None:
         if digest is not None:
             raise SettingsError(
@@ -75,32 +70,28 @@ def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | No
     from protocol.model.manifest import Manifest
 
     found = Manifest.load(path, digest)
-    for settings_file, content in settings_files():
+    for settings_file, content in settings.source.files:
         found.check_also("--config", settings_file, content)
     if digest is None and path.resolve().parent == directory.resolve():
-        click.echo(
+        tell(
             f"{path} lies in the model's directory, and is taken without --manifest-digest: it"
-            " shows damage, but nothing that was changed on purpose",
-            err=True,
+            " shows damage, but nothing that was changed on purpose"
         )
     return found
 
 
-def _checked_digest(settings: Mapping[str, Any], name: str) -> str | None:
-    digest: str | None = settings[name]
+def _checked_digest(name: str, digest: str | None) -> str | None:
     if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        where = f"--{name.replace('_', '-')}"
-        raise SettingsError(where, got=describe(digest), expected="64 hexadecimal digits")
+        raise SettingsError(option_of(name), got=describe(digest), expected="64 hexadecimal digits")
     return digest
 
 
-def _refuse_from_settings_file(*names: str) -> None:
+def _refuse_what_pins_from_a_file(settings: RunSettings) -> None:
     """Refuse a settings file that says which model: a manifest, maybe sealed, pins that file."""
-    context = click.get_current_context(silent=True)
-    for name in names:
-        if context and context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
+    for name, (known, _) in settings_of(type(settings)).items():
+        if said_of(known).pins and name in settings.source.names:
             raise SettingsError(
-                f"--{name.replace('_', '-')}",
+                option_of(name),
                 got="a value in a settings file, which a manifest has to pin",
                 expected="it on the command line or in the environment",
             )
@@ -129,7 +120,7 @@ def load_pinned_policy(name: str, manifest: Manifest | None) -> Policy:
 
 
 def warn_without_keys(endpoints: Sequence[str]) -> None:
-    """Say on stderr, in one line, which of these services are reached over a network in the open.
+    """Name on stderr, in one line, the services that are reached over a network unencrypted.
 
     `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
     """
@@ -139,20 +130,18 @@ def warn_without_keys(endpoints: Sequence[str]) -> None:
     known = [ServiceSpec.parse(text).endpoint for text in endpoints]
     exposed = [endpoint for endpoint in known if is_exposed(endpoint)]
     if exposed:
-        click.echo(
+        tell(
             f"{', '.join(exposed)}: the connection is not encrypted, and anyone may answer"
-            " (--identity and --service-key; tsqp keys new makes keys)",
-            err=True,
+            " (--identity and --service-key; tsqp keys new makes keys)"
         )
 
 
-def read_client_keys(settings: dict[str, Any], manifest: Manifest | None) -> tuple[ClientKeys, ...]:
+def read_client_keys(settings: RunSettings, manifest: Manifest | None) -> tuple[ClientKeys, ...]:
     """Read what --identity and --service-key name; with a manifest only key files that it pins.
 
     Raises KeyFileError, ManifestError and SettingsError.
     """
-    identity: Path | None = settings["identity"]
-    services: tuple[str, ...] = settings["service_key"]
+    identity, services = settings.identity, settings.service_key
     if identity is None and not services:
         return ()
     from protocol.curve import ClientKeys, public_key, read_secret_key
@@ -166,15 +155,15 @@ def read_client_keys(settings: dict[str, Any], manifest: Manifest | None) -> tup
     return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
 
 
-def load_run_policy(settings: Mapping[str, Any], manifest: Manifest | None) -> Policy:
+def load_run_policy(settings: RunSettings, manifest: Manifest | None) -> Policy:
     """Load the policy of a run.
 
     Where services are appraised in development, a policy with attested services asks for simulated
     evidence in place of its own, and says so wherever it says what it gives away. Raises as
     `load_pinned_policy`, and SettingsError.
     """
-    policy = load_pinned_policy(settings["policy"], manifest)
-    path = settings.get("service_appraisal")
+    policy = load_pinned_policy(settings.policy, manifest)
+    path = settings.service_appraisal
     if path is None or policy.service.attested == "none":
         return policy
     from tee_side.attest.appraisal_policy import AppraisalPolicy
@@ -185,21 +174,19 @@ def load_run_policy(settings: Mapping[str, Any], manifest: Manifest | None) -> P
     return policy.model_copy(update={"service": ServiceTerms(attested="simulated")})
 
 
-def read_http_access(
-    settings: Mapping[str, Any], manifest: Manifest | None
-) -> dict[str, HttpAccess]:
+def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[str, HttpAccess]:
     """Read what --http-token and --http-ca name, by URL; with a manifest a pinned CA.
 
     Tokens go with URLs as keys with other endpoints, but one for all is for one host and port
     alone. Raises KeyFileError, ManifestError, and SettingsError, also where no service has a URL.
     """
-    tokens, ca = settings["http_token"], settings["http_ca"]
+    tokens, ca = settings.http_token, settings.http_ca
     if not tokens and ca is None:
         return {}
-    urls = [url[0] for text in settings["gpu"] if (url := re.match("https?://[^=,]*", text))]
+    urls = [url[0] for text in settings.gpu if (url := re.match("https?://[^=,]*", text))]
     if not urls:
         option, expected = "--http-token" if tokens else "--http-ca", "a service with a URL"
-        raise SettingsError(option, got=", ".join(settings["gpu"]), expected=expected)
+        raise SettingsError(option, got=", ".join(settings.gpu), expected=expected)
     from protocol.curve import read_text, require_only_we_write
     from protocol.endpoint import one_for_each
     from protocol.http_access import HttpAccess, read_token
@@ -214,17 +201,19 @@ def read_http_access(
     if ca is not None:
         pem, status = read_text(ca, 2**22, check_of(manifest, "--http-ca"))
         require_only_we_write(ca, status)
-    return {url: HttpAccess(token and read_token(token), pem) for url, token in paired}
+    return {
+        url: HttpAccess(None if token is None else read_token(token), pem) for url, token in paired
+    }
 
 
 def service_appraisal(
-    settings: Mapping[str, Any], policy: Policy, manifest: Manifest | None
+    settings: RunSettings, policy: Policy, manifest: Manifest | None
 ) -> ServiceAppraisal | None:
     """Return what appraises the services of a policy, None for one that asks for no evidence.
 
     With a manifest, only by a file that it pins. Raises SettingsError, ManifestError.
     """
-    attested, path, option = policy.service.attested, settings["service_appraisal"], _APPRAISAL
+    attested, path, option = policy.service.attested, settings.service_appraisal, _APPRAISAL
     if attested == "none":
         if path is not None:
             expected = f"nothing: policy {policy.name} has no attested services"
@@ -246,15 +235,21 @@ def service_appraisal(
     return ServiceAppraisal(attested, appraisal)
 
 
-def bank_place(settings: Mapping[str, Any]) -> BankPlace | None:
+def bank_place(settings: RunSettings) -> BankPlace | None:
     """Return where the bank is, None where none is named. Raises SettingsError."""
-    rest = ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
-    if settings["bank"] is None:
-        for name in filter(settings.get, rest):
-            option, got = f"--{name.replace('_', '-')}", str(settings[name])
-            raise SettingsError(option, got=got, expected="nothing without --bank")
+    if settings.bank is None:
+        for name in ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"):
+            if value := getattr(settings, name):
+                raise SettingsError(
+                    option_of(name), got=str(value), expected="nothing without --bank"
+                )
         return None
     from tee_side.protect.pads.bank_files import BankPlace
 
-    *files, beside = (settings[name] for name in rest)
-    return BankPlace.at(settings["bank"], *files, beside_bank=beside)
+    return BankPlace.at(
+        settings.bank,
+        settings.bank_key,
+        settings.bank_index,
+        settings.bank_witness,
+        beside_bank=settings.bank_key_beside_bank,
+    )

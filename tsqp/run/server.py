@@ -44,11 +44,10 @@ from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import OfferedModel, Serving
 from tee_side.serve.watch import Metrics, Watch
-from tsqp.attestation import tls_files
-from tsqp.cli.program import EXIT_REFUSED, complain
-from tsqp.cli.running import policy_digest
-from tsqp.cli.serve import model_name
 from tsqp.manifest import MAX_FILE_BYTES
+from tsqp.run.attestation import tls_files
+from tsqp.run.process import EXIT_REFUSED, complain
+from tsqp.run.serving import ServeSettings, policy_digest
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed
@@ -62,29 +61,40 @@ _TRIM_S = 10.0
 
 
 class Parts(NamedTuple):
-    """What a server has of its own, opened before a model is loaded."""
+    """What a server has of its own, opened before a model is loaded.
+
+    `tls`: names of certificate and key, None without TLS.
+    """
 
     listening: socket.socket
+    tls: Tls | None
     keys: ApiKeys | None
     audit: AuditLog | None
     identity: Identity | None
     starting: Starting
 
 
+class Tls(NamedTuple):
+    """Names of a certificate and its key, in PEM."""
+
+    certificate: str | Path
+    key: str | Path
+
+
 class Starting:
     """Answers every request with 503 while the model is loaded, from a thread; see `close`."""
 
-    def __init__(self, listening: socket.socket, settings: dict[str, Any]) -> None:
-        self._server = uvicorn.Server(_configured(_not_yet, settings))
+    def __init__(self, listening: socket.socket, tls: Tls | None) -> None:
+        self._server = uvicorn.Server(_configured(_not_yet, tls))
         # The server closes what it is given.
         given = {"sockets": [listening.dup()]}
         self._thread = threading.Thread(target=self._server.run, kwargs=given, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End; who connects from now on waits for the server itself.
+        """Stop answering. New clients wait in the backlog until the server itself accepts them.
 
-        Who has just connected, and asked nothing yet, is cut off.
+        A client that has connected, and has not sent a request yet, is disconnected.
         """
         self._server.should_exit = True
         self._thread.join()
@@ -95,7 +105,7 @@ async def _not_yet(scope: Scope, receive: Receive, send: Send) -> None:
         await loading().response()(scope, receive, send)
 
 
-def _configured(app: ASGIApp, settings: dict[str, Any]) -> uvicorn.Config:
+def _configured(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # Nothing of a request is logged: paths and headers may hold what a client says.
@@ -103,37 +113,36 @@ def _configured(app: ASGIApp, settings: dict[str, Any]) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         lifespan="off",
-        ssl_certfile=settings["tls_certificate"],
-        ssl_keyfile=settings["tls_key"],
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
 
 
 @contextmanager
-def opened_parts(settings: dict[str, Any], identity: Identity | None) -> Iterator[Parts]:
+def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator[Parts]:
     """Open the address, the keys and the audit log, and read the certificate.
 
     `identity`: whose certificate it is, in place of a file. Raises EndpointError, SettingsError,
     KeyFileError and AuditLogError.
     """
-    _check_tls(settings["tls_certificate"], settings["tls_key"])
-    keys = None if settings["api_keys"] is None else ApiKeys(settings["api_keys"])
+    tls = _checked_tls(settings)
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     with ExitStack() as opened:
         if identity is not None:
-            names = opened.enter_context(tls_files(identity))
-            settings["tls_certificate"], settings["tls_key"] = names
+            tls = Tls(*opened.enter_context(tls_files(identity)))
         audit = _audit_log(settings)
         if audit is not None:
             opened.enter_context(audit)
-        listening = opened.enter_context(_bound(settings["host"], settings["port"]))
+        listening = opened.enter_context(_bound(settings.host, settings.port))
         listening.listen(_BACKLOG)
-        starting = opened.enter_context(closing(Starting(listening, settings)))
-        yield Parts(listening, keys, audit, identity, starting)
+        starting = opened.enter_context(closing(Starting(listening, tls)))
+        yield Parts(listening, tls, keys, audit, identity, starting)
 
 
 def serve_forever(
     runner: Runner,
-    settings: dict[str, Any],
+    settings: ServeSettings,
     parts: Parts,
     say: Callable[[str], None],
     feed: Feed | None,
@@ -150,7 +159,7 @@ def serve_forever(
 
 async def _serve(
     runner: Runner,
-    settings: dict[str, Any],
+    settings: ServeSettings,
     parts: Parts,
     say: Callable[[str], None],
     feed: Feed | None,
@@ -158,7 +167,7 @@ async def _serve(
     listening, audit = parts.listening, parts.audit
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(note_failure)
-    scheme = "https" if settings["tls_certificate"] else "http"
+    scheme = "http" if parts.tls is None else "https"
     host, port = listening.getsockname()[:2]
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -177,8 +186,8 @@ async def _serve(
         tell=tell,
     )
     app = _app(runner, settings, feed, parts, engine)
-    server = uvicorn.Server(_configured(app, settings))
-    # Without keys there is nothing to read again, and nothing to end for.
+    server = uvicorn.Server(_configured(app, parts.tls))
+    # SIGHUP is ignored where no API key file is given.
     loop.add_signal_handler(signal.SIGHUP, bool if parts.keys is None else parts.keys.reload)
     chores = [asyncio.create_task(_every(_TRIM_S, _memory_trimmer()))]
     if audit is not None:
@@ -208,7 +217,10 @@ def end_if_resumed(resumption: ResumeWatch) -> None:
 
 
 def note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log where a callback or a task failed; asyncio's own words hold the error's, so a prompt."""
+    """Log the type and the line of an error in a callback or a task, and not its text.
+
+    asyncio's default message includes `str(error)`, which may quote a prompt.
+    """
     error: BaseException | None = context.get("exception")
     fields = {"error": type(error).__name__}
     if error is not None and error.__traceback__ is not None:
@@ -219,24 +231,24 @@ def note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
 
 def _app(
     runner: Runner,
-    settings: dict[str, Any],
+    settings: ServeSettings,
     feed: Feed | None,
     parts: Parts,
     engine: BackgroundEngine,
 ) -> ASGIApp:
     config, policy = runner.config, runner.policy
     keys, audit, identity = parts.keys, parts.audit, parts.identity
-    name = model_name(settings)
+    name = settings.served_model_name or Path(settings.model).resolve().name
     model = OfferedModel(
         name=name,
         policy=policy.name,
         config=config,
         tokenizer=runner.tokenizer,
         max_model_len=runner.engine.context,
-        default_max_tokens=settings["default_max_tokens"],
-        system_fingerprint=_fingerprint(runner, settings["calibration"]),
+        default_max_tokens=settings.default_max_tokens,
+        system_fingerprint=_fingerprint(runner, settings.calibration),
         created=int(time.time()),
-        pooling=settings["pooling"],
+        pooling=settings.pooling,
     )
     compiler = GrammarCompiler(runner.tokenizer, config.vocab_size, config.eos_token_ids)
     limits = Limits(keys.of if keys is not None else lambda _: None)
@@ -250,11 +262,11 @@ def _app(
         version=version("tsqp"),
         watch=Watch(limits, metrics, audit, policy.name),
         authorise=_everyone if keys is None else partial(_authorise, keys),
-        tempo_s=settings["fixed_tempo_ms"] / 1e3,
-        round_usage=settings["round_usage"],
+        tempo_s=settings.fixed_tempo_ms / 1e3,
+        round_usage=settings.round_usage,
         receipts=None if identity is None else identity.receipts(),
     )
-    app = create_app(serving, allow_origins=settings["allow_origin"])
+    app = create_app(serving, allow_origins=settings.allow_origin)
 
     async def scrape(request: HttpRequest) -> Response:
         content, content_type = metrics.page(request.headers.get("accept", ""))
@@ -275,12 +287,12 @@ def _app(
 
 
 def _fingerprint(runner: Runner, calibration: Path | None) -> str:
-    """Name what the bits of an answer depend on beside the request.
+    """Name everything beside the request that the bits of an answer depend on.
 
-    The version and the kernels' variant as they are; the rest as a digest: model, policy,
-    calibration, dtype, and what samples: torch's version, and the instructions it has chosen.
+    The version and the kernels' variant are written out. The rest is a digest: model, policy,
+    calibration, dtype, and for sampling torch's version and the instructions that it has chosen.
     """
-    said = [runner.model_digest, policy_digest(runner.policy), str(runner.dtype)]
+    said = [runner.model_digest, policy_digest(runner.policy).hex(), str(runner.dtype)]
     said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
     if runner.policy.arithmetic == "int8":
         path = calibration_path(runner.model_directory, calibration)
@@ -306,15 +318,17 @@ def _everyone(_request: HttpRequest) -> str:
     return ""
 
 
-def _audit_log(settings: dict[str, Any]) -> AuditLog | None:
-    path, file, descriptor = (settings[f"audit_{name}"] for name in ("log", "key", "key_fd"))
-    given = [one is not None for one in (file, descriptor)]
-    if (path is not None) != (sum(given) == 1):
+def _audit_log(settings: ServeSettings) -> AuditLog | None:
+    path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
+    key = None
+    if file is not None and descriptor is None:
+        key = partial(read_key, file)
+    elif file is None and descriptor is not None:
+        key = partial(read_key_from, descriptor)
+    if (path is None) != (file is None and descriptor is None) or (path and key is None):
         expected = "--audit-log with one of --audit-key and --audit-key-fd, or none of them"
         raise SettingsError("--audit-log", got="another combination", expected=expected)
-    if path is None:
-        return None
-    return AuditLog(path, read_key(file) if file is not None else read_key_from(descriptor))
+    return None if path is None or key is None else AuditLog(path, key())
 
 
 async def _every(seconds: float, work: Callable[[], object]) -> None:
@@ -324,25 +338,29 @@ async def _every(seconds: float, work: Callable[[], object]) -> None:
 
 
 def _memory_trimmer() -> Callable[[], object]:
-    """Return what gives the kernel back the pages that no object is on.
+    """Return a function that gives unused pages of the heap back to the kernel.
 
-    Each thread's heap keeps what its largest moment took: 64 streams 4 MiB more in six minutes.
+    Each thread's heap stays as large as it ever was: 64 streams took 4 MiB more in six minutes.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     return bool if trim is None else partial(trim, 0)
 
 
-def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Read both once, so that the command says what is wrong with them."""
+def _checked_tls(settings: ServeSettings) -> Tls | None:
+    """Return the files of TLS, read once, so that the command says what is wrong with them."""
+    certificate, key = settings.tls_certificate, settings.tls_key
+    where = "--tls-certificate and --tls-key"
+    if certificate is None and key is None:
+        return None
     if certificate is None or key is None:
-        return
+        raise SettingsError(where, got="one of them", expected="both or none")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
     except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
         got = getattr(error, "reason", None) or getattr(error, "strerror", None)
         expected = "a certificate and its key, as PEM, without a passphrase"
-        where = "--tls-certificate and --tls-key"
         raise SettingsError(where, got=got or type(error).__name__, expected=expected) from None
+    return Tls(certificate, key)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -1,19 +1,89 @@
-"""`tsqp image`: build the guest image of a confidential VM, compare two."""
+"""`tsqp image` and `tsqp measure`: the guest image of a confidential VM, and its measurement."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.launching import launch_options, measured, read_launch
-from tsqp.cli.settings import CONTEXT, PATH, config_option, read_listen
-from tsqp.cli.status import bytes_for_people
+from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
 from tsqp.deploy.lock import Suite
+from tsqp.extras import needing
+from tsqp.run.process import bytes_for_people
+
+if TYPE_CHECKING:
+    from tsqp.deploy.launch import Launch
+
+
+# OVMF.amdsev.fd of Debian unstable.
+TESTED_FIRMWARE = "3e4fd0b3fe3b2dbe481c3d9e99418a034174f26cbe1f55aa212b0f18c12d2d6f"
+_EXTRA = "the extra deploy: pip install '.[deploy]'"
+_OPTIONS = (
+    click.option("--vcpus", type=click.IntRange(1, 512), required=True, help="As the host starts."),
+    click.option("--vcpu-type", default="EPYC-v4", show_default=True, help="QEMU's -cpu."),
+    click.option(
+        "--ovmf",
+        type=PATH,
+        metavar="FILE",
+        help="Firmware with hashes of the kernel: OVMF.amdsev.fd of Debian's package ovmf-amdsev.",
+    ),
+    click.option(
+        "--ovmf-sha256",
+        default=TESTED_FIRMWARE,
+        metavar="HEX",
+        help="What the firmware must be; default: of ovmf-amdsev 2026.08+ds-2, which is tested.",
+    ),
+    click.option(
+        "--host-data",
+        default="0" * 64,
+        metavar="HEX",
+        help="32 bytes that the report says and nothing measures.",
+    ),
+)
+
+
+def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of `read_launch`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_launch(
+    vcpus: int, vcpu_type: str, ovmf: Path | None, ovmf_sha256: str, host_data: str
+) -> Launch:
+    """Return how the host starts an image. Raises SettingsError, for other firmware, too."""
+    from tsqp.deploy.launch import Launch
+
+    if ovmf is None:
+        raise SettingsError("--ovmf", got="none", expected="OVMF.amdsev.fd, or --no-tee to run")
+    if re.fullmatch("[0-9a-f]{64}", host_data) is None:
+        expected = "64 hexadecimal digits in lower case"
+        raise SettingsError("--host-data", got=describe(host_data), expected=expected)
+    try:
+        firmware = hashlib.sha256(ovmf.read_bytes()).hexdigest()
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise SettingsError(str(ovmf), got=got, expected="firmware") from None
+    if ovmf_sha256 != firmware:
+        raise SettingsError(str(ovmf), got=f"SHA-256 {firmware}", expected=ovmf_sha256)
+    return Launch(vcpus, vcpu_type, ovmf, bytes.fromhex(host_data))
+
+
+def measured(image: Path, launch: Launch) -> bytes:
+    """Return what SEV-SNP measures, 48 bytes. Raises SettingsError, also without the library."""
+    with needing("tsqp measure", _EXTRA):
+        from tsqp.deploy.measurement import measure
+    return measure(image, launch)
+
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _EXISTING = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -258,3 +328,57 @@ def compare(left: Path, right: Path) -> None:
             f"{right}: {differs}", got="another content", expected=f"that of {left}"
         )
     click.echo("identical")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("image", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@launch_options
+@click.option("--appraisal", type=PATH, metavar="FILE", help="Write the table [snp] for clients.")
+@click.option(
+    "--minimum-tcb",
+    multiple=True,
+    metavar="PRODUCT=N,N,N,N[,FMC]",
+    help="For --appraisal: the oldest firmware (boot loader, TEE, SNP, microcode) of a product that"
+    " may run it. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, allow_from_autoenv=False)
+@config_option
+def measure(
+    *,
+    image: Path,
+    vcpus: int,
+    vcpu_type: str,
+    ovmf: Path | None,
+    ovmf_sha256: str,
+    host_data: str,
+    appraisal: Path | None,
+    minimum_tcb: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Say what SEV-SNP measures when QEMU starts IMAGE, a directory of tsqp image build.
+
+    Another byte of kernel, initramfs or command line, another firmware, vCPU type or number of
+    vCPUs gives another measurement. Registers of TDX are not computed.
+    """
+    from tsqp.deploy.launch import GUEST_POLICY, read_minimum, snp_table
+
+    minimum = read_minimum(minimum_tcb)
+    if (appraisal is not None) != bool(minimum):
+        got = "--minimum-tcb alone" if minimum else "--appraisal alone"
+        raise SettingsError("tsqp measure", got=got, expected="--appraisal and --minimum-tcb")
+    launch = read_launch(vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
+    measurement = measured(image, launch)
+    if appraisal is not None:
+        appraisal.write_text(snp_table(measurement, launch.host_data, minimum))
+    facts = {
+        "measurement": measurement.hex(),
+        "policy": f"{GUEST_POLICY:#x}",
+        "vcpus": vcpus,
+        "vcpu_type": vcpu_type,
+        "ovmf_sha256": ovmf_sha256,
+    }
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:12} {value}")

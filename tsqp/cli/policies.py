@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import use
-from tsqp.cli.program import DEFAULT_POLICY
-from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.cli.tables import definitions, open_console, table
+from tsqp.run.settings import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from rich.console import Console

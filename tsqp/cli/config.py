@@ -1,4 +1,4 @@
-"""Settings: one flat set of names for all three programs, and the types of their values.
+"""One flat set of names for all three programs, and the types that click reads values by.
 
 A setting comes from the command line (`--policy`), else from the environment (`TSQP_POLICY`), else
 from the TOML file that `--config` or `TSQP_CONFIG` names (`policy = "..."`), else from its default.
@@ -23,7 +23,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.program import DEMO
+from tsqp.run.settings import DEMO
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -45,8 +45,6 @@ _FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
 PATH = click.Path(dir_okay=False, path_type=Path)
-KERNELS = ("auto", "torch", "portable", "avx2", "avx512", "amx")
-DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 
 class Commands(click.Group):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from gpu_side.transfer import wait_until
-from protocol.channel import Channel, Exchange
+from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
 from protocol.messages import Request
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor
 
 # Of a request; the channel says how large a message was only with the reply.

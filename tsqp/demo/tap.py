@@ -1,7 +1,7 @@
 """Stands on the wire between one tee-runner and a gpu-service, as the owner of the GPU can.
 
-Frames are forwarded untouched unless it is told to tamper with replies; a copy of each request is
-decoded with the public schema alone.
+Frames are forwarded untouched unless it is told to tamper with replies, as the `Liar` does once; a
+copy of each request is decoded with the public schema alone.
 """
 
 from __future__ import annotations
@@ -9,47 +9,26 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
+import numpy as np
 
 from gpu_side.encoding import open_request, read_request
 from gpu_side.transport.bind import open_listener
 from protocol.connect import open_channel
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply
 from protocol.errors import ProtocolError, TsqpError
-from protocol.messages import (
-    LinearRequest,
-    Request,
-    RingLinearRequest,
-    SeededRingLinearRequest,
-)
-from protocol.tensors import WireTensor, to_torch
+from protocol.messages import TensorReply
+from protocol.tensors import to_torch
+from tsqp.page.seen import Received, Seen, describe_request
 
 # Longer than any of the demo model's requests takes.
 _TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """One request as the GPU side receives it; `tensors`: all that it carries, in their order."""
-
-    what: str
-    layer: int | None
-    tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def first(self) -> torch.Tensor:
-        """The first tensor, which every request but Init has."""
-        return self.tensors[0]
-
-    def numbers(self, count: int) -> list[float]:
-        """Return the first few numbers of the first tensor."""
-        shown: list[float] = self.first.flatten()[:count].tolist()
-        return shown
-
+# Late enough that there is a story, early enough that everybody sees it end.
+LIES_AT = 150
 
 # Gets the frames of a reply, returns those to forward instead.
 Tamper: TypeAlias = Callable[[list[bytes]], list[bytes]]
@@ -120,12 +99,83 @@ class Tap:
             self._on_request(seen)
 
 
-def describe_request(request: Request) -> Seen | None:
-    """Say what a request shows to its receiver; None for Init, which carries no tensor."""
-    tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
-    if not tensors:
-        return None
-    what, layer = request.method, None
-    if isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
-        what, layer = " ".join(request.module_names), request.layer_idx
-    return Seen(what, layer, tensors)
+class Feed:
+    """Collects what a tap sees in one act.
+
+    `first`, `last`: up to `kept` requests each. `dtypes`: names, of all tensors. `received`: sums.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self.first: list[Seen] = []
+        self.last: deque[Seen] = deque(maxlen=kept)
+        self.dtypes: list[str] = []
+        self.received = Received()
+        self._kept = kept
+
+    def add(self, seen: Seen) -> None:
+        """Take note of a request; called from the tap's thread."""
+        if len(self.first) < self._kept:
+            self.first.append(seen)
+        self.last.append(seen)
+        for tensor in seen.tensors:
+            if (name := str(tensor.dtype).removeprefix("torch.")) not in self.dtypes:
+                self.dtypes.append(name)
+        self.received.add(seen)
+
+    def histogram(self, buckets: int) -> list[int]:
+        """Count bytes in `buckets` ranges of equal size; `buckets` divides 256."""
+        counts: list[int] = self.received.counts.reshape(buckets, -1).sum(axis=1).tolist()
+        return counts
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What was changed: one number, in the reply to `asked`, from `true` to `told`."""
+
+    asked: Seen
+    index: int
+    count: int
+    true: int
+    told: int
+
+    @property
+    def what(self) -> str:
+        """Name the reply."""
+        return f"{self.asked.what} in layer {self.asked.layer}"
+
+
+class Liar:
+    """Changes one number of the reply to the request number `at`, by 1, and never lies again.
+
+    One runner that asks one thing after another is listened to: a reply belongs to the last
+    request. `lie`: None until it was told.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.lie: Lie | None = None
+        self._at = at
+        self._asked: Seen | None = None
+        self._count = 0
+
+    def hear(self, asked: Seen) -> None:
+        """Take note of a request."""
+        self._asked = asked
+        self._count += 1
+
+    def answer(self, frames: list[bytes]) -> list[bytes]:
+        """Forward a reply, or the lie instead."""
+        if self.lie is not None or self._asked is None or self._count < self._at:
+            return frames
+        try:
+            reply = decode_reply([memoryview(frame) for frame in frames]).response
+        except ProtocolError:
+            return frames
+        if not isinstance(reply, TensorReply) or reply.output.dtype != "int32":
+            return frames
+        numbers = to_torch(reply.output).numpy().copy().reshape(-1)
+        index = len(numbers) // 2
+        true = int(numbers[index])
+        with np.errstate(over="ignore"):
+            numbers[index] += 1
+        self.lie = Lie(self._asked, index, len(numbers), true, int(numbers[index]))
+        return [frames[0], numbers.tobytes()]

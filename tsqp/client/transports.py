@@ -1,4 +1,4 @@
-"""Reaches a server that proves itself from behind a proxy that ends TLS."""
+"""Transports of httpx2 that send requests to one server that proves what it is, and to no other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,47 @@ from protocol.errors import EvidenceError
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tsqp.client.attested_tls import MAX_ANSWER_BYTES, NotAttestedError, read_answer
+from tsqp.client.attested_tls import (
+    MAX_ANSWER_BYTES,
+    Address,
+    AttestedContext,
+    NotAttestedError,
+    prove,
+    read_answer,
+)
 from tsqp.client.sealing import SealedTransport, UnsealedError
 
 
+class AttestedTransport(httpx2.BaseTransport):
+    """Sends requests over attested TLS; what would go elsewhere raises NotAttestedError.
+
+    The server proves itself again where `again_s` of the context have passed, also to connections
+    that are still open.
+    """
+
+    def __init__(self, address: Address, context: AttestedContext) -> None:
+        self._address, self._context, self._guard = address, context, Lock()
+        # A proxy of the environment would be spoken to in the clear.
+        self._inner = httpx2.HTTPTransport(verify=context, trust_env=False)
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request. Raises NotAttestedError, EndpointError, and what httpx2 raises."""
+        url = request.url
+        if (url.scheme, url.host, url.port or 443) != ("https", *self._address):
+            got = "another scheme, host or port"
+            raise NotAttestedError("URL", got, f"https://{self._address}", None)
+        with self._guard:
+            if self._context.stale:
+                prove(self._address, self._context)
+        return self._inner.handle_request(request)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._inner.close()
+
+
 class ProvedTransport(httpx2.BaseTransport):
-    """Seals requests to the key that a server proved to have.
+    """Seals requests to the key that a server proved to have, behind a proxy that ends TLS.
 
     New evidence, of a new nonce, is asked for after `again_s`, and after an answer that was not
     sealed: the server may have been started again, with another key. `url`: where it is asked,

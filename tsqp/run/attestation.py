@@ -1,4 +1,4 @@
-"""What a server says of itself (`--attest`): from its options to an identity."""
+"""What a server says of itself (`--attest`): from its settings to an identity."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import re
 import ssl
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import click
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from zmq.utils import z85
 
@@ -26,24 +25,16 @@ from tee_side.attest.statement import NONE, Statement
 from tee_side.plugins import source_of
 from tee_side.serve.identity import About, Identity, state
 from tee_side.serve.sealed import HpkeKey
-from tsqp.cli.running import Loaded, policy_digest
-from tsqp.cli.trust import read_client_keys
+from tsqp.run.process import tell
+from tsqp.run.serving import EvidenceSettings, ServeSettings, claims, policy_digest
+from tsqp.run.settings import Settings
+from tsqp.run.trust import read_client_keys
 from tsqp.seal_keys import key_of_server
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
     from tee_side.policy.placement import Policy
 
-# Of where things are and how long to wait for them; all other options are claimed.
-_NOT_CLAIMED = {
-    *("model", "host", "port", "tls_certificate", "tls_key", "gpu", "identity", "service_key"),
-    *("http_token", "http_ca"),
-    *("attest", "attest_certificate", "attest_collateral", "manifest", "manifest_digest", "policy"),
-    *("seal_key", "seal_key_fd", "seal_key_command", "seal_key_server", "seal_digest"),
-    *("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s", "threads", "spin_us"),
-    *("audit_key", "audit_key_fd", "max_message_mib", "max_kv_mib", "calibration"),
-    "served_model_name",
-}
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
 _OURS = ("protocol.", "tee_side.", "tsqp.")
 # Emulation measures nothing: QEMU repeats it to its guest.
@@ -51,24 +42,21 @@ _EMULATED = Path("/sys/firmware/qemu_fw_cfg/by_name/opt/tsqp/measurement/raw")
 _NO_KEY = z85.encode(bytes(32))
 
 
-def identify(settings: Mapping[str, Any], loaded: Loaded) -> Identity:
+def identify(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> Identity:
     """Make the keys of a server, and evidence of what it runs.
 
     Raises EvidenceError and SettingsError.
     """
-    about = _about(settings, loaded.manifest, loaded.policy)
-    return Identity(attester_of(settings), about)
+    return Identity(attester_of(settings), _about(settings, manifest, policy))
 
 
-def release_key(
-    settings: Mapping[str, Any], manifest: Manifest | None, policy: Policy, url: str
-) -> bytes:
-    """Have the key server at `url` give the key of MODEL's seal to what runs here.
+def release_key(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> bytes:
+    """Have the server of `--seal-key-server` give the key of MODEL's seal to what runs here.
 
     Says on stderr what that server is told. It is what clients are told later, but for keys of
     connections and receipts, which there are not yet. Raises as `key_of_server`.
     """
-    if settings["attest"] is None:
+    if settings.attest is None:
         expected = "--attest: a key server gives the key to evidence"
         raise SettingsError("--seal-key-server", got="no --attest", expected=expected)
     about = _about(settings, manifest, policy)
@@ -78,32 +66,34 @@ def release_key(
         own = {"purpose": "key", "nonce": nonce, "hpke_suite": key.suite, "hpke_key": key.public}
         return state(attester, about, time.time(), **own, tls_key=NONE, receipt_key=None)
 
-    click.echo(f"a key server is asked, with evidence of {attester.kind}: {about}", err=True)
-    return key_of_server(url, stated)
+    tell(f"a key server is asked, with evidence of {attester.kind}: {about}")
+    return key_of_server(settings.seal_key_server or "", stated)
 
 
-def refuse_inside(directory: Path, settings: Mapping[str, Any]) -> None:
+def refuse_inside(directory: Path, settings: ServeSettings) -> None:
     """Refuse files of MODEL that a key server is told of, before it gives the key to MODEL.
 
     Raises SettingsError.
     """
-    for name in ("manifest", "policy"):
-        path = Path(settings[name] or "")
+    for name, given in (("manifest", settings.manifest), ("policy", settings.policy)):
+        path = Path(given or "")
         if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
             got = f"a file in {directory}, with --seal-key-server"
             expected = "one outside: it is read before that server gives the key"
             raise SettingsError(f"--{name}", got=got, expected=expected)
 
 
-def attester_of(settings: Mapping[str, Any]) -> Attester:
+def attester_of(settings: EvidenceSettings) -> Attester:
     """Return what gives evidence of the kind that `--attest` names.
 
     Raises EvidenceError, and SettingsError for files that cannot be read.
     """
+    if settings.attest is None:
+        raise SettingsError("--attest", got="none", expected="a kind of evidence")
     return find_attester(
-        settings["attest"],
-        certificates=[one for path in settings["attest_certificate"] for one in _der(path)],
-        collateral=_content(settings["attest_collateral"]),
+        settings.attest,
+        certificates=[one for path in settings.attest_certificate for one in _der(path)],
+        collateral=_content(settings.attest_collateral),
         measurement=_simulated_measurement(),
     )
 
@@ -115,16 +105,16 @@ def _simulated_measurement() -> bytes:
     return hashlib.sha384(version("tsqp").encode()).digest()
 
 
-def _about(settings: Mapping[str, Any], manifest: Manifest | None, policy: Policy) -> About:
+def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> About:
     if manifest is None:
         expected = "--manifest, which pins what is claimed (tsqp manifest MODEL)"
         raise SettingsError("--attest", got="no --manifest", expected=expected)
     return About(
         model=hashlib.sha256(manifest.to_bytes()).digest(),
-        policy=bytes.fromhex(policy_digest(policy)),
+        policy=policy_digest(policy),
         settings=settings_digest(settings),
         curve_keys=_curve_keys(settings, manifest, policy),
-        plugins=_plugins(policy) | _appraisal(settings["service_appraisal"]),
+        plugins=_plugins(policy) | _appraisal(settings.service_appraisal),
         version=version("tsqp"),
         attested_services=policy.service.attested,
     )
@@ -153,26 +143,22 @@ def _in_memory(content: bytes) -> int:
     return descriptor
 
 
-def settings_digest(settings: Mapping[str, Any]) -> bytes:
-    """Return SHA-256 over what options say, but for those of `_NOT_CLAIMED`; no file is read.
+def settings_digest(settings: Settings, **resolved: object) -> bytes:
+    """Return SHA-256 over the settings that are claimed; no file is read.
 
     The manifest pins the calibration. A key server is told the digest before MODEL can be read.
+    `resolved`: what settings came to mean, in their place.
     """
-    said = {
-        # Of a file, that there is one: where it is belongs to this machine alone.
-        name: isinstance(value, Path) or value
-        for name, value in settings.items()
-        if name not in _NOT_CLAIMED
-    }
+    said = dict(claims(settings)) | resolved
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
 def _curve_keys(
-    settings: Mapping[str, Any], manifest: Manifest | None, policy: Policy
+    settings: ServeSettings, manifest: Manifest | None, policy: Policy
 ) -> dict[str, bytes]:
     """Return the runner's key, and that of each service; zeros for one that proves none."""
-    keys = read_client_keys(dict(settings), manifest)
-    endpoints = settings["gpu"] if policy.services else ()
+    keys = read_client_keys(settings, manifest)
+    endpoints = settings.gpu if policy.services else ()
     found = one_for_each(keys, endpoints) if endpoints else []
     said = {
         f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)

@@ -1,0 +1,409 @@
+"""`tsqp verify`, `receipt`, `proxy` and `keyserver`: what a server proves, and what it signed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from protocol.errors import EvidenceError, SettingsError, describe
+from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen
+from tsqp.cli.options import use
+from tsqp.run.process import EXIT_FAILURE
+
+if TYPE_CHECKING:
+    from tee_side.attest.appraisal import Appraisal, AppraisalStep
+    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.attest.statement import Claims, Receipt
+
+
+_DEVELOPMENT = "development"
+_MODES = (_DEVELOPMENT, "production", "gpu-confidential")
+
+
+def appraisal_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--policy` and `--mode`."""
+    policy = click.option(
+        "--policy",
+        type=PATH,
+        metavar="FILE",
+        allow_from_autoenv=False,  # elsewhere it is a placement policy
+        help="What has to prove itself must be: an appraisal policy, in TOML.",
+    )
+    mode = click.option(
+        "--mode",
+        type=click.Choice(_MODES),
+        help="As the policy must say. Without one, development accepts any simulated TEE.",
+    )
+    return policy(mode(command))
+
+
+def read_appraisal(policy: Path | None, mode: str | None) -> AppraisalPolicy:
+    """Return the policy that two options name, and warn of one that proves nothing.
+
+    Raises SettingsError.
+    """
+    from tee_side.attest.appraisal_policy import AppraisalPolicy
+
+    if policy is None:
+        if mode != _DEVELOPMENT:
+            expected = "a file, or --mode development, where nothing is proved"
+            raise SettingsError("--policy", got="none", expected=expected)
+        found = AppraisalPolicy.development()
+    else:
+        found = AppraisalPolicy.load(policy)
+        if mode not in (None, found.mode):
+            raise SettingsError("--mode", got=str(mode), expected=f"{found.mode}, as {policy} says")
+    if found.mode == _DEVELOPMENT:
+        said = (
+            "DEVELOPMENT: a simulated TEE is accepted, whose key everybody has. Nothing is proved."
+        )
+        click.secho(said, err=True, fg="red", bold=True)
+    return found
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Steps in their order, and what was pinned; `refused`: what ended it before any step."""
+
+    steps: tuple[AppraisalStep, ...]
+    pinned: dict[str, object]
+    refused: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.refused is None and all(step.passed for step in self.steps)
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("server", metavar="URL|FILE")
+@appraisal_options
+@use("json")
+@config_option
+@click.pass_context
+def verify(
+    context: click.Context,
+    /,
+    *,
+    server: str,
+    policy: Path | None,
+    mode: str | None,
+    as_json: bool,
+) -> None:
+    """Have the server at URL prove what it is, or look at a FILE of what one said.
+
+    URL is https://HOST:PORT; nothing is sent but a random number. FILE is what a server answered to
+    GET /v1/attestation; that it is of now, it cannot prove. Exit status 0 where every step passed.
+    """
+    appraisal = read_appraisal(policy, mode)
+    found = _of_server(server, appraisal) if "://" in server else _of_file(server, appraisal)
+    if as_json:
+        steps = [step._asdict() for step in found.steps]
+        said = {"passed": found.passed, "refused": found.refused, "steps": steps}
+        click.echo(json.dumps(said | {"pinned": found.pinned}, indent=1))
+    else:
+        for step in found.steps:
+            click.echo(step)
+        for name, value in found.pinned.items():
+            click.echo(f"pinned  {name}: {value}")
+        click.echo(found.refused or ("verified" if found.passed else "NOT verified"))
+    context.exit(0 if found.passed else EXIT_FAILURE)
+
+
+def _of_server(url: str, policy: AppraisalPolicy) -> _Verdict:
+    from tsqp.client.attested_tls import Address, AttestedContext, NotAttestedError, prove
+
+    try:
+        proved = prove(Address.of(url), AttestedContext(policy))
+    except NotAttestedError as error:
+        steps = error.appraisal.steps if error.appraisal is not None else ()
+        return _Verdict(steps, {}, f"NOT verified: {error}")
+    return _Verdict(proved.fresh.steps, _pinned(proved.fresh, proved.certificate))
+
+
+def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
+    """Appraise what a server said of itself. Raises EvidenceError for what cannot be read."""
+    from tee_side.attest.appraisal import Expected, appraise
+    from tsqp.client.attested_tls import read_answer
+
+    stated = read_answer(path.read_bytes())
+    expected = Expected(None, None, datetime.now(UTC), "serve")
+    return appraise(stated, policy, expected)
+
+
+def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
+    try:
+        found = _appraised(Path(name), policy)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise SettingsError(name, got=got, expected="https://HOST:PORT, or a file") from None
+    except EvidenceError as error:
+        return _Verdict((), {}, f"NOT verified: {error}")
+    return _Verdict(found.steps, _pinned(found, None))
+
+
+def _pinned(found: Appraisal, certificate: bytes | None) -> dict[str, object]:
+    """Return what a client holds on to from now on."""
+    if found.claims is None:
+        return {}
+    said = {"certificate": certificate and hashlib.sha256(certificate).hexdigest()}
+    shown = {
+        name: value.hex() if isinstance(value, bytes) else value
+        for name, value in found.claims.model_dump(exclude={"nonce", "hpke_key"}).items()
+        if not isinstance(value, dict)
+    }
+    owners = {f"CURVE key of {owner}": key.hex() for owner, key in found.claims.curve_keys.items()}
+    plugins = {f"plug-in {name}": key.hex() for name, key in found.claims.plugins.items()}
+    return {**said, **shown, **owners, **plugins}
+
+
+# As a header, as `curl -D` writes it, or as the comment in a stream.
+_NAMED = re.compile(rb"^(?:: )?tsqp-receipt:? ([A-Za-z0-9+/=]+)\r?$", re.IGNORECASE | re.MULTILINE)
+_DONE = b"data: [DONE]\n\n"
+
+
+@click.group(context_settings=CONTEXT)
+@config_option
+def receipt() -> None:
+    """Check the receipts of tee-runner serve: what it signed of its answers."""
+
+
+@receipt.command("verify", context_settings=CONTEXT)
+@click.argument("files", type=PATH, nargs=-1, required=True, metavar="RECEIPT...")
+@click.option(
+    "--key",
+    "key_hex",
+    metavar="HEX",
+    allow_from_autoenv=False,  # elsewhere it is the key of a feature mask
+    help="The server's public key of receipts, 64 digits.",
+)
+@click.option(
+    "--attestation",
+    type=PATH,
+    metavar="FILE",
+    allow_from_autoenv=False,
+    help="What the server answered to GET /v1/attestation; appraised by --policy or --mode.",
+)
+@click.option(
+    "--request",
+    type=PATH,
+    metavar="FILE",
+    allow_from_autoenv=False,
+    help="The body that was sent, byte for byte.",
+)
+@click.option(
+    "--response",
+    type=PATH,
+    metavar="FILE",
+    allow_from_autoenv=False,
+    help="The body that came, byte for byte; of a stream, up to its receipt or all of it.",
+)
+@appraisal_options
+@use("json")
+@config_option
+@click.pass_context
+def verify_receipt(
+    context: click.Context,
+    /,
+    *,
+    files: Sequence[Path],
+    key_hex: str | None,
+    attestation: Path | None,
+    request: Path | None,
+    response: Path | None,
+    policy: Path | None,
+    mode: str | None,
+    as_json: bool,
+) -> None:
+    """Check a receipt: who signed it, and the bodies that it is of.
+
+    RECEIPT is a file with the header tsqp-receipt of an answer (curl -D), a stream as it was saved,
+    or base64 alone. Several, in their order, are a piece of the server's chain: one that is missing
+    between them shows. --attestation is appraised by --policy or --mode, as tsqp verify does. Exit
+    status 1 if anything differs.
+    """
+    from tee_side.attest.appraisal import AppraisalStep
+    from tee_side.attest.statement import verify_receipt as verified
+
+    if (key_hex is None) == (attestation is None):
+        raise click.UsageError("one of --key and --attestation is needed")
+    if len(files) > 1 and (request or response):
+        raise click.UsageError("--request and --response are of one RECEIPT")
+    key, claims = b"" if key_hex is None else _key(key_hex), None
+    steps: list[AppraisalStep] = []
+    found: list[tuple[bytes, Receipt]] = []
+    try:
+        if attestation is not None:
+            appraised = _appraised(attestation, read_appraisal(policy, mode))
+            claims, steps = appraised.claims, list(appraised.steps)
+            key = b"" if claims is None else claims.receipt_key or b""
+        for file in files:
+            signed = _read(file)
+            one = verified(signed, key)
+            steps.append(
+                AppraisalStep(f"{file}", True, f"receipt {one.sequence}, of the key", "one of it")
+            )
+            steps += _steps(one, found[-1] if found else None, claims)
+            found.append((signed, one))
+        if request is not None:
+            digest = hashlib.sha256(request.read_bytes()).digest()
+            steps.append(_same("request", digest, found[0][1].request))
+        if response is not None:
+            steps.append(_response_step(response.read_bytes(), *found[0]))
+    except EvidenceError as error:
+        # What is not genuine says nothing.
+        steps.append(AppraisalStep(error.where, False, error.got, error.expected))
+    passed = all(step.passed for step in steps)
+    if as_json:
+        listed = [step._asdict() for step in steps]
+        said = [one.model_dump() | {"sha256": hashlib.sha256(it).digest()} for it, one in found]
+        report = {"passed": passed, "steps": listed, "receipts": said}
+        click.echo(json.dumps(report, default=bytes.hex))
+    else:
+        for line in (*steps, *(line for one in found for line in _told(*one))):
+            click.echo(str(line))
+    context.exit(0 if passed else EXIT_FAILURE)
+
+
+def _key(text: str) -> bytes:
+    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
+        raise SettingsError("--key", got=describe(text), expected="64 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def _read(path: Path) -> bytes:
+    """Return the last receipt of a file. Raises EvidenceError."""
+    content = path.read_bytes()
+    named = _NAMED.findall(content)
+    try:
+        return base64.b64decode(named[-1] if named else content.strip(), validate=True)
+    except ValueError:
+        expected = "a receipt: base64, or a line tsqp-receipt"
+        raise EvidenceError(f"{path}", got="other text", expected=expected) from None
+
+
+def _steps(
+    one: Receipt, before: tuple[bytes, Receipt] | None, claims: Claims | None
+) -> Iterator[AppraisalStep]:
+    from tee_side.attest.appraisal import AppraisalStep
+
+    if before is not None:
+        follows = one.previous == hashlib.sha256(before[0]).digest()
+        got = f"{one.sequence} behind {before[1].sequence}"
+        yield AppraisalStep("chain", follows, got, f"{before[1].sequence + 1}, with its digest")
+    if claims is not None:
+        yield _same("model", one.model, claims.model)
+        yield _same("policy", one.policy, claims.policy)
+
+
+def _response_step(content: bytes, signed: bytes, one: Receipt) -> AppraisalStep:
+    from tee_side.attest.appraisal import AppraisalStep
+
+    line = b": tsqp-receipt %s\n\n" % base64.b64encode(signed)
+    answer, comment, rest = content.partition(line)
+    if comment and rest not in (b"", _DONE):
+        return AppraisalStep(
+            "response", False, f"{len(rest)} bytes behind the receipt", "[DONE], or none"
+        )
+    return _same("response", hashlib.sha256(answer).digest(), one.response)
+
+
+def _same(name: str, got: bytes, expected: bytes) -> AppraisalStep:
+    from tee_side.attest.appraisal import AppraisalStep
+
+    return AppraisalStep(name, got == expected, got.hex(), expected.hex())
+
+
+def _told(signed: bytes, one: Receipt) -> Iterator[str]:
+    """Yield what a receipt says, in words."""
+    yield f"says  receipt: {one.sequence}, SHA-256 {hashlib.sha256(signed).hexdigest()}"
+    yield f"says  time: {datetime.fromtimestamp(one.time, UTC).isoformat()}"
+    for name in ("previous", "model", "policy", "request", "response"):
+        yield f"says  {name}: {getattr(one, name).hex()}"
+    yield f"says  tokens: {one.prompt_tokens} read, {one.completion_tokens} made"
+    yield f"says  sampling: {json.dumps(one.sampling)}"
+    yield f"says  seed: {'none that was asked for' if one.seed is None else one.seed}"
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("url")
+@appraisal_options
+@click.option(
+    "--listen",
+    default="127.0.0.1:8080",
+    callback=read_listen,
+    metavar="HOST:PORT",
+    help="Port 0: a free one.",
+)
+@click.option(
+    "--again-minutes",
+    type=FiniteFloatRange(0, 1440, min_open=True),
+    default=10.0,
+    help="After how many the server must prove itself again; else connections are cut.",
+)
+@config_option
+def proxy(
+    *,
+    url: str,
+    policy: Path | None,
+    mode: str | None,
+    listen: tuple[str, int],
+    again_minutes: float,
+) -> None:
+    """Listen on this machine, and carry each connection to the server at URL over attested TLS.
+
+    URL is https://HOST:PORT. Programs use http://127.0.0.1:8080/v1 as they would use the server.
+    What comes in is in the clear: listen on an address of this machine alone.
+    """
+    from tsqp.client.attested_tls import Address, AttestedContext
+    from tsqp.client.proxy import Proxy
+
+    appraisal = read_appraisal(policy, mode)
+    context = AttestedContext(appraisal, again_minutes * 60)
+    say = partial(click.echo, err=True)
+    made = Proxy(listen, Address.of(url), context, say)
+    with closing(made):
+        say(f"ready: http://{Address(listen[0], made.port)}/v1 leads to {url}, which is verified")
+        made.serve_forever()
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("keyfile", type=PATH)
+@appraisal_options
+@click.option(
+    "--listen",
+    default="127.0.0.1:8090",
+    callback=read_listen,
+    metavar="HOST:PORT",
+    help="Port 0: a free one.",
+)
+@config_option
+def keyserver(
+    *, keyfile: Path, policy: Path | None, mode: str | None, listen: tuple[str, int]
+) -> None:
+    """Give the key in KEYFILE (tsqp seal new-key) to programs that pass an appraisal policy.
+
+    They are started with tee-runner serve --attest ... --seal-key-server http://HOST:PORT, and
+    print the digests that the policy names. Each decision is a line on stderr. The key goes out
+    sealed to the program that proved itself: the network may be anyone's.
+    """
+    from tsqp.client.attested_tls import Address
+    from tsqp.keyserver import KeyRelease, KeyServer
+    from tsqp.seal_keys import read_key
+
+    key, appraisal = read_key(keyfile), read_appraisal(policy, mode)
+    say = partial(click.echo, err=True)
+    release = KeyRelease(key, appraisal, say)
+    with KeyServer(listen, release, say) as server:
+        say(f"ready: http://{Address(listen[0], server.port)}")
+        server.serve_forever()

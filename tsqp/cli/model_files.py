@@ -1,0 +1,399 @@
+"""What is made of a model directory: calibration, manifest, transformed weights, a seal."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.errors import PromptError, SettingsError, describe
+from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument
+from tsqp.cli.options import takes
+from tsqp.cli.prompts import decode
+from tsqp.run.process import bytes_for_people
+from tsqp.run.settings import DEMO, RunSettings, model_directory
+
+if TYPE_CHECKING:
+    from tee_side.protect.masks.mask import Mask
+
+
+_MAX_TOKENS = 65_536
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar; it is told how much is done, of how much. Only its label without a terminal."""
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield show
+
+
+def _require_place(path: Path, *, force: bool) -> None:
+    """Refuse a file that is there, but by force, and one in no directory. Raises SettingsError."""
+    if path.exists() and not force:
+        raise SettingsError(
+            str(path), got="a file that exists", expected="none, or --force to overwrite it"
+        )
+    if not path.parent.is_dir():
+        raise SettingsError(str(path), got="no such directory", expected="one to write into")
+
+
+@click.command(context_settings=CONTEXT)
+@model_argument()
+@click.option(
+    "--text",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="UTF-8 text of the kind that the model will see; default: one of many kinds of ours.",
+)
+@click.option(
+    "--token-ids",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Token ids instead of a text, for a model without tokenizer.json: numbers between spaces"
+    " and line breaks, or a JSON list of lists, each a sequence of its own.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(2, _MAX_TOKENS),
+    default=2048,
+    help="How many of it to run; memory grows with them.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where to write; default: calibration.safetensors in MODEL.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+@config_option
+def calibrate(
+    *,
+    model: str,
+    text: Path | None,
+    token_ids: Path | None,
+    tokens: int,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Choose the activation scales of MODEL, for policies with integer arithmetic.
+
+    MODEL is a Hugging Face directory with safetensors weights, or "demo". Runs a text through it
+    here, in float32, and writes a small file. A model whose activations do not fit the integers
+    is refused.
+    """
+    from tee_side.protect.calibration import CALIBRATION_FILE
+    from tsqp.calibrate import SiteResult, parse_ids, save_calibration, site_name
+    from tsqp.calibrate import calibrate as run_calibration
+
+    directory = model_directory(model)
+    path = directory / CALIBRATION_FILE if output is None else output
+    # Before minutes of work, not after them.
+    _require_place(path, force=force)
+    if text is not None and token_ids is not None:
+        raise SettingsError("--token-ids", got="--text, too", expected="one of them")
+    content = None if text is None else _read_text(text, "--text")
+    chunks = None
+    if token_ids is not None:
+        chunks = parse_ids(_read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
+    results: list[SiteResult] = []
+    with _progress("calibrating") as show:
+
+        def progress(result: SiteResult) -> None:
+            results.append(result)
+            show(len(results), result.total)
+
+        calibration = run_calibration(directory, content, tokens, progress, chunks=chunks)
+    save_calibration(calibration, path)
+    tightest = min(results, key=lambda result: result.headroom)
+    worst = max(results, key=lambda result: result.error)
+    click.echo(f"{path}: {len(results)} sites, {calibration.tokens} tokens")
+    click.echo(
+        f"least headroom: {tightest.headroom:.1f} times the largest row seen,"
+        f" at {site_name(tightest.site)}"
+    )
+    click.echo(f"largest error of a product: {worst.error:.2%}, at {site_name(worst.site)}")
+
+
+def _read_text(path: Path, option: str) -> str:
+    """Read a text file. Raises PromptError."""
+    try:
+        return decode(path.read_bytes(), f"{option} {path}")
+    except OSError as error:
+        raise PromptError(
+            f"{option} {path}", got=error.strerror or "an unreadable file", expected="a text file"
+        ) from None
+
+
+@click.command(context_settings=CONTEXT)
+@model_argument()
+@click.option(
+    "--output",
+    "-o",
+    type=PATH,
+    metavar="FILE",
+    help='Default: manifest.json inside MODEL. Needed for "demo", which is part of this program.',
+)
+@click.option(
+    "--also",
+    type=PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Pin this file, too, by its name: a policy, settings, the public key of a service, a mask."
+    " Repeatable.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+@config_option
+def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: bool) -> None:
+    """Write the digests of everything in MODEL that the TEE reads, where you trust the disk.
+
+    MODEL is a Hugging Face directory with safetensors weights, or "demo"; calibrate first, as the
+    scales are pinned, too. tee-runner --manifest then refuses a directory that differs in a byte,
+    and every policy, settings file, service key and mask of yours that --also did not name.
+    Whoever can write to the disk can change a manifest on it: keep the digest that is printed where
+    they cannot, and give it to tee-runner --manifest-digest.
+    """
+    from protocol.model.manifest import MANIFEST_FILE
+    from tsqp.manifest import make_manifest
+
+    directory = model_directory(model)
+    if output is None and model == DEMO:
+        raise SettingsError(
+            "--output", got="none", expected="a file: the demo model's directory is the program's"
+        )
+    path = directory / MANIFEST_FILE if output is None else output
+    _require_place(path, force=force)
+    with _progress("reading") as show:
+        made = make_manifest(directory, show, also)
+    content = made.to_bytes()
+    path.write_bytes(content)
+    beside = f", also {', '.join(made.also)}" if made.also else ""
+    click.echo(f"{path}: {len(made.files)} files, {len(made.tensors)} tensors{beside}")
+    click.echo(f"SHA-256 of it: {hashlib.sha256(content).hexdigest()}")
+
+
+def _complete_mask(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from tsqp.catalogue import our_masks
+
+    found = our_masks().items()
+    kinds = ("feature", "segment")
+    return [name for name, mask in found if mask.kind in kinds and name.startswith(incomplete)]
+
+
+@click.command(context_settings=CONTEXT)
+@model_argument()
+@click.option(
+    "--mask",
+    required=True,
+    metavar="NAME|FILE",
+    shell_complete=_complete_mask,
+    help="A feature mask: feature-permutation, feature-rotation; a segment mask: stip-segment,"
+    " cloak-segment; or a Python file.",
+)
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    allow_from_autoenv=False,
+    metavar="KEY=VALUE",
+    help="An option of the mask, as the policy will have it; repeatable.",
+)
+@click.option(
+    "--server-dir",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="New directory with the weights for gpu-service.",
+)
+@click.option(
+    "--key",
+    allow_from_autoenv=False,  # elsewhere it is a key to read
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="New file for the key, which tee-runner needs (--key) and must stay secret.",
+)
+@config_option
+def provision(
+    *, model: str, mask: str, options: tuple[str, ...], server_dir: Path, key: Path
+) -> None:
+    """Transform the weights of MODEL for a server that must not see plain activations.
+
+    MODEL is a Hugging Face directory, or "demo". Run it where the weights and the key may be seen:
+    in the TEE, or on a machine of your own. These masks are weak; the last line says how weak.
+    """
+    from tee_side.protect.masks.registry import find_mask
+    from tsqp.lab.research.provisioning import provision as run
+
+    chosen = _with_options(find_mask(mask), options)
+    with _progress(f"provision {model}") as show:
+        made = run(model_directory(model), chosen, server_dir, key, show)
+    size = bytes_for_people(made.weight_bytes)
+    click.echo(
+        f"{server_dir}: {made.config.num_hidden_layers} layers, {size}: copy it to the GPU host,"
+        " and nothing else"
+    )
+    click.echo(f"{key}: stays in the TEE, with a copy in a safe place: no other key fits")
+    if made.holds != "linears":
+        rest = ", norms and LM head" if made.holds == "layers" else ""
+        click.echo(
+            f"the client keeps of {model}: config.json, the tokenizer, embedding{rest}; the server"
+            " must get neither these nor the key"
+        )
+    if made.noise is not None:
+        click.echo(f"noise: {made.noise}")
+    click.echo(f"{chosen.name} is known not to hide: {chosen.known_break}")
+
+
+def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
+    """Make a mask from `key=value` texts. Raises SettingsError."""
+    from pydantic import ValidationError
+
+    from protocol.validation import first_fault
+
+    values: dict[str, str] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise SettingsError("--option", got=describe(option), expected="KEY=VALUE")
+        if name in values:
+            raise SettingsError(f"--option {name}", got="it twice", expected="it once")
+        values[name] = value
+    try:
+        return mask(**values)
+    except ValidationError as error:
+        fault = first_fault(error)
+        field = fault.field or "--option"
+        if fault.kind == "extra_forbidden":
+            known = ", ".join(mask.model_fields) or "none: the mask has no options"
+            raise SettingsError(
+                f"--option {field}", got=f"no option of mask {mask.name}", expected=known
+            ) from None
+        raise SettingsError(
+            f"--option {field} of mask {mask.name}",
+            got=fault.got,
+            expected=fault.expected,
+        ) from None
+
+
+_to = click.option(
+    "--to",
+    type=PATH,
+    required=True,
+    allow_from_autoenv=False,  # to whom is said each time
+    metavar="KEYFILE",
+    help="Key that opens it from now on, of tsqp seal new-key.",
+)
+
+
+class _ModelFirst(click.Group):
+    """A group in which `model` may be left out: `tsqp seal MODEL` is `tsqp seal model MODEL`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Name the command where the first argument is an option of its own."""
+        first = args[0].partition("=")[0] if args else ""
+        if first.startswith("-") and first not in {"-h", "--help", "--config"}:
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, `model` where the first argument names none."""
+        named = args[0] in self.commands
+        return super().resolve_command(ctx, args if named else ["model", *args])
+
+
+@click.group(cls=_ModelFirst, context_settings=CONTEXT)
+@config_option
+def seal() -> None:
+    """Encrypt a model directory, so that its disk learns no more than names and sizes of files.
+
+    tsqp seal MODEL --to KEYFILE -o DIR; "model" may be left out.
+    """
+
+
+@seal.command("model", context_settings=CONTEXT)
+@model_argument()
+@_to
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    required=True,
+    allow_from_autoenv=False,
+    metavar="DIR",
+    help="New directory, with the same names of files, for tee-runner --seal-key.",
+)
+@config_option
+def seal_model(*, model: str, to: Path, output: Path) -> None:
+    """Encrypt the files of MODEL into the directory DIR.
+
+    MODEL is a Hugging Face directory, or "demo"; calibrate first. Run it where model and key may be
+    seen. Whoever can write to the disk can put an older seal back: keep the digest that is printed
+    where they cannot, and give it to tee-runner --seal-digest.
+    """
+    from tsqp.seal import seal_model as run
+    from tsqp.seal_keys import read_key
+
+    key = read_key(to)
+    with _progress(f"seal {model}") as show:
+        made = run(model_directory(model), key, output, show)
+    if made.skipped:
+        click.echo(f"left out, as they are no files: {', '.join(made.skipped)}", err=True)
+    click.echo(f"{output}: {made.files} files, {bytes_for_people(made.plain_bytes)}, sealed")
+    click.echo(f"SHA-256 of the seal: {made.digest}")
+
+
+@seal.command("new-key", context_settings=CONTEXT)
+@click.argument("file", type=click.Path(path_type=Path))
+@config_option
+def new_seal_key(file: Path) -> None:
+    """Make a key: FILE, which must stay secret, in the TEE and where models are sealed."""
+    import secrets
+
+    from protocol.curve import SECRET_MODE
+    from protocol.model.sealed import KEY_BYTES, key_id
+    from tsqp.key_files import write_new
+    from tsqp.seal_keys import encode_key
+
+    key = secrets.token_bytes(KEY_BYTES)
+    write_new(file, encode_key(key), SECRET_MODE)
+    click.echo(
+        f"{file}: key {key_id(key)}; without it no model that is sealed to it can be read: keep a"
+        " copy in a safe place"
+    )
+
+
+@seal.command(context_settings=CONTEXT)
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@takes(RunSettings, "seal_key", "seal_key_fd", "seal_key_command")
+@_to
+@config_option
+def rewrap(*, settings: RunSettings, directory: Path, to: Path) -> None:
+    """Have the sealed DIRECTORY opened by another key: only sealed.tsqp is written again.
+
+    The digest stays. Whoever kept the old sealed.tsqp and the old key can open it still: where that
+    matters, seal the model again.
+    """
+    from tsqp.seal import rewrap as run
+    from tsqp.seal_keys import provided_key, read_key
+
+    digest = run(
+        directory,
+        provided_key(settings.seal_key, settings.seal_key_fd, settings.seal_key_command),
+        read_key(to),
+    )
+    click.echo(f"{directory}: for the key of {to} from now on")
+    click.echo(f"SHA-256 of the seal, as before: {digest}")

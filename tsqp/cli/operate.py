@@ -1,0 +1,238 @@
+"""`tsqp doctor`, `health` and `audit`: how a machine, a service and a server's log stand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ProtocolError,
+    ReplyError,
+    ServiceError,
+    SettingsError,
+)
+from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
+from tsqp.cli.options import takes, use
+from tsqp.run.process import EXIT_FAILURE, complain
+from tsqp.run.settings import RunSettings, model_directory, option_of
+from tsqp.run.trust import load_manifest, read_client_keys, read_http_access
+
+_OF_A_RUN = (
+    *("gpu", "policy", "calibration"),
+    *("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"),
+    *("identity", "service_key", "service_appraisal", "shares_in_the_clear"),
+    *("http_token", "http_ca", "manifest", "manifest_digest"),
+)
+
+
+@click.command(context_settings=CONTEXT)
+@model_argument(required=False)
+@takes(RunSettings, *_OF_A_RUN)
+@use("json")
+@click.option(
+    "--timeout-s",
+    type=FiniteFloatRange(0, 3600, min_open=True),
+    default=5.0,
+    help="How long to wait for each service.",
+)
+@config_option
+@click.pass_context
+def doctor(
+    context: click.Context,
+    /,
+    *,
+    settings: RunSettings,
+    model: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Say what this machine has and lacks; with MODEL, whether a run with these options starts.
+
+    MODEL is a Hugging Face directory, or "demo". Of what is missing, the command that makes it is
+    said as well. Exit status 1 if something is missing that the run needs. No prompt is sent.
+    """
+    from tsqp.doctor import examine, render
+
+    findings = examine()
+    if model is None:
+        for name in (*_OF_A_RUN, "timeout_s"):
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise SettingsError(
+                    option_of(name), got="no MODEL", expected="the model of the run"
+                )
+    else:
+        from tsqp.preflight import Start, examine_start
+
+        manifest = load_manifest(model_directory(model), settings)
+        start = Start(replace(settings, model=model), manifest, timeout_s)
+        findings = [*examine_start(start), *findings]
+    click.echo(render(findings, as_json=as_json))
+    lacking = any(found.topic == "run" and found.state == "missing" for found in findings)
+    context.exit(EXIT_FAILURE if lacking else 0)
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("endpoint")
+@use(
+    *("identity", "service-key", "http-token", "http-ca", "json"),
+    service_key={"multiple": False, "help": "Public key of the service: no other one is asked."},
+    http_token={"multiple": False, "help": "Bearer token by which a service with a URL knows us."},
+)
+@click.option(
+    "--timeout-s",
+    type=FiniteFloatRange(0, 3600, min_open=True),
+    default=10.0,
+    help="How long to wait for the answer: on a CPU it may come only after a product.",
+)
+@config_option
+@click.pass_context
+def health(
+    context: click.Context,
+    /,
+    *,
+    endpoint: str,
+    identity: Path | None,
+    service_key: str | None,
+    http_token: Path | None,
+    http_ca: Path | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Ask the service at ENDPOINT how it is: its status, how long it runs, and what waits there.
+
+    Exit status 0 where it is ready, 1 where it drains or does not answer, as one that still loads
+    its weights does not.
+    """
+    from protocol.connect import open_channel
+    from protocol.endpoint import parse_endpoint
+    from protocol.messages import HealthReply, HealthRequest
+
+    settings = RunSettings(
+        model="",
+        gpu=(endpoint,),
+        identity=identity,
+        service_key=() if service_key is None else (service_key,),
+        http_token=() if http_token is None else (http_token,),
+        http_ca=http_ca,
+    )
+    keys = read_client_keys(settings, None)
+    # What is no endpoint is bad input, and no verdict on a service.
+    parse_endpoint(endpoint)
+    http = read_http_access(settings, None).get(endpoint)
+    own = keys[0] if keys else None
+    try:
+        channel = open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http)
+        try:
+            reply = channel.call(HealthRequest()).response
+        finally:
+            channel.close()
+        if not isinstance(reply, HealthReply):
+            raise ReplyError(endpoint, got=type(reply).__name__, expected=HealthReply.__name__)
+    except (
+        DeadlineExceededError,
+        EndpointError,
+        ProtocolError,
+        ReplyError,
+        ServiceError,
+    ) as error:
+        complain(f"tsqp: error: {error}")
+        context.exit(EXIT_FAILURE)
+    if as_json:
+        click.echo(json.dumps(reply.model_dump()))
+    else:
+        click.echo(
+            f"{reply.status}, up {reply.uptime_s:.0f} s,"
+            f" queued {reply.queued_requests} requests of {reply.queued_bytes} bytes"
+        )
+    context.exit(0 if reply.status == "ready" else EXIT_FAILURE)
+
+
+# The fields of a request that have columns of their own.
+_NUMBERS = ("prompt_tokens", "completion_tokens", "duration_s")
+_PIPED_WIDTH = 1000
+_COLUMNS = ("time", "kind", "key", "outcome", *_NUMBERS)
+
+
+@click.group(context_settings=CONTEXT)
+@config_option
+def audit() -> None:
+    """Read the sealed log of tee-runner serve: who was served when, and how much. No text."""
+
+
+@audit.command("new-key", context_settings=CONTEXT)
+@click.argument("file", type=click.Path(path_type=Path))
+@config_option
+def new_audit_key(file: Path) -> None:
+    """Make the key of a log: FILE, which must stay secret, in the TEE and where logs are read."""
+    import secrets
+
+    from protocol.curve import SECRET_MODE
+    from tee_side.protect.randomness import KEY_BYTES
+    from tee_side.serve.audit_log import encode_key
+    from tsqp.key_files import write_new
+
+    write_new(file, encode_key(secrets.token_bytes(KEY_BYTES)), SECRET_MODE)
+    click.echo(f"{file}: without it nothing in the log can be read; keep a copy in a safe place")
+
+
+@audit.command(context_settings=CONTEXT)
+@click.argument("log", type=PATH)
+@click.option(
+    "--key",
+    "key_file",
+    type=PATH,
+    required=True,
+    allow_from_autoenv=False,  # elsewhere it is the key of a feature mask
+    metavar="FILE",
+    help="Key of the log, of tsqp audit new-key.",
+)
+@use("json", json={"help": "One JSON object a record on stdout."})
+@config_option
+@click.pass_context
+def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool) -> None:
+    """Check LOG from its beginning and print its records.
+
+    The last line, on stderr, has the number of records and the chain value: the host can cut
+    records off the end, which only a comparison with noted values shows. Exit status 1 if the log
+    was changed; records before that place are printed.
+    """
+    from tee_side.serve.audit_log import AuditLogError, AuditReader, open_log, read_key
+    from tsqp.cli.tables import open_console, table
+
+    key, rows, changed = read_key(key_file), [], False
+    with open_log(log) as file:
+        reader = AuditReader(file, key, str(log))
+        try:
+            for record in reader:
+                if as_json:
+                    click.echo(json.dumps(record, default=bytes.hex))
+                else:
+                    rows.append(_row(record))
+        except AuditLogError as error:
+            complain(f"{error}")
+            changed = True
+    if not as_json:
+        columns = [(name, name in _NUMBERS) for name in (*_COLUMNS, "more")]
+        console = open_console()
+        if not console.is_terminal:
+            # A record stays on a line, for programs that search.
+            console.width = _PIPED_WIDTH
+        console.print(table("", columns, rows))
+    if reader.torn_bytes:
+        complain(f"{log}: torn tail: {reader.torn_bytes} bytes of records that were not finished")
+    complain(f"{log}: {reader.records} records, chain {reader.chain.hex()}")
+    context.exit(EXIT_FAILURE if changed else 0)
+
+
+def _row(record: dict[str, Any]) -> list[str]:
+    """Return the cells of a record; what has no column goes into the last."""
+    shown = [str(record.get(name, "")) for name in _COLUMNS]
+    more = {name: value for name, value in record.items() if name not in _COLUMNS}
+    return [*shown, json.dumps(more, default=bytes.hex)[1:-1]]

@@ -1,0 +1,282 @@
+"""A generation on a terminal: tokens as they come, a status line, statistics, errors as JSON.
+
+Tokens are shown in a thread that the generation does not wait for: an observer of the requests sees
+when each token's begin. Were a token decoded and written between two requests, one that shows
+nothing (half of a character, a special token) would come sooner.
+
+The status line is the terminal's last row, while text scrolls above it. Plain VT100: the scroll
+region excludes the last row, and every update saves and restores the cursor. Progress-bar libraries
+ask the terminal for the cursor's position at every update, which waits for an answer and reads from
+standard input; generated text must not wait for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.errors import TsqpError
+from tsqp.run.process import bytes_for_people
+
+if TYPE_CHECKING:
+    import torch
+
+    from tee_side.engine.generation import Generation, GenerationResult, PadTotals, RpcTotals
+    from tee_side.engine.request import SamplingSettings
+    from tee_side.engine.text_stream import TextStream
+    from tee_side.runner import Runner
+    from tsqp.run.settings import TextSettings
+
+_SAVE, _RESTORE = "\x1b7", "\x1b8"
+# What has come is shown so often, by the clock and not by tokens.
+TICK_S = 0.05
+# More than are generated in any tick: with so many unwritten, standard output has stalled.
+QUEUED_TOKENS = 1024
+# How long the end of a run that has failed waits for such an output.
+_STALLED_S = 2.0
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def for_terminal(text: str) -> str:
+    """Escape control characters but newline and tab, so that no terminal obeys them."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+class StatusLine:
+    """Shows tokens, rate and traffic on stderr; silent where stderr is no terminal."""
+
+    def __init__(
+        self, policy: str, generation: Generation | None = None, *, enabled: bool = True
+    ) -> None:
+        self._policy = policy
+        self._generation = generation
+        # A machine's console says that it is one which scrolls alone.
+        plain = os.environ.get("TERM") == "dumb"
+        self._enabled = enabled and sys.stderr.isatty() and not plain
+        self._size = shutil.get_terminal_size()
+        self._started = time.perf_counter()
+        # Tokens there were when the run began to wait for pads, and what it waits for.
+        self._waiting: tuple[int, str] = (-1, "")
+
+    def __enter__(self) -> StatusLine:
+        if self._enabled:
+            # A new line first, so that the row that is taken away was empty.
+            try:
+                self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
+                self.draw()
+            except BaseException:
+                # A signal at this moment: `__exit__` would not be called.
+                self.__exit__()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
+
+    def waiting(self, missing: int) -> None:
+        """Note that the run waits for pads to be made, until the next token."""
+        self._waiting = self._tokens(), f"out of pads, making more ({missing} missing)"
+
+    def draw(self) -> None:
+        """Draw what there is to say."""
+        if not self._enabled:
+            return
+        generation, tokens = self._generation, self._tokens()
+        text = "prefill"
+        if self._waiting[0] == tokens:
+            text = self._waiting[1]
+        elif generation is not None and tokens:
+            rate = tokens / (time.perf_counter() - self._started)
+            text = f"tokens {tokens}, {rate:.1f} a second{traffic(generation.rpc)}"
+            text += pads_left(generation.pads)
+        size = shutil.get_terminal_size()
+        region = "" if size == self._size else f"\x1b[1;{size.lines - 1}r"
+        self._size = size
+        shown = f"{self._policy}: {text}"[: size.columns - 1]
+        self._write(f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}")
+
+    def _tokens(self) -> int:
+        return 0 if self._generation is None else self._generation.token_count
+
+    @staticmethod
+    def _write(codes: str) -> None:
+        sys.stderr.write(codes)
+        sys.stderr.flush()
+
+
+def traffic(rpc: RpcTotals) -> str:
+    """Render what left the TEE and came back; nothing where nothing did."""
+    if rpc.count == 0:
+        return ""
+    sent, received = bytes_for_people(rpc.bytes_sent), bytes_for_people(rpc.bytes_received)
+    return f", {rpc.count} RPCs, {sent} up, {received} down"
+
+
+def pads_left(pads: PadTotals | None) -> str:
+    """Render how the pads stand; nothing for policies that need none."""
+    if pads is None:
+        return ""
+    times = "once" if pads.waited == 1 else f"{pads.waited} times"
+    out = [f"waited {times} for more"] if pads.waited else []
+    out += [f"{pads.in_tee} steps in the TEE for lack of them"] if pads.in_tee else []
+    return f", {pads.available} pads left{' (' + ', '.join(out) + ')' if out else ''}"
+
+
+class Printer:
+    """Writes tokens to standard output as text, twenty times a second, in a thread of its own.
+
+    `text`: what decodes them; None writes nothing. `status`: redrawn as often. To a terminal
+    control characters are written as `for_terminal` shows them; elsewhere the text is unchanged.
+    """
+
+    def __init__(self, text: TextStream | None, status: StatusLine) -> None:
+        self._text, self._status = text, status
+        self._queue: queue.Queue[int] = queue.Queue(QUEUED_TOKENS)
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._open_line = False
+        self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
+
+    def __enter__(self) -> Printer:
+        self._status.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._closing.set()
+        try:
+            self._thread.join(None if kind is None else _STALLED_S)
+        finally:
+            self._status.__exit__()
+        if kind is None and self._failure is not None:
+            raise self._failure
+        if kind is not None and self._open_line:  # what is said next begins a line
+            with suppress(OSError):
+                _write("\n")
+
+    def put(self, token_id: int) -> None:
+        """Hand over a token, with the same work for each. Raises what writing has raised."""
+        if self._failure is not None:
+            raise self._failure
+        self._queue.put(token_id)
+
+    def _run(self) -> None:
+        while not self._closing.wait(TICK_S):
+            self._show()
+        self._show(last=True)
+
+    def _show(self, *, last: bool = False) -> None:
+        """Write what has come; after a failure take it only, so that `put` never blocks."""
+        try:
+            ids = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+            if self._text is not None and self._failure is None:
+                text = "".join(map(self._text.feed, ids)) + (self._text.flush() if last else "")
+                if text:
+                    _write(for_terminal(text) if sys.stdout.isatty() else text)
+                    self._open_line = True
+            self._status.draw()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that generates
+            self._failure = error
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def stream(
+    runner: Runner,
+    generation: Generation,
+    settings: TextSettings,
+    keep_logits: list[torch.Tensor] | None = None,
+) -> GenerationResult:
+    """Run a generation to its end, and show text and statistics unless JSON is asked for.
+
+    What is shown is decoded and written by a thread of its own: between two tokens there is
+    the same work for each.
+    """
+    show = not settings.as_json
+    stats = settings.stats and show
+    status = StatusLine(runner.policy.name, generation, enabled=stats)
+    with Printer(generation.text_stream() if show else None, status) as printer:
+        runner.on_wait = status.waiting
+        for sampled in generation.steps():
+            printer.put(sampled.token_id)
+            if keep_logits is not None:
+                keep_logits.append(sampled.logits_V)
+    result = generation.result()
+    if show:
+        click.echo(",".join(map(str, result.token_ids)) if result.text is None else "")
+    if stats:
+        _summarise(result)
+    return result
+
+
+def _summarise(result: GenerationResult) -> None:
+    timing, usage = result.timing, result.usage
+    per_token = "" if timing.tpot_s is None else f", {timing.tpot_s * 1e3:.1f} ms a token after it"
+    click.echo(
+        f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
+        f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
+        f"{traffic(result.rpc)}{pads_left(result.pads)}",
+        err=True,
+    )
+
+
+@dataclass
+class SoFar:
+    """What there is to show of a run, also when it ends with an error."""
+
+    settings: TextSettings
+    generation: Generation | None = None
+
+    def described(
+        self, runner: Runner, result: GenerationResult, sampling: SamplingSettings
+    ) -> dict[str, object]:
+        """Return a result with what it was made with, so that it can be made again."""
+        from protocol import native
+        from tsqp.run.serving import policy_digest
+
+        return result.model_dump() | {
+            "model": self.settings.model,
+            "model_digest": runner.model_digest,
+            "policy_digest": policy_digest(runner.policy).hex(),
+            "kernels": native.choice().variant,
+            "cores": runner.cores._asdict(),
+            "seed": sampling.seed,
+        }
+
+
+@contextmanager
+def errors_as_json(settings: TextSettings) -> Iterator[SoFar]:
+    """With `--json`, print an error of the block as an object too, with the tokens so far."""
+    so_far = SoFar(settings)
+    try:
+        yield so_far
+    except TsqpError as error:
+        if settings.as_json:
+            made = so_far.generation
+            token_ids, text = (made.token_ids, made.text or "") if made else ([], "")
+            said = {"error": describe_error(error), "token_ids": token_ids, "text": text}
+            click.echo(json.dumps(said))
+        raise
+
+
+def describe_error(error: TsqpError) -> dict[str, object]:
+    """Return an error as JSON has it."""
+    parts = {name: getattr(error, name) for name in ("where", "got", "expected", "retryable")}
+    return {"type": type(error).__name__, **parts}

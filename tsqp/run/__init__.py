@@ -1,0 +1,1 @@
+"""What the programs and `tsqp.LLM` share: settings, loading, trust, evidence and the server."""
