@@ -92,28 +92,16 @@ def verify_nvidia(
         key.verify(signature, signed, ECDSA(SHA384()))
     except (InvalidSignature, UnsupportedAlgorithm, ValueError):
         raise _refused("report: signature", "a wrong one", "that of the leaf's key") from None
-    EvidenceError.unless(
-        signed[_NONCE] == nonce,
-        "NVIDIA report: nonce",
-        "another",
-        "the one that the GPU was asked with",
-    )
+    if signed[_NONCE] != nonce:
+        raise _refused("report: nonce", "another", "the one that the GPU was asked with")
     return VerifiedNvidia(_firmware(leaf), *_parse(signed))
 
 
 def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certificate:
-    EvidenceError.unless(
-        len(certificates) == CHAIN_LENGTH,
-        "NVIDIA certificates",
-        str(len(certificates)),
-        f"{CHAIN_LENGTH}, leaf to root",
-    )
-    EvidenceError.unless(
-        hashlib.sha256(certificates[-1]).hexdigest() in PINNED_ROOTS,
-        "NVIDIA root",
-        "another certificate",
-        "the one that is pinned",
-    )
+    if len(certificates) != CHAIN_LENGTH:
+        raise _refused("certificates", str(len(certificates)), f"{CHAIN_LENGTH}, leaf to root")
+    if hashlib.sha256(certificates[-1]).hexdigest() not in PINNED_ROOTS:
+        raise _refused("root", "another certificate", "the one that is pinned")
     try:
         leaf, *between, root = chain = [*map(x509.load_der_x509_certificate, certificates)]
         # As in browsers, whose rules a leaf that is no server's does not meet.
@@ -126,12 +114,8 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
         raise _refused("certificates", "another chain", expected) from None
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
-    EvidenceError.unless(
-        found == chain and named is not None and below_root == _BELOW_ROOT.format(named[1]),
-        "NVIDIA certificates",
-        "those of another device",
-        "those of GH100 or GB100",
-    )
+    if found != chain or named is None or below_root != _BELOW_ROOT.format(named[1]):
+        raise _refused("certificates", "those of another device", "those of GH100 or GB100")
     return leaf
 
 
@@ -139,12 +123,8 @@ def _firmware(leaf: x509.Certificate) -> bytes:
     found = [one.value for one in leaf.extensions if one.oid.dotted_string in _DICE]
     encoded = b"".join(value.public_bytes() for value in found)
     digest = encoded.partition(_BEFORE_SHA384)[2][:_SHA384_BYTES]
-    EvidenceError.unless(
-        len(digest) == _SHA384_BYTES,
-        "NVIDIA leaf",
-        "no digest of firmware",
-        "one of SHA-384, by DICE",
-    )
+    if len(digest) != _SHA384_BYTES:
+        raise _refused("leaf", "no digest of firmware", "one of SHA-384, by DICE")
     return digest
 
 
@@ -153,12 +133,8 @@ def _parse(signed: bytes) -> tuple[tuple[bytes, ...], str, str]:
     blocks, rest = [signed[at : at + _BLOCKS.step] for at in _BLOCKS], signed[_FIELDS:]
     read = signed[: _BLOCKS.start], [block[:-_SHA384_BYTES] for block in blocks]
     size = int.from_bytes(signed[_SIZE], "little")
-    EvidenceError.unless(
-        read == (_REQUEST + signed[_NONCE] + _RESPONSE, _BEFORE_BLOCKS) and size == len(rest),
-        "NVIDIA report",
-        "other messages",
-        "a request, and 64 measurements of SHA-384",
-    )
+    if read != (_REQUEST + signed[_NONCE] + _RESPONSE, _BEFORE_BLOCKS) or size != len(rest):
+        raise _refused("report", "other messages", "a request, and 64 measurements of SHA-384")
     fields = dict[int, bytes]()
     while rest:
         number, size = (int.from_bytes(rest[at : at + 2], "little") for at in (0, 2))
