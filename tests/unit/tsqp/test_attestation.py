@@ -56,7 +56,7 @@ from tsqp.run import attestation
 from tsqp.run.attestation import identify, release_key, settings_digest, tls_files
 from tsqp.run.gpu_evidence import ask_gpus
 from tsqp.run.load import Loaded
-from tsqp.run.service import GpuServiceSettings, Held, attested_service
+from tsqp.run.service import GpuServiceSettings, attested_service, held_layers
 from tsqp.run.serving import ServeSettings, policy_digest
 from tsqp.run.settings import model_directory
 
@@ -203,7 +203,7 @@ def programs(loaded: Loaded, tmp_path: Path, server: mock.Mock) -> Programs:
     release_key(replace(USUAL, seal_key_server="http://a"), loaded.manifest, loaded.policy)
     public = tmp_path / "service.pub"
     given = GpuServiceSettings(model="demo", attest="simulated", public_key=public)
-    service, identity = attested_service(given, Held.of(given)), identified(loaded)
+    service, identity = attested_service(given, held_layers(given)), identified(loaded)
     assert service is not None
     state: dict[Purpose, Callable[[bytes], Statement]] = {
         "serve": identity.state,
@@ -372,7 +372,7 @@ def test_a_service_with_gpus_is_what_a_runner_accepts(
     settings = GpuServiceSettings(
         model="demo", device="cuda", attest="simulated", attest_gpus=True, public_key=public
     )
-    made = attested_service(settings, Held.of(settings))
+    made = attested_service(settings, held_layers(settings))
     assert made is not None
     keys = ClientKeys(made.secret, public_key_of(public))
     said = AppraisalPolicy.development().model_dump(exclude={"nvidia"})
