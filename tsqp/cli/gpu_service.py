@@ -14,17 +14,20 @@ from tsqp.cli.program import run
 from tsqp.run.service import GpuServiceSettings
 
 
-def _columns(_context: click.Context, _parameter: click.Parameter, text: str | None) -> None:
-    """Refuse an option that was removed."""
+def _refuse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> None:
+    """Refuse the option of parts of the columns, which was removed."""
     from tee_side.remote.services.plan import WITHOUT_COLUMNS
 
     if text is not None:
         raise SettingsError("--columns", got=repr(text)[:60], expected=WITHOUT_COLUMNS)
 
 
+without_columns = click.option("--columns", callback=_refuse, hidden=True, expose_value=False)
+
+
 @click.command("gpu-service", context_settings=CONTEXT)
 @takes(GpuServiceSettings)
-@click.option("--columns", callback=_columns, hidden=True, expose_value=False)
+@without_columns
 @config_option
 @version_option
 @click.pass_context

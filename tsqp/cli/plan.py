@@ -11,6 +11,7 @@ import click
 from protocol.errors import SettingsError
 from protocol.messages import MAX_RANKS
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
+from tsqp.cli.gpu_service import without_columns
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
@@ -93,6 +94,7 @@ _TERMS = (
     metavar="N",
     help="Spread every weight's columns over so many accelerators of each service.",
 )
+@without_columns
 @click.option(
     "--transport",
     type=click.Choice(["tcp", "ipc", "unix", "shm"]),
