@@ -1,4 +1,4 @@
-"""What of a CUDA device the products need: memory that it reaches, events and graphs, and tiles.
+"""What of a CUDA device the products need: memory that it reaches, events, graphs, jobs, tiles.
 
 `CudaDevice` has not run on a GPU; tests put a stand-in in its place.
 
@@ -20,6 +20,36 @@ import torch
 from gpu_side.event_log import log
 
 _CACHE_BYTES = 2**28
+
+# Numbers of rows of which graphs are made; see `gpu_side.cuda.products`.
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
+
+
+class InPlaceJob:
+    """What kernels of one request are told, and where they leave what they have fetched.
+
+    `table`: int64 [3] of host memory, set before they start: the address of the rows, that of the
+    result, and the number of rows. `flag`: int32 [1] of host memory, not 0 once the result is
+    there. Of the device: `told`, zeros int64 [3], for the kernels alone; `fetched`: int32, room for
+    the rows. All stay where they are: graphs refer to their addresses.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, flag: torch.Tensor, told: torch.Tensor, fetched: torch.Tensor
+    ) -> None:
+        self.table, self.flag, self.told, self.fetched = table, flag, told, fetched
+        # Faster to read and write than tensors.
+        self._numbers, self._word = table.numpy(), flag.numpy()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return bool(self._word[0])
+
+    def tell(self, rows: torch.Tensor, result: torch.Tensor) -> None:
+        """Give it these rows and this result, in host memory that the device reaches."""
+        self._word[0] = 0
+        self._numbers[:] = rows.data_ptr(), result.data_ptr(), len(rows)
 
 
 class Event(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from gpu_side.cuda.device import CudaDevice, Tile, TileChoices
-from gpu_side.cuda.products import GRAPH_ROWS, DeviceProducts, InPlaceJob, InPlaceProof, Product
+from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, InPlaceJob, Tile, TileChoices
+from gpu_side.cuda.products import DeviceProducts, InPlaceProof, Product
 from gpu_side.encoding import payload_place
 from gpu_side.kernels import DeviceKernels, TorchKernels, WeightRequest, weight_of
 from gpu_side.tasks import Computed, LinearWork, Task

@@ -27,15 +27,13 @@ from typing import Protocol
 
 import torch
 
-from gpu_side.cuda.device import CudaDevice, Event, Graph
+from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, Event, Graph, InPlaceJob
 from gpu_side.event_log import log
 from gpu_side.transfer import Queued, Working, wait_until
 from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import check_kernels
 from protocol.shared_memory import Lane, SlotMemory, adopt, create
-
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
 
 # 126 layers of four operators, in two numbers of rows, for two requests at a time. All of them are
 # given up when there are more.
@@ -49,33 +47,6 @@ MAX_REACHED_SLOTS = 2
 
 # When a device that has not set a flag is asked, too, whether it has failed: that takes longer.
 _ASK_AFTER_NS = 1_000_000
-
-
-class InPlaceJob:
-    """What kernels of one request are told, and where they leave what they have fetched.
-
-    `table`: int64 [3] of host memory, set before they start: the address of the rows, that of the
-    result, and the number of rows. `flag`: int32 [1] of host memory, not 0 once the result is
-    there. Of the device: `told`, zeros int64 [3], for the kernels alone; `fetched`: int32, room for
-    the rows. All stay where they are: graphs refer to their addresses.
-    """
-
-    def __init__(
-        self, table: torch.Tensor, flag: torch.Tensor, told: torch.Tensor, fetched: torch.Tensor
-    ) -> None:
-        self.table, self.flag, self.told, self.fetched = table, flag, told, fetched
-        # Faster to read and write than tensors.
-        self._numbers, self._word = table.numpy(), flag.numpy()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the result is there."""
-        return bool(self._word[0])
-
-    def tell(self, rows: torch.Tensor, result: torch.Tensor) -> None:
-        """Give it these rows and this result, in host memory that the device reaches."""
-        self._word[0] = 0
-        self._numbers[:] = rows.data_ptr(), result.data_ptr(), len(rows)
 
 
 class Product(Protocol):

@@ -24,8 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_side.cuda.device import Tile, tiles_for
-from gpu_side.cuda.products import GRAPH_ROWS, InPlaceJob
+from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile, tiles_for
 from protocol.errors import KernelError
 
 # Words that a block of `_fetch` reads.

@@ -22,9 +22,9 @@ import torch
 import gpu_side.cuda
 from gpu_side import transfer
 from gpu_side.cuda import products
-from gpu_side.cuda.device import Tile
+from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile
 from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.cuda.products import GRAPH_ROWS, DeviceProducts, InPlaceJob, check_ring
+from gpu_side.cuda.products import DeviceProducts, check_ring
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.transfer import PinnedStaging, Queued

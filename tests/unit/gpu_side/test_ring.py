@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_side.cuda.device import tiles_for
-from gpu_side.cuda.products import InPlaceJob
+from gpu_side.cuda.device import InPlaceJob, tiles_for
 from protocol.errors import KernelError
 from protocol.integer import exact_product
 from tests.kit.rows import each_row
