@@ -191,12 +191,12 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
         for name, found in (*entries.items(), (ours, theirs), *twice)
     ]
 
-    def entry_points(*, group: str, name: str | None = None, wanted: str = group) -> list[Any]:
-        return [one for one in given if group == wanted and name in (None, one.name)]
+    def installed(group: str, *, wanted: str = group) -> list[Any]:
+        return [one for one in given if group == wanted]
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("policy.placement", "plugins"):
-            patch.setattr(f"tee_side.{module}.entry_points", entry_points)
+            patch.setattr(f"tee_side.{module}.installed", installed)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
         # A mask is uniform by its own word alone.
@@ -218,7 +218,7 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
 
 def test_what_no_installed_package_brings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sending = load_policy("tsqp")
-    monkeypatch.setattr("tee_side.plugins.entry_points", Mock(return_value=[]))
+    monkeypatch.setattr("tee_side.plugins.installed", Mock(return_value=[]))
     for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
         with pytest.raises(PolicyError, match="expected an installed package that registers"):
             lacking()
