@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from protocol.errors import InputError, ManifestError, PolicyError, TsqpError
+from tee_side import plugins
 from tee_side.plugins import PluginError, checking_files, load_module, load_object, source_of
 from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.pad import Pad
@@ -214,6 +215,12 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
                 find(name)
         # What is not asked for is not imported.
         assert load_policy("shielded").masks == [Pad()]
+
+
+def test_each_group_is_read_once() -> None:
+    groups = [{entry.name for entry in plugins.installed(g)} for g in (MASKS.group, "tsqp.none")]
+    assert ["row-rotation" in names for names in groups] == [True, False]
+    assert plugins.installed(MASKS.group) is plugins.installed(MASKS.group)
 
 
 def test_what_no_installed_package_brings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
