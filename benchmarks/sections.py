@@ -39,7 +39,7 @@ from benchmarks.targets import (
     verdict,
 )
 from tee_side.words import Phase
-from tsqp.lab.bench.memory_need import kv_bytes
+from tsqp.lab.bench.memory import kv_bytes
 from tsqp.lab.bench.model import Baseline, Case, PolicyRun, Report
 from tsqp.lab.bench.summary import case_name, dominant, find_case, sustained_ms, tokens_per_step
 from tsqp.lab.report import figures, percent, size

@@ -219,8 +219,7 @@ def _settings(
 
     from protocol import native
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.bench.job import Plan
-    from tsqp.lab.bench.settings import BenchSettings
+    from tsqp.lab.bench.job import BenchSettings, Plan
 
     for name, kind in (
         ("device", "--device"),

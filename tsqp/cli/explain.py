@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tee_side.words import Phase
-    from tsqp.lab.explain.model import Cost, Explanation, Message, OperatorRow
+    from tsqp.lab.explain.explanation import Explanation, OperatorRow
+    from tsqp.lab.explain.traffic import Cost, Message
 
 # Headings of the first table.
 _PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tsqp.lab.link import Link
-    from tsqp.lab.plan.model import Crossover, PlanReport, PolicyPlan, Prediction
+    from tsqp.lab.plan.costs import Crossover, PlanReport, PolicyPlan, Prediction
 
 # What a service has to beat; planned for beside whatever is asked.
 _BEST_ALONE = "tee-only-int8"
@@ -134,8 +134,8 @@ def plan(
     """
     from gpu_side.profiles import find_profile
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.plan.machine import Machine, fit_machine, read_machine
-    from tsqp.lab.plan.run import Planning, PlanSettings
+    from tsqp.lab.plan.fit import Machine, fit_machine, read_machine
+    from tsqp.lab.plan.planning import Planning, PlanSettings
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:

@@ -24,11 +24,10 @@ from tests.kit.model import Models
 from tests.kit.report import recorded_report, some_case
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
-from tsqp.lab.bench import services
-from tsqp.lab.bench.job import Finished, Job, Measured, Plan
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import BenchSettings, Finished, Job, Measured, Plan
 from tsqp.lab.bench.model import Span, Timeline
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
 from tsqp.lab.bench.timeline import perfetto
@@ -87,7 +86,7 @@ def test_an_interrupted_run_says_what_is_missing(
 
     # Workers that answer so, and services that are none.
     monkeypatch.setattr(Bench, "_answers", lambda _self, job: broken(job))
-    monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
+    monkeypatch.setattr(prepare, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     names = ("attention-in-tee", "tsqp", "row-mix")
     made = Bench(settings(saved_model().directory, *names, baselines=True), print)
     with pytest.raises(ProcessError):

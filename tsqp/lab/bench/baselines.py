@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -14,9 +15,9 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, linear_tensors
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import load_policy
+from tsqp.lab.bench.job import BenchSettings
 from tsqp.lab.bench.model import Baseline, PingPong
-from tsqp.lab.bench.services import start_services
-from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.bench.prepare import start_services
 from tsqp.processes import child, failure
 
 _BASELINES = TypeAdapter(tuple[Baseline, ...])
@@ -107,7 +108,8 @@ def _published_client(settings: BenchSettings, folder: Path, model: Path) -> tup
     with ExitStack() as running:
         # Its socket is ZeroMQ's, whatever ours is.
         policy = load_policy("tsqp")
-        ((_, endpoint),) = start_services(running, settings, folder, model, policy, "tcp")
+        served = replace(settings.served, transport="tcp")
+        ((_, endpoint),) = start_services(running, policy, model, folder, served)
         found = _script("tsqp.lab.bench.published_client", endpoint, *options)
     return _BASELINES.validate_json(found)
 

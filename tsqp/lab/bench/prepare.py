@@ -1,4 +1,4 @@
-"""Makes what a benchmark needs on disk: random weights, calibration, pads.
+"""Makes what a measurement needs: random weights, calibration and pads on disk, and services.
 
 Each in a process of its own, so that its memory is not counted with what is measured.
 """
@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -43,17 +44,18 @@ from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.cli.pads import BATCH_TOKENS as PAD_BATCH
 from tsqp.end_with_parent import end_with
-from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.job import Plan, Served
+from tsqp.lab.bench.machine import cpu_ns
 from tsqp.lab.bench.model import PadMaking
-from tsqp.lab.bench.procfs import cpu_ns
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.processes import failure
+from tsqp.processes import failure, start_service
 
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
+_LOADING_TIMEOUT_S = 600.0
 
 
 def random_model(directory: Path, shape: str, *, linear: bool, layers: int | None = None) -> None:
@@ -309,6 +311,27 @@ def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
         )
         * tokens
     )
+
+
+def start_services(
+    running: ExitStack, policy: Policy, model: Path, folder: Path, served: Served
+) -> list[tuple[int, str]]:
+    """Start the services of a policy, which end with `running`; their sockets are in `folder`.
+
+    Returns process ids and endpoints. Raises ProcessError.
+    """
+    found = []
+    for number in range(policy.services):
+        bind = f"{served.transport}://{folder}/gpu-{number}.sock"
+        arguments = [
+            *(str(model), "--device", served.device, "--arithmetic", policy.arithmetic),
+            *("--bind", "tcp://127.0.0.1:*" if served.transport == "tcp" else bind),
+            *("--kernels", served.kernels, "--threads", str(served.threads)),
+            *("--spin-us", str(served.spin_us)),
+            *(("--dtype", served.dtype) if served.dtype else ()),
+        ]
+        found.append(start_service(running, arguments, timeout_s=_LOADING_TIMEOUT_S))
+    return found
 
 
 def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:

@@ -34,8 +34,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 from protocol.errors import TsqpError
+from tsqp.lab.bench.machine import write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.bench.output import write_results
 from tsqp.lab.bench.published_model import Counters, PublishedClient, PublishedModel
 
 NAME = "published"
