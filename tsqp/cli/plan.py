@@ -93,13 +93,6 @@ _TERMS = (
     help="Spread every weight's columns over so many accelerators of each service.",
 )
 @click.option(
-    "--columns",
-    type=click.IntRange(1, MAX_PARTS),
-    default=1,
-    metavar="N",
-    help="Spread every weight's columns over so many services, each with one accelerator.",
-)
-@click.option(
     "--transport",
     type=click.Choice(["tcp", "ipc", "unix", "shm"]),
     default="tcp",
@@ -244,12 +237,9 @@ def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
 def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
     if (several := found.several) is None:
         return []
-    option, count = "--tensor-parallel", report.tensor_parallel
-    if report.columns > 1:
-        option, count = "--columns", report.columns
     decode, prefill = several.tpot_alone_ms / found.tpot_ms, several.ttft_alone_ms / found.ttft_ms
     text = f"decode {decode:.2f} times as fast as with one accelerator; first token {prefill:.2f}"
-    lines = [(f"{option} {count}", text)]
+    lines = [(f"--tensor-parallel {report.tensor_parallel}", text)]
     for when, where in (("decode", several.decode), ("prompt", several.prefill)):
         lines += [] if where is None else [(f"pays, {when}", _pays(where))]
     return lines

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WIDTH = 9.6
 GREY, LIGHT = "#888888", "#cccccc"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-MARKERS = "os^DvPX"
+MARKERS = "os^DvPXx+"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.5)), (0, (5, 1, 1, 1, 1, 1)))
 # Any, because matplotlib types the names as literals, of which each release has others.
 _STYLE: Any = {

@@ -225,7 +225,7 @@ def test_layers_of_one_kind_are_measured_once() -> None:
         (["demo", "--gpu", "nope"], ["accelerator profile", "'nope'", "h100"]),
         (["demo", "--link", "0,5"], ["link.gbps", "0"]),
         (["demo", "--tee-cores", "0"], ["tee-cores"]),
-        (["demo", "--tensor-parallel", "2", "--columns", "2"], ["--tensor-parallel", "--columns"]),
+        (["demo", "--tensor-parallel", "65"], ["--tensor-parallel", "65"]),
         (["demo", "--spin-us", "nan"], ["spin-us"]),
         (["demo", "--context", "100000"], ["--context", "the model's context"]),
         (["demo", "--policy", "stip"], ["policy stip", "feature-permutation", "provision"]),

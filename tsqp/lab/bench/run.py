@@ -26,8 +26,7 @@ from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
-from tsqp.lab.bench import prepare
-from tsqp.lab.bench.baselines import Baselines
+from tsqp.lab.bench import baselines, prepare
 from tsqp.lab.bench.job import (
     Answer,
     BenchSettings,
@@ -39,7 +38,7 @@ from tsqp.lab.bench.job import (
 )
 from tsqp.lab.bench.machine import describe_machine, peak_bytes
 from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
-from tsqp.lab.bench.model import PolicyRun, Report, Setup
+from tsqp.lab.bench.model import Baseline, PingPong, PolicyRun, Report, Setup
 from tsqp.lab.bench.random_model import required_bytes
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.measure import Failed, run_job
@@ -58,7 +57,8 @@ class Bench:
     def __init__(self, settings: BenchSettings, say: Say) -> None:
         self._say = say
         self._policies: list[PolicyRun] = []
-        self._baselines = Baselines()
+        self._baselines: list[Baseline] = []
+        self._ping_pong: tuple[PingPong, ...] = ()
         self._finished: set[str] = set()
         self._incomplete: str | None = None
         self._created = datetime.now(UTC)
@@ -93,13 +93,13 @@ class Bench:
         ):
             if found:
                 yield f"{what} measured: {', '.join(found)}"
-        if self._settings.baselines and not self._baselines.complete:
+        if self._settings.baselines and not self._ping_pong:
             yield "not all baselines measured"
 
     @property
     def measured(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self._policies or self._baselines.any)
+        return bool(self._policies or self._baselines or self._ping_pong)
 
     def report(self) -> Report:
         """Return what has been measured so far."""
@@ -124,8 +124,8 @@ class Bench:
                 kernels=settings.kernels,
             ),
             policies=tuple(self._policies),
-            baselines=self._baselines.measured,
-            ping_pong=self._baselines.ping_pong,
+            baselines=tuple(self._baselines),
+            ping_pong=self._ping_pong,
             incomplete=self._incomplete,
         )
 
@@ -269,7 +269,10 @@ class Bench:
                 used = hollow if self._needs_hollow(policy) else model
                 self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            self._baselines.measure(settings, self._config, folder, model, self._say)
+            for found in baselines.measure(settings, self._config, folder, model, self._say):
+                self._baselines += found
+            self._say("baseline: raw ping-pong")
+            self._ping_pong = baselines.ping_pong()
 
     def _needs_hollow(self, policy: Policy) -> bool:
         """Whether it verifies what services answer that compute nothing."""

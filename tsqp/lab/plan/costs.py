@@ -267,5 +267,4 @@ class PlanReport(Line):
     batch: int
     micro_batches: int
     tensor_parallel: int = 1
-    columns: int = 1
     policies: tuple[PolicyPlan, ...]

@@ -55,11 +55,10 @@ from tsqp.lab.plan.costs import (
 from tsqp.lab.plan.fit import Instead, Machine, kernel_rates
 from tsqp.lab.plan.layers import DECODED, pads_needed
 from tsqp.lab.plan.predict import (
-    ALONE,
     GLOO_GB_PER_S,
     GLOO_US,
     Hardware,
-    Parted,
+    crossover,
     predict_decode,
     predict_prefill,
     rpcs_of,
@@ -81,7 +80,7 @@ class PlanSettings:
     `policies`: with the name or path that each was given by. `model`: a directory, of which only
     config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
     which a round trip is measured on this machine, or was on `machine` (None: this one).
-    `tensor_parallel`, `columns`: ranks of each service, services of a part of the columns each.
+    `tensor_parallel`: ranks of each service.
     """
 
     policies: tuple[tuple[str, Policy], ...]
@@ -100,7 +99,6 @@ class PlanSettings:
     spin_us: float = 0.0
     machine: Machine | None = None
     tensor_parallel: int = 1
-    columns: int = 1
 
 
 class Planning:
@@ -140,7 +138,6 @@ class Planning:
             batch=settings.batch,
             micro_batches=settings.micro_batches,
             tensor_parallel=settings.tensor_parallel,
-            columns=settings.columns,
             policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
         )
 
@@ -148,11 +145,7 @@ class Planning:
 
     def _check(self) -> None:
         settings, config = self._settings, self._config
-        if settings.tensor_parallel > 1 and settings.columns > 1:
-            expected = "one of them, as of gpu-service"
-            raise SettingsError("--tensor-parallel", got="--columns beside it", expected=expected)
         check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
-        check_columns(config, (0, settings.columns), "--columns")
         if settings.machine is not None:  # what it lacks
             one = ((1.0,), (1.0,))
             settings.machine.beside(one, settings.cores, settings.transport)
@@ -221,7 +214,7 @@ class Planning:
         costs = self._costs(name, policy)
         hardware = Hardware(
             *(settings.profile, settings.link, settings.cores, self._itemsize, self._instead),
-            Parted(settings.tensor_parallel, settings.columns),
+            settings.tensor_parallel,
         )
         prefill = predict_prefill(costs, hardware)
         decode = predict_decode(costs, hardware)
@@ -257,12 +250,11 @@ class Planning:
         )
 
     def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
-        parted, profile = hardware.parted, self._settings.profile
-        if parted == ALONE:
+        if hardware.ranks == 1:
             return None
-        alone = replace(hardware, parted=ALONE)
+        alone = replace(hardware, ranks=1)
         decode, prefill = (
-            parted.crossover(profile, rpcs_of(step, costs.order), self._itemsize)
+            crossover(hardware, rpcs_of(step, costs.order))
             for step in (costs.decode, costs.prefill[0])
         )
         return Several(
