@@ -107,8 +107,9 @@ def legend(figure: Figure, colours: Sequence[tuple[str, str]], where: str = "upp
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=label) for label, colour in colours]
-    columns = min(len(handles), 10) or 1
-    figure.legend(handles=handles, loc=f"outside {where}", ncols=columns, handlelength=1)
+    # Any, for the same reason as `_STYLE`.
+    place: Any = f"outside {where}"
+    figure.legend(handles=handles, loc=place, ncols=min(len(handles), 10) or 1, handlelength=1)
 
 
 def bars(

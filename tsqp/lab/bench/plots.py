@@ -297,7 +297,8 @@ def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) ->
         for colour, times in drawn:
             seen = [(start, stop) for start, stop in times if start < end and stop > begin]
             pieces = [(start / 1e3, width / 1e3) for start, width in _pieces(seen, end - begin)]
-            axis.broken_barh(pieces, (place - 0.38, 0.76), facecolors=colour, edgecolor="none")
+            if pieces:
+                axis.broken_barh(pieces, (place - 0.38, 0.76), facecolors=colour, edgecolor="none")
         if place and busy != lines[place - 1][0]:
             axis.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
     several = len(lanes(timeline)) > 1

@@ -70,7 +70,7 @@ class _Zmq:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         (self._socket.bind if bind else self._socket.connect)(address)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, frames: Sequence[bytes]) -> None:
         self._socket.send_multipart(frames, copy=False)

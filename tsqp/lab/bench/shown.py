@@ -263,16 +263,20 @@ def _baselines(report: Report) -> Grid:
 
 def _ping_pong(report: Report) -> Grid:
     found: dict[tuple[str, int], dict[str, PingPong]] = {}
-    for one in report.ping_pong:
-        found.setdefault((one.transport, one.payload_bytes), {})[one.kind] = one
+    for pong in report.ping_pong:
+        found.setdefault((pong.transport, pong.payload_bytes), {})[pong.kind] = pong
     rows = []
-    for (transport, payload), kinds_of in sorted(found.items()):
-        ours, raw = kinds_of.get("ours"), kinds_of.get("raw")
-        times = [figures(t) for p in (ours, raw) for t in ((p.p50_us, p.p90_us) if p else (0, 0))]
+    for (transport, payload), one in sorted(found.items()):
+        ours, raw = one.get("ours"), one.get("raw")
         ratio = figures(ours.p50_us / raw.p50_us) if ours and raw and raw.p50_us else ""
-        rows.append(Row((transport, f"{payload / 1024:g} KiB", *times, ratio)))
+        cells = (transport, f"{payload / 1024:g} KiB", *_percentiles(ours), *_percentiles(raw))
+        rows.append(Row((*cells, ratio)))
     columns = ("transport", "payload", "ours p50", "ours p90", "raw p50", "raw p90", "ours/raw")
     return Grid("Ping-pong", columns, tuple(rows), note=_PING_PONG_NOTE)
+
+
+def _percentiles(found: PingPong | None) -> tuple[str, str]:
+    return ("", "") if found is None else (figures(found.p50_us), figures(found.p90_us))
 
 
 # --------------------------------------------------------------------------------------- words
