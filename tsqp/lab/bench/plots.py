@@ -288,6 +288,7 @@ def _window(timeline: Timeline) -> tuple[str, float, float] | None:
 def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) -> None:
     begin, end = window
     lines = [(busy, lane) for busy in RESOURCES for lane in lanes(timeline)]
+    several = len(lanes(timeline)) > 1
     for place, (busy, lane) in enumerate(lines):
         own = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
         # First, so that what is an operator's lies above it.
@@ -299,9 +300,8 @@ def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) ->
             pieces = [(start / 1e3, width / 1e3) for start, width in _pieces(seen, end - begin)]
             if pieces:
                 axis.broken_barh(pieces, (place - 0.38, 0.76), facecolors=colour, edgecolor="none")
-        if place and busy != lines[place - 1][0]:
+        if several and place and busy != lines[place - 1][0]:
             axis.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
-    several = len(lanes(timeline)) > 1
     names = [f"{busy} {lane}" if several else busy for busy, lane in lines]
     axis.set_yticks(range(len(lines)), names)
     axis.set_ylim(len(lines) - 0.4, -0.6)
