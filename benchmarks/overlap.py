@@ -47,9 +47,9 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Phase
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.collect import Collector
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import Collector
 from tsqp.processes import start_service
 
 Bound: TypeAlias = Literal["arithmetic", "memory"]

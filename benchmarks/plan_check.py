@@ -25,15 +25,14 @@ import torch
 from gpu_side.profiles import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES, Phase
-from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import PolicyRun
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.link import Link
-from tsqp.lab.plan.machine import Machine, fit_machine
-from tsqp.lab.plan.model import PolicyPlan
-from tsqp.lab.plan.run import Planning, PlanSettings
+from tsqp.lab.plan.costs import PolicyPlan
+from tsqp.lab.plan.fit import Machine, fit_machine
+from tsqp.lab.plan.planning import Planning, PlanSettings
 
 # As slow as a few cores, so that it matters beside them.
 SLOW = DeviceProfile(

@@ -43,9 +43,9 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.verifier import Secrets
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.collect import Collector
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import Collector
 from tsqp.processes import start_service
 
 POLICY = "shielded"

@@ -17,9 +17,8 @@ from tests.kit.model import Models, assemble, finish, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
-from tsqp.lab.explain.explanation import explain
-from tsqp.lab.explain.model import Cost, Explanation
-from tsqp.lab.explain.traffic import Headers
+from tsqp.lab.explain.explanation import Explanation, explain
+from tsqp.lab.explain.traffic import Cost, Headers
 from tsqp.operator_table import OperatorTable, OperatorTotals
 
 DEMO = model_directory("demo")

@@ -22,7 +22,7 @@ from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.extras import needing
 
 if TYPE_CHECKING:
-    from tsqp.lab.bench.plot_style import Plot
+    from tsqp.lab.charts import Picture
     from tsqp.lab.leak.model import Report
     from tsqp.lab.leak.settings import LeakSettings, Watch
 
@@ -194,13 +194,13 @@ def leak(
     an attack that does not work where it must is no evidence, and says so.
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
-        from tsqp.cli.tables import open_console
         from tsqp.lab.leak.html import render_html
         from tsqp.lab.leak.plots import cost_against_leakage
         from tsqp.lab.leak.reconstruction import panels, render, svg
         from tsqp.lab.leak.table import show
         from tsqp.lab.leak.words import above, verdict
-    from tsqp.lab.bench.plot_style import check_installed
+        from tsqp.tables import open_console
+    from tsqp.lab.charts import check_installed
 
     if html_path is not None or plot_path is not None:
         check_installed("tsqp leak --html, --plot")
@@ -249,7 +249,7 @@ def leak(
         context.exit(EXIT_FAILURE)
 
 
-def _svg(plot: Plot | None) -> str:
+def _svg(plot: Picture | None) -> str:
     """Return a picture; without a policy whose cost was measured there is none."""
     if plot is None:
         raise SettingsError("--plot", got="no cost of any policy", expected="--cost measure")

@@ -15,13 +15,13 @@ from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, model_directory
 from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
-from tsqp.cli.tables import definitions, open_console, table
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tsqp.lab.link import Link
-    from tsqp.lab.plan.model import Crossover, PlanReport, PolicyPlan, Prediction
+    from tsqp.lab.plan.costs import Crossover, PlanReport, PolicyPlan, Prediction
 
 # What a service has to beat; planned for beside whatever is asked.
 _BEST_ALONE = "tee-only-int8"
@@ -93,13 +93,6 @@ _TERMS = (
     help="Spread every weight's columns over so many accelerators of each service.",
 )
 @click.option(
-    "--columns",
-    type=click.IntRange(1, MAX_PARTS),
-    default=1,
-    metavar="N",
-    help="Spread every weight's columns over so many services, each with one accelerator.",
-)
-@click.option(
     "--transport",
     type=click.Choice(["tcp", "ipc", "unix", "shm"]),
     default="tcp",
@@ -134,8 +127,8 @@ def plan(
     """
     from gpu_side.profiles import find_profile
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.plan.machine import Machine, fit_machine, read_machine
-    from tsqp.lab.plan.run import Planning, PlanSettings
+    from tsqp.lab.plan.fit import Machine, fit_machine, read_machine
+    from tsqp.lab.plan.planning import Planning, PlanSettings
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:
@@ -244,12 +237,9 @@ def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
 def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
     if (several := found.several) is None:
         return []
-    option, count = "--tensor-parallel", report.tensor_parallel
-    if report.columns > 1:
-        option, count = "--columns", report.columns
     decode, prefill = several.tpot_alone_ms / found.tpot_ms, several.ttft_alone_ms / found.ttft_ms
     text = f"decode {decode:.2f} times as fast as with one accelerator; first token {prefill:.2f}"
-    lines = [(f"{option} {count}", text)]
+    lines = [(f"--tensor-parallel {report.tensor_parallel}", text)]
     for when, where in (("decode", several.decode), ("prompt", several.prefill)):
         lines += [] if where is None else [(f"pays, {when}", _pays(where))]
     return lines

@@ -13,7 +13,7 @@ from tests.kit.model import make_model, token_ids
 from tests.kit.service import run, running_service
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import PolicyRun, Report
-from tsqp.lab.bench.published_model import PublishedClient, PublishedModel
+from tsqp.lab.bench.published_client import PublishedClient, PublishedModel
 from tsqp.lab.explain.explanation import explain
 
 # Its processes have 240 s, of which two slow cores take half.

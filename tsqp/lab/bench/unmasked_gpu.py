@@ -21,8 +21,8 @@ import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from protocol.model.config import ModelConfig, read_config
+from tsqp.lab.bench.machine import write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.bench.output import write_results
 
 NAME = "unmasked"
 DTYPE = torch.bfloat16

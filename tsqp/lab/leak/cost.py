@@ -9,10 +9,9 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
 from tee_side.policy.placement import Policy
-from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Report
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.leak.model import Cost
 
 _CONTEXT = 128

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tsqp.lab.bench.tables import Grid
 from tsqp.lab.leak.model import PolicyLeak, Report
 from tsqp.lab.leak.plots import plots
 from tsqp.lab.leak.reconstruction import (
@@ -27,7 +26,7 @@ from tsqp.lab.leak.table import (
     work_grid,
 )
 from tsqp.lab.leak.words import facts, setup_pairs, verdict, warnings
-from tsqp.lab.page.render import picture, render
+from tsqp.lab.report import Grid, page
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class _Details:
 
 def render_html(report: Report) -> str:
     """Return the page. Needs matplotlib (extra `bench`): see `plot_style.check_installed`."""
-    return render(
+    return page(
         "leak",
         program="tsqp leak",
         report=report,
@@ -67,7 +66,7 @@ def render_html(report: Report) -> str:
         warnings=warnings(report),
         summary=summary_grid(report) if report.policies else None,
         lengths=lengths_grid(report),
-        pictures=[picture(plot) for plot in plots(report)],
+        pictures=plots(report),
         curves=[curve_grid(curve) for curve in report.curves],
         readings=[_reading(panel) for panel in panels(report)],
         policies=[_details(policy) for policy in report.policies],

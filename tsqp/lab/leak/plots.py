@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tsqp.lab.bench.plot_style import Plot, new_figure, to_svg
-from tsqp.lab.bench.units import figures
+from tsqp.lab.charts import Picture, drawing, picture
 from tsqp.lab.leak.model import Curve, Point, PolicyLeak, Rate, Report
 from tsqp.lab.leak.words import failed, judged, percent, rate_words
+from tsqp.lab.report import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ _KINDS: dict[str, tuple[str, str, str]] = {
 # ----------------------------------------------------------------------- cost against leakage
 
 
-def cost_against_leakage(report: Report, cost_of: str = "", read_of: str = "") -> Plot | None:
+def cost_against_leakage(report: Report, cost_of: str = "", read_of: str = "") -> Picture | None:
     """Draw the best rate of each policy against its overhead; None where no policy has both.
 
     Read by a service; adversaries with more than one service's requests are left out. `cost_of`,
@@ -75,7 +75,7 @@ def cost_against_leakage(report: Report, cost_of: str = "", read_of: str = "") -
     if not marks:
         return None
     chance = _chance(report, marks)
-    with new_figure(4.6, _WIDTH) as figure:
+    with drawing(4.6, _WIDTH) as figure:
         axis = figure.subplots()
         _overheads(axis, marks, cost_of)
         _percents(axis)
@@ -88,7 +88,7 @@ def cost_against_leakage(report: Report, cost_of: str = "", read_of: str = "") -
         _kinds_legend(figure, marks, chance)
         _label(figure, axis, marks)
         caption = _cost_caption(report, marks)
-        return Plot("Cost against leakage", to_svg(figure), caption, _WIDTH)
+        return picture(figure, "Cost against leakage", caption)
 
 
 def _mark(policy: PolicyLeak) -> _Mark | None:
@@ -366,7 +366,7 @@ def _crosses(line: _Line, box: _Box) -> bool:
 # ------------------------------------------------------------------------------------- curves
 
 
-def curve(made: Curve, harm: Harm = "perplexity") -> Plot | None:
+def curve(made: Curve, harm: Harm = "perplexity") -> Picture | None:
     """Draw recovery against strength, and what the noise does to the output.
 
     None where no attack that works was tried at any strength.
@@ -375,7 +375,7 @@ def curve(made: Curve, harm: Harm = "perplexity") -> Plot | None:
     if not read:
         return None
     places = _places(made)
-    with new_figure(3.6, 5.6) as figure:
+    with drawing(3.6, 5.6) as figure:
         left = figure.subplots()
         left.set_xscale("log")
         less = " (smaller: more noise)" if made.parameter == "epsilon" else " of the noise"
@@ -402,7 +402,7 @@ def curve(made: Curve, harm: Harm = "perplexity") -> Plot | None:
         )
         _harm(left, made, places, harm)
         title = f"{made.policy}: recovery and {harm} against {made.parameter}"
-        return Plot(title, to_svg(figure), _curve_caption(made, harm), 5.6)
+        return picture(figure, title, _curve_caption(made, harm))
 
 
 def _places(made: Curve) -> dict[float, float]:
@@ -496,7 +496,7 @@ def _said(rate: Rate) -> str:
     return f"{rate_words(rate)} tokens"
 
 
-def plots(report: Report) -> list[Plot]:
+def plots(report: Report) -> list[Picture]:
     """Return all plots of a report, in the order in which a person reads them."""
     found = [cost_against_leakage(report), *(curve(made, harm_of(made)) for made in report.curves)]
     return [plot for plot in found if plot is not None]

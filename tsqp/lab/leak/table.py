@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tsqp.cli.tables import definitions, table
-from tsqp.lab.bench.tables import Grid, Row
-from tsqp.lab.bench.units import figures, size, whole
 from tsqp.lab.leak.model import AttackRun, Curve, PolicyLeak, Rate, Report, Score
 from tsqp.lab.leak.words import (
     NONE,
@@ -27,6 +24,8 @@ from tsqp.lab.leak.words import (
     verdict,
     warnings,
 )
+from tsqp.lab.report import Grid, Row, figures, size, whole
+from tsqp.tables import definitions, table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

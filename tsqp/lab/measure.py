@@ -1,14 +1,28 @@
-"""An observer that keeps what each operator of each layer cost, and the pieces of one step."""
+"""Measures in processes of their own: what each operator of each layer costs, stage by stage.
+
+`Collector` is the observer that bench and plan hand to the engine. `run_job` starts the process
+that measures and `serve_job` is its other end: a job as JSON on stdin, answers on stdout, a line
+each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from protocol.channel import Exchange
+from protocol.errors import TsqpError
 from tee_side.observer import AnyOperator
 from tee_side.words import Operator, Place, TeeStage
 from tsqp.lab.bench.model import OperatorCost, Span, Stages
+from tsqp.processes import ProcessError, failure, worker
+
+J = TypeVar("J", bound=BaseModel)
+A = TypeVar("A", bound=BaseModel)
 
 Site = tuple[AnyOperator, int | None]
 _NS = 1e-3  # microseconds in a nanosecond
@@ -157,3 +171,54 @@ class _Lane:
 
     def _piece(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
         self._collector.piece(self._index, site, stage, started_ns, elapsed_ns)
+
+
+# ---------------------------------------------------------------------------------- processes
+
+
+class Line(BaseModel):
+    """What crosses between two of our processes as a line of JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Failed(Line):
+    """The error that ended the process early, in its three parts."""
+
+    kind: Literal["failed"] = "failed"
+    where: str
+    got: str
+    expected: str
+
+
+def run_job(module: str, job: Line, answers: TypeAdapter[A | Failed], where: str) -> Iterator[A]:
+    """Start a module that calls `serve_job`, and yield its answers as they come.
+
+    `where`: names the work in errors. Raises ProcessError if the process fails.
+    """
+    with worker(module, job) as (process, lines, errors):
+        for line in lines:
+            answer = answers.validate_json(line)
+            if isinstance(answer, Failed):
+                named = f"{where}: {answer.where}"
+                raise ProcessError(named, got=answer.got, expected=answer.expected)
+            yield answer
+        status = process.wait()
+        errors.join()
+        if status != 0:
+            raise failure(where, status, errors.last, expected="a run to its end")
+
+
+def serve_job(kind: type[J], measure: Callable[[J, Callable[[Line], None]], None]) -> None:
+    """Read a job from stdin, and print what `measure` tells; exit with 1 if it raises TsqpError."""
+
+    def tell(answer: Line) -> None:
+        sys.stdout.write(answer.model_dump_json() + "\n")
+        sys.stdout.flush()
+
+    job = kind.model_validate_json(sys.stdin.read())
+    try:
+        measure(job, tell)
+    except TsqpError as error:
+        tell(Failed(where=error.where, got=error.got, expected=error.expected))
+        sys.exit(1)

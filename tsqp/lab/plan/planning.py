@@ -33,25 +33,42 @@ from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
 from tsqp.cli.pads import product_operations
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import Served
 from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
+from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.random_model import required_bytes, write_random_model
 from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.link import Link
-from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
-from tsqp.lab.plan.machine import Instead, Machine, kernel_rates
-from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Several, Step
-from tsqp.lab.plan.parted import ALONE, GLOO_GB_PER_S, GLOO_US, Parted
-from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill, rpcs_of
-from tsqp.lab.plan.worker import DECODED, pads_needed
-from tsqp.processes import ProcessError, start_service, worker
+from tsqp.lab.measure import Failed, run_job
+from tsqp.lab.plan.costs import (
+    Costs,
+    Job,
+    Lane,
+    Measured,
+    PlanReport,
+    PolicyPlan,
+    Several,
+    Step,
+    as_in_layer,
+)
+from tsqp.lab.plan.fit import Instead, Machine, kernel_rates
+from tsqp.lab.plan.layers import DECODED, pads_needed
+from tsqp.lab.plan.predict import (
+    GLOO_GB_PER_S,
+    GLOO_US,
+    Hardware,
+    crossover,
+    predict_decode,
+    predict_prefill,
+    rpcs_of,
+)
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
 LAYERS = 3
 # Weights that stay must not fit into a cache, or they would seem to be read faster than they are.
 _KEPT_BYTES = 256 * 2**20
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+_ANSWER: TypeAdapter[Measured | Failed] = TypeAdapter(Measured | Failed)
 
 Say = Callable[[str], None]
 
@@ -63,7 +80,7 @@ class PlanSettings:
     `policies`: with the name or path that each was given by. `model`: a directory, of which only
     config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
     which a round trip is measured on this machine, or was on `machine` (None: this one).
-    `tensor_parallel`, `columns`: ranks of each service, services of a part of the columns each.
+    `tensor_parallel`: ranks of each service.
     """
 
     policies: tuple[tuple[str, Policy], ...]
@@ -82,7 +99,6 @@ class PlanSettings:
     spin_us: float = 0.0
     machine: Machine | None = None
     tensor_parallel: int = 1
-    columns: int = 1
 
 
 class Planning:
@@ -122,7 +138,6 @@ class Planning:
             batch=settings.batch,
             micro_batches=settings.micro_batches,
             tensor_parallel=settings.tensor_parallel,
-            columns=settings.columns,
             policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
         )
 
@@ -130,11 +145,7 @@ class Planning:
 
     def _check(self) -> None:
         settings, config = self._settings, self._config
-        if settings.tensor_parallel > 1 and settings.columns > 1:
-            expected = "one of them, as of gpu-service"
-            raise SettingsError("--tensor-parallel", got="--columns beside it", expected=expected)
         check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
-        check_columns(config, (0, settings.columns), "--columns")
         if settings.machine is not None:  # what it lacks
             one = ((1.0,), (1.0,))
             settings.machine.beside(one, settings.cores, settings.transport)
@@ -170,23 +181,11 @@ class Planning:
 
     def _check_memory(self, few: ModelConfig, policy: Policy, tokens: int) -> None:
         settings = self._settings
-        tee = tee_need(
-            few,
-            policy,
-            tokens=tokens,
-            sequences=settings.batch,
-            itemsize=self._itemsize,
-            step_tokens=settings.step_tokens,
-        )
-        service = gpu_need(
-            few,
-            [policy.served_arithmetic],
-            device="null",
-            tokens=max(settings.prompt_tokens, settings.context),
-            itemsize=self._itemsize,
-            step_tokens=settings.step_tokens,
-        )
-        check_memory([tee, *[service] * policy.services])
+        sizes = {"itemsize": self._itemsize, "step_tokens": settings.step_tokens}
+        tee = tee_parts(few, policy, tokens=tokens, sequences=settings.batch, **sizes)
+        longest = max(settings.prompt_tokens, settings.context)
+        service = service_bytes(few, device="null", tokens=longest, **sizes)
+        check_memory(tee, service * policy.services)
 
     def _pads(self, policy: Policy) -> int:
         settings, phases = self._settings, prepare.pad_phases(policy)
@@ -215,7 +214,7 @@ class Planning:
         costs = self._costs(name, policy)
         hardware = Hardware(
             *(settings.profile, settings.link, settings.cores, self._itemsize, self._instead),
-            Parted(settings.tensor_parallel, settings.columns),
+            settings.tensor_parallel,
         )
         prefill = predict_prefill(costs, hardware)
         decode = predict_decode(costs, hardware)
@@ -225,6 +224,14 @@ class Planning:
             faster = costs.threads / settings.cores if instead is None else instead.shared
             pads = pads.model_copy(update={"token_ms": pads.token_ms * faster})
         made_us = pads.token_ms * 1e3 * settings.batch if pads and "decode" in pads.phases else 0.0
+        memory = tee_parts(
+            config,
+            policy,
+            tokens=max(settings.prompt_tokens, settings.context),
+            sequences=settings.batch,
+            itemsize=self._itemsize,
+            step_tokens=settings.step_tokens,
+        )
         return PolicyPlan(
             policy=policy.name,
             summary=policy.summary,
@@ -237,25 +244,17 @@ class Planning:
             tokens_per_s=settings.batch * 1e6 / decode.total_us,
             sustained_tokens_per_s=settings.batch * 1e6 / (decode.total_us + made_us),
             pads=pads,
-            tee_memory_bytes=tee_need(
-                config,
-                policy,
-                tokens=max(settings.prompt_tokens, settings.context),
-                sequences=settings.batch,
-                itemsize=self._itemsize,
-                step_tokens=settings.step_tokens,
-            ).total,
+            tee_memory_bytes=sum(memory.values()),
             assumptions=tuple(self._assumptions(policy, costs)),
             several=self._several(costs, hardware) if policy.services else None,
         )
 
     def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
-        parted, profile = hardware.parted, self._settings.profile
-        if parted == ALONE:
+        if hardware.ranks == 1:
             return None
-        alone = replace(hardware, parted=ALONE)
+        alone = replace(hardware, ranks=1)
         decode, prefill = (
-            parted.crossover(profile, rpcs_of(step, costs.order), self._itemsize)
+            crossover(hardware, rpcs_of(step, costs.order))
             for step in (costs.decode, costs.prefill[0])
         )
         return Several(
@@ -320,34 +319,26 @@ class Planning:
             model = prepare.hollow(model, folder)
         bank = prepare.bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
         self._say(f"{policy.name}: measuring them")
+        served = Served("null", settings.transport, spin_us=settings.spin_us, dtype=settings.dtype)
         with ExitStack() as running:
-            endpoints = []
-            for number in range(policy.services):
-                bind = "tcp://127.0.0.1:*"
-                if settings.transport != "tcp":
-                    bind = f"{settings.transport}://{folder}/gpu-{number}.sock"
-                arguments = [str(model), "--device", "null", "--bind", bind]
-                arguments += ["--arithmetic", policy.arithmetic]
-                arguments += ["--spin-us", str(settings.spin_us), "--threads", "1"]
-                arguments += ["--dtype", settings.dtype] if settings.dtype else []
-                endpoints.append(start_service(running, arguments)[1])
-            return _ask(
-                Job(
-                    model=model,
-                    policy=name,
-                    layer=layer,
-                    endpoints=tuple(endpoints),
-                    bank=bank,
-                    threads=self._threads,
-                    step_tokens=settings.step_tokens,
-                    micro_batches=settings.micro_batches,
-                    spin_us=settings.spin_us,
-                    dtype=settings.dtype,
-                    prompt_tokens=settings.prompt_tokens,
-                    context=settings.context,
-                    batch=settings.batch,
-                )
+            services = prepare.start_services(running, policy, model, folder, served)
+            job = Job(
+                model=model,
+                policy=name,
+                layer=layer,
+                endpoints=tuple(endpoint for _, endpoint in services),
+                bank=bank,
+                threads=self._threads,
+                step_tokens=settings.step_tokens,
+                micro_batches=settings.micro_batches,
+                spin_us=settings.spin_us,
+                dtype=settings.dtype,
+                prompt_tokens=settings.prompt_tokens,
+                context=settings.context,
+                batch=settings.batch,
             )
+            (found,) = run_job("tsqp.lab.plan.layers", job, _ANSWER, f"policy {policy.name}")
+        return found
 
     def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
         settings = self._settings
@@ -469,17 +460,3 @@ def _with_kinds(step: Step, steps: list[Step]) -> Step:
         for index, lane in enumerate(step.lanes)
     )
     return Step(rows=step.rows, lanes=lanes)
-
-
-def _ask(job: Job) -> Measured:
-    """Run a job in a process of its own. Raises ProcessError."""
-    with worker("tsqp.lab.plan.worker", job) as (process, answers, errors):
-        output = answers.read()
-        process.wait()
-        errors.join()
-    if not output.strip():
-        raise ProcessError(f"policy {job.policy}", got=errors.last, expected="a measurement")
-    answer = _ANSWER.validate_json(output)
-    if isinstance(answer, Failed):
-        raise ProcessError(f"policy {job.policy}", got=answer.error, expected="a measurement")
-    return answer

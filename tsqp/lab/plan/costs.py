@@ -1,16 +1,19 @@
-"""What a few layers were measured to cost, and what is predicted from it.
+"""What a few layers were measured to cost, what is predicted from it.
 
 Times are microseconds unless a name says otherwise, sizes are bytes.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
-
 from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
+from protocol.errors import PolicyError
+from protocol.messages import FloatDtype
+from tee_side.policy.placement import Policy
 from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.measure import Line
 
 PartName = Literal[
     "TEE weights",
@@ -25,11 +28,7 @@ PartName = Literal[
 PARTS: tuple[PartName, ...] = get_args(PartName)
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Asked(_Model):
+class Asked(Line):
     """What a request asks a service for; see `gpu_side.tasks.Task`."""
 
     shape: tuple[int, ...]
@@ -42,7 +41,7 @@ class Asked(_Model):
         return Task(self.shape, self.dtype, self.work, self.input_bytes)
 
 
-class Rpc(_Model):
+class Rpc(Line):
     """One round trip to a service that computes nothing.
 
     `encode_us`, `send_us`, `receive_us` and `decode_us` occupy the TEE; `service_us` is the
@@ -73,14 +72,14 @@ class Rpc(_Model):
 RPC_TIMES = tuple(name for name in Rpc.model_fields if name.endswith("_us"))
 
 
-class Segment(_Model):
+class Segment(Line):
     """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
 
     work_us: float
     rpcs: tuple[Rpc, ...]
 
 
-class Section(_Model):
+class Section(Line):
     """A part of a forward pass: what comes before the layers, one layer, or what comes after.
 
     `after_us`: work behind its last reply. Of all its work, `mask_share` masks, unmasks and checks,
@@ -98,7 +97,7 @@ class Section(_Model):
         return sum((segment.work_us for segment in self.segments), start=self.after_us)
 
 
-class Lane(_Model):
+class Lane(Line):
     """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
 
     head: Section
@@ -106,14 +105,14 @@ class Lane(_Model):
     tail: Section
 
 
-class Step(_Model):
+class Step(Line):
     """One step of the engine: `rows` tokens, in as many lanes as it has micro-batches."""
 
     rows: int
     lanes: tuple[Lane, ...]
 
 
-class Costs(_Model):
+class Costs(Line):
     """What was measured of one policy and shape.
 
     `order`: which of the kinds of layers each layer of the whole model is. `prefill`: the steps of
@@ -130,7 +129,55 @@ class Costs(_Model):
     pads: PadMaking | None = None
 
 
-class Part(_Model):
+class Job(Line):
+    """Measure a policy as it is in one layer, on a model of which all layers are alike.
+
+    `prompt_tokens`: of the prompt; `context`: behind each token that is decoded, of `batch`
+    sequences together.
+    """
+
+    model: Path
+    policy: str
+    layer: int
+    endpoints: tuple[str, ...]
+    bank: Path | None
+    threads: int
+    step_tokens: int
+    micro_batches: int
+    spin_us: float
+    dtype: FloatDtype | None
+    prompt_tokens: int
+    context: int
+    batch: int
+
+
+class Measured(Line):
+    """All steps of one prompt, a decode step, and the making of pads where they need any."""
+
+    kind: Literal["measured"] = "measured"
+    prefill: tuple[Step, ...]
+    decode: Step
+    pads: PadMaking | None = None
+
+
+def as_in_layer(policy: Policy, layer: int) -> Policy:
+    """Return a policy that does in every layer what `policy` does in one. Raises PolicyError."""
+    operators = {
+        operator: tuple(
+            placement.model_copy(update={"layers": None})
+            for placement in placements
+            if placement.layers is None or layer in placement.layers
+        )
+        for operator, placements in policy.operators.items()
+    }
+    if not all(operators.values()):
+        raise PolicyError(
+            f"policy {policy.name}", got=f"nothing for layer {layer}", expected="placements"
+        )
+    return policy.model_copy(update={"operators": operators})
+
+
+class Part(Line):
     """What one part of a step takes, and how long the whole would take if it cost nothing.
 
     Where micro-batches overlap, parts add up to more than the whole.
@@ -141,7 +188,7 @@ class Part(_Model):
     without_us: float
 
 
-class Prediction(_Model):
+class Prediction(Line):
     """A prompt up to its first token, or one decode step of all sequences together.
 
     `bottleneck`: the part without which it would be shortest; None if it takes no time.
@@ -155,7 +202,7 @@ class Prediction(_Model):
     bottleneck: PartName | None
 
 
-class Crossover(_Model):
+class Crossover(Line):
     """Of a product's weight: the size from which several accelerators are faster than one.
 
     `weight_bytes`: None where they never are. `largest_bytes`: of the model's weights that leave.
@@ -165,7 +212,7 @@ class Crossover(_Model):
     largest_bytes: int
 
 
-class Several(_Model):
+class Several(Line):
     """What more than one accelerator changes. `tpot_alone_ms`, `ttft_alone_ms`: with one.
 
     `decode`, `prefill`: where it pays; None where no product with a weight leaves.
@@ -177,7 +224,7 @@ class Several(_Model):
     prefill: Crossover | None
 
 
-class PolicyPlan(_Model):
+class PolicyPlan(Line):
     """What is predicted for one policy. `assumptions`: what is neither measured nor described.
 
     `pads`: what making them takes; `sustained_tokens_per_s`: of all sequences, where they are made
@@ -201,7 +248,7 @@ class PolicyPlan(_Model):
     several: Several | None = None
 
 
-class PlanReport(_Model):
+class PlanReport(Line):
     """All that `tsqp plan` says."""
 
     version: Literal[1] = 1
@@ -220,5 +267,4 @@ class PlanReport(_Model):
     batch: int
     micro_batches: int
     tensor_parallel: int = 1
-    columns: int = 1
     policies: tuple[PolicyPlan, ...]

@@ -1,6 +1,6 @@
 """Measures what a few layers cost, in a process of its own: the TEE side of one policy.
 
-    python -m tsqp.lab.plan.worker < JOB
+    python -m tsqp.lab.plan.layers < JOB
 
 Reads a `Job` from stdin and prints an `Answer`.
 """
@@ -13,9 +13,8 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import gc
-import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -26,7 +25,6 @@ from protocol import native
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -34,16 +32,15 @@ from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.layers import load_tee_model
+from tee_side.model.operators import MicroBatchOperators
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase
-from tsqp.lab.bench.collect import Collector
 from tsqp.lab.bench.model import OperatorCost, PadMaking
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.plan.job import Failed, Job, Measured, as_in_layer
-from tsqp.lab.plan.model import Lane, Section, Step
-from tsqp.lab.plan.sections import typical_lanes, with_round_trips
-from tsqp.lab.plan.trace import StepTrace, Tracer
+from tsqp.lab.measure import Collector, Line, serve_job
+from tsqp.lab.plan.costs import Job, Lane, Measured, Section, Step, as_in_layer
+from tsqp.lab.plan.trace import StepTrace, Tracer, typical_lanes, with_round_trips
 
 _WARM_UP = 2
 _PROMPTS = 5
@@ -54,6 +51,7 @@ _BUDGET_S = 3.0
 _LEAST_PROMPTS = 3
 
 Shares = dict[str, tuple[float, float]]
+Lanes = Sequence[MicroBatchOperators]
 
 
 # Tokens that a sequence decodes at most while it is measured: one more comes from its prompt.
@@ -71,21 +69,21 @@ def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) ->
     return needed + 64
 
 
-def measure(job: Job) -> Measured:
+def measure(job: Job, tell: Callable[[Line], None]) -> None:
     """Run a job. Raises TsqpError."""
     with ExitStack() as closing:
-        bench = _Bench(job, closing)
+        layers = _Layers(job, closing)
         gc.collect()
         gc.freeze()  # as tee-runner does
-        prefill, decode = bench.prefill(), bench.decode()
+        prefill, decode = layers.prefill(), layers.decode()
         pads: PadMaking | None = None
         if job.bank:
             policy = as_in_layer(load_policy(job.policy), job.layer)
             pads = pad_making(job.model, policy, job.bank.with_name("timed"))
-        return Measured(prefill=prefill, decode=decode, pads=pads)
+        tell(Measured(prefill=prefill, decode=decode, pads=pads))
 
 
-class _Bench:
+class _Layers:
     """The engine as `tee_side.runner` puts it together, with events noted instead of observed."""
 
     def __init__(self, job: Job, closing: ExitStack) -> None:
@@ -135,8 +133,10 @@ class _Bench:
         """Measure the steps of a prompt, up to its first token."""
         tokens, step_tokens = self._job.prompt_tokens, self._job.step_tokens
         rows = [min(step_tokens, tokens - start) for start in range(0, tokens, step_tokens)]
-        together = self._prompts(tokens, len(self._lanes))
-        shares = self._shares(lambda: self._run_prompt(tokens, len(self._lanes)), 1)
+        together = self._prompts(tokens, self._lanes)
+        observed, collector = self._observed()
+        self._run_prompt(tokens, observed)
+        shares = _shares(collector.costs(1))
         alone: dict[int, list[Lane]] = {}
         steps = []
         for index, count in enumerate(rows):
@@ -144,7 +144,7 @@ class _Bench:
             if len(lanes) > 1:
                 part = count // len(lanes)
                 if part not in alone:
-                    runs = self._prompts(part, 1)
+                    runs = self._prompts(part, self._lanes[:1])
                     alone[part] = typical_lanes([run[0] for run in runs])
                 lanes = [with_round_trips(lane, alone[part][0]) for lane in lanes]
             steps.append(Step(rows=count, lanes=tuple(_shared(lane, shares) for lane in lanes)))
@@ -153,18 +153,18 @@ class _Bench:
     def decode(self) -> Step:
         """Measure a decode step of all sequences."""
         batch = self._job.batch
-        lanes = typical_lanes(self._steps(batch, len(self._lanes)))
+        lanes = typical_lanes(self._steps(batch, self._lanes))
         shares = self._decode_shares(batch)
         if len(lanes) > 1:
-            (alone,) = typical_lanes(self._steps(batch // len(lanes), 1))
+            (alone,) = typical_lanes(self._steps(batch // len(lanes), self._lanes[:1]))
             lanes = [with_round_trips(lane, alone) for lane in lanes]
         return Step(rows=batch, lanes=tuple(_shared(lane, shares) for lane in lanes))
 
     # -------------------------------------------------------------------------------- running
 
-    def _engine(self, lanes: int) -> Engine:
+    def _engine(self, lanes: Lanes) -> Engine:
         settings = EngineSettings(step_tokens=self._job.step_tokens)
-        return Engine(self._model, self._lanes[:lanes], settings)
+        return Engine(self._model, lanes, settings)
 
     def _ids(self, tokens: int) -> list[int]:
         """Return random token ids: what they say makes no difference to time."""
@@ -173,7 +173,7 @@ class _Bench:
         ).tolist()
         return ids
 
-    def _run_prompt(self, tokens: int, lanes: int) -> list[StepTrace]:
+    def _run_prompt(self, tokens: int, lanes: Lanes) -> list[StepTrace]:
         engine = self._engine(lanes)
         sequence = engine.add(self._ids(tokens), max_new_tokens=1, eos_token_ids=frozenset())
         traces = []
@@ -181,7 +181,7 @@ class _Bench:
             traces.append(self._tracer.step(engine.step))
         return traces
 
-    def _prompts(self, tokens: int, lanes: int) -> list[list[StepTrace]]:
+    def _prompts(self, tokens: int, lanes: Lanes) -> list[list[StepTrace]]:
         self._run_prompt(tokens, lanes)
         runs: list[list[StepTrace]] = []
         started = time.perf_counter()
@@ -191,7 +191,7 @@ class _Bench:
             runs.append(self._run_prompt(tokens, lanes))
         return runs
 
-    def _started(self, batch: int, lanes: int) -> Engine:
+    def _started(self, batch: int, lanes: Lanes) -> Engine:
         """Return an engine of so many sequences that have had their prompts.
 
         But for the last token those are zeros in the cache: what is there makes no difference.
@@ -212,7 +212,7 @@ class _Bench:
             engine.step()
         return engine
 
-    def _steps(self, batch: int, lanes: int) -> list[StepTrace]:
+    def _steps(self, batch: int, lanes: Lanes) -> list[StepTrace]:
         engine = self._started(batch, lanes)
         for _ in range(_WARM_UP):
             engine.step()
@@ -220,25 +220,17 @@ class _Bench:
 
     # ------------------------------------------------------------------------------- observed
 
-    def _shares(self, work: Callable[[], object], times: int) -> Shares:
+    def _observed(self) -> tuple[Lanes, Collector]:
+        """Return operators with an observer, whose events are not noted."""
         collector = Collector()
-        plain = self._lanes
-        self._lanes = self._assembly.lanes(
-            lambda _layer: self._channels, collector, micro_batches=len(plain)
-        )
-        try:
-            for _ in range(times):
-                work()
-        finally:
-            self._lanes = plain
-        return _shares(collector.costs(1))
-
-    def _decode_shares(self, batch: int) -> Shares:
-        collector = Collector()
-        engine = self._started(batch, 1)
-        engine.lanes = self._assembly.lanes(
+        lanes = self._assembly.lanes(
             lambda _layer: self._channels, collector, micro_batches=len(self._lanes)
         )
+        return lanes, collector
+
+    def _decode_shares(self, batch: int) -> Shares:
+        engine = self._started(batch, self._lanes[:1])
+        engine.lanes, collector = self._observed()
         for _ in range(_WARM_UP):
             engine.step()
         collector.reset(time.perf_counter_ns())
@@ -281,17 +273,5 @@ def _shared(lane: Lane, shares: Shares) -> Lane:
     )
 
 
-def main() -> None:
-    """Measure what stdin says."""
-    job = Job.model_validate_json(sys.stdin.read())
-    try:
-        answer: Measured | Failed = measure(job)
-    except TsqpError as error:
-        answer = Failed(error=str(error))
-    sys.stdout.write(answer.model_dump_json() + "\n")
-    sys.stdout.flush()
-    sys.exit(1 if isinstance(answer, Failed) else 0)
-
-
 if __name__ == "__main__":
-    main()
+    serve_job(Job, measure)

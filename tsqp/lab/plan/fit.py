@@ -12,8 +12,6 @@ plans, the layers of a model are measured as ever; what FILE says replaces the r
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_side.profiles import DeviceProfile, Microseconds, Rate
 from protocol import native
@@ -30,17 +28,15 @@ from protocol.errors import SettingsError
 from protocol.integer import empty_weight, int8_product, ring_product
 from protocol.model.weights import CPU
 from protocol.validation import validate_file
+from tsqp.lab.bench.baselines import ping_pong
 from tsqp.lab.bench.model import PingPong
-from tsqp.processes import child, failure
 
 # The names that `--transport` has, and those of the ping-pong.
 TRANSPORTS = {"tcp": "zeromq-tcp", "ipc": "zeromq-ipc", "unix": "unix", "shm": "shm"}
 # A weight that no cache holds, and rows for which arithmetic counts, or reading it.
 _OUT, _IN, _ROWS = 16_384, 8_192, 256
 _REPEATS = 9
-_ROUND_TRIPS = 300
 _SQUARE = 4096
-_PING_PONG = TypeAdapter(tuple[PingPong, ...])
 
 
 class _Model(BaseModel):
@@ -156,7 +152,7 @@ def fit_machine(
     say("measuring products")
     gops, gb_per_s = kernel_rates(range(1, cores + 1))
     say("measuring round trips")
-    transports = fit_transports(_ping_pong(spin_us))
+    transports = fit_transports(ping_pong(spin_us))
     gpu: DeviceProfile | None = None
     if device is not None:
         say(f"measuring {device}")
@@ -240,15 +236,3 @@ def _fastest_s(work: Callable[[], object]) -> float:
         work()
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-def _ping_pong(spin_us: float) -> tuple[PingPong, ...]:
-    command = [sys.executable, "-m", "tsqp.lab.bench.ping_pong"]
-    command += ["--round-trips", str(_ROUND_TRIPS), "--spin-us", str(spin_us)]
-    with child(command, stdout=subprocess.PIPE) as (process, errors):
-        output = process.stdout.read().decode() if process.stdout else ""
-        status = process.wait()
-        errors.join()
-    if status != 0:
-        raise failure("ping_pong", status, errors.last, expected="exit status 0")
-    return _PING_PONG.validate_json(output)
