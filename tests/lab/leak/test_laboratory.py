@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,18 +22,16 @@ from tests.kit.leaks import FIRST_PLACE, VOCABULARY, begun, make_begun_model, po
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tests.kit.service import call
-from tsqp import processes
 from tsqp.cli.main import command
-from tsqp.lab.leak import workers
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.attack_runner import Station
-from tsqp.lab.leak.attacks.at_rest import CacheAtRest
+from tsqp.lab.leak.attack_runner import AttackRunner
+from tsqp.lab.leak.attacks.attention import CacheAtRest
 from tsqp.lab.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.lab.leak.attacks.rotations import NormDictionary
 from tsqp.lab.leak.interval import needed
-from tsqp.lab.leak.laboratory import Laboratory, agreement
+from tsqp.lab.leak.laboratory import Laboratory
 from tsqp.lab.leak.model import Rate, Report
-from tsqp.lab.leak.settings import LeakSettings
+from tsqp.lab.leak.settings import LeakSettings, Watch, agreement
 from tsqp.lab.leak.words import above
 from tsqp.processes import ProcessError
 
@@ -206,14 +205,14 @@ def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
     said: str,
 ) -> None:
     """The very error is raised when all is done; the report says what it lacks."""
-    original, names = Station.attack, ["attention-in-tee", "float-noise", "row-mix"]
+    original, names = AttackRunner.attack, ["attention-in-tee", "float-noise", "row-mix"]
 
-    def fails(self: Station, policy: Any) -> Any:
+    def fails(self: AttackRunner, policy: Any) -> Any:
         if policy.name == "float-noise":
             raise error
         return original(self, policy)
 
-    monkeypatch.setattr(Station, "attack", fails)
+    monkeypatch.setattr(AttackRunner, "attack", fails)
     laboratory = Laboratory(settings_of(model, names, [Blind]), tmp_path)
     with pytest.raises(type(error)) as caught:
         laboratory.run()
@@ -223,37 +222,64 @@ def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
     assert report.incomplete == said
 
 
-# Of two workers one is killed as soon as the other has no ear for the signal that ends it.
-KILLED = """
-import json, os, pathlib, signal, sys
+class Kills(NearestEmbedding):
+    """Of two workers one is killed as soon as the other has no ear for the signal that ends it."""
 
-folder = pathlib.Path(json.loads(sys.stdin.read())["folder"])
-try:
-    (folder / "first").touch(exist_ok=False)
-except FileExistsError:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (folder / f"deaf-{os.getpid()}").touch()
-    while True:
-        signal.pause()
-while not list(folder.glob("deaf-*")):
-    pass
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+    name: ClassVar[str] = "kills"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        folder = Path(os.environ["KILLS"])
+        try:
+            (folder / "first").touch(exist_ok=False)
+        except FileExistsError:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / f"deaf-{os.getpid()}").touch()
+            while True:
+                signal.pause()
+        while not list(folder.glob("deaf-*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+        return iter(())
 
 
 def test_a_worker_that_is_killed_ends_all_even_those_that_do_not_listen(
     model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ends_early.py").write_text(KILLED, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(workers, "_MODULE", "ends_early")
-    monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
-    settings = settings_of(model, THREE, [Blind], workers=2, attack_names=("blind",))
+    monkeypatch.setenv("KILLS", str(tmp_path))
+    laboratory = Laboratory(settings_of(model, THREE, [Kills], workers=2), tmp_path)
     with pytest.raises(ProcessError, match="a process killed by SIGKILL"):
-        Laboratory(settings, tmp_path).run()
+        laboratory.run()
     (deaf,) = tmp_path.glob("deaf-*")
     with pytest.raises(ProcessLookupError):
         os.kill(int(deaf.name.removeprefix("deaf-")), 0)
+
+
+class Raises(NearestEmbedding):
+    name: ClassVar[str] = "raises"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        if view.policy.name == "row-mix":
+            raise SystemExit(f"an end of {view.policy.name}")
+        return super().read(view, work)
+
+
+def test_workers_pass_on_what_they_find_and_what_goes_wrong(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    """An attack that ends its process ends its own task alone; progress is counted to the end."""
+    steps, said = list[int](), list[str]()
+    watch = Watch(step=steps.append, say=said.append)
+    settings = settings_of(model, THREE, [Raises], workers=2)
+    laboratory = Laboratory(settings, tmp_path, watch)
+    with pytest.raises(ProcessError, match="SystemExit: an end of row-mix"):
+        laboratory.run()
+    report = laboratory.report()
+    assert report.incomplete is not None
+    assert [one.policy for one in report.policies] == ["attention-in-tee", "row-rotation"]
+    assert report.policies[0].runs[0].scores[0].top1 == ALL
+    assert "not attacked: row-mix" in report.incomplete
+    assert "Traceback" in said[0]
+    assert sum(steps) == 5
 
 
 ROOT = Path(__file__).parents[3]

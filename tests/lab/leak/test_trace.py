@@ -40,7 +40,7 @@ from tsqp.lab.leak.record_session import (
     play,
 )
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.side_information import lengths, read_lengths
+from tsqp.lab.leak.score import lengths, read_lengths
 from tsqp.lab.leak.trace import PolicyTrace, Trace, TraceError
 from tsqp.lab.research.feature_key import FeatureKey
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -292,6 +292,21 @@ class Present:
 
 
 # ---------------------------------------------------------------------------------------- deeper
+
+
+def read_places(
+    view: View,
+    matcher: Matcher,
+    places: Sequence[Where],
+    work: Work,
+    present: Present | None = None,
+) -> Iterator[Reading]:
+    """Look up in the first layer; search at every other place, where the attacker has weights."""
+    for where in places:
+        if where in FIRST_PLACES:
+            yield from look_up(view, matcher, work, where)
+        elif view.public.has_layers:
+            yield from search(view, matcher, where, work, present)
 
 
 def search(

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
+from gpu_side.encoding import open_request, read_request
 from gpu_side.weights import load_weights
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.errors import PromptError
+from protocol.messages import Request, RingLinearRequest, SeededRingLinearRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.weights import CPU, row_layout
-from protocol.tensors import torch_dtype
+from protocol.tensors import from_torch, to_torch, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.engine.sampling import SamplingSettings
@@ -27,8 +30,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
-from tsqp.lab.leak.at_rest import Disk
-from tsqp.lab.leak.recording import RecordingChannel
+from tsqp.lab.leak.recording import Disk, RecordingChannel
 from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 from tsqp.lab.research.provisioning import provision
 
@@ -293,3 +295,71 @@ def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[
         range(max(start, end - step.tokens), end)
         for (start, end), step in zip(parts, steps, strict=True)
     ]
+
+
+# ------------------------------------------------------------------------------------- adversaries
+
+
+def together(recording: Recording, config: ModelConfig) -> Recording:
+    """Return a recording of shares as an adversary with all of them reads it: in the clear.
+
+    Raises TraceError where requests to the services do not belong together.
+    """
+    added = added_rows(recording.policy, config)
+    sessions = tuple(
+        Session((PolicyTrace(_summed(session.traces), added),), session.truth)
+        for session in recording.sessions
+    )
+    return replace(recording, policy=_unmasked(recording.policy), sessions=sessions)
+
+
+def _unmasked(policy: Policy) -> Policy:
+    """Return the policy without the masks that span services: their shares are known."""
+    operators = {
+        operator: tuple(
+            one.model_copy(update={"mask": None}) if one.mask and one.mask.services > 1 else one
+            for one in placements
+        )
+        for operator, placements in policy.operators.items()
+    }
+    return policy.model_copy(update={"operators": operators})
+
+
+def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
+    """Add every request to the second service to the one to the first that it belongs to.
+
+    Requests keep their order, and those that are no shares go to the first service alone.
+    """
+    first, second = traces
+    shares = [_read(frames) for frames in second.messages]
+    messages: list[tuple[bytes, ...]] = []
+    for frames in first.messages:
+        request = _read(frames)
+        if shares and (whole := _sum(request, shares[0])) is not None:
+            del shares[0]
+            summed = encode_request(whole, len(messages) + 1, 1)
+            messages.append(tuple(bytes(frame) for frame in summed))
+        else:
+            messages.append(frames)
+    if shares:
+        raise TraceError(
+            "shares", got=f"{len(shares)} requests to the second service alone", expected="none"
+        )
+    return tuple(messages)
+
+
+def _read(frames: Sequence[bytes]) -> Request:
+    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+
+
+def _sum(one: Request, other: Request) -> Request | None:
+    """Return both shares of a request added modulo 2^32; None if they are of two requests."""
+    if not isinstance(one, RingLinearRequest) or not isinstance(other, RingLinearRequest):
+        return None
+    if (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names):
+        return None
+    if one.elements.shape != other.elements.shape:
+        return None
+    elements = to_torch(one.elements) + to_torch(other.elements)
+    return one.model_copy(update={"elements": from_torch(elements)})

@@ -20,13 +20,11 @@ from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.attacks.static_cloak import Weights, linear_site, site_beside
 from tsqp.lab.leak.matching import (
     FIRST,
-    FIRST_PLACES,
     FeatureMatcher,
     dictionary,
     first_place,
-    look_up,
     place_name,
-    search,
+    read_places,
 )
 from tsqp.lab.leak.trace import Trace, Where
 
@@ -106,12 +104,7 @@ class NormDictionary(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer, search at every other place."""
-        matcher = ModuleNorms(Weights(view))
-        for where in view.row_places():
-            if where in FIRST_PLACES:
-                yield from look_up(view, matcher, work, where)
-            else:
-                yield from search(view, matcher, where, work)
+        return read_places(view, ModuleNorms(Weights(view)), view.row_places(), work)
 
 
 # --------------------------------------------------------------------------------------- angles
