@@ -25,7 +25,6 @@ import torch
 
 from protocol.errors import TsqpError
 from tee_side.policy.placement import load_policy
-from tsqp.lab.bench.fit import fit_exponent
 from tsqp.lab.bench.job import Plan
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import Case, PolicyRun
@@ -33,7 +32,7 @@ from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import TRANSPORTS, BenchSettings
 from tsqp.lab.bench.shapes import Shape, find_shape
-from tsqp.lab.bench.summary import sum_stages
+from tsqp.lab.bench.summary import fit_exponent, sum_stages
 
 ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
 # An exponent this far above 1 is still called linear: that is how well such a line can be drawn.

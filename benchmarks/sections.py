@@ -39,11 +39,10 @@ from benchmarks.targets import (
     verdict,
 )
 from tee_side.words import Phase
-from tsqp.lab.bench.findings import dominant
 from tsqp.lab.bench.memory_need import kv_bytes
 from tsqp.lab.bench.model import Baseline, Case, PolicyRun, Report
-from tsqp.lab.bench.summary import case_name, find_case, sustained_ms, tokens_per_step
-from tsqp.lab.bench.units import figures, percent, size
+from tsqp.lab.bench.summary import case_name, dominant, find_case, sustained_ms, tokens_per_step
+from tsqp.lab.report import figures, percent, size
 
 POLICY = "attention-in-tee"
 # That benchmarks.memory generates.

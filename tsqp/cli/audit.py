@@ -11,7 +11,7 @@ import click
 from tsqp.cli.options import use
 from tsqp.cli.program import EXIT_FAILURE, complain
 from tsqp.cli.settings import CONTEXT, PATH, config_option
-from tsqp.cli.tables import open_console, table
+from tsqp.tables import open_console, table
 
 # The fields of a request that have columns of their own.
 _NUMBERS = ("prompt_tokens", "completion_tokens", "duration_s")

@@ -12,7 +12,7 @@ import click
 from tsqp.cli.options import use
 from tsqp.cli.program import DEFAULT_POLICY
 from tsqp.cli.settings import CONTEXT, config_option
-from tsqp.cli.tables import definitions, open_console, table
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.console import Console

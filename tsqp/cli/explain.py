@@ -9,7 +9,7 @@ import click
 from tsqp.cli.options import use
 from tsqp.cli.program import model_directory
 from tsqp.cli.settings import CONTEXT, config_option, model_argument
-from tsqp.cli.tables import definitions, open_console, table
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table

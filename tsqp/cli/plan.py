@@ -15,7 +15,7 @@ from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, model_directory
 from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
-from tsqp.cli.tables import definitions, open_console, table
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from benchmarks.record import RECORDINGS, RESULTS, Recording, record_all, with_machine
 from benchmarks.sections import SECTIONS
@@ -23,15 +25,14 @@ from tests.kit.report import recorded_report, some_case
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.lab.bench import services
-from tsqp.lab.bench.html import render_html
 from tsqp.lab.bench.job import Finished, Job, Measured, Plan
 from tsqp.lab.bench.model import Span, Timeline
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
-from tsqp.lab.bench.table import render
-from tsqp.lab.bench.trace import perfetto
-from tsqp.lab.bench.units import figures
+from tsqp.lab.bench.timeline import perfetto
+from tsqp.lab.report import figures
 from tsqp.processes import ProcessError
 
 PLAN = Plan(prefill=(4,), decode=((5, 1),), generation=None, repeats=1, decode_steps=3)
@@ -107,7 +108,9 @@ def test_figures_are_in_the_terminal_and_on_the_page() -> None:
     report = recorded_report()
     runs = [one.model_copy(update={"timelines": timelines}) for one in report.policies[:2]]
     drawn = report.model_copy(update={"policies": tuple(runs)})
-    text, page = render(drawn, width=200, details=True), render_html(drawn)
+    shown = StringIO()
+    show(drawn, Console(file=shown, width=90), details=True)
+    text, page = shown.getvalue(), render_html(drawn)
     for run in drawn.policies:
         for case in run.cases:
             assert figures(case.step_ms.median) in text, (run.policy, case.tokens)
@@ -115,8 +118,8 @@ def test_figures_are_in_the_terminal_and_on_the_page() -> None:
             assert parts == pytest.approx(case_stages(case).total_us)
             pads = run.pads is not None and case.phase in run.pads.phases
             assert (sustained_ms(run, case) > case.step_ms.median) == pads
-        for shown in (text, page):
-            assert run.policy in shown
+        assert run.policy in text
+        assert run.policy in page
     assert page.count("<img") >= 4
     outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
     assert not re.search(r"://|@import|url\(|<script|<link|<iframe", outside)
