@@ -31,7 +31,7 @@ from tee_side.protect.masks.mask import Mask, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
 from tsqp.lab.leak.recording import Disk, RecordingChannel
-from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
+from tsqp.lab.leak.trace import Added, Trace, TraceError, Where
 from tsqp.lab.research.provisioning import provision
 
 Progress = Callable[[int, int], None]
@@ -262,7 +262,7 @@ def _session(
                 parts.append((start, sequence.cache.length))
     finally:
         engine.remove(sequence)
-    traces = tuple(PolicyTrace(channel.take().messages, added) for channel in channels)
+    traces = tuple(Trace(channel.take().messages, added) for channel in channels)
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]
     for channel, trace in zip(channels, traces, strict=True):
@@ -307,7 +307,7 @@ def together(recording: Recording, config: ModelConfig) -> Recording:
     """
     added = added_rows(recording.policy, config)
     sessions = tuple(
-        Session((PolicyTrace(_summed(session.traces), added),), session.truth)
+        Session((Trace(_summed(session.traces), added),), session.truth)
         for session in recording.sessions
     )
     return replace(recording, policy=_unmasked(recording.policy), sessions=sessions)

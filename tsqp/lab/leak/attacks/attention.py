@@ -1,4 +1,6 @@
-"""Keys of the first layer: a product of attention sends the whole cache again at every step.
+"""Keys and values of the first layer: in products of attention, and in a cache on a disk.
+
+A product of attention sends the whole cache again at every step.
 
 In the first layer a token's key depends on the token and its position alone, so what crosses can be
 compared with every token's key at that position. Masks of products shuffle features and positions,

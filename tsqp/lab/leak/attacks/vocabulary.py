@@ -1,9 +1,10 @@
-"""Vocabulary matching in every layer: plain, and against permuted rows, features, or both.
+"""Vocabulary matching in every layer: plain, against permuted or mixed rows.
 
 Token after token, the public model is run on what was read so far and each candidate, the most
 likely first; the candidate whose hidden state is nearest to the observed one is taken
 (arXiv 2505.18332). There the distance is L1; here it is Euclidean, which is one product for all
-candidates.
+candidates. Whatever mixes the rows of a call leaves the space that they span: there a candidate is
+compared with that space.
 """
 
 from __future__ import annotations
