@@ -24,7 +24,7 @@ from tee_side.words import PHASES
 from tsqp.catalogue import policy_entry
 from tsqp.lab.bench import prepare
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.curves import Harm, curve, harm, is_noisy, noisy_mask, point_of, with_sigma
+from tsqp.lab.leak.curves import Harm, harm, is_noisy, noisy_mask, parameter, point_of, with_sigma
 from tsqp.lab.leak.matching import place_name
 from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate
 from tsqp.lab.leak.public import PublicModel
@@ -206,12 +206,13 @@ class AttackRunner:
             if not attacks:
                 break
         self._watch.step(len(settings.curves) - len(points))
-        return curve(
-            policy,
-            self._harm(self._plain).perplexity,
-            points,
+        return Curve(
+            policy=policy.name,
+            parameter=parameter(policy),
+            plain_perplexity=self._harm(self._plain).perplexity,
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
+            points=tuple(sorted(points, key=lambda point: point.strength)),
         )
 
     @property

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -84,17 +85,17 @@ def squares(states_NX: torch.Tensor) -> torch.Tensor:
     return lengths_N.square().clamp(min=1e-30)
 
 
-class Squares:
-    """Squared lengths of candidates: of a dictionary once, and not for every row."""
+class Remembered:
+    """What was made of the last tensor, such as a dictionary, that is asked about for every row."""
 
     def __init__(self) -> None:
-        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def of(self, states_NX: torch.Tensor) -> torch.Tensor:
-        """Return `squares` of candidates: [N]."""
-        if self._known is None or self._known[0] is not states_NX:
-            self._known = (states_NX, squares(states_NX))
-        return self._known[1]
+    def of(self, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `make` makes of a tensor; it is called once for the same one."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, make(x))
+        return self._last[1]
 
 
 def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
@@ -119,8 +120,7 @@ class FeatureMatcher(Matcher):
 
     def __init__(self, *, ordered: bool = True) -> None:
         self.ordered = ordered
-        self._features: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._squares = Squares()
+        self._features, self._squares = Remembered(), Remembered()
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
@@ -146,12 +146,15 @@ class FeatureMatcher(Matcher):
     def _pairwise(
         self, where: Where, rows_RI: torch.Tensor, states_NI: torch.Tensor
     ) -> torch.Tensor:
-        return self.pairwise(self.of_observed(where, rows_RI), self.memoised(where, states_NI))
+        return self.pairwise(
+            self.of_observed(where, rows_RI),
+            self._features.of(states_NI, partial(self.of_candidates, where)),
+        )
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """Return how far every candidate is from every row: [R, N], relative to the row."""
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
-        return apart(rows_RX, table_NX, self._squares.of(table_NX)).div_(sizes_R1)
+        return apart(rows_RX, table_NX, self._squares.of(table_NX, squares)).div_(sizes_R1)
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Use up the row that is nearest to what was taken."""
@@ -172,12 +175,6 @@ class FeatureMatcher(Matcher):
             left = [row for row in range(len(rows_RI)) if row not in observed.used]
             rows_RI = rows_RI[left]
         return rows_RI
-
-    def memoised(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
-        """Return `of_candidates`: of the dictionary once, and not for every row."""
-        if self._features is None or self._features[0] is not states_NI:
-            self._features = (states_NI, self.of_candidates(where, states_NI))
-        return self._features[1]
 
 
 def observe(view: View, step: Step, where: Where) -> Observed | None:

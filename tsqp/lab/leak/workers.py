@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from tsqp.end_with_parent import end_with
 from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
 from tsqp.lab.leak.model import Curve, PolicyLeak
 from tsqp.lab.leak.settings import LeakSettings, Watch
-from tsqp.processes import ProcessError, failure
+from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def side_by_side(settings: LeakSettings, folder: Path, watch: Watch) -> Iterator
     tasks = range(len(tasks_of(settings)))
     job = pickle.dumps(replace(settings, cost="none"))
     begin = (os.getpid(), loaded_files(), job, folder, writer, context.Lock())
-    others, workers = set(multiprocessing.active_children()), set[multiprocessing.Process]()
+    others, workers = {*multiprocessing.active_children()}, set[BaseProcess]()
     try:
         count = min(settings.workers, len(tasks))
         with ProcessPoolExecutor(count, context, _begin, begin) as pool:
@@ -79,12 +80,12 @@ def side_by_side(settings: LeakSettings, folder: Path, watch: Watch) -> Iterator
         raise _ended_early([process.exitcode for process in workers]) from None
     finally:
         writer.close()
-        listener.join()
+        listener.join(END_TIMEOUT_S)
 
 
 def _listen(reader: Connection, watch: Watch) -> None:
-    """Pass on what workers tell of their progress, until all have ended."""
-    with reader, suppress(EOFError):
+    """Pass on what workers tell of their progress, until all have ended, or one amid a message."""
+    with reader, suppress(EOFError, OSError):
         while True:
             what, value = reader.recv()
             getattr(watch, what)(value)

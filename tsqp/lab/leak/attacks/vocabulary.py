@@ -20,8 +20,9 @@ from tsqp.lab.leak.matching import (
     Matcher,
     Observed,
     Present,
-    Squares,
+    Remembered,
     read_places,
+    squares,
 )
 from tsqp.lab.leak.trace import Where
 
@@ -102,15 +103,14 @@ class RowSpace(Matcher):
     ordered = False
 
     def __init__(self) -> None:
-        self._memo: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._squares = Squares()
+        self._bases, self._squares = Remembered(), Remembered()
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.distances`. Rows that span everything say nothing: then all are far."""
-        basis_BI = self._basis(observed.rows_RI)
+        basis_BI = self._bases.of(observed.rows_RI, _basis)
         if len(basis_BI) >= observed.rows_RI.shape[1]:
             return torch.full((len(states_NI),), float("inf"))
-        squares_N = self._squares.of(states_NI)
+        squares_N = self._squares.of(states_NI, squares)
         inside_N = (states_NI @ basis_BI.T).square().sum(-1) / squares_N
         distances_N = (1 - inside_N).clamp(min=0).sqrt()
         # Near 0 most digits have cancelled: what is left over tells more, and takes more memory.
@@ -120,12 +120,11 @@ class RowSpace(Matcher):
         distances_N[near] = torch.linalg.vector_norm(outside_MI, dim=-1) / squares_N[near].sqrt()
         return distances_N
 
-    def _basis(self, rows_RI: torch.Tensor) -> torch.Tensor:
-        if self._memo is None or self._memo[0] is not rows_RI:
-            _, sizes_B, basis_BI = torch.linalg.svd(rows_RI.double(), full_matrices=False)
-            kept = sizes_B > _RANK_TOLERANCE * sizes_B[:1]
-            self._memo = (rows_RI, basis_BI[kept].float())
-        return self._memo[1]
+
+def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
+    """Return orthonormal rows that span what some rows do: [B, I]."""
+    _, sizes_B, basis_BI = torch.linalg.svd(rows_RI.double(), full_matrices=False)
+    return basis_BI[sizes_B > _RANK_TOLERANCE * sizes_B[:1]].float()
 
 
 class SubspaceMembership(Attack):
