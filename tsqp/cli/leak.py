@@ -23,8 +23,8 @@ from tsqp.extras import needing
 
 if TYPE_CHECKING:
     from tsqp.lab.charts import Picture
-    from tsqp.lab.leak.model import Report
-    from tsqp.lab.leak.settings import LeakSettings, Watch
+    from tsqp.lab.leak.model import LeakReport
+    from tsqp.lab.leak.settings import LeakProgress, LeakSettings
 
 # From noise that a model survives.
 _SIGMAS = "0.3,1,4,8,16,32"
@@ -209,7 +209,7 @@ def leak(
             "--plot", got="--cost none", expected="--cost measure, or FILE: it is one axis"
         )
     console = open_console()
-    outputs: Outputs[Report] = Outputs(
+    outputs: Outputs[LeakReport] = Outputs(
         {
             "--json": (json_path, lambda report: report.model_dump_json() + "\n"),
             "--html": (html_path, render_html),
@@ -358,12 +358,12 @@ def _first_layer(shape: str, folder: Path) -> Path:
 
 
 @contextmanager
-def _progress() -> Iterator[Watch]:
+def _progress() -> Iterator[LeakProgress]:
     """Show a bar on stderr, where that is a terminal; else a line of what is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tsqp.lab.leak.settings import Watch
+    from tsqp.lab.leak.settings import LeakProgress
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -375,7 +375,7 @@ def _progress() -> Iterator[Watch]:
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("starting", total=None)
-        yield Watch(
+        yield LeakProgress(
             total=lambda total: bar.update(task, total=total),
             doing=lambda what: bar.update(task, description=what),
             step=lambda steps: bar.advance(task, steps),

@@ -30,8 +30,8 @@ from tsqp.lab.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.lab.leak.attacks.rotations import NormDictionary
 from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory
-from tsqp.lab.leak.model import Rate, Report
-from tsqp.lab.leak.settings import LeakSettings, Watch, agreement
+from tsqp.lab.leak.model import LeakReport, Rate
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings, agreement
 from tsqp.lab.leak.words import above
 from tsqp.processes import ProcessError
 
@@ -70,7 +70,7 @@ def settings_of(
     return LeakSettings(**{**settings, **changed})
 
 
-def run(settings: LeakSettings, folder: Path) -> Report:
+def run(settings: LeakSettings, folder: Path) -> LeakReport:
     folder.mkdir()
     laboratory = Laboratory(settings, folder)
     assert not laboratory.measured
@@ -87,7 +87,7 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     policies = ["attention-in-tee", "stip", "cloak-segment", "tee-only", mine]
     attacks = [NearestEmbedding, Blind, OnlyHere, TokenIds, CacheAtRest]
     report = run(settings_of(model, policies, attacks), tmp_path / "run")
-    assert Report.model_validate_json(report.model_dump_json()) == report
+    assert LeakReport.model_validate_json(report.model_dump_json()) == report
     clear, stip, segment, nothing, own = report.policies
     found = [
         (one.attack, one.refused, one.worked, one.control and one.control.rate)
@@ -268,7 +268,7 @@ def test_workers_pass_on_what_they_find_and_what_goes_wrong(
 ) -> None:
     """An attack that ends its process ends its own task alone; progress is counted to the end."""
     steps, said = list[int](), list[str]()
-    watch = Watch(step=steps.append, say=said.append)
+    watch = LeakProgress(step=steps.append, say=said.append)
     settings = settings_of(model, THREE, [Raises], workers=2)
     laboratory = Laboratory(settings, tmp_path, watch)
     with pytest.raises(ProcessError, match="SystemExit: an end of row-mix"):
@@ -301,7 +301,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         *("--fail-above", "0.25"),
     )
     assert done.returncode == 1, done.stderr
-    found = Report.model_validate_json(report.read_bytes())
+    found = LeakReport.model_validate_json(report.read_bytes())
     clear, noise, shielded, nothing = found.policies
     assert [one.policy for one in found.policies] == list(policies)
     assert [run.attack for run in clear.runs] == ["nearest-embedding", "largest-features"]

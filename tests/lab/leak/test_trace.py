@@ -34,7 +34,7 @@ from tsqp.lab.leak.record_session import (
     KEY,
     SERVED,
     PlaySettings,
-    Session,
+    RecordedSession,
     added_rows,
     logits_of,
     play,
@@ -170,7 +170,7 @@ def test_lengths_follow_from_rows() -> None:
     expected = [(7, 3), (600, 2), (7, 3), (None, 4), (None, 1)]
     assert [read_lengths(trace(*sizes)) for sizes in rows] == expected
     truth = truth_of(begun(6)[0], 4)
-    sessions = [Session((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
+    sessions = [RecordedSession((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
     found = lengths(sessions)
     assert (found.prompt, found.answer) == (Rate(hits=1, n=2), Rate(hits=2, n=3))
     assert lengths(sessions[2:]).prompt is None

@@ -30,7 +30,7 @@ from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play, together
 from tsqp.lab.leak.score import lengths, reconstruct, score
-from tsqp.lab.leak.settings import LeakSettings, Watch
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings
 from tsqp.lab.leak.trace import Where
 
 _HERE = Path(__file__).parent
@@ -41,7 +41,7 @@ _CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
 
 
 @dataclass(frozen=True)
-class Task:
+class AttackTask:
     """A policy to attack as it is, or with strengths of its noise (`noisy`)."""
 
     policy: Policy
@@ -67,18 +67,18 @@ class Lost:
 Outcome = tuple[PolicyLeak, ...] | Curve | Lost
 
 
-def tasks_of(settings: LeakSettings) -> list[Task]:
+def tasks_of(settings: LeakSettings) -> list[AttackTask]:
     """Return everything there is to do; first what takes longest, so that all end together."""
     policies = [policy for _, policy in settings.policies]
     curves = [
-        Task(policy, noisy=True, steps=len(settings.curves))
+        AttackTask(policy, noisy=True, steps=len(settings.curves))
         for policy in policies
         if settings.curves and noisy_mask(policy)
     ]
     # Each attack is made at each service, and at all of them together.
     views = [policy.services + (policy.services > 1) for policy in policies]
     return curves + [
-        Task(policy, noisy=False, steps=1 + times * len(settings.attacks))
+        AttackTask(policy, noisy=False, steps=1 + times * len(settings.attacks))
         for policy, times in zip(policies, views, strict=True)
     ]
 
@@ -89,10 +89,12 @@ class AttackRunner:
     `folder`: an empty one, for what services are given.
     """
 
-    def __init__(self, settings: LeakSettings, folder: Path, watch: Watch | None = None) -> None:
+    def __init__(
+        self, settings: LeakSettings, folder: Path, watch: LeakProgress | None = None
+    ) -> None:
         self.settings = settings
         self._folder = folder
-        self._watch = watch or Watch()
+        self._watch = watch or LeakProgress()
         self._config = read_config(settings.model)
         self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
@@ -101,7 +103,7 @@ class AttackRunner:
         self._calibrated = False
         self._plays = 0
 
-    def do(self, task: Task) -> Outcome:
+    def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
         try:
             return self.curve(task.policy) if task.noisy else self.attack(task.policy)

@@ -17,10 +17,10 @@ from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
 from tsqp.lab.leak.curves import is_noisy
-from tsqp.lab.leak.model import Cost, Curve, PolicyLeak, Report, Setup
+from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import KEY, SERVED
-from tsqp.lab.leak.settings import LeakSettings, Watch, check_settings
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings, check_settings
 from tsqp.lab.leak.workers import side_by_side
 from tsqp.lab.research.provisioning import provision
 
@@ -34,15 +34,17 @@ class Laboratory:
     `folder`: an empty one, for what is made on the way.
     """
 
-    def __init__(self, settings: LeakSettings, folder: Path, watch: Watch | None = None) -> None:
+    def __init__(
+        self, settings: LeakSettings, folder: Path, watch: LeakProgress | None = None
+    ) -> None:
         self._settings = settings
         self._folder = folder
-        self._watch = watch or Watch()
+        self._watch = watch or LeakProgress()
         self._created = datetime.now(UTC)
         self._config = read_config(settings.model)
         check_settings(settings, self._config)
         self._public_layers = PublicModel(settings.public or settings.model).has_layers
-        self._costs: dict[str, Cost | None] = {}
+        self._costs: dict[str, DecodeCost | None] = {}
         self._found: dict[str, tuple[PolicyLeak, ...] | Curve] = {}
         self._incomplete: str | None = None
 
@@ -92,15 +94,15 @@ class Laboratory:
         runner = AttackRunner(settings, self._folder, self._watch)
         yield from map(runner.do, tasks_of(settings))
 
-    def report(self) -> Report:
+    def report(self) -> LeakReport:
         """Return what has been found so far."""
         settings, config = self._settings, self._config
         names = [policy.name for _, policy in settings.policies]
         leaks = [found for name in names if isinstance(found := self._found.get(name), tuple)]
         curves = [self._found.get(f"curve of {name}") for name in names]
         noisy = bool(settings.curves) or any(is_noisy(policy) for _, policy in settings.policies)
-        return Report(
-            setup=Setup(
+        return LeakReport(
+            setup=LeakSetup(
                 command=settings.command,
                 created=self._created.isoformat(timespec="seconds"),
                 machine=describe_machine(),
@@ -129,7 +131,7 @@ class Laboratory:
             incomplete=self._incomplete,
         )
 
-    def _cost(self, name: str, policy: Policy) -> Cost | None:
+    def _cost(self, name: str, policy: Policy) -> DecodeCost | None:
         """Return what a policy costs. `name`: as it was given. Raises what `tsqp bench` raises."""
         settings = self._settings
         if isinstance(settings.cost, BenchReport):
@@ -196,7 +198,7 @@ def read_recorded(path: Path) -> BenchReport:
         ) from None
 
 
-def cost_in(report: BenchReport, policy: str) -> Cost | None:
+def cost_in(report: BenchReport, policy: str) -> DecodeCost | None:
     """Return a policy's decoded token of one sequence, with the shortest context measured."""
     cases = [
         case
@@ -208,7 +210,7 @@ def cost_in(report: BenchReport, policy: str) -> Cost | None:
     if not cases:
         return None
     case = min(cases, key=lambda one: one.tokens)
-    return Cost(
+    return DecodeCost(
         overhead_ms=case.overhead_ms,
         rpcs=case.rpcs,
         bytes_sent=case.bytes_sent,

@@ -19,7 +19,7 @@ import torch
 
 from tsqp.lab.leak.attack import TOP, Reading, View, Work
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Step, Where
+from tsqp.lab.leak.trace import TraceStep, Where
 
 # Candidates that are run side by side. Most tokens are among the first of those that the public
 # model expects, so most searches end with the first block.
@@ -85,7 +85,7 @@ def squares(states_NX: torch.Tensor) -> torch.Tensor:
     return lengths_N.square().clamp(min=1e-30)
 
 
-class Remembered:
+class LastMade:
     """What was made of the last tensor, such as a dictionary, that is asked about for every row."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class FeatureMatcher(Matcher):
 
     def __init__(self, *, ordered: bool = True) -> None:
         self.ordered = ordered
-        self._features, self._squares = Remembered(), Remembered()
+        self._features, self._squares = LastMade(), LastMade()
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
@@ -177,7 +177,7 @@ class FeatureMatcher(Matcher):
         return rows_RI
 
 
-def observe(view: View, step: Step, where: Where) -> Observed | None:
+def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
     """Return what crossed at a place in a step; None if nothing did."""
     call = step.at(where)
     if call is None:
@@ -266,14 +266,14 @@ class Present:
         self._matcher = matcher
         self._found: dict[tuple[int, int], torch.Tensor | None] = {}
 
-    def among(self, session: int, step: Step, work: Work) -> torch.Tensor | None:
+    def among(self, session: int, step: TraceStep, work: Work) -> torch.Tensor | None:
         """Return the ids of a step's tokens, nearest first; None if layer 0 says nothing."""
         key = (session, step.first)
         if key not in self._found:
             self._found[key] = self._look_up(step, work)
         return self._found[key]
 
-    def _look_up(self, step: Step, work: Work) -> torch.Tensor | None:
+    def _look_up(self, step: TraceStep, work: Work) -> torch.Tensor | None:
         observed = observe(self._view, step, FIRST)
         if observed is None:
             return None

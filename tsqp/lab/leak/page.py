@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from protocol.errors import SettingsError
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.laboratory import cost_in, read_recorded
-from tsqp.lab.leak.model import Report
+from tsqp.lab.leak.model import LeakReport
 from tsqp.lab.leak.plots import cost_against_leakage, curve, plots
 from tsqp.lab.leak.reconstruction import panels, svg
 from tsqp.lab.leak.tables import (
@@ -39,7 +39,7 @@ PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "
 _PICTURES = "leakage"
 
 
-def render_html(report: Report) -> str:
+def render_html(report: LeakReport) -> str:
     """Return the page. Needs matplotlib (extra `bench`): see `charts.check_installed`."""
     return page(
         "leak",
@@ -57,7 +57,9 @@ def render_html(report: Report) -> str:
     )
 
 
-def write_page(report: Report, path: Path, section: str, costs: BenchReport | None = None) -> None:
+def write_page(
+    report: LeakReport, path: Path, section: str, costs: BenchReport | None = None
+) -> None:
     """Replace what is measured in a section of a page, with pictures in a folder beside it.
 
     `costs`: of a larger shape, for the plot of cost against leakage; None: those of the report.
@@ -77,7 +79,7 @@ def write_page(report: Report, path: Path, section: str, costs: BenchReport | No
     path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
 
 
-def _pictures(report: Report, costs: BenchReport | None) -> Iterator[tuple[str, str, str, str]]:
+def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[str, str, str, str]]:
     """Yield each picture's file name, what it shows, what makes it, and the SVG."""
     model = report.setup.model.removesuffix("_model")
     says, made_by = "Cost against leakage", f"tsqp leak {model} --cost measure --plot cost.svg"
@@ -109,7 +111,7 @@ def _pictures(report: Report, costs: BenchReport | None) -> Iterator[tuple[str, 
             )
 
 
-def at_another_shape(report: Report, costs: BenchReport) -> tuple[Report, str, str]:
+def at_another_shape(report: LeakReport, costs: BenchReport) -> tuple[LeakReport, str, str]:
     """Return a report with the costs of another shape, and what to write at both axes.
 
     Policies whose cost was not recorded are left out.
@@ -128,7 +130,7 @@ def at_another_shape(report: Report, costs: BenchReport) -> tuple[Report, str, s
     )
 
 
-def _measured(report: Report) -> Iterator[str]:
+def _measured(report: LeakReport) -> Iterator[str]:
     setup = report.setup
     machine = ", ".join(
         f"{name.replace('_', ' ')} {value}" for name, value in setup.machine.items()
@@ -156,7 +158,7 @@ def main(arguments: list[str]) -> None:
         )
     path, target, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
-        report = Report.model_validate_json(path.read_bytes())
+        report = LeakReport.model_validate_json(path.read_bytes())
     except ValidationError:
         raise SettingsError(
             str(path), got="something else", expected="a report of tsqp leak --json"

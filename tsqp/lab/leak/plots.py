@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from tsqp.lab.charts import Picture, drawing, picture
-from tsqp.lab.leak.model import Curve, PolicyLeak, Rate, Report
+from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
 from tsqp.lab.leak.words import judged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Harm = Literal["perplexity", "output error"]
 
 # Colour, marker and words.
 _KINDS = {
@@ -42,7 +40,9 @@ _CURVE_CAPTION = (
 )
 
 
-def cost_against_leakage(report: Report, cost_of: str = "", read_of: str = "") -> Picture | None:
+def cost_against_leakage(
+    report: LeakReport, cost_of: str = "", read_of: str = ""
+) -> Picture | None:
     """Draw each policy's overhead beside its best rate; None where no policy has both.
 
     `cost_of`, `read_of`: what to write at the axes where cost and rate are of different models.
@@ -149,7 +149,7 @@ def curve(made: Curve) -> Picture | None:
     if not read:
         return None
     # Noise that is taken out of results again leaves the text as it is, and an error of rounding.
-    harm: Harm = "output error" if made.parameter == "sigma" else "perplexity"
+    harm = "output error" if made.parameter == "sigma" else "perplexity"
     with drawing(3.6, 5.6) as figure:
         left = figure.subplots()
         left.set_xscale("log")
@@ -180,7 +180,7 @@ def curve(made: Curve) -> Picture | None:
         return picture(figure, f"{made.policy}: recovery against noise", _CURVE_CAPTION)
 
 
-def plots(report: Report) -> list[Picture]:
+def plots(report: LeakReport) -> list[Picture]:
     """Return all plots of a report, in the order in which a person reads them."""
     found = [cost_against_leakage(report), *map(curve, report.curves)]
     return [plot for plot in found if plot is not None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from tsqp.lab.leak.model import PolicyLeak, Reconstruction, Report
+from tsqp.lab.leak.model import LeakReport, PolicyLeak, Reconstruction
 from tsqp.lab.leak.words import judged, verdict
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _SVG = """\
 
 
 @dataclass(frozen=True)
-class Part:
+class Passage:
     """The prompt or the answer: of each token what was said, what was read, whether it is right.
 
     `more`: how many tokens are left out; empty if none are.
@@ -61,10 +61,10 @@ class Panel:
     verdict: str
     outcome: str = ""
     unseen: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Passage, ...] = ()
 
 
-def panels(report: Report, *, ascii_only: bool = False) -> list[Panel]:
+def panels(report: LeakReport, *, ascii_only: bool = False) -> list[Panel]:
     """Return a panel for each policy.
 
     Where an attack did not work, what another one misread is not shown: it would look like cover.
@@ -85,7 +85,7 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
     return Panel(policy.title, verdict(policy), outcome, unseen if made.unseen else "", shown)
 
 
-def _part(made: Reconstruction, name: str, ascii_only: bool) -> Part:
+def _part(made: Reconstruction, name: str, ascii_only: bool) -> Passage:
     pieces = [piece for piece in made.pieces if piece.part == name]
     tokens = tuple(
         (
@@ -96,7 +96,7 @@ def _part(made: Reconstruction, name: str, ascii_only: bool) -> Part:
         for piece in pieces[:_MOST]
     )
     left = len(pieces) - len(tokens)
-    return Part(name, tokens, f" (and {left:,} more)" if left else "")
+    return Passage(name, tokens, f" (and {left:,} more)" if left else "")
 
 
 def visible(text: str, *, ascii_only: bool = False) -> str:

@@ -57,7 +57,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Session:
+class RecordedSession:
     """One prompt with its answer. `traces`: one a service, in the order of a policy's shares.
 
     `disk`: what the service's has of its cache once that had to make room; None without one.
@@ -75,7 +75,7 @@ class Recording:
     policy: Policy
     served: Path
     dtype: torch.dtype
-    sessions: tuple[Session, ...]
+    sessions: tuple[RecordedSession, ...]
 
     @property
     def observable(self) -> bool:
@@ -249,7 +249,7 @@ def _session(
     prompt: Sequence[int],
     new_tokens: int,
     sampling: SamplingSettings,
-) -> Session:
+) -> RecordedSession:
     sequence = engine.add(
         prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
     )
@@ -280,7 +280,7 @@ def _session(
         answers=tuple(position >= len(prompt) for position in positions),
         last=every[positions[-1] + 1] if positions else None,
     )
-    return Session(traces, truth)
+    return RecordedSession(traces, truth)
 
 
 def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[range]:
@@ -307,7 +307,7 @@ def together(recording: Recording, config: ModelConfig) -> Recording:
     """
     added = added_rows(recording.policy, config)
     sessions = tuple(
-        Session((Trace(_summed(session.traces), added),), session.truth)
+        RecordedSession((Trace(_summed(session.traces), added),), session.truth)
         for session in recording.sessions
     )
     return replace(recording, policy=_unmasked(recording.policy), sessions=sessions)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
 from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.record_session import Session, Truth
+from tsqp.lab.leak.record_session import RecordedSession, Truth
 from tsqp.lab.leak.trace import Trace
 
 # What is counted: hits and tries, as the fields of `Score` are called.
@@ -149,7 +149,7 @@ def read_lengths(trace: Trace) -> tuple[int | None, int]:
     return (prompt, answer) if prompt else (None, answer)
 
 
-def lengths(sessions: Sequence[Session]) -> Lengths:
+def lengths(sessions: Sequence[RecordedSession]) -> Lengths:
     """Compare them with the truth. What the first service sees is enough."""
     read = [(read_lengths(session.traces[0]), session.truth) for session in sessions]
     prompts = [(found, len(truth.prompt)) for (found, _), truth in read if found is not None]

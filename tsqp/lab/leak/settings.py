@@ -69,7 +69,7 @@ class LeakSettings:
 
 
 @dataclass
-class Watch:
+class LeakProgress:
     """What is told of the progress: `doing` says what, `step` how many of `total` are done.
 
     `done`: a line of each policy, and of each curve, that is done; `say`: what a person must know.

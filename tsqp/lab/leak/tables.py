@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tsqp.lab.leak.model import AttackRun, Curve, PolicyLeak, Rate, Report, Score
+from tsqp.lab.leak.model import AttackRun, Curve, LeakReport, PolicyLeak, Rate, Score
 from tsqp.lab.leak.reconstruction import draw, panels
 from tsqp.lab.leak.words import (
     NONE,
@@ -56,14 +56,14 @@ _CURVE_NOTE = (
 )
 
 
-def summary_grid(report: Report) -> Grid:
+def summary_grid(report: LeakReport) -> Grid:
     """Compare the policies, a row for each."""
     grid = whole_summary(report)
     names = [name for name in grid.columns if name not in PARTS]
     return grid.select(names, note=grid.note, texts=grid.texts)
 
 
-def whole_summary(report: Report) -> Grid:
+def whole_summary(report: LeakReport) -> Grid:
     """Return `summary_grid` with `PARTS`."""
     cost = ("ms/token", "RPCs", "bytes")
     columns = ("policy", "verdict", "best attack", "where", *_READ, *PARTS, *cost)
@@ -106,7 +106,7 @@ def _cost_cells(policy: PolicyLeak) -> tuple[str, str, str]:
     return figures(cost.overhead_ms) or "0", whole(cost.rpcs) or "0", size(crossed) or "0 B"
 
 
-def lengths_grid(report: Report) -> Grid:
+def lengths_grid(report: LeakReport) -> Grid:
     """Show of how many sessions the lengths are visible."""
     rows = []
     for one in report.policies:
@@ -209,7 +209,7 @@ def _refusals(policy: PolicyLeak) -> dict[str, dict[str, None]]:
     return reasons
 
 
-def show(report: Report, console: Console, *, details: bool = False) -> None:
+def show(report: LeakReport, console: Console, *, details: bool = False) -> None:
     """Print the tables, from the whole to its parts.
 
     `details`: with every attack and place, controls, work and refusals, and what was read.

@@ -70,7 +70,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TraceStep:
     """The requests of one forward pass.
 
     `first`: how many tokens went by in earlier steps of the trace; `tokens`: how many went through
@@ -103,7 +103,7 @@ class Trace:
         return tuple(_calls(self.messages))
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[TraceStep, ...]:
         """The forward passes. Raises TraceError.
 
         A step begins where the order of operators begins anew. Where the policy is not known, the
@@ -113,7 +113,7 @@ class Trace:
         sizes = _counted(groups, self.added) if self.added else _guessed(groups)
         steps, first = [], 0
         for group, tokens in zip(groups, sizes, strict=True):
-            steps.append(Step(first, tokens, tuple(group)))
+            steps.append(TraceStep(first, tokens, tuple(group)))
             first += tokens
         return tuple(steps)
 

@@ -30,7 +30,7 @@ from tee_side.plugins import load_module, loaded_files
 from tsqp.end_with_parent import end_with
 from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
 from tsqp.lab.leak.model import Curve, PolicyLeak
-from tsqp.lab.leak.settings import LeakSettings, Watch
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings
 from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 
 
@@ -49,7 +49,7 @@ class _Told:
 _runner: list[AttackRunner] = []
 
 
-def side_by_side(settings: LeakSettings, folder: Path, watch: Watch) -> Iterator[Outcome]:
+def side_by_side(settings: LeakSettings, folder: Path, watch: LeakProgress) -> Iterator[Outcome]:
     """Have every task done by `settings.workers` processes; yields in the order of completion.
 
     `folder`: an empty one, for what the workers make. Raises ProcessError for a worker that ended
@@ -83,7 +83,7 @@ def side_by_side(settings: LeakSettings, folder: Path, watch: Watch) -> Iterator
         listener.join(END_TIMEOUT_S)
 
 
-def _listen(reader: Connection, watch: Watch) -> None:
+def _listen(reader: Connection, watch: LeakProgress) -> None:
     """Pass on what workers tell of their progress, until all have ended, or one amid a message."""
     with reader, suppress(EOFError, OSError):
         while True:
@@ -129,7 +129,7 @@ def _begin(
         with lock:
             writer.send((what, value))
 
-    watch = Watch(doing=partial(tell, "doing"), step=partial(tell, "step"))
+    watch = LeakProgress(doing=partial(tell, "doing"), step=partial(tell, "step"))
     _runner.append(AttackRunner(settings, own, watch))
 
 

@@ -65,7 +65,7 @@ def shares(k_NKC: torch.Tensor) -> torch.Tensor:
     return (k_NKC * k_NKC[:, :1] / squares_N1C).sort(dim=-1).values.flatten(1)
 
 
-class Keys:
+class FirstLayerKeys:
     """The key of every token in the first layer, at any position. Float32."""
 
     def __init__(self, public: PublicModel) -> None:
@@ -106,7 +106,7 @@ class AttentionKeys(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up what each step appends: of all sessions together, a position at a time."""
-        keys, left = Keys(view.public), _left(view)
+        keys, left = FirstLayerKeys(view.public), _left(view)
         guesses: list[dict[int, tuple[int, ...]]] = [{} for _ in view.traces]
         for position, appended in sorted(_appended(view, left).items()):
             work.tick()

@@ -19,7 +19,7 @@ from protocol.tensors import to_torch
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.matching import FeatureMatcher, first_place, look_up
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Step, Trace, Where
+from tsqp.lab.leak.trace import Trace, TraceStep, Where
 from tsqp.lab.research.row_permutation import RowPermutation
 
 _IDS: Where = (None, "embedding")
@@ -161,7 +161,7 @@ def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
     return tuple(logits_RV[row].topk(TOP).indices.tolist())
 
 
-def _first_sampled(steps: tuple[Step, ...]) -> int:
+def _first_sampled(steps: tuple[TraceStep, ...]) -> int:
     """Return the index of the first token that was sampled behind a step, if any was."""
     return next((step.first + step.tokens for step in steps if step.at(_HEAD)), 0)
 

@@ -31,7 +31,7 @@ _HALF_ANGLE = 0.1
 _COLUMNS_AT_ONCE = 1024
 
 
-class Weights:
+class PublicAndServed:
     """The public weights beside those that the service was given. Raises ModelError.
 
     A module is [O, I], float64; biases are left out, since a provisioned server has none.
@@ -108,7 +108,7 @@ def linear_site(where: Where) -> Site:
 class Reordered(FeatureMatcher):
     """Rows put back into the order of the public features."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PublicAndServed) -> None:
         super().__init__()
         self._weights = weights
         self._orders: dict[Where, torch.Tensor] = {}
@@ -239,7 +239,7 @@ class Coordinates(FeatureMatcher):
     Without their signs, where a single module does not tell them.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PublicAndServed) -> None:
         super().__init__()
         self._weights = weights
         self._found: dict[Where, Directions] = {}
@@ -282,7 +282,7 @@ class Coordinates(FeatureMatcher):
 class _StaticCloak(Attack):
     source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
     published: ClassVar[float] = 0.95
-    # Made with the `Weights`.
+    # Made with `PublicAndServed` weights.
     matcher: ClassVar[type[Reordered | Coordinates]]
 
     def refuses(self, view: View) -> str | None:
@@ -295,7 +295,7 @@ class _StaticCloak(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Undo the cloak of each place; look up in the first layer, search in the others."""
-        return read_places(view, self.matcher(Weights(view)), view.row_places(), work)
+        return read_places(view, self.matcher(PublicAndServed(view)), view.row_places(), work)
 
 
 class CloakedPermutation(_StaticCloak):

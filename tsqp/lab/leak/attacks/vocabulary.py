@@ -17,10 +17,10 @@ import torch
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.matching import (
     FeatureMatcher,
+    LastMade,
     Matcher,
     Observed,
     Present,
-    Remembered,
     read_places,
     squares,
 )
@@ -103,7 +103,7 @@ class RowSpace(Matcher):
     ordered = False
 
     def __init__(self) -> None:
-        self._bases, self._squares = Remembered(), Remembered()
+        self._bases, self._squares = LastMade(), LastMade()
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.distances`. Rows that span everything say nothing: then all are far."""
