@@ -139,7 +139,7 @@ def _measured(report: LeakReport) -> Iterator[str]:
     yield f"Machine: {machine}."
     grid = whole_summary(report)
     if not any(found.cost is not None for found in report.policies):
-        grid = grid.select(grid.columns[:-3], texts=grid.texts)
+        grid = grid.select(grid.title, grid.columns[:-3], texts=grid.texts)
     rows = ((f"`{name}`", *cells) for name, *cells in (row.cells for row in grid.rows))
     yield "\n" + markdown(grid.columns, rows, texts=grid.texts)
     for made in report.curves:

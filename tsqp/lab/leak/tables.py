@@ -60,7 +60,7 @@ def summary_grid(report: LeakReport) -> Grid:
     """Compare the policies, a row for each."""
     grid = whole_summary(report)
     names = [name for name in grid.columns if name not in PARTS]
-    return grid.select(names, note=grid.note, texts=grid.texts)
+    return grid.select(grid.title, names, texts=grid.texts)
 
 
 def whole_summary(report: LeakReport) -> Grid:
