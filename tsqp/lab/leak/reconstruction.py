@@ -23,6 +23,7 @@ _MOST = 240
 # Of a picture, in letters, and the colours of right and wrong tokens in it.
 _WIDTH = 132
 _RIGHT, _WRONG = "#0b5c33 on #d9f2e3", "underline #a11d10 on #fde0dc"
+_SAID = "#1d2329 on #f3f5f7"
 # Controls, formats and separators: what moves a cursor or turns the direction of writing.
 _HIDDEN = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 # Without the window and the fonts of the web that rich draws.
@@ -114,33 +115,40 @@ def visible(text: str, *, ascii_only: bool = False) -> str:
     )
 
 
-def draw(panel: Panel, console: Console, right: str = "green", wrong: str = "red") -> None:
-    """Print a panel: what was said beside what was read. `right`, `wrong`: styles of tokens.
+def draw(
+    panel: Panel, console: Console, right: str = "green", wrong: str = "red", said: str = ""
+) -> None:
+    """Print a panel: what was said beside what was read. `right`, `wrong`, `said`: styles.
 
     On a console without colours wrong tokens are in brackets, and brackets of the text are escaped.
     """
+    from rich.rule import Rule
     from rich.table import Table
     from rich.text import Text
 
     marked = console.color_system is None or console.no_color
-    console.print(Text(f"\n{panel.policy}: ", style="bold").append(panel.verdict))
+    head = Table.grid(expand=True, padding=(1, 0, 0, 1))
+    head.add_column()
+    head.add_column(justify="right")
+    head.add_row(Text(panel.policy, style="bold"), panel.verdict)
+    console.print(head, Rule(style="dim", characters="\u2500"))
     if not panel.outcome:
         console.print(Text("There is nothing to show as read.", style="dim"))
         return
-    console.print(Text(panel.outcome))
-    if panel.unseen:
-        console.print(Text(panel.unseen, style="dim"))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
-    table.add_column("what was said", ratio=1, overflow="fold", header_style="dim")
-    table.add_column("what was read", ratio=1, overflow="fold", header_style="dim")
+    console.print(Text("\n".join(filter(None, (panel.outcome, panel.unseen))), style="dim"))
+    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    table.add_column(ratio=1, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
     for part in panel.parts:
-        said, read = (Text(f"{part.name}{part.more}\n", style="") for _ in range(2))
-        for real, guess, is_right in part.tokens:
-            said.append(_escaped(real) if marked else real)
+        real, read = Text(), Text()
+        for token, guess, is_right in part.tokens:
+            real.append(_escaped(token) if marked else token, style=said)
             shown = _escaped(guess) if marked and guess != _NO_GUESS else guess
             bare = is_right or not marked or guess == _NO_GUESS
             read.append(shown if bare else f"[{shown}]", style=right if is_right else wrong)
-        table.add_row(said, read)
+        name = f"{part.name}{part.more}"
+        table.add_row(*(Text(f"{name}, as it was {end}", style="dim") for end in ("said", "read")))
+        table.add_row(real, read)
     console.print(table)
 
 
@@ -160,7 +168,7 @@ def svg(shown: list[Panel]) -> str:
         record=True, width=_WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor"
     )
     for panel in shown:
-        draw(panel, console, _RIGHT, _WRONG)
+        draw(panel, console, _RIGHT, _WRONG, _SAID)
     return console.export_svg(
         title="", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG, unique_id="tsqp"
     )

@@ -112,9 +112,8 @@ def lengths_grid(report: LeakReport) -> Grid:
     for one in report.policies:
         prompt, answer = NONE, NONE
         if one.lengths is not None:
-            stays = one.lengths.prompt is None
-            prompt = "prefill stays" if stays else count_words(one.lengths.prompt)
-            answer = count_words(one.lengths.answer)
+            seen, answer = one.lengths.prompt, count_words(one.lengths.answer)
+            prompt = "prefill stays" if seen is None else count_words(seen)
         rows.append(Row((one.title, prompt, answer)))
     columns = ("policy", "prompt length", "answer length")
     return Grid("Lengths, visible under every mask", columns, tuple(rows), note=_LENGTHS_NOTE)
@@ -176,7 +175,8 @@ def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
             yield Row((run.attack, f"attack {failure_words(run)}", *(NONE,) * 8))
             continue
         for score in run.scores:
-            place, cells = _place(policy, run, score), (NONE,) * 8
+            place = _place(policy, run, score)
+            cells: tuple[str, ...] = (NONE,) * 8
             if score in run.meaningful:
                 rates = (
                     NONE if r.value is None else percent(r.value) for r in (score.top1, score.top5)

@@ -124,7 +124,8 @@ class RowSpace(Matcher):
 def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
     """Return orthonormal rows that span what some rows do: [B, I]."""
     _, sizes_B, basis_BI = torch.linalg.svd(rows_RI.double(), full_matrices=False)
-    return basis_BI[sizes_B > _RANK_TOLERANCE * sizes_B[:1]].float()
+    kept_BI: torch.Tensor = basis_BI[sizes_B > _RANK_TOLERANCE * sizes_B[:1]]
+    return kept_BI.float()
 
 
 class SubspaceMembership(Attack):
