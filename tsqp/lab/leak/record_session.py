@@ -74,7 +74,6 @@ class Recording:
 
     policy: Policy
     served: Path
-    dtype: torch.dtype
     sessions: tuple[RecordedSession, ...]
 
     @property
@@ -132,7 +131,7 @@ def play(
                 session = replace(session, disk=disk)
             sessions.append(session)
             progress(done + 1, len(prompts))
-    return Recording(policy, stage.served, stage.model.dtype, tuple(sessions))
+    return Recording(policy, stage.served, tuple(sessions))
 
 
 def logits_of(

@@ -127,11 +127,6 @@ class Trace:
         """What the service was asked for, in the order of a forward pass."""
         return sorted({call.where for call in self.calls}, key=forward_order)
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all frames."""
-        return sum(len(frame) for message in self.messages for frame in message)
-
 
 def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
     layer: int | None = None

@@ -163,10 +163,6 @@ class FeatureKey(BaseModel):
                 expected=f"{mask.described()}, as in the policy",
             )
 
-    def randomness(self, layer: int, operator: LinearOperator) -> Randomness:
-        """Return the generator of one site, the same one each time."""
-        return site_randomness(bytes.fromhex(self.seed), layer, operator)
-
     def transforms(
         self,
         mask: FeatureMask,
@@ -198,11 +194,6 @@ def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedS
     return mask.keyed(config, Randomness(seed).derive(b"segment"))
 
 
-def site_randomness(seed: bytes, layer: int, operator: LinearOperator) -> Randomness:
-    """Return the generator of one site, the same one each time."""
-    return Randomness(seed).derive(f"feature {layer} {operator}".encode())
-
-
 def site_transform(
     mask: FeatureMask,
     config: ModelConfig,
@@ -211,10 +202,10 @@ def site_transform(
     operator: LinearOperator,
     gain: torch.Tensor | None,
 ) -> KeyedTransform:
-    """Make one site's map. Raises MaskError that names the gain's tensor."""
+    """Make one site's map, the same each time. Raises MaskError that names the gain's tensor."""
     shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
     outputs = tuple(shape[0] for shape in shapes)
-    randomness = site_randomness(seed, layer, operator)
+    randomness = Randomness(seed).derive(f"feature {layer} {operator}".encode())
     try:
         return mask.transform(FeatureSite(shapes[0][1], outputs, gain, randomness))
     except MaskError as error:
