@@ -127,11 +127,11 @@ def draw(
     from rich.text import Text
 
     marked = console.color_system is None or console.no_color
-    head = Table.grid(expand=True, padding=(1, 0, 0, 1))
+    head = Table.grid(expand=True)
     head.add_column()
     head.add_column(justify="right")
     head.add_row(Text(panel.policy, style="bold"), panel.verdict)
-    console.print(head, Rule(style="dim", characters="\u2500"))
+    console.print("", head, Rule(style="dim", characters="\u2500"))
     if not panel.outcome:
         console.print(Text("There is nothing to show as read.", style="dim"))
         return

@@ -233,4 +233,5 @@ def show(report: LeakReport, console: Console, *, details: bool = False) -> None
     console.print(Text("Setup", style="bold"))
     console.print(definitions(setup_pairs(report)))
     for panel in panels(report, ascii_only=console.options.ascii_only) if details else ():
-        draw(panel, console)
+        if panel.outcome:
+            draw(panel, console)
