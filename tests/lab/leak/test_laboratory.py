@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -39,7 +38,6 @@ from tsqp.processes import ProcessError
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))
 # Tokens of prompts, and of answers but for the last of each.
 ALL, NONE = Rate(hits=30, n=30), Rate(hits=0, n=30)
-THREE = ("attention-in-tee", "row-rotation", "row-mix")
 SENT = {"place": "gpu", "verify": "none"}
 
 
@@ -74,7 +72,6 @@ def settings_of(
 def run(settings: LeakSettings, folder: Path) -> LeakReport:
     folder.mkdir()
     laboratory = Laboratory(settings, folder)
-    assert not laboratory.measured
     laboratory.run()
     return laboratory.report()
 
@@ -154,11 +151,9 @@ def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path
     assert cloaked.refused == "no public weights to compare with"
 
 
-NOISE = ("n", load_policy("float-noise"))
 PRODUCTS = ("p", sending("attn_scores", "attn_values", "o_proj"))
 LAYERED = {**SENT, "layers": "0-7", "mask": "none"}
 DEEP = ("d", policy_with("deep", qkv_proj=[LAYERED, {"place": "tee", "layers": "8-"}]))
-ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
 
 
 @each_row(
@@ -166,8 +161,16 @@ ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
     [
         ({"new_tokens": 1}, SettingsError, "--new-tokens: got 1,"),
         ({"prompts": PROMPTS[:1]}, SettingsError, "--prompts: got 1,"),
-        ({"prompts": ALIKE}, SettingsError, "the same token at 80% of places in two of them"),
-        ({"policies": (NOISE,), "curves": (1.0, 2e4)}, SettingsError, "float-noise: sigma: got 2"),
+        (
+            {"prompts": tuple((1, 2, 3, 4, 5, n) for n in range(10, 13))},
+            SettingsError,
+            "the same token at 80% of places in two of them",
+        ),
+        (
+            {"policies": (("n", load_policy("float-noise")),), "curves": (1.0, 2e4)},
+            SettingsError,
+            "float-noise: sigma: got 2",
+        ),
         ({"margin": 0.2}, SettingsError, f"got 12 tokens .*at least {needed(0.2, 1 / 128)},"),
         ({"public": "wide"}, SettingsError, "hidden_size: got 24, expected 48"),
         ({"policies": (PRODUCTS,)}, PolicyError, "layer 0: got some of qkv_proj, attn_scores"),
@@ -236,27 +239,23 @@ class Ends(NearestEmbedding):
         return super().read(view, work)
 
 
-def test_workers_pass_on_what_they_find_and_what_goes_wrong(
+def test_workers_pass_on_what_they_find_and_end_with_one_that_is_killed(
     model: SavedModel, tmp_path: Path
 ) -> None:
     steps, said = list[int](), list[str]()
     watch = LeakProgress(step=steps.append, say=said.append)
-    laboratory = Laboratory(settings_of(model, THREE, [Ends], workers=2), tmp_path, watch)
+    given = settings_of(model, ["attention-in-tee", "row-rotation", "row-mix"], [Ends], workers=2)
+    laboratory = Laboratory(given, tmp_path, watch)
     with pytest.raises(ProcessError, match="SystemExit: an end"):
         laboratory.run()
     report = laboratory.report()
     assert [one.policy for one in report.policies] == ["attention-in-tee", "row-rotation"]
     assert report.policies[0].runs[0].scores[0].top1 == ALL
     assert (report.incomplete or "").endswith("not attacked: row-mix")
-    assert "Traceback" in said[0]
-    assert sum(steps) == 5
-
-
-def test_a_worker_that_is_killed_ends_the_run(model: SavedModel, tmp_path: Path) -> None:
-    settings = settings_of(model, ["cloak", "stip"], [Ends], workers=2)
+    assert ("Traceback" in said[0], sum(steps)) == (True, 5)
+    given = settings_of(model, ["cloak", "stip"], [Ends], workers=2)
     with pytest.raises(ProcessError, match="a process killed by SIGKILL"):
-        Laboratory(settings, tmp_path).run()
-    assert not multiprocessing.active_children()
+        Laboratory(given, tmp_path).run()
 
 
 ROOT = Path(__file__).parents[3]
@@ -280,7 +279,6 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     found = LeakReport.model_validate_json(report.read_bytes())
     clear, noise, shielded, nothing = found.policies
-    assert [one.policy for one in found.policies] == list(policies)
     assert [run.attack for run in clear.runs] == ["nearest-embedding", "largest-features"]
     assert clear.runs[0].scores[0].top1.value == 1.0
     assert (shielded.sent_prompt, shielded.sent_answer, shielded.above_chance) == (0, 42, False)
