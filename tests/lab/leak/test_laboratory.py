@@ -243,9 +243,8 @@ def test_workers_pass_on_what_they_find_and_end_with_one_that_is_killed(
     model: SavedModel, tmp_path: Path
 ) -> None:
     steps, said = list[int](), list[str]()
-    watch = LeakProgress(step=steps.append, say=said.append)
     given = settings_of(model, ["attention-in-tee", "row-rotation", "row-mix"], [Ends], workers=2)
-    laboratory = Laboratory(given, tmp_path, watch)
+    laboratory = Laboratory(given, tmp_path, LeakProgress(step=steps.append, say=said.append))
     with pytest.raises(ProcessError, match="SystemExit: an end"):
         laboratory.run()
     report = laboratory.report()
@@ -253,9 +252,8 @@ def test_workers_pass_on_what_they_find_and_end_with_one_that_is_killed(
     assert report.policies[0].runs[0].scores[0].top1 == ALL
     assert (report.incomplete or "").endswith("not attacked: row-mix")
     assert ("Traceback" in said[0], sum(steps)) == (True, 5)
-    given = settings_of(model, ["cloak", "stip"], [Ends], workers=2)
     with pytest.raises(ProcessError, match="a process killed by SIGKILL"):
-        Laboratory(given, tmp_path).run()
+        Laboratory(settings_of(model, ["cloak", "stip"], [Ends], workers=2), tmp_path).run()
 
 
 ROOT = Path(__file__).parents[3]
