@@ -106,7 +106,7 @@ def _published_client(settings: BenchSettings, folder: Path, model: Path) -> tup
     options += ["--sampled", "2", "--case-s", str(_CASE_S)]
     with ExitStack() as running:
         # Its socket is ZeroMQ's, whatever ours is.
-        policy = load_policy("tsqp")
+        policy = load_policy("published")
         ((_, endpoint),) = start_services(running, settings, folder, model, policy, "tcp")
         found = _script("tsqp.lab.bench.published_client", endpoint, *options)
     return _BASELINES.validate_json(found)
