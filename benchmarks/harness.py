@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,10 +80,17 @@ def numbers(text: str) -> list[int]:
 
 def transports(text: str) -> list[str]:
     """Read names of transports, with commas. Raises SettingsError."""
-    for name in (names := text.split(",")):
-        if name not in BINDS:
-            raise SettingsError("--transports", got=repr(name), expected=f"of {', '.join(BINDS)}")
+    names = text.split(",")
+    require_known("--transports", names, BINDS)
     return names
+
+
+def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Raise SettingsError for a name that is not among the known ones."""
+    names = list(dict.fromkeys(known))
+    for name in given:
+        if name not in names:
+            raise SettingsError(option, got=repr(name), expected=f"of {', '.join(names)}")
 
 
 def temporary(closing: ExitStack) -> Path:

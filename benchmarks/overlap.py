@@ -32,6 +32,7 @@ from benchmarks.harness import (
     Repeated,
     in_turns,
     main,
+    require_known,
     say,
     service,
     temporary,
@@ -190,6 +191,7 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
 def measure(options: Any) -> Found:
     """Measure every case. Raises TsqpError."""
     over = transports(options.transports)
+    require_known("--case", options.case, (case.case for case in CASES))
     find_shape(options.shape)
     results = []
     with ExitStack() as closing:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import CORES, Found, main, say, temporary
+from benchmarks.harness import CORES, Found, main, require_known, say, temporary
 from gpu_side.profiles import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
@@ -189,6 +189,7 @@ def yardstick_ms() -> float:
 
 def measure(options: Any) -> Found:
     """Check every case; a prediction may be a fifth off. Raises TsqpError."""
+    require_known("--case", options.case, (case.name for case in CASES))
     cases = [case for case in CASES if not options.case or case.name in options.case]
     machine = fit_machine(CORES, 0.0, None, say) if any(c.fitted for c in cases) else None
     with ExitStack() as closing:

@@ -63,7 +63,7 @@ def measure(_options: Any) -> Found:
             for name in policies:
                 prompt, token = _report(model, name, folder).policies[0].cases
                 token_ms = token_ms or token.step_ms.median
-                found = {
+                found: dict[str, Any] = {
                     "model": model,
                     "policy": name,
                     "token_ms": token.step_ms.median,

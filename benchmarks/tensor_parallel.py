@@ -99,14 +99,14 @@ def measure(options: Any) -> Found:
             for operator in (*FUSED_MODULES, None):
                 layers = range(config.num_hidden_layers)
                 requests = [request_of(config, operator, layer, rows) for layer in layers]
-                us = times_us(channels, requests, rounds, options.quantile)
-                found[operator or "lm_head"] = us
+                times = times_us(channels, requests, rounds, options.quantile)
+                found[operator or "lm_head"] = times
             columns = zip(*(found[operator] for operator in FUSED_MODULES), strict=True)
             found["a layer"] = [sum(column) for column in columns]
             for what, (one, two, half) in found.items():
                 say(f"{rows} rows, {what}: ratio {two / one:.2f}, gain {half / two:.2f}")
-                us = {"one_us": one, "two_us": two, "half_us": half}
-                results.append({"rows": rows, "operator": what, **us})
+                each = {"one_us": one, "two_us": two, "half_us": half}
+                results.append({"rows": rows, "operator": what, **each})
     return {"results": results}, True
 
 
