@@ -123,8 +123,9 @@ def render(results: Results) -> str:
             machines[of["machine"]] = None
         about = f"{row.title} (`{row.name}`, {row.minutes:g} min)"
         lines.append([about, f"{row.test} ({row.long:,})", row.passes, found, verdict, when])
-    cells = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
-    table = "\n".join(f"| {line} |" for line in cells)
+    table = "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
     head = _HEAD.format(minutes=sum(row.minutes for row in ROWS))
     parts = [head, "## Scorecard", table]
     if machines:

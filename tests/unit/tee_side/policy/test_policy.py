@@ -261,9 +261,8 @@ def test_a_policy_file_is_found_by_its_path_and_refused_with_it(
         "published",
     )
     assert load_policy("published.toml").operators == load_policy("shielded").operators
-    for old, new in (("tsqp", "published"), ("tsqp-permuted", "published-permuted")):
-        with pytest.raises(PolicyError, match=f"got '{old}', expected its new name, '{new}'"):
-            load_policy(old)
+    with pytest.raises(PolicyError, match="expected its new name, 'published-permuted'"):
+        load_policy("tsqp-permuted")
     path = tmp_path / "p.toml"
     for text, message in (
         (
