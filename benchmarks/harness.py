@@ -101,7 +101,8 @@ def temporary(closing: ExitStack) -> Path:
 def service(closing: ExitStack, model: Path | str, bind: str, *options: str) -> str:
     """Start a `gpu-service` with one thread, unless `options` say more; return its endpoint."""
     command = [str(model), "--bind", bind, "--threads", "1", *options]
-    return start_service(closing, command)[1]
+    # Models of some gigabytes are read and quantised first.
+    return start_service(closing, command, timeout_s=600.0)[1]
 
 
 def elapsed_us(work: Callable[[], object]) -> float:

@@ -64,7 +64,7 @@ def measure(_options: Any) -> Found:
         size = write_random_model(model, SHAPE.settings)
         imported = _peak_of_import()
         command = [str(model), "--bind", "tcp://127.0.0.1:*", "--arithmetic", "float"]
-        pid, endpoint = start_service(closing, command)
+        pid, endpoint = start_service(closing, command, timeout_s=600.0)
         loaded = peak_bytes(pid)
         offloaded, rpc = _peak_of_runner(model, "attention-in-tee", endpoint)
         served = peak_bytes(pid)
