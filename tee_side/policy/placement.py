@@ -87,6 +87,8 @@ from tee_side.words import (
 )
 
 _SUFFIX = ".toml"
+# Built-in policies of other names than before.
+_RENAMED = {"tsqp": "published", "tsqp-permuted": "published-permuted"}
 _ENTRY_POINTS = "tsqp.policies"
 _FOLDER = "folder"
 _BUILTIN = files("tee_side.policy") / "builtin"
@@ -499,6 +501,10 @@ def load_policy(name_or_path: str) -> Policy:
     if name_or_path in builtin_policies():
         text = (_BUILTIN / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
         return _parse(text, name_or_path, None)
+    if name_or_path in _RENAMED:
+        raise PolicyError(
+            "policy", got=f"{name_or_path!r}", expected=f"its new name, {_RENAMED[name_or_path]!r}"
+        )
     if (entry := one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
         return _checked(load_entry_point(entry), f"entry point {entry.value}")
     expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"

@@ -160,7 +160,7 @@ HEAD = VOCABULARY + 4 * 128256
     ("policy", "vocabulary", "linear"),
     [
         ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
-        ("tsqp", 0, 0),
+        ("published", 0, 0),
         ("quantized-clear", 2 * VOCABULARY, HEAD),
         ("shielded", 2 * VOCABULARY, LINEAR + 4 * OUTPUTS + HEAD),
         ("shielded-prefill", 2 * VOCABULARY, 0),

@@ -185,7 +185,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(
         changed = {"public": tmp_path / changed["public"]}
         changed["public"].mkdir()
         make_begun_model(changed["public"], hidden_size=24)
-    settings = replace(settings_of(model, ["tsqp"], [Blind]), **changed)
+    settings = replace(settings_of(model, ["published"], [Blind]), **changed)
     with pytest.raises(error, match=said):
         Laboratory(settings, tmp_path)
     # The token that all prompts begin with is no likeness; one that some begin with is their text.
@@ -312,7 +312,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         (f"demo --cost {EXAMPLE}", "expected a report of tsqp bench --json"),
         (f"demo --cost {RECORDED}", "got the cost of llama-3.2-1b, expected that of demo"),
         ("demo --sigma 1,2", "got no --curves"),
-        ("demo --curves --policy tsqp", "whose mask has noise"),
+        ("demo --curves --policy published", "whose mask has noise"),
         ("demo --text no-such-text", "no-such-text: got FileNotFoundError"),
     ],
 )

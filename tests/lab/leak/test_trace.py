@@ -45,7 +45,7 @@ from tsqp.lab.leak.trace import Trace, TraceError
 from tsqp.lab.research.feature_key import FeatureKey
 
 # A row of each kind: in the clear, masks that add rows, products, pads, segments, two services.
-SEND = ("attention-in-tee", "row-rotation", "tsqp-permuted", "shielded", "two-server", "cloak")
+SEND = ("attention-in-tee", "row-rotation", "published-permuted", "shielded", "two-server", "cloak")
 
 
 def sent(phase: str | None = None, mask: Any = "none", **more: Any) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
 
 
 def test_what_no_installed_package_brings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sending = load_policy("tsqp")
+    sending = load_policy("published")
     monkeypatch.setattr("tee_side.plugins.entry_points", Mock(return_value=[]))
     for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
         with pytest.raises(PolicyError, match="expected an installed package that registers"):

@@ -92,7 +92,7 @@ def _published_client(settings: BenchSettings, folder: Path, model: Path) -> tup
     options += ["--sampled", "2", "--case-s", str(_CASE_S)]
     with ExitStack() as running:
         # Its socket is ZeroMQ's, whatever ours is.
-        policy = load_policy("tsqp")
+        policy = load_policy("published")
         served = replace(settings.served, transport="tcp")
         ((_, endpoint),) = start_services(running, policy, model, folder, served)
         found = _script("tsqp.lab.bench.published_client", endpoint, *options)

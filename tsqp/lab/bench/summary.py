@@ -85,7 +85,7 @@ def kinds(report: Report) -> list[tuple[Phase, CaseKey]]:
 
 
 def distinct(report: Report) -> Report:
-    """Return the report with policies that have one name told apart: `tsqp`, `tsqp (2)`."""
+    """Return the report with policies that have one name told apart: `stip`, `stip (2)`."""
     names: list[str] = []
     for run in report.policies:
         name, number = run.policy, 2

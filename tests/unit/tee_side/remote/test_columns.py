@@ -83,9 +83,9 @@ class PartOf(Lying, Cutting):
         ("two-server", 2, 5, 0, None),
         ("quantized-clear", 3, 2, 1, None),  # sizes that three do not divide, and biases
         ("attention-in-tee", 3, 0, 0, None),
-        ("tsqp", 2, 0, 0, None),  # the embedding, whose parts are added up
-        ("tsqp", 2, 1, 1, None),
-        ("tsqp-permuted", 2, 4, 0, None),
+        ("published", 2, 0, 0, None),  # the embedding, whose parts are added up
+        ("published", 2, 1, 1, None),
+        ("published-permuted", 2, 4, 0, None),
         ("shielded", 2, 4, 1, lambda y: y[:, :-1]),  # another form
     ],
 )

@@ -95,7 +95,7 @@ class AttentionKeys(Attack):
     name: ClassVar[str] = "attention-keys"
     reads: ClassVar[str] = "keys of the first layer, by every token's key at the same position"
     source: ClassVar[str] = "the key cache crosses at every step; TSQP's covers of Q K^T leave it"
-    control: ClassVar[str] = "tsqp"
+    control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
 
     def refuses(self, view: View) -> str | None:

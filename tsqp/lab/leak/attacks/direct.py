@@ -36,7 +36,7 @@ class TokenIds(Attack):
     name: ClassVar[str] = "token-ids"
     reads: ClassVar[str] = "token ids sent to an Embedding"
     source: ClassVar[str] = "what an Embedding is asked for"
-    control: ClassVar[str] = "tsqp"
+    control: ClassVar[str] = "published"
     published: ClassVar[float] = 1.0
 
     def refuses(self, view: View) -> str | None:
@@ -69,7 +69,7 @@ class Logits(Attack):
     name: ClassVar[str] = "logits"
     reads: ClassVar[str] = "the next token, from the logits that an LM head makes of what it gets"
     source: ClassVar[str] = "what an LM head is asked for"
-    control: ClassVar[str] = "tsqp"
+    control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
 
     def refuses(self, view: View) -> str | None:
