@@ -93,7 +93,7 @@ def test_an_interrupted_run_says_what_is_missing(
     report = made.report()
     assert [one.policy for one in report.policies] == ["attention-in-tee", "published"]
     assert report.incomplete == (
-        "w: got a, expected b; in part measured: tsqp; not measured: row-mix, tee-only,"
+        "w: got a, expected b; in part measured: published; not measured: row-mix, tee-only,"
         " tee-only-int8; not all baselines measured"
     )
 
