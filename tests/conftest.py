@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import secrets
 import signal
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -20,9 +18,6 @@ from protocol import native
 if TYPE_CHECKING:
     from tests.kit.model import SavedModel
     from tests.kit.service import FreshPython
-
-# Each call reads what all installed packages say, 40 ms; no test installs one into its own process.
-metadata.entry_points = functools.cache(metadata.entry_points)
 
 # The models are tiny: threads cost more than they bring, and one thread adds up in one order.
 torch.set_num_threads(1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import InputError, MaskError, SettingsError
 from protocol.messages import Arithmetic
+from tee_side.plugins import installed
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import (
     Policy,
@@ -157,7 +157,7 @@ def _origin(mask: type[Mask]) -> Origin:
 
 def our_masks() -> dict[str, type[Mask]]:
     """Return the masks that ship with us by name: built in, and the research baselines."""
-    found = entry_points(group=MASKS.group)
+    found = installed(MASKS.group)
     research = [entry.name for entry in found if entry.module.startswith(_RESEARCH)]
     return {name: find_mask(name) for name in sorted({*MASKS.builtin, *research})}
 

@@ -39,7 +39,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -61,6 +60,7 @@ from protocol.errors import MaskError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from tee_side.plugins import (
     PluginError,
+    installed,
     is_path,
     load_entry_point,
     load_object,
@@ -479,7 +479,7 @@ def builtin_policies() -> list[str]:
 
 def policy_names() -> list[str]:
     """Return the names of built-in policies and of those that installed packages bring."""
-    return sorted({*builtin_policies(), *(e.name for e in entry_points(group=_ENTRY_POINTS))})
+    return sorted({*builtin_policies(), *(e.name for e in installed(_ENTRY_POINTS))})
 
 
 def load_policy(name_or_path: str) -> Policy:

@@ -135,5 +135,5 @@ class Disturbed:
                 with self.lock:
                     if said.error is not None:
                         self.overdue_s = max(self.overdue_s, said.longest_s - timeout_s)
-                    if hit or (fault.short and still_s > 0.5 * (fault.lasts_s or 0.0)):
+                    if hit or (fault.short and said.longest_s > 0.9 * (fault.lasts_s or 0.0)):
                         self.still_s.setdefault(name, []).append(still_s)

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from protocol.errors import InputError, ManifestError, PolicyError, TsqpError
+from tee_side import plugins
 from tee_side.plugins import PluginError, checking_files, load_module, load_object, source_of
 from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.pad import Pad
@@ -191,12 +192,12 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
         for name, found in (*entries.items(), (ours, theirs), *twice)
     ]
 
-    def entry_points(*, group: str, name: str | None = None, wanted: str = group) -> list[Any]:
-        return [one for one in given if group == wanted and name in (None, one.name)]
+    def installed(group: str, *, wanted: str = group) -> list[Any]:
+        return [one for one in given if group == wanted]
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("policy.placement", "plugins"):
-            patch.setattr(f"tee_side.{module}.entry_points", entry_points)
+            patch.setattr(f"tee_side.{module}.installed", installed)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
         # A mask is uniform by its own word alone.
@@ -216,9 +217,15 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
         assert load_policy("shielded").masks == [Pad()]
 
 
+def test_each_group_is_read_once() -> None:
+    groups = [{entry.name for entry in plugins.installed(g)} for g in (MASKS.group, "tsqp.none")]
+    assert ["row-rotation" in names for names in groups] == [True, False]
+    assert plugins.installed(MASKS.group) is plugins.installed(MASKS.group)
+
+
 def test_what_no_installed_package_brings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sending = load_policy("published")
-    monkeypatch.setattr("tee_side.plugins.entry_points", Mock(return_value=[]))
+    monkeypatch.setattr("tee_side.plugins.installed", Mock(return_value=[]))
     for lacking in (lambda: find_checks("mine", "float"), lambda: find_registered(sending)):
         with pytest.raises(PolicyError, match="expected an installed package that registers"):
             lacking()
