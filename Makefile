@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 # What is tried on a larger shape: attacks on the first layer, and policies that they are about.
-LEAK_POLICIES := attention-in-tee tsqp tsqp-permuted stip cloak row-mix row-rotation shielded \
+LEAK_POLICIES := attention-in-tee published published-permuted stip cloak row-mix row-rotation shielded \
     tsqp/lab/leak/weakened/pad-reused.toml
 LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eigenvectors subspace \
     attention-keys pad-reuse
@@ -122,7 +122,7 @@ imports: $(STAMP)
 
 docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from what is recorded
 	$(BIN)/python -m tests.kit.masks_page docs/masks.md
-	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
+	$(BIN)/python -m benchmarks.page docs/benchmarks.md
 
 site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
@@ -130,12 +130,12 @@ site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is a
 bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); ONLY=NAME: one of it
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
-	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status
+	$(BIN)/python -m benchmarks.page docs/benchmarks.md; exit $$status
 
 bench-check: $(STAMP)  ## run the short recordings into build/bench, and write the page from what is recorded
 	rm -rf build/bench && mkdir -p build/bench
 	$(BIN)/python -m benchmarks.record --results build/bench $(addprefix --only ,ping_pong attestation)
-	$(BIN)/python -m benchmarks.tables build/bench/benchmarks.md
+	$(BIN)/python -m benchmarks.page build/bench/benchmarks.md
 
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	@mkdir -p build

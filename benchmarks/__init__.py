@@ -1,1 +1,6 @@
-"""Measurements that stand behind a claim in the documentation; recorded in `results/`."""
+"""Measurements that the documents quote, and the training of the demo model; not installed."""
+
+import os
+
+# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy [--documents N] [--no-sweep] [--json FILE]
 
-Every document is scored on its own, as `tsqp train-demo` scored the model: perplexity of its
+Every document is scored on its own, as `benchmarks.train_demo` scored the model: perplexity of its
 tokens, and how often the likeliest next token is that of float32. `quantized-clear` is the policy
 itself, against a gpu-service process. The other variants run in this process and say where the
 loss comes from: linear operators alone, the LM head alone with an input of 16 bits or of 8 (as the
@@ -12,20 +12,19 @@ says for a typical input; `tsqp.calibrate` takes its numbers from there.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy, embedding, linear
 
-from benchmarks.memory import program
+from benchmarks.harness import Found, main, say, service
+from benchmarks.train_demo import VALIDATION_FILE
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
@@ -47,9 +46,7 @@ from tee_side.protect.calibration import Calibration, SiteScales, calibration_pa
 from tee_side.remote.overlap import run
 from tee_side.words import Site
 from tsqp.calibrate import STEPS, operators_here
-from tsqp.lab.bench.machine import describe_machine
 from tsqp.run.settings import model_directory
-from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -165,21 +162,6 @@ def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
     return lambda x_TI: exact_product(scales.encode(x_TI), weights.weight) * scales.factor_N
 
 
-@contextmanager
-def service(model: Path) -> Iterator[str]:
-    """Run a gpu-service and yield its endpoint."""
-    command = [program("gpu-service"), str(model), "--bind", "tcp://127.0.0.1:*"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        for line in process.stderr or ():
-            if " ready " in line:
-                yield line.split("endpoint=", 1)[1].split()[0]
-                break
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 def score_policy(bench: Bench, directory: Path) -> Score:
     """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
     policy = load_policy("quantized-clear")
@@ -191,76 +173,50 @@ def score_policy(bench: Bench, directory: Path) -> Score:
         MaskSettings(),
         step_tokens=bench.config.context_length,
     )
-    with service(directory) as endpoint:
-        channel = ZmqChannel(endpoint)
-        try:
-            return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
-        finally:
-            channel.close()
-            assembly.close()
+    with ExitStack() as closing:
+        closing.callback(assembly.close)
+        channel = ZmqChannel(service(closing, directory, "tcp://127.0.0.1:*"))
+        closing.callback(channel.close)
+        return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
 
 
-def _score_steps(bench: Bench, steps: int, lm_head: Product) -> Score:
-    return bench.score(bench.operators(bench.integer_linears(steps), lm_head))
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, help="only the first N of the validation text")
-    parser.add_argument("--no-sweep", action="store_true", help="leave the sweep out")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
+def measure(options: Any) -> Found:
+    """Score float32, the policy, its parts, and coarser inputs."""
     directory = model_directory("demo")
-    bench = Bench(directory, options.documents)
+    bench = Bench(directory, options.documents or None)
     float_linears, float_head = bench.float_linears(), bench.float_head()
-    reference = bench.score(bench.operators(float_linears, float_head))
     integer_linears = bench.integer_linears()
-    variants: dict[str, Callable[[], Score]] = {
-        "quantized-clear": lambda: score_policy(bench, directory),
-        "linear operators only": lambda: bench.score(bench.operators(integer_linears, float_head)),
-        "LM head only, 16-bit input": lambda: bench.score(
-            bench.operators(float_linears, bench.integer_head(127 * 256 + 127))
-        ),
-        "LM head only, 8-bit input": lambda: bench.score(
-            bench.operators(float_linears, bench.integer_head(127))
-        ),
-        "all, LM head with 8-bit input": lambda: bench.score(
-            bench.operators(integer_linears, bench.integer_head(127))
-        ),
+    head_16, head_8 = bench.integer_head(127 * 256 + 127), bench.integer_head(127)
+    parts = {
+        "linear operators only": (integer_linears, float_head),
+        "LM head only, 16-bit input": (float_linears, head_16),
+        "LM head only, 8-bit input": (float_linears, head_8),
+        "all, LM head with 8-bit input": (integer_linears, head_8),
     }
     for steps in () if options.no_sweep else SWEEP:
-        variants[f"linear operators only, {steps} steps"] = partial(
-            _score_steps, bench, steps, float_head
-        )
-    print(f"float32: perplexity {math.exp(reference.nats / reference.tokens):.5f}", end=" ")
-    print(f"over {reference.tokens} tokens of {len(bench.documents)} documents")
+        coarser = bench.integer_linears(steps)
+        parts[f"linear operators only, {steps} steps"] = (coarser, float_head)
+    reference = bench.score(bench.operators(float_linears, float_head))
     rows: dict[str, dict[str, float]] = {}
-    for name, measure in variants.items():
-        score = measure()
+    for name in ("quantized-clear", *parts):
+        if name in parts:
+            score = bench.score(bench.operators(*parts[name]))
+        else:
+            score = score_policy(bench, directory)
         rows[name] = {
             "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
             "top_1_agreement": (score.top == reference.top).double().mean().item(),
         }
-        ratio, agreement = rows[name].values()
-        print(f"{name:<40}ratio {ratio:.5f}  top-1 agreement {agreement:.2%}", flush=True)
-    policy = rows["quantized-clear"]
-    reached = (
-        policy["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO
-        and policy["top_1_agreement"] >= MIN_AGREEMENT
-    )
-    print(f"targets (ratio <= {MAX_PERPLEXITY_RATIO}, agreement >= {MIN_AGREEMENT:.0%}): ", end="")
-    print("reached" if reached else "missed")
-    if options.json:
-        document = {
-            "machine": describe_machine(),
-            "tokens": reference.tokens,
-            "float32_perplexity": math.exp(reference.nats / reference.tokens),
-            "variants": rows,
-            "targets_reached": reached,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        say(f"{name}: {rows[name]}")
+    ratio, agreement = rows["quantized-clear"].values()
+    reached = ratio <= MAX_PERPLEXITY_RATIO and agreement >= MIN_AGREEMENT
+    return {
+        "tokens": reference.tokens,
+        "float32_perplexity": math.exp(reference.nats / reference.tokens),
+        "variants": rows,
+        "targets_reached": reached,
+    }, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, documents=0, no_sweep=False)

@@ -1,6 +1,6 @@
 """How far a service that stays below the tolerance of float checks can move the logits.
 
-    python -m benchmarks.float_shift [MODEL] [--positions 24] [--steps 8] [--json FILE]
+    python -m benchmarks.float_shift [--model DIR] [--positions 24] [--steps 8] [--json FILE]
 
 Products of floats are verified within a tolerance (`tsqp.lab.research.float_check.FloatCheck`); a
 service that knows it may add an error of that length to every row of every product. This searches
@@ -19,44 +19,27 @@ is that of the dtype named. `margin`: likeliest less runner-up; `shift`: by how 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from protocol.errors import SettingsError, TsqpError
+from benchmarks.harness import Found, main, say
+from benchmarks.train_demo import VALIDATION_FILE
+from protocol.errors import SettingsError
 from protocol.tensors import torch_dtype
 from tee_side.engine.tokenizer import Tokenizer
-from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.research.float_check import Tolerance
 from tsqp.run.settings import model_directory
-from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 DTYPES = ("float32", "float16", "bfloat16")
 _CONTEXT = 64
 # Modules that are verified as one product.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-
-
-@dataclass(frozen=True)
-class Result:
-    """Over all positions. Logits as they are; `relative`: the tolerance."""
-
-    dtype: str
-    relative: float
-    positions: int
-    shift_median: float
-    shift_largest: float
-    margin_median: float
-    flipped: int
 
 
 class _Product:
@@ -148,60 +131,34 @@ class Search:
         return logits
 
 
-def measure(directory: Path, positions: int, steps: int) -> list[Result]:
+def measure(options: Any) -> Found:
     """Search at some positions of the text, in every dtype. Raises TsqpError."""
+    directory, positions = model_directory(options.model), options.positions
     file = directory / VALIDATION_FILE
     if not file.is_file():
         raise SettingsError(str(file), got="no such file", expected="text to search on")
     ids = Tokenizer(directory).encode(file.read_text(encoding="utf-8")[:200_000])
     starts = [number * (len(ids) - _CONTEXT) // positions for number in range(positions)]
-    search, results = Search(directory), []
+    search = Search(directory)
+    results: list[dict[str, Any]] = []
     for dtype in DTYPES:
         relative = Tolerance.of(torch_dtype(dtype), None).relative
-        found = [search.worst(ids[at : at + _CONTEXT], relative, steps) for at in starts]
+        found = [search.worst(ids[at : at + _CONTEXT], relative, options.steps) for at in starts]
         shifts = [margin - smallest for margin, smallest in found]
-        results.append(
-            Result(
-                dtype=dtype,
-                relative=relative,
-                positions=positions,
-                shift_median=statistics.median(shifts),
-                shift_largest=max(shifts),
-                margin_median=statistics.median(margin for margin, _ in found),
-                flipped=sum(smallest < 0 for _, smallest in found),
-            )
-        )
-        print(f"float_shift: {results[-1]}", file=sys.stderr, flush=True)
-    return results
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Search and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--positions", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="write here instead of to stdout")
-    options = parser.parse_args(arguments)
-    try:
-        results = measure(model_directory(options.model), options.positions, options.steps)
-    except TsqpError as error:
-        sys.exit(f"float_shift: error: {error}")
-    document = {
-        "machine": describe_machine(),
-        "model": options.model,
-        "context": _CONTEXT,
-        "steps": options.steps,
-        "results": [asdict(result) for result in results],
-    }
-    text = json.dumps(document, indent=1)
-    if options.json is None:
-        print(text)
-    else:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        result = {
+            "dtype": dtype,
+            "relative": relative,
+            "positions": positions,
+            "shift_median": median(shifts),
+            "shift_largest": max(shifts),
+            "margin_median": median(margin for margin, _ in found),
+            "flipped": sum(smallest < 0 for _, smallest in found),
+        }
+        say(f"{result}")
+        results.append(result)
+    about = {"model": options.model, "context": _CONTEXT, "steps": options.steps}
+    return {**about, "results": results}, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, model="demo", positions=24, steps=8)

@@ -10,15 +10,14 @@ local folder of wheels.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
-import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from tsqp.lab.bench.machine import describe_machine
+from benchmarks.harness import Found, main, temporary
 
 
 def timed(command: list[str], folder: Path) -> tuple[float, str]:
@@ -34,20 +33,17 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
     return elapsed, result.stdout
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
+def measure(_options: Any) -> Found:
+    """Clone, and run the three commands of a newcomer."""
     source = Path(__file__).resolve().parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        clone = Path(folder) / "tsqp"
+    with ExitStack() as closing:
+        clone = temporary(closing) / "tsqp"
         cloning, _ = timed(["git", "clone", "--quiet", str(source), str(clone)], source)
         first, story = timed(["make", "demo"], clone)
         second, _ = timed(["make", "demo"], clone)
         testing, report = timed(["make", "test"], clone)
     settings = sorted(name for name in os.environ if name.startswith("PIP_"))
-    rows = {
+    return {
         "pip_settings": " ".join(settings) or "none",
         "local_folder_of_wheels": "PIP_FIND_LINKS" in settings,
         "clone_s": round(cloning, 1),
@@ -56,13 +52,8 @@ def main() -> None:
         "make_test_s": round(testing, 1),
         "verdict": story.strip().splitlines()[-1],
         "tests": report.strip().splitlines()[-1],
-    }
-    for name, value in rows.items():
-        print(f"{name:<24}{value}")
-    if options.json:
-        document = {"machine": describe_machine(), **rows}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    }, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

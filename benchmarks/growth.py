@@ -13,86 +13,31 @@ and the rest: attention looks at each earlier token, so it alone may grow faster
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
-from protocol.errors import TsqpError
+from benchmarks.harness import Found, main, numbers, say, temporary
 from tee_side.policy.placement import load_policy
-from tsqp.lab.bench.fit import fit_exponent
-from tsqp.lab.bench.job import Plan
-from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Case, PolicyRun
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.bench.settings import TRANSPORTS, BenchSettings
 from tsqp.lab.bench.shapes import Shape, find_shape
-from tsqp.lab.bench.summary import sum_stages
+from tsqp.lab.bench.summary import fit_exponent, sum_stages
 
 ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
 # An exponent this far above 1 is still called linear: that is how well such a line can be drawn.
 TOLERANCE = 0.05
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What to vary. Each list is measured with the first of the others (layers: the last)."""
-
-    layers: tuple[int, ...]
-    contexts: tuple[int, ...]
-    prompts: tuple[int, ...]
-    batches: tuple[int, ...]
+def _overhead(case: Case) -> float:
+    return case.overhead_ms
 
 
-@dataclass(frozen=True)
-class Growth:
-    """One cost against one size. `points`: pairs of size and ms.
-
-    `may_exceed`: whether it may grow faster than linearly; `linear`: whether it does not.
-    """
-
-    cost: str
-    against: str
-    at: str
-    points: tuple[tuple[int, float], ...]
-    exponent: float | None
-    r_squared: float | None
-    worst: float | None
-    may_exceed: bool
-    linear: bool
-
-
-def grown(
-    cost: str,
-    against: str,
-    at: str,
-    points: Iterable[tuple[int, float]],
-    *,
-    may_exceed: bool = False,
-) -> Growth:
-    """Fit one cost."""
-    pairs = tuple(sorted(points))
-    law = fit_exponent(pairs)
-    return Growth(
-        cost=cost,
-        against=against,
-        at=at,
-        points=pairs,
-        exponent=law.exponent if law else None,
-        r_squared=law.r_squared if law else None,
-        worst=law.worst if law else None,
-        may_exceed=may_exceed,
-        linear=law is not None and law.exponent <= 1 + TOLERANCE,
-    )
-
-
-def attention_ms(case: Case) -> float:
+def _attention(case: Case) -> float:
     """Return attention's part of a case's overhead.
 
     The median step is divided as its observed steps were, which are others, and slower.
@@ -103,175 +48,114 @@ def attention_ms(case: Case) -> float:
     return case.overhead_ms * found_us / total_us if total_us else 0.0
 
 
-def growths(runs: dict[int, PolicyRun], sizes: Sizes) -> list[Growth]:
-    """Fit everything, from a run for each number of layers."""
-    full = runs[sizes.layers[-1]]
-    context, prompt = sizes.contexts[0], sizes.prompts[0]
-    layers = f"{sizes.layers[-1]} layers"
+def _all_else(case: Case) -> float:
+    return case.overhead_ms - _attention(case)
 
-    def case(run: PolicyRun, phase: str, tokens: int, batch: int = 1) -> Case:
-        (found,) = (c for c in run.cases if (c.phase, c.tokens, c.batch) == (phase, tokens, batch))
+
+def _fitted(
+    cost: str, against: str, at: str, points: Iterable[tuple[int, float]], may_exceed: bool
+) -> dict[str, Any]:
+    """Fit one cost against one size. `may_exceed`: whether it may grow faster than linearly."""
+    pairs = sorted(points)
+    law = fit_exponent(pairs)
+    return {
+        "cost": cost,
+        "against": against,
+        "at": at,
+        "points": pairs,
+        **{name: getattr(law, name, None) for name in ("exponent", "r_squared", "worst")},
+        "may_exceed": may_exceed,
+        "linear": law is not None and law.exponent <= 1 + TOLERANCE,
+    }
+
+
+def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """Fit everything, from a run for each number of layers."""
+    context, prompt, most = sizes["contexts"][0], sizes["prompts"][0], sizes["layers"][-1]
+    layers = f"{most} layers"
+
+    def case(phase: str, tokens: int, batch: int = 1, count: int = most) -> Case:
+        key, cases = (phase, tokens, batch), runs[count].cases
+        (found,) = (c for c in cases if (c.phase, c.tokens, c.batch) == key)
         return found
 
-    def decode(run: PolicyRun) -> Case:
-        return case(run, "decode", context)
-
-    prompts = [case(full, "prefill", length) for length in sizes.prompts]
-    contexts = [case(full, "decode", length) for length in sizes.contexts]
-    batches = [case(full, "decode", context, size) for size in sizes.batches]
-    return [
-        grown(
-            "decode step",
-            "layers",
-            f"context {context}",
-            [(count, decode(run).overhead_ms) for count, run in runs.items()],
-        ),
-        grown(
-            "prefill",
-            "layers",
-            f"prompt {prompt}",
-            [(count, case(run, "prefill", prompt).overhead_ms) for count, run in runs.items()],
-        ),
-        grown("decode step", "context", layers, _points(contexts, "tokens", _overhead)),
-        grown(
-            "decode step, attention", "context", layers, _points(contexts, "tokens", attention_ms)
-        ),
-        grown(
-            "prefill, attention",
-            "prompt",
-            layers,
-            _points(prompts, "tokens", attention_ms),
-            may_exceed=True,
-        ),
-        grown(
-            "prefill, all else",
-            "prompt",
-            layers,
-            _points(prompts, "tokens", lambda c: c.overhead_ms - attention_ms(c)),
-        ),
-        grown(
-            "decode step",
-            "batch",
-            f"{layers}, context {context}",
-            _points(batches, "batch", _overhead),
-        ),
-    ]
-
-
-def _overhead(case: Case) -> float:
-    return case.overhead_ms
-
-
-def _points(
-    cases: Sequence[Case], size: str, cost: Callable[[Case], float]
-) -> list[tuple[int, float]]:
-    return [(getattr(case, size), cost(case)) for case in cases]
-
-
-def plan_for(count: int, sizes: Sizes, repeats: int, decode_steps: int) -> Plan:
-    """Return which cases to measure with so many layers: all of them only with the most."""
-    context = sizes.contexts[0]
-    everything = count == sizes.layers[-1]
-    contexts = [(length, 1) for length in (sizes.contexts if everything else (context,))]
-    batches = [(context, size) for size in sizes.batches] if everything else []
-    return Plan(
-        prefill=sizes.prompts if everything else sizes.prompts[:1],
-        decode=tuple(dict.fromkeys([*contexts, *batches])),
-        generation=None,
-        repeats=repeats,
-        decode_steps=decode_steps,
+    decoded = {n: case("decode", context, count=n) for n in sizes["layers"]}
+    prefilled = {n: case("prefill", prompt, count=n) for n in sizes["layers"]}
+    contexts = {n: case("decode", n) for n in sizes["contexts"]}
+    prompts = {n: case("prefill", n) for n in sizes["prompts"]}
+    batches = {n: case("decode", context, n) for n in sizes["batches"]}
+    rows: tuple[tuple[str, str, str, dict[int, Case], Callable[[Case], float]], ...] = (
+        ("decode step", "layers", f"context {context}", decoded, _overhead),
+        ("prefill", "layers", f"prompt {prompt}", prefilled, _overhead),
+        ("decode step", "context", layers, contexts, _overhead),
+        ("decode step, attention", "context", layers, contexts, _attention),
+        ("prefill, attention", "prompt", layers, prompts, _attention),
+        ("prefill, all else", "prompt", layers, prompts, _all_else),
+        ("decode step", "batch", f"{layers}, context {context}", batches, _overhead),
     )
+    found = []
+    for cost, against, at, cases, of in rows:
+        points = [(size, of(one)) for size, one in cases.items()]
+        found.append(_fitted(cost, against, at, points, cost == "prefill, attention"))
+    return found
 
 
-def measure(shape: Shape, policy: str, plan: Plan, *, transport: str, threads: int) -> PolicyRun:
-    """Measure one number of layers. Raises TsqpError."""
-    with tempfile.TemporaryDirectory(prefix="tsqp-growth-") as folder:
+def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any) -> PolicyRun:
+    """Measure one number of layers: every case only with the most. Raises TsqpError."""
+    everything = count == sizes["layers"][-1]
+    context, contexts = sizes["contexts"][0], sizes["contexts"]
+    batches = [(context, size) for size in sizes["batches"]] if everything else []
+    lengths = [(length, 1) for length in (contexts if everything else contexts[:1])]
+    plan = Plan(
+        prefill=tuple(sizes["prompts"] if everything else sizes["prompts"][:1]),
+        decode=tuple(dict.fromkeys([*lengths, *batches])),
+        generation=None,
+        repeats=options.repeats,
+        decode_steps=options.decode_steps,
+    )
+    with ExitStack() as closing:
+        folder = temporary(closing)
         # Random weights of the linear modules are for a service that computes.
-        write_random_model(Path(folder), dict(shape.settings), linear=False)
-        bench = Bench(
-            BenchSettings(
-                command="growth",
-                policies=((policy, load_policy(policy)),),
-                model=Path(folder),
-                device="null",
-                transport=transport,
-                threads=threads,
-                gpu_threads=1,
-                baselines=False,
-                plan=plan,
-            ),
-            _say,
+        write_random_model(folder, dict(shape.with_layers(count).settings), linear=False)
+        settings = BenchSettings(
+            command="growth",
+            policies=((options.policy, load_policy(options.policy)),),
+            model=folder,
+            device="null",
+            transport=options.transport,
+            threads=options.threads,
+            gpu_threads=1,
+            baselines=False,
+            plan=plan,
         )
+        bench = Bench(settings, say)
         bench.run()
         (run,) = bench.report().policies
         return run
 
 
-def comma_separated(text: str) -> tuple[int, ...]:
-    """Read whole numbers from 1, with commas; sorted, each once. Raises ArgumentTypeError."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected whole numbers from 1, with commas"
-        )
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _say(line: str) -> None:
-    print(f"growth: {line}", file=sys.stderr, flush=True)
-
-
-def _show(found: Growth) -> None:
-    points = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.points)
-    exponent = "no fit" if found.exponent is None else f"{found.exponent:.2f}"
-    print(f"{found.cost:24} {found.against:8} {exponent:>6}   {points} ms", flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="llama-3.2-1b")
-    parser.add_argument("--policy", default="attention-in-tee")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="unix")
-    parser.add_argument("--layers", type=comma_separated, default="4,8,16")
-    parser.add_argument("--contexts", type=comma_separated, default="128,512,2048")
-    parser.add_argument("--prompts", type=comma_separated, default="128,256,512,1024,2048")
-    parser.add_argument("--batches", type=comma_separated, default="1,2,4,8")
-    parser.add_argument("--repeats", type=int, default=5, help="of each prompt")
-    parser.add_argument("--decode-steps", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the TEE")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args(arguments)
-    sizes = Sizes(options.layers, options.contexts, options.prompts, options.batches)
-    try:
-        shape, runs = find_shape(options.shape), {}
-        for count in sizes.layers:
-            _say(f"{count} layers")
-            runs[count] = measure(
-                shape.with_layers(count),
-                options.policy,
-                plan_for(count, sizes, options.repeats, options.decode_steps),
-                transport=options.transport,
-                threads=options.threads,
-            )
-        found = growths(runs, sizes)
-    except TsqpError as error:
-        sys.exit(f"growth: error: {error}")
-    for one in found:
-        _show(one)
-    if options.json:
-        document = {
-            "machine": describe_machine(),
-            "shape": options.shape,
-            "policy": options.policy,
-            "transport": options.transport,
-            "tee_threads": options.threads,
-            "growth": [asdict(one) for one in found],
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def measure(options: Any) -> Found:
+    """Measure each number of layers, and fit. Raises TsqpError."""
+    names = ("layers", "contexts", "prompts", "batches")
+    sizes = {name: numbers(getattr(options, name)) for name in names}
+    shape = find_shape(options.shape)
+    found = _growths({n: _measure(shape, n, sizes, options) for n in sizes["layers"]}, sizes)
+    about = {"shape": options.shape, "policy": options.policy, "transport": options.transport}
+    return {**about, "tee_threads": options.threads, "growth": found}, True
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        measure,
+        shape="llama-3.2-1b",
+        policy="attention-in-tee",
+        transport="unix",
+        layers="4,8,16",
+        contexts="128,512,2048",
+        prompts="128,256,512,1024,2048",
+        batches="1,2,4,8",
+        repeats=5,
+        decode_steps=24,
+        threads=torch.get_num_threads(),
+    )

@@ -1,8 +1,8 @@
 """Round trips between an emulated guest and its host, over each link, beside loopback in the guest.
 
-    python -m benchmarks.guest_links IMAGE [--round-trips 400] [--spin-us 200]
+    python -m benchmarks.guest_links --image DIR [--round-trips 400] [--spin-us 200]
 
-IMAGE: of tsqp image build, whole. A Linear of 3,840 bytes from tensor to tensor, to `gpu-service
+--image: of tsqp image build, whole. A Linear of 3,840 bytes from tensor to tensor, to `gpu-service
 --device
 null`: of the host over vsock (vhost-device-vsock on PATH), over memory that both map, and over TCP
 through QEMU's user network; and of the guest itself, over a Unix socket and over TCP. Each link's
@@ -14,21 +14,20 @@ It starts a copy of the image with another program in it, so that nothing that i
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+from benchmarks.harness import Found, main, say, service, temporary
+from protocol.errors import SettingsError
 from tsqp.deploy.launch import GuestMachine
 from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
-from tsqp.lab.bench.ping_pong import running
 
 MEMORY_BYTES = 16 * 1024 * 1024
-TIMEOUT_S = 1200
 # Where the guest has them: its host as QEMU's user network names it, and resource2 of the device.
 _PORT = 5000
 _DEVICE = "/sys/bus/pci/devices/0000:00:10.0/resource2"
@@ -94,37 +93,28 @@ def measuring_copy(image: Path, folder: Path, words: list[object]) -> Path:
     return copy
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description="Measure links between a guest and its host.")
-    parser.add_argument("image", type=Path)
-    parser.add_argument("--round-trips", type=int, default=400)
-    parser.add_argument("--spin-us", type=float, default=200.0)
-    options = parser.parse_args()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+def measure(options: Any) -> Found:
+    """Start the copy, and read what it printed. Raises TsqpError."""
+    if not options.image:
+        raise SettingsError("--image", got="nothing", expected="a folder of tsqp image build")
+    with ExitStack() as closing:
+        folder = temporary(closing)
         memory = folder / "memory"
         memory.write_bytes(bytes(MEMORY_BYTES))
-        bound = {
-            "vsock": f"unix://{folder}/vm_{_PORT}",
-            "ivshmem": f"ivshmem://{memory},{folder}/vm_{_PORT + 1}",
-            "tcp": "tcp://127.0.0.1:*",
-        }
-        for name, endpoint in bound.items():
-            program = str(Path(sys.executable).with_name("gpu-service"))
-            command = [program, "demo", "--bind", endpoint, "--device", "null"]
-            command += ["--arithmetic", "float", "--spin-us", str(options.spin_us)]
-            bound[name] = stack.enter_context(running(command, " ready endpoint=", "stderr"))
+        spins = ("--device", "null", "--arithmetic", "float", "--spin-us", str(options.spin_us))
+        service(closing, "demo", f"unix://{folder}/vm_{_PORT}", *spins)
+        service(closing, "demo", f"ivshmem://{memory},{folder}/vm_{_PORT + 1}", *spins)
+        tcp = service(closing, "demo", "tcp://127.0.0.1:*", *spins)
         endpoints = {
             "unix in the guest": "unix:///run/tsqp/own",
             "tcp in the guest": "tcp://127.0.0.1:5555",
             "vsock": f"vsock://2:{_PORT}",
             "ivshmem": f"ivshmem://{_DEVICE},2:{_PORT + 1}",
-            "tcp": f"tcp://10.0.2.2:{bound['tcp'].rpartition(':')[2]}",
+            "tcp": f"tcp://10.0.2.2:{tcp.rpartition(':')[2]}",
         }
         words: list[object] = [endpoints, options.round_trips, options.spin_us]
         machine = GuestMachine(
-            image=measuring_copy(options.image, folder, words),
+            image=measuring_copy(Path(options.image), folder, words),
             launch=None,
             vcpus=2,
             memory_mib=4096,
@@ -142,8 +132,9 @@ def main() -> None:
     times: dict[str, list[float]] = json.loads(found[0].removeprefix("links "))
     for name, (p50, p90) in times.items():
         own = times["tcp in the guest" if "tcp" in name else "unix in the guest"][0]
-        print(f"{name:18} p50 {p50:7.0f} us  p90 {p90:7.0f} us  {p50 / own:5.2f} of loopback")
+        say(f"{name:18} p50 {p50:7.0f} us  p90 {p90:7.0f} us  {p50 / own:5.2f} of loopback")
+    return {"p50_p90_us": times}, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, image="", round_trips=400, spin_us=200.0)

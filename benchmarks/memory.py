@@ -8,17 +8,19 @@ files). The baseline is the same interpreter that has only imported torch.
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import re
 import subprocess
 import sys
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from tsqp.lab.bench.machine import describe_machine
+from benchmarks.harness import Found, main, temporary
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.processes import program, start_service
 
 SHAPE = find_shape("llama-3.2-1b")
 PROMPT = ",".join(str(1000 + 7 * i) for i in range(64))
@@ -34,70 +36,42 @@ def _high_water_mark(status: str) -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * KIB
 
 
-def program(name: str) -> str:
-    """Return the path of one of our programs."""
-    return str(Path(sys.executable).parent / name)
-
-
-def measure_import() -> int:
+def _peak_of_import() -> int:
     """Return the peak of an interpreter that imports torch and nothing else."""
     # Not getrusage: its peak survives exec, and would be that of this process.
     code = "import torch; print(open('/proc/self/status').read())"
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    return _high_water_mark(output)
+    command = [sys.executable, "-c", code]
+    return _high_water_mark(subprocess.check_output(command, text=True))
 
 
-def measure_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[str, int]]:
+def _peak_of_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[str, int]]:
     """Generate eight tokens; return the runner's peak and the round trips it made."""
-    arguments = [program("tee-runner"), "generate", str(model), "--gpu", endpoint]
-    arguments += ["--policy", policy, "--prompt-token-ids", PROMPT, "--max-new-tokens", "8"]
-    script = (
-        "import resource, subprocess, sys;"
-        "p = subprocess.run(sys.argv[1:], capture_output=True, text=True, check=True);"
-        "print(p.stdout.strip());"
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    )
-    command = [sys.executable, "-c", script, *arguments, "--json"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    result, peak = output.strip().splitlines()
-    return int(peak) * KIB, json.loads(result)["rpc"]
+    command = [program("tee-runner"), "generate", str(model), "--gpu", endpoint, "--json"]
+    command += ["--policy", policy, "--prompt-token-ids", PROMPT, "--max-new-tokens", "8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        said = process.stdout.read() if process.stdout else b""
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return usage.ru_maxrss * KIB, json.loads(said)["rpc"]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
+def measure(_options: Any) -> Found:
+    """Measure each process. Raises TsqpError."""
+    with ExitStack() as closing:
+        model = temporary(closing)
         size = write_random_model(model, SHAPE.settings)
-        imported = measure_import()
-        service = subprocess.Popen(
-            [
-                *(program("gpu-service"), str(model), "--bind", "tcp://127.0.0.1:*"),
-                *("--arithmetic", "float"),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            endpoint = ""
-            for line in service.stderr or ():
-                if " ready " in line:
-                    endpoint = line.split("endpoint=", 1)[1].split()[0]
-                    break
-            loaded = peak_bytes(service.pid)
-            offloaded, rpc = measure_runner(model, "attention-in-tee", endpoint)
-            served = peak_bytes(service.pid)
-        finally:
-            service.terminate()
-            service.communicate()
-        alone, _ = measure_runner(model, "tee-only", "tcp://127.0.0.1:9")
-
+        imported = _peak_of_import()
+        command = [str(model), "--bind", "tcp://127.0.0.1:*", "--arithmetic", "float"]
+        pid, endpoint = start_service(closing, command, timeout_s=600.0)
+        loaded = peak_bytes(pid)
+        offloaded, rpc = _peak_of_runner(model, "attention-in-tee", endpoint)
+        served = peak_bytes(pid)
+        alone, _ = _peak_of_runner(model, "tee-only", "tcp://127.0.0.1:9")
     embedding = SHAPE.settings["vocab_size"] * SHAPE.settings["hidden_size"] * 2
-    rows = {
+    return {
+        "rpc": rpc,
         "model_bytes": size,
         "embedding_and_lm_head_bytes": embedding,
         "import_torch_peak_bytes": imported,
@@ -105,22 +79,15 @@ def main() -> None:
         "gpu_service_peak_serving_bytes": served,
         "tee_runner_attention_in_tee_peak_bytes": offloaded,
         "tee_runner_tee_only_peak_bytes": alone,
-    }
-    ratios = {
-        "gpu_service_peak / model": served / size,
-        "(gpu_service_peak - import torch) / model": (served - imported) / size,
-        "(tee_runner attention-in-tee - import torch - embedding) / model": (
-            (offloaded - imported - embedding) / size
-        ),
-    }
-    for name, value in rows.items():
-        print(f"{name:<45}{value / 1e6:>10.1f} MB")
-    for name, ratio in ratios.items():
-        print(f"{name:<70}{ratio:>7.3f}")
-    if options.json:
-        document = {"machine": describe_machine(), "rpc": rpc, **rows, "ratios": ratios}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        "ratios": {
+            "gpu_service_peak / model": served / size,
+            "(gpu_service_peak - import torch) / model": (served - imported) / size,
+            "(tee_runner attention-in-tee - import torch - embedding) / model": (
+                (offloaded - imported - embedding) / size
+            ),
+        },
+    }, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

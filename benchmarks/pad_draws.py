@@ -17,9 +17,7 @@ The folder should be on a real disk: on a memory-backed one fsync costs nothing.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import mmap
 import os
 import random
@@ -29,17 +27,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks.harness import Found, elapsed_us, main
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.randomness import Keystream
-from tsqp.lab.bench.machine import describe_machine
 
 CAPACITY = 8192
 WEIGHT = 12345
@@ -204,72 +203,46 @@ def time_one_site(folder: Path, in_features: int, out_features: int) -> dict[str
     with made as bank:
         with bank.begin(repeats) as batch:
             words = torch.zeros(repeats, out_features, dtype=torch.int32)
-            started_ns = time.perf_counter_ns()
-            batch.put(0, words)
-            batch.commit()
-            fill_us = (time.perf_counter_ns() - started_ns) / 1000 / repeats
+            put_us = elapsed_us(partial(batch.put, 0, words))
+            fill_us = (put_us + elapsed_us(batch.commit)) / repeats
         takes, draws = [], []
         for _ in range(repeats):
             started_ns = time.perf_counter_ns()
             indices = bank.take(1)
-            taken_ns = time.perf_counter_ns()
-            bank.factors(indices, 0)
-            draws.append(time.perf_counter_ns() - taken_ns)
-            takes.append(taken_ns - started_ns)
+            takes.append((time.perf_counter_ns() - started_ns) / 1e3)
+            draws.append(elapsed_us(partial(bank.factors, indices, 0)))
     stream, sealer = Keystream(bytes(32)), AESGCM(bytes(32))
     sealed, nonce = sealer.encrypt(bytes(12), bytes(4 * out_features), None), bytes(12)
     return {
         "in_features": in_features,
         "out_features": out_features,
-        "factors_us_median": round(sorted(draws)[repeats // 2] / 1000, 1),
+        "factors_us_median": round(sorted(draws)[repeats // 2], 1),
         "aes_ctr_and_gcm_alone_us": round(
             _median_us(lambda: stream.bytes(5, 0, 4 * in_features))
             + _median_us(lambda: sealer.decrypt(nonce, sealed, None)),
             1,
         ),
-        "take_us_median": round(sorted(takes)[repeats // 2] / 1000, 1),
-        "take_us_mean_with_fsync": round(sum(takes) / repeats / 1000, 1),
+        "take_us_median": round(sorted(takes)[repeats // 2], 1),
+        "take_us_mean_with_fsync": round(sum(takes) / repeats, 1),
         "fill_us_with_fsync": round(fill_us, 1),
     }
 
 
-def _elapsed_us(call: Callable[[], object]) -> float:
-    started_ns = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - started_ns) / 1000
-
-
 def _median_us(call: Callable[[], object], repeats: int = 2000) -> float:
-    return sorted(_elapsed_us(call) for _ in range(repeats))[repeats // 2]
+    return sorted(elapsed_us(call) for _ in range(repeats))[repeats // 2]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
+def measure(options: Any) -> Found:
+    """Count, and time one site."""
     torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as name:
         folder = Path(name)
         timed = time_one_site(folder, 2048, 8192)
         counted = crash_and_draw(folder, options.draws, options.seed)
-    document = {
-        "machine": {
-            **describe_machine(),
-            "cryptography": importlib.metadata.version("cryptography"),
-        },
-        **counted,
-        "one_row_at_one_site": timed,
-    }
-    print(json.dumps(document, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if counted["reused_indices"] or counted["draws_that_went_backwards"]:
-        raise SystemExit("pads were used twice")
+    version = importlib.metadata.version("cryptography")
+    reused = counted["reused_indices"] or counted["draws_that_went_backwards"]
+    return {"cryptography": version, **counted, "one_row_at_one_site": timed}, not reused
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, draws=1_000_000, seed=1, folder="")

@@ -10,19 +10,17 @@ process; the best of `REPEATS`, as what else runs on the machine only takes time
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
-import tempfile
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness import Found, elapsed_us, main, temporary
 from benchmarks.memory import peak_bytes
 from protocol.integer import DIGITS, empty_weight, ring_product
 from protocol.model.checkpoint import Checkpoint
@@ -37,7 +35,6 @@ from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.randomness import Keystream
-from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.run.bank import BATCH_TOKENS, product_operations
@@ -49,12 +46,7 @@ REPEATS = 5
 def _best_s(work: Callable[[], object]) -> float:
     """Return the shortest time of `REPEATS` runs after one that warms up."""
     work()
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(elapsed_us(work) for _ in range(REPEATS)) / 1e6
 
 
 def measure_kernel(model: Path, tokens: int) -> dict[str, float]:
@@ -124,34 +116,18 @@ def _fresh(function: Callable[[Path, int], dict[str, float]], *arguments: Any) -
         return pool.apply(function, arguments)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=BATCH_TOKENS, help="tokens in one product")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
+def measure(options: Any) -> Found:
+    """Measure each case in a process of its own."""
+    with ExitStack() as closing:
+        model = temporary(closing)
         write_random_model(model, SHAPE.settings)
-        rows = {
-            **_fresh(measure_kernel, model, options.tokens),
-            **_fresh(measure_parts, model, options.tokens),
-            **_fresh(measure_making, model, options.tokens),
-        }
+        rows: dict[str, float] = {}
+        for case in (measure_kernel, measure_parts, measure_making):
+            rows |= _fresh(case, model, options.tokens)
     ratio = rows["making_gops"] / max(rows["int_mm_gops"], rows["one_digit_gops"])
-    for name, value in rows.items():
-        print(f"{name:<24}{value:>16,.1f}")
-    print(f"making / fastest        {ratio:>16.3f}")
-    if options.json:
-        document = {
-            "machine": describe_machine(),
-            "tokens": options.tokens,
-            "threads": torch.get_num_threads(),
-            **rows,
-            "making / fastest": ratio,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    about = {"tokens": options.tokens, "threads": torch.get_num_threads()}
+    return {**about, **rows, "making / fastest": ratio}, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, tokens=BATCH_TOKENS)

@@ -8,31 +8,24 @@ described and over a link that takes as long as the one described; both in the s
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
+from benchmarks.harness import CORES, Found, main, require_known, say, temporary
 from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
-from tee_side.words import PHASES, Phase
-from tsqp.lab.bench.job import Plan
-from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.model import PolicyRun
+from tee_side.words import PHASES
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.bench.settings import BenchSettings
-from tsqp.lab.plan.machine import Machine, fit_machine
-from tsqp.lab.plan.model import PolicyPlan
-from tsqp.lab.plan.run import Planning, PlanSettings
+from tsqp.lab.plan.fit import Machine, fit_machine
+from tsqp.lab.plan.planning import Planning, PlanSettings
 from tsqp.run.link import Link
 
 # As slow as a few cores, so that it matters beside them.
@@ -96,17 +89,16 @@ CASES = (
 )
 
 
-def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, object]]:
+def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, Any]]:
     """Plan and measure a case; return a row for the prompt and one for decoding."""
     policy = load_policy(case.policy)
-    cores = len(os.sched_getaffinity(0))
     gpu = str(slow) if case.gpu == SLOW.name else case.gpu
     planning = Planning(
         PlanSettings(
             policies=((case.policy, policy),),
             profile=find_profile(gpu),
             link=case.link,
-            cores=cores,
+            cores=CORES,
             shape=case.shape,
             prompt_tokens=case.prompt_tokens,
             context=case.context,
@@ -115,7 +107,7 @@ def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, obj
             transport=case.transport,
             machine=machine if case.fitted else None,
         ),
-        _say,
+        say,
     )
     bench = Bench(
         BenchSettings(
@@ -123,7 +115,7 @@ def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, obj
             policies=((case.policy, policy),),
             shape=case.shape,
             device=f"model:{gpu}",
-            threads=cores,
+            threads=CORES,
             gpu_threads=1,
             micro_batches=case.micro_batches,
             transport=case.transport,
@@ -138,7 +130,7 @@ def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, obj
                 decode_steps=_DECODE_STEPS,
             ),
         ),
-        _say,
+        say,
     )
     steady = [yardstick_ms()]
     (planned,) = planning.run().policies
@@ -146,8 +138,37 @@ def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, obj
     bench.run()
     steady.append(yardstick_ms())
     (measured,) = bench.report().policies
-    rows = [_row(case, phase, planned, measured) for phase in PHASES]
-    return [{**row, "yardstick_ms": steady} for row in rows]
+    rows: list[dict[str, Any]] = []
+    for phase in PHASES:
+        (found,) = (one for one in measured.cases if one.phase == phase)
+        prediction = planned.prefill if phase == "prefill" else planned.decode
+        predicted_ms = prediction.total_us / 1e3
+        row = {
+            "case": case.name,
+            "shape": case.shape,
+            "policy": case.policy,
+            "gpu": case.gpu,
+            "link_gbps": case.link.gbps,
+            "link_rtt_us": case.link.rtt_us,
+            "phase": phase,
+            "tokens": found.tokens,
+            "batch": found.batch,
+            "micro_batches": case.micro_batches,
+            "transport": case.transport,
+            "fitted": case.fitted,
+            "predicted_ms": round(predicted_ms, 3),
+            "measured_ms": round(found.step_ms.median, 3),
+            "low_ms": round(found.step_ms.low, 3),
+            "high_ms": round(found.step_ms.high, 3),
+            "runs": found.step_ms.runs,
+            "error": round(predicted_ms / found.step_ms.median - 1, 4),
+            "bottleneck": prediction.bottleneck,
+            "yardstick_ms": steady,
+        }
+        said = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
+        say((said + " ({error:+.1%}), yardstick {yardstick_ms} ms").format(**row))
+        rows.append(row)
+    return rows
 
 
 def yardstick_ms() -> float:
@@ -162,88 +183,29 @@ def yardstick_ms() -> float:
         before = time.perf_counter()
         torch.nn.functional.linear(row, weight)
         times.append(time.perf_counter() - before)
-    return round(statistics.median(times) * 1e3, 2)
+    return round(median(times) * 1e3, 2)
 
 
-def _row(case: Case, phase: Phase, planned: PolicyPlan, run: PolicyRun) -> dict[str, object]:
-    (found,) = (one for one in run.cases if one.phase == phase)
-    prediction = planned.prefill if phase == "prefill" else planned.decode
-    predicted_ms, bottleneck = prediction.total_us / 1e3, prediction.bottleneck
-    return {
-        "case": case.name,
-        "shape": case.shape,
-        "policy": case.policy,
-        "gpu": case.gpu,
-        "link_gbps": case.link.gbps,
-        "link_rtt_us": case.link.rtt_us,
-        "phase": phase,
-        "tokens": found.tokens,
-        "batch": found.batch,
-        "micro_batches": case.micro_batches,
-        "transport": case.transport,
-        "fitted": case.fitted,
-        "predicted_ms": round(predicted_ms, 3),
-        "measured_ms": round(found.step_ms.median, 3),
-        "low_ms": round(found.step_ms.low, 3),
-        "high_ms": round(found.step_ms.high, 3),
-        "runs": found.step_ms.runs,
-        "error": round(predicted_ms / found.step_ms.median - 1, 4),
-        "bottleneck": bottleneck,
-    }
-
-
-@contextmanager
-def _slow_profile() -> Iterator[Path]:
-    """Write the slow accelerator to a file, as `--device model:FILE` takes it."""
-    with tempfile.TemporaryDirectory(prefix="tsqp-profile-") as folder:
-        path = Path(folder) / "slow.toml"
-        fields = SLOW.model_dump()
-        path.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
-        yield path
-
-
-def _say(line: str) -> None:
-    print(f"plan_check: {line}", file=sys.stderr)
-
-
-def main() -> None:
-    """Check and print; exit status 1 if a prediction is further off than it may be."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    names = [case.name for case in CASES]
-    parser.add_argument("--case", action="append", choices=names, help="only this; repeatable")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
+def measure(options: Any) -> Found:
+    """Check every case; a prediction may be a fifth off. Raises TsqpError."""
+    require_known("--case", options.case, (case.name for case in CASES))
     cases = [case for case in CASES if not options.case or case.name in options.case]
-    machine: Machine | None = None
-    if any(case.fitted for case in cases):
-        machine = fit_machine(len(os.sched_getaffinity(0)), 0.0, None, _say)
-    rows: list[dict[str, object]] = []
-    with _slow_profile() as slow:
-        for case in cases:
-            for row in check(case, slow, machine):
-                rows.append(row)
-                print(
-                    f"{row['case']:14} {row['phase']:8} predicted {row['predicted_ms']:9.2f} ms,"
-                    f" measured {row['measured_ms']:9.2f} ms ({row['error']:+.1%}),"
-                    f" bottleneck {row['bottleneck']}, yardstick {row['yardstick_ms']} ms",
-                    flush=True,
-                )
-    errors = [abs(float(str(row["error"]))) for row in rows]
-    print(
-        f"largest error {max(errors):.1%}, {sum(e <= TOLERANCE for e in errors)} of"
-        f" {len(errors)} within {TOLERANCE:.0%}"
-    )
-    if options.json:
-        result = {
-            "machine": describe_machine(),
-            "slow": SLOW.model_dump(),
-            "tolerance": TOLERANCE,
-            "largest_error": max(errors),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    sys.exit(0 if max(errors) <= TOLERANCE else 1)
+    machine = fit_machine(CORES, 0.0, None, say) if any(c.fitted for c in cases) else None
+    with ExitStack() as closing:
+        # As `--device model:FILE` takes it.
+        slow = temporary(closing) / "slow.toml"
+        fields = SLOW.model_dump()
+        slow.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
+        rows = [row for case in cases for row in check(case, slow, machine)]
+    largest = max(abs(row["error"]) for row in rows)
+    document = {
+        "slow": fields,
+        "tolerance": TOLERANCE,
+        "largest_error": largest,
+        "rows": rows,
+    }
+    return document, largest <= TOLERANCE
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, case=[])

@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from protocol.errors import SettingsError, TsqpError
 from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.model import Case, OperatorCost, Report
-from tsqp.lab.bench.summary import by_operator
+from tsqp.lab.bench.model import OperatorCost, Report
+from tsqp.lab.bench.summary import OperatorTotal, by_operator
 from tsqp.processes import ProcessError, program
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,32 +67,22 @@ def without_layers(document: Any) -> dict[str, Any]:
     report = Report.model_validate(document)
     if report.incomplete:
         raise SettingsError("tsqp bench", got=report.incomplete, expected="a complete report")
-    runs = [
-        run.model_copy(
-            update={"timelines": (), "cases": tuple(_added_up(case) for case in run.cases)}
+    runs = []
+    for run in report.policies:
+        cases = tuple(
+            case.model_copy(update={"operators": tuple(map(_added_up, by_operator(case)))})
+            for case in run.cases
         )
-        for run in report.policies
-    ]
+        runs.append(run.model_copy(update={"timelines": (), "cases": cases}))
     short = report.model_copy(update={"policies": tuple(runs)})
     return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
 
 
-def _added_up(case: Case) -> Case:
-    totals = [
-        OperatorCost(
-            operator=total.operator,
-            layer=None,
-            # Where layers differ, part of the work leaves the TEE.
-            place="tee" if total.place == "tee" else "gpu",
-            calls=total.calls,
-            rpcs=total.rpcs,
-            bytes_sent=total.bytes_sent,
-            bytes_received=total.bytes_received,
-            stages=total.stages,
-        )
-        for total in by_operator(case)
-    ]
-    return case.model_copy(update={"operators": tuple(totals)})
+def _added_up(total: OperatorTotal) -> OperatorCost:
+    # Where layers differ, part of the work leaves the TEE.
+    place: Literal["tee", "gpu"] = "tee" if total.place == "tee" else "gpu"
+    kept = ("operator", "calls", "rpcs", "bytes_sent", "bytes_received", "stages")
+    return OperatorCost(layer=None, place=place, **{name: getattr(total, name) for name in kept})
 
 
 @dataclass(frozen=True)
@@ -146,7 +136,7 @@ _CPU = ("--device", "cpu", *_ONE, "--prefill", "128,512", "--batch", "1")
 RECORDINGS: tuple[Recording, ...] = (
     _bench("bench_null_tcp", *_NULL),
     # docs/leakage.md has what every operator of the published policy costs.
-    _bench("bench_null_unix", *_NULL, "--policy", "tsqp", "--transport", "unix"),
+    _bench("bench_null_unix", *_NULL, "--policy", "published", "--transport", "unix"),
     _bench("bench_null_shm", *_NULL, "--transport", "shm"),
     _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
     _script("calls", shorten=with_machine),

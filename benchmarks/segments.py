@@ -10,15 +10,13 @@ to one under the policy; exit status 1 if `clear-segment` of the 1b shape is bel
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Found, main, say, temporary
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.model import Report
 
@@ -41,7 +39,7 @@ def tsqp(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "tsqp", *words], check=True, stdout=sys.stderr)
 
 
-def measure(model: str, name: str, folder: Path) -> Report:
+def _report(model: str, name: str, folder: Path) -> Report:
     """Measure one policy."""
     needs: tuple[str, ...] = ()
     if (mask := load_policy(name).feature_mask) is not None:
@@ -55,45 +53,30 @@ def measure(model: str, name: str, folder: Path) -> Report:
     return Report.model_validate_json(document.read_bytes())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description="Measure segments over a modelled link.")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
+def measure(_options: Any) -> Found:
+    """Measure every policy of both models."""
     results: list[dict[str, Any]] = []
-    machine: dict[str, str | int] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as closing:
+        folder = temporary(closing)
         for model, policies in _POLICIES.items():
             token_ms = 0.0
             for name in policies:
-                report = measure(model, name, Path(folder))
-                machine = report.setup.machine
-                prompt, token = report.policies[0].cases
-                token_ms = token.step_ms.median if name == ONE_BY_ONE else token_ms
-                results.append(
-                    {
-                        "model": model,
-                        "policy": name,
-                        "token_ms": token.step_ms.median,
-                        "prompt_ms": prompt.step_ms.median,
-                        "ratio": token_ms / token.step_ms.median,
-                        "rpcs": token.rpcs,
-                        "bytes": token.bytes_sent + token.bytes_received,
-                    }
-                )
-    for one in results:
-        print(
-            "{model:12} {policy:17} {token_ms:7.1f} ms a token ({ratio:5.1f}), {rpcs:3.0f} RPCs,"
-            " {bytes:9,.0f} bytes; {prompt_ms:7.1f} ms a prompt of 128".format(**one)
-        )
-    document = {"rtt_us": RTT_US, "results": results, "machine": machine}
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (clear,) = (
-        r for r in results if (r["model"], r["policy"]) == ("llama-3.2-1b", "clear-segment")
-    )
-    sys.exit(int(not clear["ratio"] >= LEAST_RATIO))
+                prompt, token = _report(model, name, folder).policies[0].cases
+                token_ms = token_ms or token.step_ms.median
+                found: dict[str, Any] = {
+                    "model": model,
+                    "policy": name,
+                    "token_ms": token.step_ms.median,
+                    "prompt_ms": prompt.step_ms.median,
+                    "ratio": token_ms / token.step_ms.median,
+                    "rpcs": token.rpcs,
+                    "bytes": token.bytes_sent + token.bytes_received,
+                }
+                say("{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})".format(**found))
+                results.append(found)
+    clear = next(r for r in results if r["policy"] == "clear-segment")
+    return {"rtt_us": RTT_US, "results": results}, clear["ratio"] >= LEAST_RATIO
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

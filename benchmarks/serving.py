@@ -18,30 +18,28 @@ can: it runs on the same cores. Ratios are of the same run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
-import os
 import re
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from benchmarks.harness import Found, main, service, temporary
 from protocol.model.config import read_config
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.machine import describe_machine
-from tsqp.processes import program, start_service
+from tsqp.processes import program
 
 POLICY = "attention-in-tee"
 STREAMS = 16
@@ -94,8 +92,8 @@ class Stream:
 async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
     """Stream a completion of token ids; every token is an event."""
     host, port = address.removeprefix("http://").split(":")
-    fields = {"model": "m", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0}
-    body = json.dumps(fields | {"stream": True, "model": await _model(address)}).encode()
+    fields = {"model": _model(address), "prompt": prompt, "max_tokens": new_tokens}
+    body = json.dumps(fields | {"stream": True, "temperature": 0}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     began, times = time.perf_counter(), []
@@ -115,14 +113,17 @@ async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
     return Stream(status, times)
 
 
-_names: dict[str, str] = {}
+@cache
+def _model(address: str) -> str:
+    name: str = json.loads(_get(f"{address}/v1/models"))["data"][0]["id"]
+    return name
 
 
-async def _model(address: str) -> str:
-    if address not in _names:
-        with urllib.request.urlopen(f"{address}/v1/models") as reply:  # noqa: S310 - our own
-            _names[address] = json.load(reply)["data"][0]["id"]
-    return _names[address]
+def _get(request: str | urllib.request.Request) -> bytes:
+    """Ask our own server."""
+    with urllib.request.urlopen(request) as reply:  # noqa: S310
+        content: bytes = reply.read()
+    return content
 
 
 def prompt_of(stream: int, turn: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -149,10 +150,9 @@ async def crowd(address: str, clients: int, seconds: float) -> list[Stream]:
 
 def tokens_per_s(address: str, streams: int, seconds: float) -> float:
     """Return the rate of streams that start together and have as many tokens each."""
-    new_tokens = max(8, NEW_TOKENS)
 
     async def together() -> float:
-        answers = (ask(address, prompt_of(n, 0), new_tokens) for n in range(streams))
+        answers = (ask(address, prompt_of(n, 0), NEW_TOKENS) for n in range(streams))
         found = await asyncio.gather(*answers)
         first = max(one.times[0] for one in found)
         # Between the last stream's first token and the first one's last.
@@ -164,7 +164,7 @@ def tokens_per_s(address: str, streams: int, seconds: float) -> float:
     rates = [asyncio.run(together())]
     while time.perf_counter() < until:
         rates.append(asyncio.run(together()))
-    return statistics.median(rates)
+    return median(rates)
 
 
 def engine_alone(model: str, endpoint: str, streams: int, seconds: float) -> float:
@@ -188,7 +188,7 @@ def engine_alone(model: str, endpoint: str, streams: int, seconds: float) -> flo
             while len(engine.running) == streams:
                 count += len(engine.step())
             rates.append(count / (time.perf_counter() - began))
-    return statistics.median(rates)
+    return median(rates)
 
 
 def streams_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def streams_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
             asyncio.run(crowd(address, 2, 1.0))
             rates["one_stream"].append(tokens_per_s(address, 1, seconds))
             rates["streams"].append(tokens_per_s(address, STREAMS, seconds))
-    alone, one, many = (statistics.median(found) for found in rates.values())
+    alone, one, many = (median(found) for found in rates.values())
     costs = [1 - b / a for a, b in zip(rates["engine_alone"], rates["streams"], strict=True)]
     return {
         "engine_alone_tokens_per_s": alone,
@@ -247,7 +247,7 @@ def prefix_case(model: Path, endpoint: str, turns: int) -> dict[str, Any]:
                 asyncio.run(ask(address, history, 2))
                 followed = asyncio.run(ask(address, [*history, *prompt_of(turn, 2, 16)], 2))
                 times.append(1e3 * followed.times[0])
-            ms[option] = statistics.median(times)
+            ms[option] = median(times)
     with_reuse, without = ms.values()
     return {"with_ms": with_reuse, "without_ms": without, "ratio": with_reuse / without}
 
@@ -257,9 +257,7 @@ def speculation_case(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with ExitStack() as closing:
         bind = f"unix://{folder}/demo.sock"
-        _, endpoint = start_service(
-            closing, ["demo", "--bind", bind, "--threads", "1", "--arithmetic", "int8"]
-        )
+        endpoint = service(closing, "demo", bind, "--arithmetic", "int8")
         for name, options in (("without", ()), ("with", ("--speculative", "ngram"))):
             # Speculation stops where less than half of the pads are left.
             bank = ("--bank", f"{folder}/{name}", "--bank-key-beside-bank")
@@ -292,8 +290,7 @@ def _counted(address: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{address}/metrics") as reply:  # noqa: S310 - our own
-        text = reply.read().decode()
+    text = _get(f"{address}/metrics").decode()
     found = re.findall(r"^(?:tsqp|vllm):(\w+?)(?:_total)?\{[^}]*\} (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
@@ -303,8 +300,7 @@ def _complete(address: str, fields: dict[str, Any]) -> str:
     body = json.dumps(common | fields).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
-    with urllib.request.urlopen(request) as reply:  # noqa: S310
-        text: str = json.load(reply)["choices"][0]["text"]
+    text: str = json.loads(_get(request))["choices"][0]["text"]
     return text
 
 
@@ -317,42 +313,27 @@ def _in_child(function: str, *arguments: Any) -> float:
     return float(done.stdout)
 
 
-def measure(shape: str, seconds: float) -> dict[str, Any]:
+def measure(options: Any) -> Found:
     """Measure everything."""
+    seconds = options.seconds
     with ExitStack() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-serving-")))
+        folder = temporary(closing)
         random_model = folder / "model"
         random_model.mkdir()
-        prepare.random_model(random_model, shape, linear=False)
+        prepare.random_model(random_model, options.shape, linear=False)
         model = prepare.endless(random_model, folder)
         add_tokenizer(model)
-        command = [str(model), "--device", "null", "--bind", f"unix://{folder}/gpu.sock"]
-        _, endpoint = start_service(closing, [*command, "--spin-us", "50", "--threads", "1"])
+        device = ("--device", "null", "--spin-us", "50")
+        endpoint = service(closing, model, f"unix://{folder}/gpu.sock", *device)
         return {
-            "shape": shape,
+            "shape": options.shape,
             "policy": POLICY,
             "streams": streams_case(model, endpoint, seconds / 3),
             "overload": overload_case(model, endpoint, 3 * seconds),
             "prefix": prefix_case(model, endpoint, 5),
             "speculation": speculation_case(folder),
-        }
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="llama-3.2-1b")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    found = {"machine": describe_machine(), **measure(options.shape, options.seconds)}
-    print(json.dumps(found, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found), encoding="utf-8")
+        }, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, shape="llama-3.2-1b", seconds=20.0)

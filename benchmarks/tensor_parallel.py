@@ -14,19 +14,15 @@ for each operator and for a layer's four together (of a busy machine, a lower qu
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.harness import Found, elapsed_us, main, numbers, say, service, temporary
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.messages import (
@@ -38,14 +34,10 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch
-from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.ping_pong import running
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 
 SHAPE = "llama-3.2-1b"
-# At one row a request.
-WANTED_AT_DECODE = 1.6
 _BLOCK = 4
 
 
@@ -74,73 +66,57 @@ def times_us(
         for channel, taken in zip(channels, times, strict=True):
             for number in range(_BLOCK):
                 request = requests[(block * _BLOCK + number) % len(requests)]
-                began = time.perf_counter_ns()
-                channel.wait(channel.submit(request))
+                us = elapsed_us(partial(_ask, channel, request))
                 if block:  # the first one warms up
-                    taken.append((time.perf_counter_ns() - began) / 1e3)
+                    taken.append(us)
     return [sorted(taken)[int(quantile * (len(taken) - 1))] for taken in times]
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description="Measure two ranks beside one process.")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--round-trips", type=int, default=40)
-    parser.add_argument("--cores", default=",".join(map(str, sorted(os.sched_getaffinity(0)))))
-    parser.add_argument("--rows", default="1,2,4,8,32,128", help="decode first, then prefill")
-    parser.add_argument("--quantile", type=float, default=0.5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+def _ask(channel: Channel, request: Request) -> None:
+    channel.wait(channel.submit(request))
+
+
+def measure(options: Any) -> Found:
+    """Measure each operator, and a layer's together."""
     cores = {int(core) for core in options.cores.split(",")}
     os.sched_setaffinity(0, cores)  # children's, too
     shape = find_shape(SHAPE).with_layers(options.layers)
     config = shape.config()
+    results: list[dict[str, Any]] = []
     torch.set_num_threads(1)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with ExitStack() as closing:
+        folder = temporary(closing)
         write_random_model(folder, shape.settings)
         channels: list[Channel] = []
         for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
-            program = str(Path(sys.executable).with_name("gpu-service"))
-            command = [program, str(folder), "--bind", f"unix://{folder}/{len(channels)}"]
-            command += ["--arithmetic", "int8", "--threads", str(max(1, threads))]
-            command += ["--tensor-parallel", str(ranks)]
-            endpoint = stack.enter_context(running(command, " ready endpoint=", "stderr"))
-            channels.append(stack.enter_context(open_channel(endpoint, timeout_s=600.0)))
-        print(f"{SHAPE}, int8, {len(cores)} cores")
-        print("rows  operator          one      two  ratio  one of half    gain")
-        results: list[dict[str, Any]] = []
-        for rows in map(int, options.rows.split(",")):
+            asked = ["--arithmetic", "int8", "--tensor-parallel", str(ranks)]
+            asked += ["--threads", str(max(1, threads))]
+            endpoint = service(closing, folder, f"unix://{folder}/{len(channels)}", *asked)
+            channels.append(closing.enter_context(open_channel(endpoint, timeout_s=600.0)))
+        for rows in numbers(options.rows):
             rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
-            layer_us = [0.0, 0.0, 0.0]
+            found: dict[str, list[float]] = {}
             for operator in (*FUSED_MODULES, None):
                 layers = range(config.num_hidden_layers)
                 requests = [request_of(config, operator, layer, rows) for layer in layers]
-                found = times_us(channels, requests, rounds, options.quantile)
-                show(rows, operator or "lm_head", found)
-                results.append(_result(rows, operator or "lm_head", found))
-                if operator is not None:
-                    layer_us = [sum(pair) for pair in zip(layer_us, found, strict=True)]
-            show(rows, "a layer", layer_us, f"(wanted <= {WANTED_AT_DECODE})" if rows == 1 else "")
-            results.append(_result(rows, "a layer", layer_us))
-    if options.json is not None:
-        document = {"machine": describe_machine(), "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def _result(rows: int, what: str, taken_us: Sequence[float]) -> dict[str, Any]:
-    one, two, half = taken_us
-    return {"rows": rows, "operator": what, "one_us": one, "two_us": two, "half_us": half}
-
-
-def show(rows: int, what: str, taken_us: list[float], beside: str = "") -> None:
-    """Print one line."""
-    one, two, half = taken_us
-    figures = (
-        f"{one / 1e3:8.2f} {two / 1e3:8.2f} {two / one:6.2f} {half / 1e3:12.2f} {half / two:7.2f}"
-    )
-    print(f"{rows:4}  {what:12} {figures} {beside}".rstrip(), flush=True)
+                times = times_us(channels, requests, rounds, options.quantile)
+                found[operator or "lm_head"] = times
+            columns = zip(*(found[operator] for operator in FUSED_MODULES), strict=True)
+            found["a layer"] = [sum(column) for column in columns]
+            for what, (one, two, half) in found.items():
+                say(f"{rows} rows, {what}: ratio {two / one:.2f}, gain {half / two:.2f}")
+                each = {"one_us": one, "two_us": two, "half_us": half}
+                results.append({"rows": rows, "operator": what, **each})
+    return {"results": results}, True
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        measure,
+        layers=2,
+        round_trips=40,
+        cores=",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        rows="1,2,4,8,32,128",
+        quantile=0.5,
+    )

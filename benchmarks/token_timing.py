@@ -15,7 +15,6 @@ time of a token that showed text is longer than that of one that did not, 0.5 wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pty
@@ -23,33 +22,28 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+from typing import Any
 
 import click
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import rankdata
 
+from benchmarks.harness import Found, main, service, temporary
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream
-from tsqp.processes import start_service
 from tsqp.run.settings import TextSettings, model_directory
 
-Way = Literal["inline", "thread"]
 Times = npt.NDArray[np.float64]
-WAYS: tuple[Way, ...] = ("inline", "thread")
+WAYS = ("inline", "thread")
 TOKENS = 480
 PROMPT = [0, 813, 759, 262, 411]
 # As often as tee-runner's status line was drawn, when it was drawn between tokens.
@@ -121,11 +115,11 @@ class Relay:
             target.shutdown(socket.SHUT_WR)
 
 
-def generate(way: Way, model: Path, endpoint: str, policy: str, seed: int) -> dict[str, Any]:
-    """Generate into this process's terminal, and return for each token whether it showed text."""
-    settings = RunnerSettings(model, load_policy(policy), (endpoint,), threads=1)
-    with Runner(settings, tokenizer=Tokenizer(model)) as runner:
-        sampling = SamplingSettings(temperature=1.0, seed=seed)
+def generate(result: str, way: str, model: str, endpoint: str, policy: str, seed: str) -> None:
+    """Generate into this process's terminal, and write for each token whether it showed text."""
+    settings = RunnerSettings(Path(model), load_policy(policy), (endpoint,), threads=1)
+    with Runner(settings, tokenizer=Tokenizer(Path(model))) as runner:
+        sampling = SamplingSettings(temperature=1.0, seed=int(seed))
         generation = runner.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling)
         if way == "thread":
             stream(runner, generation, TextSettings(model=str(model)))
@@ -139,19 +133,17 @@ def generate(way: Way, model: Path, endpoint: str, policy: str, seed: int) -> di
                         status.draw()
                         drawn = now
         decoder = TextStream(runner.tokenizer)
-        return {"showed": [decoder.feed(token_id) != "" for token_id in generation.token_ids]}
+        showed = [decoder.feed(token_id) != "" for token_id in generation.token_ids]
+    Path(result).write_text(json.dumps(showed))
 
 
-def measure(
-    way: Way, relay: Relay, arguments: list[str], result: Path
-) -> tuple[list[bool], list[int]]:
+def _run(relay: Relay, arguments: list[str], result: Path) -> tuple[list[bool], list[int]]:
     """Run one generation in a process of its own; return what showed text, and request times."""
     before = len(relay.requests)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "benchmarks.token_timing", "--as", way, "--json", str(result)]
-    with subprocess.Popen(
-        [*command, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
-    ) as run:
+    code = "from benchmarks.token_timing import generate; import sys; generate(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(result), *arguments]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as run:
         os.close(theirs)
         said = b""
         with suppress(OSError):  # how Linux says that the other end is closed
@@ -160,8 +152,7 @@ def measure(
     os.close(ours)
     if run.returncode:
         raise RuntimeError(said.decode(errors="replace"))
-    times = max(relay.requests[before:], key=len)
-    return json.loads(result.read_text())["showed"], times
+    return json.loads(result.read_text()), max(relay.requests[before:], key=len)
 
 
 def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[bool, float]]]:
@@ -203,46 +194,27 @@ def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[flo
     }
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--policy", default="attention-in-tee")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--json", type=Path)
-    for hidden in ("--as", "--model", "--endpoint"):
-        parser.add_argument(
-            hidden, dest=hidden.strip("-").replace("as", "way"), help=argparse.SUPPRESS
-        )
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way:
-        found = generate(given.way, Path(given.model), given.endpoint, given.policy, given.seed)
-        given.json.write_text(json.dumps(found))
-        return
-    times: dict[Way, dict[str, list[tuple[bool, float]]]] = {
-        way: {"gap": [], "step": []} for way in WAYS
-    }
-    with tempfile.TemporaryDirectory() as name, ExitStack() as running:
-        folder = Path(name)
+def measure(options: Any) -> Found:
+    """Let both ways take turns. Raises TsqpError."""
+    times: dict[str, dict[str, list[tuple[bool, float]]]]
+    times = {way: {"gap": [], "step": []} for way in WAYS}
+    with ExitStack() as closing:
+        folder = temporary(closing)
         half_silent(folder / "model")
-        start_service(running, ["demo", "--bind", f"unix://{folder}/service", "--threads", "1"])
+        service(closing, "demo", f"unix://{folder}/service")
         relay = Relay(f"{folder}/relay", f"{folder}/service")
-        for seed in range(given.rounds):
+        for seed in range(options.rounds):
             for way in WAYS if seed % 2 else WAYS[::-1]:
-                arguments = ["--model", f"{folder}/model", "--endpoint", f"unix://{folder}/relay"]
-                arguments += ["--policy", given.policy, "--seed", str(seed)]
-                measured = intervals(*measure(way, relay, arguments, folder / "result.json"))
-                for kind, values in measured.items():
+                arguments = [way, f"{folder}/model", f"unix://{folder}/relay", options.policy]
+                found = intervals(*_run(relay, [*arguments, str(seed)], folder / "result.json"))
+                for kind, values in found.items():
                     times[way][kind] += values
     report = {
         way: {kind: summary(values) for kind, values in kinds.items()}
         for way, kinds in times.items()
     }
-    text = json.dumps({"policy": given.policy, "rounds": given.rounds, **report}, indent=1)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
+    return {"policy": options.policy, "rounds": options.rounds, **report}, True
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, policy="attention-in-tee", rounds=8)

@@ -78,6 +78,8 @@ from tee_side.words import (
 )
 
 _SUFFIX = ".toml"
+# Built-in policies of other names than before.
+_RENAMED = {"tsqp": "published", "tsqp-permuted": "published-permuted"}
 _ENTRY_POINTS = "tsqp.policies"
 _FOLDER = "folder"
 _BUILTIN = files("tee_side.policy") / "builtin"
@@ -494,6 +496,8 @@ def load_policy(name_or_path: str) -> Policy:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "text that is not UTF-8"
             raise PolicyError(str(path), reason, "a policy file") from None
+    if name_or_path in _RENAMED:
+        raise PolicyError("policy", repr(name_or_path), f"its new name, {_RENAMED[name_or_path]!r}")
     if (entry := plugins.one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
         return _checked(plugins.load_entry_point(entry), f"entry point {entry.value}")
     expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"

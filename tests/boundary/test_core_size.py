@@ -51,7 +51,7 @@ def test_an_rpc_takes_no_more_calls_than_are_recorded() -> None:
 
 @each_row(
     ("policy", "missing"),
-    [(("row-mix",), "tsqp.lab"), (("tsqp", "--gpu", "unix:///none"), "research.operators")],
+    [(("row-mix",), "tsqp.lab"), (("published", "--gpu", "unix:///none"), "research.operators")],
 )
 def test_a_policy_of_the_lab_says_which_package_is_missing(
     fresh_python: FreshPython, tmp_path: Path, policy: tuple[str, ...], missing: str

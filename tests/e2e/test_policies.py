@@ -44,7 +44,7 @@ def _of_transformers(said: dict[str, Any], logits: torch.Tensor, reference: Any)
     assert (logits - expected).abs().max().item() < 2e-4
 
 
-@pytest.mark.parametrize("policy", ["attention-in-tee", "tsqp"])
+@pytest.mark.parametrize("policy", ["attention-in-tee", "published"])
 def test_float_policies_give_the_tokens_of_transformers(
     policy: str, demo_service: Service, generate: Generate, reference: Any
 ) -> None:

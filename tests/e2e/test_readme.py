@@ -16,7 +16,7 @@ BIND, BASE_URL = "tcp://10.0.0.5:5555", "http://127.0.0.1:8000/v1"
 FILES = ("service.key", "service.pub", "runner.key", "runner.pub")
 
 
-def blocks(title: str = "One worked example") -> list[str]:
+def blocks(title: str = "Your own model in five commands") -> list[str]:
     """Return the indented blocks of a section."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]

@@ -64,7 +64,7 @@ def _run(
 
 ATTENTION = [
     (name, variant, 2 + (number + place) % 2)
-    for number, name in enumerate(("tsqp", "attention-in-tee", "tee-only", "shielded-prefill"))
+    for number, name in enumerate(("published", "attention-in-tee", "tee-only", "shielded-prefill"))
     for place, variant in enumerate(VARIANTS)
 ]
 
@@ -312,7 +312,7 @@ def _run_failing(tee: Tee, every: int, lost: str = "") -> tuple[torch.Tensor, in
     ],
     slow=[
         *product(("two-server",), LOST, (1,)),
-        *product(("tsqp", "attention-in-tee", "shielded-prefill", "two-server"), LOST, (3,)),
+        *product(("published", "attention-in-tee", "shielded-prefill", "two-server"), LOST, (3,)),
     ],
 )
 def test_a_step_that_failed_at_any_rpc_can_be_repeated(

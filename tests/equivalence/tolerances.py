@@ -51,9 +51,9 @@ _MIXED = Tolerance(
 
 # Of each float policy, against transformers in float32: what its masks add to `FLOAT32_LOGITS`.
 POLICY_LOGITS: dict[str, Tolerance] = {
-    **dict.fromkeys(("tee-only", "tsqp", "attention-in-tee"), FLOAT32_LOGITS),
+    **dict.fromkeys(("tee-only", "published", "attention-in-tee"), FLOAT32_LOGITS),
     **dict.fromkeys(("clear-segment", "attested-segment"), FLOAT32_LOGITS),
-    **dict.fromkeys(("tsqp-permuted", "stip", "stip-segment"), _SHUFFLED),
+    **dict.fromkeys(("published-permuted", "stip", "stip-segment"), _SHUFFLED),
     **dict.fromkeys(("cloak", "cloak-segment"), _ROTATED),
     **dict.fromkeys(("row-mix", "row-rotation", "float-noise"), _MIXED),
 }

@@ -219,7 +219,7 @@ class Faults:
 
 
 # What a block of prompts runs under.
-POLICIES = ("shielded", "two-server", "tsqp", "shielded with a bank")
+POLICIES = ("shielded", "two-server", "published", "shielded with a bank")
 # Where the server's own code fails, in the order in which it is made to.
 CRASHES = ("before the engine", "in an answer", "on the event loop", "in the engine's thread")
 NEW_TOKENS, LONG_TOKENS = 2, 16

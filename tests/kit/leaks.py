@@ -28,7 +28,7 @@ from tsqp.lab.leak.model import AttackRun, Control, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import PlaySettings, Recording, Truth, play
 from tsqp.lab.leak.score import score
-from tsqp.lab.leak.trace import PolicyTrace, Trace, Where
+from tsqp.lab.leak.trace import Trace, Where
 from tsqp.run.settings import model_directory
 
 Message = tuple[bytes, ...]
@@ -160,9 +160,7 @@ def uniform(trace: Trace) -> Trace:
             if name in _NUMBERS and isinstance(value, WireTensor)
         }
         messages.append(message(request.model_copy(update=drawn)))
-    if isinstance(trace, PolicyTrace):
-        return PolicyTrace(tuple(messages), trace.added)
-    return Trace(tuple(messages))
+    return Trace(tuple(messages), trace.added)
 
 
 def _uniform(values: torch.Tensor) -> torch.Tensor:

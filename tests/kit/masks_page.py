@@ -11,6 +11,9 @@ from tsqp.catalogue import MaskEntry, default_text, mask_entry, needs_of, our_ma
 _HEAD = """\
 # Masks
 
+For researchers and reviewers. Afterwards you know what each mask hides, what it is known not to
+hide, and where it comes from.
+
 A mask hides a tensor before it leaves the TEE, and undoes that in the reply. `make docs` writes
 this page from the classes: `pad` and `shares` in `tee_side/protect/masks`, the research masks in
 `tsqp/lab/research`. `tsqp masks` also lists masks of installed packages.

@@ -98,7 +98,7 @@ def make_model(
 
 
 # Policies that need nothing but a model and a service, and compute in floats without masks.
-POLICIES = ("tee-only", "tsqp", "attention-in-tee")
+POLICIES = ("tee-only", "published", "attention-in-tee")
 
 
 def _files(directory: Path) -> tuple[tuple[Path, int], ...]:

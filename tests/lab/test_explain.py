@@ -16,9 +16,8 @@ from tee_side.words import OPERATORS, PHASES, Operator, Phase
 from tests.kit.model import Models, assemble, finish, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
-from tsqp.lab.explain.explanation import explain
-from tsqp.lab.explain.model import Cost, Explanation
-from tsqp.lab.explain.traffic import Headers
+from tsqp.lab.explain.explanation import Explanation, explain
+from tsqp.lab.explain.traffic import Cost, Headers
 from tsqp.operator_table import OperatorTable, OperatorTotals
 from tsqp.run.settings import model_directory
 
@@ -71,13 +70,13 @@ def test_rpcs_and_bytes_are_those_of_a_run(policy: Policy, kind: str, saved_mode
 
 def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
     directory = saved_model("llama").directory
-    tee = assemble(directory, "tsqp")
+    tee = assemble(directory, "published")
     engine = tee.engine(step_tokens=8)
     engine.add(token_ids(PROMPT), max_new_tokens=1, eos_token_ids=frozenset())
     finish(engine)
     assert tee.channel is not None
     headers = Headers(first_request_id=1, timing=LOOPBACK_TIMING)
-    found = _explain(directory, "tsqp", prompt_tokens=PROMPT, step_tokens=8, headers=headers)
+    found = _explain(directory, "published", prompt_tokens=PROMPT, step_tokens=8, headers=headers)
     traffic = tee.channel.traffic
     # Three steps, of which only the last asks for logits.
     assert found.prefill.rpcs == traffic.round_trips == 3 * (9 * 3 + 1) + 1
@@ -114,7 +113,7 @@ def test_needs(
 @each_row("name", ["context", "prompt_tokens"])
 def test_more_tokens_than_the_model_can_take_are_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
-        _explain(DEMO, "tsqp", **{name: 513})
+        _explain(DEMO, "published", **{name: 513})
 
 
 @each_row("policy", ["shielded", "tee-only"])

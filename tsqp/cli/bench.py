@@ -167,12 +167,11 @@ def bench(
     with the baselines in the same run. What is there is written even if the run is interrupted.
     """
     with needing("tsqp bench", "the extra bench: pip install '.[bench]'"):
-        from tsqp.cli.tables import open_console
-        from tsqp.lab.bench.html import render_html
         from tsqp.lab.bench.run import Bench
-        from tsqp.lab.bench.trace import perfetto_json
-    from tsqp.lab.bench.plot_style import check_installed
-    from tsqp.lab.bench.table import show
+        from tsqp.lab.bench.shown import render_html, show
+        from tsqp.lab.bench.timeline import perfetto_json
+        from tsqp.tables import open_console
+    from tsqp.lab.charts import check_installed
 
     if html_path is not None:
         check_installed("tsqp bench --html")
@@ -221,8 +220,7 @@ def _settings(
 
     from protocol import native
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.bench.job import Plan
-    from tsqp.lab.bench.settings import BenchSettings
+    from tsqp.lab.bench.job import BenchSettings, Plan
 
     for name, kind in (
         ("device", "--device"),

@@ -8,14 +8,15 @@ import click
 
 from tsqp.cli.config import CONTEXT, config_option, model_argument
 from tsqp.cli.options import use
-from tsqp.cli.tables import definitions, open_console, table
 from tsqp.run.settings import model_directory
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tee_side.words import Phase
-    from tsqp.lab.explain.model import Cost, Explanation, Message, OperatorRow
+    from tsqp.lab.explain.explanation import Explanation, OperatorRow
+    from tsqp.lab.explain.traffic import Cost, Message
 
 # Headings of the first table.
 _PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")

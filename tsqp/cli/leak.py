@@ -23,9 +23,9 @@ from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:
-    from tsqp.lab.bench.plot_style import Plot
-    from tsqp.lab.leak.model import Report
-    from tsqp.lab.leak.settings import LeakSettings, Watch
+    from tsqp.lab.charts import Picture
+    from tsqp.lab.leak.model import LeakReport
+    from tsqp.lab.leak.settings import LeakProgress, LeakSettings
 
 # From noise that a model survives.
 _SIGMAS = "0.3,1,4,8,16,32"
@@ -195,13 +195,13 @@ def leak(
     an attack that does not work where it must is no evidence, and says so.
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
-        from tsqp.cli.tables import open_console
-        from tsqp.lab.leak.html import render_html
+        from tsqp.lab.charts import check_installed
+        from tsqp.lab.leak.page import render_html
         from tsqp.lab.leak.plots import cost_against_leakage
-        from tsqp.lab.leak.reconstruction import panels, render, svg
-        from tsqp.lab.leak.table import show
-        from tsqp.lab.leak.words import above, verdict
-    from tsqp.lab.bench.plot_style import check_installed
+        from tsqp.lab.leak.reconstruction import panels, svg
+        from tsqp.lab.leak.tables import show
+        from tsqp.lab.leak.words import above
+        from tsqp.tables import open_console
 
     if html_path is not None or plot_path is not None:
         check_installed("tsqp leak --html, --plot")
@@ -210,7 +210,7 @@ def leak(
             "--plot", got="--cost none", expected="--cost measure, or FILE: it is one axis"
         )
     console = open_console()
-    outputs: Outputs[Report] = Outputs(
+    outputs: Outputs[LeakReport] = Outputs(
         {
             "--json": (json_path, lambda report: report.model_dump_json() + "\n"),
             "--html": (html_path, render_html),
@@ -234,11 +234,6 @@ def leak(
                 report = laboratory.report()
                 try:
                     show(report, console, details=details)
-                    for policy in report.policies if details else ():
-                        if policy.reconstruction is not None:
-                            console.print()
-                            console.print(f"{policy.title}: {verdict(policy)}")
-                            render(policy.reconstruction, console)
                 finally:
                     written = outputs.write(report)
             else:
@@ -250,7 +245,7 @@ def leak(
         context.exit(EXIT_FAILURE)
 
 
-def _svg(plot: Plot | None) -> str:
+def _svg(plot: Picture | None) -> str:
     """Return a picture; without a policy whose cost was measured there is none."""
     if plot is None:
         raise SettingsError("--plot", got="no cost of any policy", expected="--cost measure")
@@ -270,12 +265,16 @@ def _settings(
     from protocol.model.config import read_config
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.policy.placement import builtin_policies, load_policy
-    from tsqp.lab.leak.cost import read_report
+    from tsqp.lab.leak.attacks import find_attacks
     from tsqp.lab.leak.curves import noisy_mask
-    from tsqp.lab.leak.laboratory import weakened_policies
-    from tsqp.lab.leak.prompts import cut_prompts, random_prompts, text_of
-    from tsqp.lab.leak.registry import find_attacks
-    from tsqp.lab.leak.settings import LeakSettings
+    from tsqp.lab.leak.laboratory import read_report
+    from tsqp.lab.leak.settings import (
+        LeakSettings,
+        cut_prompts,
+        random_prompts,
+        text_of,
+        weakened_policies,
+    )
 
     if (model is None) == (shape is None):
         raise SettingsError(
@@ -332,7 +331,6 @@ def _settings(
         search_candidates=candidates,
         threads=options["threads"],
         workers=workers,
-        attack_names=attack_names,
         margin=min(margins, default=None),
         cost=cost,
         curves=sigmas if options["curves"] else (),
@@ -343,7 +341,7 @@ def _settings(
 def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
     """Return the names that were given, or all, and behind them the paths that were given."""
     from tee_side.protect.masks.registry import is_path
-    from tsqp.lab.leak.registry import ATTACKS
+    from tsqp.lab.leak.attacks import ATTACKS
 
     paths = [one for one in given if is_path(one)]
     names = [one for one in given if not is_path(one)]
@@ -361,12 +359,12 @@ def _first_layer(shape: str, folder: Path) -> Path:
 
 
 @contextmanager
-def _progress() -> Iterator[Watch]:
+def _progress() -> Iterator[LeakProgress]:
     """Show a bar on stderr, where that is a terminal; else a line of what is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tsqp.lab.leak.settings import Watch
+    from tsqp.lab.leak.settings import LeakProgress
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -378,7 +376,7 @@ def _progress() -> Iterator[Watch]:
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("starting", total=None)
-        yield Watch(
+        yield LeakProgress(
             total=lambda total: bar.update(task, total=total),
             doing=lambda what: bar.update(task, description=what),
             step=lambda steps: bar.advance(task, steps),

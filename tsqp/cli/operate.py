@@ -204,7 +204,7 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
     was changed; records before that place are printed.
     """
     from tee_side.serve.audit_log import AuditLogError, AuditReader, open_log, read_key
-    from tsqp.cli.tables import open_console, table
+    from tsqp.tables import open_console, table
 
     key, rows, changed = read_key(key_file), [], False
     with open_log(log) as file:

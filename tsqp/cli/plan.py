@@ -15,14 +15,14 @@ from tsqp.cli.gpu_service import without_columns
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
-from tsqp.cli.tables import definitions, open_console, table
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import DEFAULT_POLICY, model_directory
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tsqp.lab.plan.model import Crossover, PlanReport, PolicyPlan, Prediction
+    from tsqp.lab.plan.costs import Crossover, PlanReport, PolicyPlan, Prediction
     from tsqp.run.link import Link
 
 # What a service has to beat; planned for beside whatever is asked.
@@ -130,8 +130,8 @@ def plan(
     """
     from gpu_side.devices import find_profile
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.plan.machine import Machine, fit_machine, read_machine
-    from tsqp.lab.plan.run import Planning, PlanSettings
+    from tsqp.lab.plan.fit import Machine, fit_machine, read_machine
+    from tsqp.lab.plan.planning import Planning, PlanSettings
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:

@@ -11,8 +11,8 @@ import click
 
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import use
-from tsqp.cli.tables import definitions, open_console, table
 from tsqp.run.settings import DEFAULT_POLICY
+from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.console import Console

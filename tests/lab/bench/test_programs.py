@@ -12,7 +12,7 @@ from tee_side.words import PROJECTIONS
 from tests.kit.model import make_model, token_ids
 from tests.kit.service import run, running_service
 from tsqp.lab.bench.model import PolicyRun, Report
-from tsqp.lab.bench.published_model import PublishedClient, PublishedModel
+from tsqp.lab.bench.published_client import PublishedClient, PublishedModel
 from tsqp.lab.explain.explanation import explain
 from tsqp.run.settings import model_directory
 

@@ -22,11 +22,11 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.runner import Runner
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
-from tsqp.lab.bench.collect import Collector
 from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan
-from tsqp.lab.bench.memory_need import PROCESS_BYTES, tee_need
+from tsqp.lab.bench.memory import PROCESS_BYTES, tee_parts
 from tsqp.lab.bench.model import Stages
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import Collector
 
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
 
@@ -160,14 +160,14 @@ HEAD = VOCABULARY + 4 * 128256
     ("policy", "vocabulary", "linear"),
     [
         ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
-        ("tsqp", 0, 0),
+        ("published", 0, 0),
         ("quantized-clear", 2 * VOCABULARY, HEAD),
         ("shielded", 2 * VOCABULARY, LINEAR + 4 * OUTPUTS + HEAD),
         ("shielded-prefill", 2 * VOCABULARY, 0),
     ],
 )
 def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
-    parts = tee_need(ONE_B, load_policy(policy), tokens=1024).parts
+    parts = tee_parts(ONE_B, load_policy(policy), tokens=1024)
     assert parts["embedding and LM head"] == vocabulary
     assert parts["linear weights"] == linear
     assert parts["process"] == PROCESS_BYTES

@@ -32,12 +32,12 @@ from tests.kit.leaks import (
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, View, Work
+from tsqp.lab.leak.attacks import ATTACKS, find_attacks
 from tsqp.lab.leak.attacks.direct import Logits
-from tsqp.lab.leak.laboratory import weakened_policies
 from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import Recording
-from tsqp.lab.leak.registry import ATTACKS, find_attacks
+from tsqp.lab.leak.settings import weakened_policies
 from tsqp.lab.leak.trace import Trace
 
 # Tokens of two prompts, and of two answers but for the one that is sampled last.
@@ -61,8 +61,8 @@ KEYS: Read = {"layer 0 attn_scores": (PROMPTS, ANSWERS)}
 DISK: Read = {"cache on disk": (PROMPTS, ANSWERS)}
 
 LEAKS: list[tuple[str, str, Read]] = [
-    ("token-ids", "tsqp", {"embedding": (PROMPTS, ANSWERS)}),
-    ("logits", "tsqp", SAMPLED),
+    ("token-ids", "published", {"embedding": (PROMPTS, ANSWERS)}),
+    ("logits", "published", SAMPLED),
     ("logits", "stip-segment", SAMPLED),
     ("nearest-embedding", "attention-in-tee", ROWS),
     ("nearest-embedding", "row-mix", ROWS),
@@ -70,16 +70,16 @@ LEAKS: list[tuple[str, str, Read]] = [
     ("nearest-embedding", "clear-segment", SEGMENT),
     ("vocabulary", "attention-in-tee", ALL),
     ("vocabulary", "quantized-clear", ALL),
-    ("vocabulary-rows", "tsqp-permuted", SETS),
+    ("vocabulary-rows", "published-permuted", SETS),
     ("vocabulary-features", "stip", ALL),
     ("vocabulary-features", "stip-segment", SEGMENT),
-    ("vocabulary-both", "tsqp-permuted", SETS),
+    ("vocabulary-both", "published-permuted", SETS),
     ("vocabulary-both", "stip", SETS),
     ("subspace", "row-rotation", SETS),
     ("subspace", "clear-segment", SET_OF_SEGMENT),
     ("noise-averaging", "float-noise", {**ROWS, "all places": (PROMPTS, ANSWERS)}),
-    ("attention-keys", "tsqp", KEYS),
-    ("attention-keys", "tsqp-permuted", KEYS),
+    ("attention-keys", "published", KEYS),
+    ("attention-keys", "published-permuted", KEYS),
     ("norms", "cloak", ALL),
     ("norms", "stip-segment", SEGMENT),
     ("gram", "attention-in-tee", ROWS),
@@ -97,7 +97,7 @@ LEAKS: list[tuple[str, str, Read]] = [
 ]
 # What an attack does not know hides its tokens from it.
 HIDDEN = [
-    ("token-ids", "tsqp-permuted"),
+    ("token-ids", "published-permuted"),
     ("nearest-embedding", "cloak"),
     ("nearest-embedding", "stip-segment"),
     ("vocabulary-rows", "cloak"),
@@ -221,7 +221,7 @@ def test_where_there_is_nothing_to_read_an_attack_says_why(
         assert ATTACKS.builtin[attack]().refuses(view) == reason
 
 
-@each_row(("policy", "factor"), [("tsqp", 0.01), ("row-mix", -3.0)])
+@each_row(("policy", "factor"), [("published", 0.01), ("row-mix", -3.0)])
 def test_logits_name_the_next_token_of_steps_that_have_some(
     public: PublicModel, policy: str, factor: float
 ) -> None:
@@ -237,7 +237,13 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
 
 
 HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
-SAID = {"name": "'mine'", "reads": "'x'", "source": "'x'", "control": "'tsqp'", "published": "1"}
+SAID = {
+    "name": "'mine'",
+    "reads": "'x'",
+    "source": "'x'",
+    "control": "'published'",
+    "published": "1",
+}
 HEAD = "from tsqp.lab.leak.attack import Attack\n"
 IMPORTED = "from tsqp.lab.leak.attacks.direct import Logits\n"
 

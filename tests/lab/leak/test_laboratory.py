@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,25 +22,22 @@ from tests.kit.leaks import FIRST_PLACE, VOCABULARY, begun, make_begun_model, po
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tests.kit.service import call
-from tsqp import processes
 from tsqp.cli.main import command
-from tsqp.lab.leak import workers
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.attack_runner import Station
-from tsqp.lab.leak.attacks.at_rest import CacheAtRest
+from tsqp.lab.leak.attack_runner import AttackRunner
+from tsqp.lab.leak.attacks.attention import CacheAtRest
 from tsqp.lab.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.lab.leak.attacks.rotations import NormDictionary
 from tsqp.lab.leak.interval import needed
-from tsqp.lab.leak.laboratory import Laboratory, agreement
-from tsqp.lab.leak.model import Rate, Report
-from tsqp.lab.leak.settings import LeakSettings
+from tsqp.lab.leak.laboratory import Laboratory
+from tsqp.lab.leak.model import LeakReport, Rate
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings, agreement
 from tsqp.lab.leak.words import above
 from tsqp.processes import ProcessError
 
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))
 # Tokens of prompts, and of answers but for the last of each.
 ALL, NONE = Rate(hits=30, n=30), Rate(hits=0, n=30)
-THREE = ("attention-in-tee", "row-rotation", "row-mix")
 SENT = {"place": "gpu", "verify": "none"}
 
 
@@ -71,10 +69,9 @@ def settings_of(
     return LeakSettings(**{**settings, **changed})
 
 
-def run(settings: LeakSettings, folder: Path) -> Report:
+def run(settings: LeakSettings, folder: Path) -> LeakReport:
     folder.mkdir()
     laboratory = Laboratory(settings, folder)
-    assert not laboratory.measured
     laboratory.run()
     return laboratory.report()
 
@@ -88,7 +85,7 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     policies = ["attention-in-tee", "stip", "cloak-segment", "tee-only", mine]
     attacks = [NearestEmbedding, Blind, OnlyHere, TokenIds, CacheAtRest]
     report = run(settings_of(model, policies, attacks), tmp_path / "run")
-    assert Report.model_validate_json(report.model_dump_json()) == report
+    assert LeakReport.model_validate_json(report.model_dump_json()) == report
     clear, stip, segment, nothing, own = report.policies
     found = [
         (one.attack, one.refused, one.worked, one.control and one.control.rate)
@@ -154,11 +151,9 @@ def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path
     assert cloaked.refused == "no public weights to compare with"
 
 
-NOISE = ("n", load_policy("float-noise"))
 PRODUCTS = ("p", sending("attn_scores", "attn_values", "o_proj"))
 LAYERED = {**SENT, "layers": "0-7", "mask": "none"}
 DEEP = ("d", policy_with("deep", qkv_proj=[LAYERED, {"place": "tee", "layers": "8-"}]))
-ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
 
 
 @each_row(
@@ -166,8 +161,16 @@ ALIKE = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
     [
         ({"new_tokens": 1}, SettingsError, "--new-tokens: got 1,"),
         ({"prompts": PROMPTS[:1]}, SettingsError, "--prompts: got 1,"),
-        ({"prompts": ALIKE}, SettingsError, "the same token at 80% of places in two of them"),
-        ({"policies": (NOISE,), "curves": (1.0, 2e4)}, SettingsError, "float-noise: sigma: got 2"),
+        (
+            {"prompts": tuple((1, 2, 3, 4, 5, n) for n in range(10, 13))},
+            SettingsError,
+            "the same token at 80% of places in two of them",
+        ),
+        (
+            {"policies": (("n", load_policy("float-noise")),), "curves": (1.0, 2e4)},
+            SettingsError,
+            "float-noise: sigma: got 2",
+        ),
         ({"margin": 0.2}, SettingsError, f"got 12 tokens .*at least {needed(0.2, 1 / 128)},"),
         ({"public": "wide"}, SettingsError, "hidden_size: got 24, expected 48"),
         ({"policies": (PRODUCTS,)}, PolicyError, "layer 0: got some of qkv_proj, attn_scores"),
@@ -182,7 +185,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(
         changed = {"public": tmp_path / changed["public"]}
         changed["public"].mkdir()
         make_begun_model(changed["public"], hidden_size=24)
-    settings = replace(settings_of(model, ["tsqp"], [Blind]), **changed)
+    settings = replace(settings_of(model, ["published"], [Blind]), **changed)
     with pytest.raises(error, match=said):
         Laboratory(settings, tmp_path)
     # The token that all prompts begin with is no likeness; one that some begin with is their text.
@@ -206,14 +209,14 @@ def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
     said: str,
 ) -> None:
     """The very error is raised when all is done; the report says what it lacks."""
-    original, names = Station.attack, ["attention-in-tee", "float-noise", "row-mix"]
+    original, names = AttackRunner.attack, ["attention-in-tee", "float-noise", "row-mix"]
 
-    def fails(self: Station, policy: Any) -> Any:
+    def fails(self: AttackRunner, policy: Any) -> Any:
         if policy.name == "float-noise":
             raise error
         return original(self, policy)
 
-    monkeypatch.setattr(Station, "attack", fails)
+    monkeypatch.setattr(AttackRunner, "attack", fails)
     laboratory = Laboratory(settings_of(model, names, [Blind]), tmp_path)
     with pytest.raises(type(error)) as caught:
         laboratory.run()
@@ -223,37 +226,34 @@ def test_a_policy_that_fails_leaves_the_others_and_an_interrupt_ends_the_run(
     assert report.incomplete == said
 
 
-# Of two workers one is killed as soon as the other has no ear for the signal that ends it.
-KILLED = """
-import json, os, pathlib, signal, sys
+class Ends(NearestEmbedding):
+    """Ends its process: as a program does under one policy, by a signal under another."""
 
-folder = pathlib.Path(json.loads(sys.stdin.read())["folder"])
-try:
-    (folder / "first").touch(exist_ok=False)
-except FileExistsError:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (folder / f"deaf-{os.getpid()}").touch()
-    while True:
-        signal.pause()
-while not list(folder.glob("deaf-*")):
-    pass
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+    name: ClassVar[str] = "ends"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        if view.policy.name == "row-mix":
+            raise SystemExit("an end")
+        if view.policy.name == "cloak":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(view, work)
 
 
-def test_a_worker_that_is_killed_ends_all_even_those_that_do_not_listen(
-    model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_workers_pass_on_what_they_find_and_end_with_one_that_is_killed(
+    model: SavedModel, tmp_path: Path
 ) -> None:
-    (tmp_path / "ends_early.py").write_text(KILLED, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(workers, "_MODULE", "ends_early")
-    monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
-    settings = settings_of(model, THREE, [Blind], workers=2, attack_names=("blind",))
+    steps, said = list[int](), list[str]()
+    given = settings_of(model, ["attention-in-tee", "row-rotation", "row-mix"], [Ends], workers=2)
+    laboratory = Laboratory(given, tmp_path, LeakProgress(step=steps.append, say=said.append))
+    with pytest.raises(ProcessError, match="SystemExit: an end"):
+        laboratory.run()
+    report = laboratory.report()
+    assert [one.policy for one in report.policies] == ["attention-in-tee", "row-rotation"]
+    assert report.policies[0].runs[0].scores[0].top1 == ALL
+    assert (report.incomplete or "").endswith("not attacked: row-mix")
+    assert ("Traceback" in said[0], sum(steps)) == (True, 5)
     with pytest.raises(ProcessError, match="a process killed by SIGKILL"):
-        Laboratory(settings, tmp_path).run()
-    (deaf,) = tmp_path.glob("deaf-*")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(deaf.name.removeprefix("deaf-")), 0)
+        Laboratory(settings_of(model, ["cloak", "stip"], [Ends], workers=2), tmp_path).run()
 
 
 ROOT = Path(__file__).parents[3]
@@ -275,9 +275,8 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         *("--fail-above", "0.25"),
     )
     assert done.returncode == 1, done.stderr
-    found = Report.model_validate_json(report.read_bytes())
+    found = LeakReport.model_validate_json(report.read_bytes())
     clear, noise, shielded, nothing = found.policies
-    assert [one.policy for one in found.policies] == list(policies)
     assert [run.attack for run in clear.runs] == ["nearest-embedding", "largest-features"]
     assert clear.runs[0].scores[0].top1.value == 1.0
     assert (shielded.sent_prompt, shielded.sent_answer, shielded.above_chance) == (0, 42, False)
@@ -313,7 +312,7 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
         (f"demo --cost {EXAMPLE}", "expected a report of tsqp bench --json"),
         (f"demo --cost {RECORDED}", "got the cost of llama-3.2-1b, expected that of demo"),
         ("demo --sigma 1,2", "got no --curves"),
-        ("demo --curves --policy tsqp", "whose mask has noise"),
+        ("demo --curves --policy published", "whose mask has noise"),
         ("demo --text no-such-text", "no-such-text: got FileNotFoundError"),
     ],
 )

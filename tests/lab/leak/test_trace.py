@@ -34,18 +34,18 @@ from tsqp.lab.leak.record_session import (
     KEY,
     SERVED,
     PlaySettings,
-    Session,
+    RecordedSession,
     added_rows,
     logits_of,
     play,
 )
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.side_information import lengths, read_lengths
-from tsqp.lab.leak.trace import PolicyTrace, Trace, TraceError
+from tsqp.lab.leak.score import lengths, read_lengths
+from tsqp.lab.leak.trace import Trace, TraceError
 from tsqp.lab.research.feature_key import FeatureKey
 
 # A row of each kind: in the clear, masks that add rows, products, pads, segments, two services.
-SEND = ("attention-in-tee", "row-rotation", "tsqp-permuted", "shielded", "two-server", "cloak")
+SEND = ("attention-in-tee", "row-rotation", "published-permuted", "shielded", "two-server", "cloak")
 
 
 def sent(phase: str | None = None, mask: Any = "none", **more: Any) -> dict[str, Any]:
@@ -89,7 +89,6 @@ def test_of_every_policy_steps_are_the_forward_passes(
         assert (len(truth.answer), truth.last) == (4, truth.answer[-1])
         assert len(session.traces) == policy.services
         for trace in session.traces:
-            assert isinstance(trace, PolicyTrace)
             assert [step.tokens for step in trace.steps] == sizes
             assert [step.first for step in trace.steps] == [
                 sum(sizes[:s]) for s in range(len(sizes))
@@ -171,7 +170,7 @@ def test_lengths_follow_from_rows() -> None:
     expected = [(7, 3), (600, 2), (7, 3), (None, 4), (None, 1)]
     assert [read_lengths(trace(*sizes)) for sizes in rows] == expected
     truth = truth_of(begun(6)[0], 4)
-    sessions = [Session((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
+    sessions = [RecordedSession((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
     found = lengths(sessions)
     assert (found.prompt, found.answer) == (Rate(hits=1, n=2), Rate(hits=2, n=3))
     assert lengths(sessions[2:]).prompt is None
@@ -199,7 +198,7 @@ def test_what_is_recorded_is_what_a_socket_gets(model: SavedModel) -> None:
     assert channel.recorded == 2
     trace = channel.take()
     assert trace.messages == expected
-    assert vars(trace).keys() == {"messages"}
+    assert (vars(trace).keys(), trace.added) == ({"messages", "added"}, {})
     assert {type(frame) for message in trace.messages for frame in message} == {bytes}
     assert isinstance(exchange.response, TensorReply)
     weight = model.reference.get_input_embeddings().weight

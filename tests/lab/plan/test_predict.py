@@ -21,9 +21,9 @@ from tsqp.cli.main import command
 from tsqp.lab.bench.model import PadMaking, PingPong
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.explain.explanation import explain
-from tsqp.lab.plan import run
-from tsqp.lab.plan.machine import Machine, Transport, fit_transports, read_machine
-from tsqp.lab.plan.model import PARTS, Asked, Costs, Lane, PlanReport, Rpc, Section, Segment, Step
+from tsqp.lab.plan import planning
+from tsqp.lab.plan.costs import PARTS, Asked, Costs, Lane, PlanReport, Rpc, Section, Segment, Step
+from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
 from tsqp.run.link import Link
 
@@ -132,10 +132,10 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds of a prompt and of a decode step, tokens of one request and of all."""
     policies = (("tee-only", load_policy("tee-only")),)
     sizes: dict[str, Any] = {"batch": 4, "context": 1000, "prompt_tokens": 500, "cores": 1}
-    given = run.PlanSettings(
+    given = planning.PlanSettings(
         policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes
     )
-    planning = run.Planning(given, print)
+    made = planning.Planning(given, print)
     prompt, decode = (
         Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))
         for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
@@ -143,8 +143,8 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Costs(
         threads=1, layers=3, itemsize=2, order=(0,) * 22, prefill=(prompt,), decode=decode
     )
-    monkeypatch.setattr(planning, "_costs", lambda name, policy: measured)
-    (found,) = planning.run().policies
+    monkeypatch.setattr(made, "_costs", lambda name, policy: measured)
+    (found,) = made.run().policies
     assert found.ttft_ms == pytest.approx(3000)
     assert found.tpot_ms == pytest.approx(20)
     assert found.tokens_per_s_per_request == pytest.approx(50)
@@ -152,7 +152,7 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.pads, found.sustained_tokens_per_s) == (None, found.tokens_per_s)
     # On twice the cores pads take half as long: 4 sequences of 5 ms, after a step of 20.
     pads = PadMaking(phases=("decode",), token_ms=10.0, cpu_ms=10.0, batch_tokens=512)
-    more = run.Planning(replace(given, cores=2), print)
+    more = planning.Planning(replace(given, cores=2), print)
     monkeypatch.setattr(more, "_costs", lambda *_: measured.model_copy(update={"pads": pads}))
     (found,) = more.run().policies
     assert found.pads is not None
@@ -212,9 +212,9 @@ def test_layers_of_one_kind_are_measured_once() -> None:
     sent = {"place": "gpu", "mask": "none", "verify": "none"}
     ends = [{"place": "tee", "layers": layers} for layers in ("0", "20-")]
     policy = policy_with(qkv_proj=[*ends, sent | {"layers": "1-19"}], o_proj=sent)
-    kinds = run._kinds(policy, config)
+    kinds = planning._kinds(policy, config)
     assert kinds == [0] + [1] * 19 + [0] * 2
-    assert set(run._kinds(load_policy("shielded"), config)) == {0}
+    assert set(planning._kinds(load_policy("shielded"), config)) == {0}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_bad_input_is_refused_before_any_work(
     def nothing_starts(*_arguments: object, **_settings: object) -> None:
         raise RuntimeError("work was begun")
 
-    monkeypatch.setattr(run.Planning, "run", nothing_starts)
+    monkeypatch.setattr(planning.Planning, "run", nothing_starts)
     gpu = [] if "--gpu" in arguments else ["--gpu", "h100"]
     policy = [] if "--policy" in arguments else ["--policy", "attention-in-tee"]
     result = CliRunner().invoke(command, ["plan", *arguments, *gpu, *policy])

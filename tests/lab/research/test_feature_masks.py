@@ -19,7 +19,7 @@ from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.float_noise import FloatNoise
-from tsqp.lab.research.privacy import gaussian_epsilon
+from tsqp.lab.research.rotation import gaussian_epsilon
 from tsqp.lab.research.segment_permutation import SegmentPermutation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 

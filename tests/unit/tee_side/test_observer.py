@@ -22,7 +22,7 @@ from tests.kit.rows import each_row
 # In the clear, by module, under a row mask, under a feature mask, with pads, in shares.
 NAMES = (
     "tee-only",
-    "tsqp",
+    "published",
     "attention-in-tee",
     "cloak",
     "quantized-clear",

@@ -148,7 +148,11 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
         ("tee-only", {"bank": BankPlace.at(Path("b"))}, "--bank: got b, .*: policy tee-only runs"),
         ("two-server", {"bank": BankPlace.at(Path("b"))}, "--bank: got b, .*: policy two-server"),
         ("shielded", {"key": Path("k")}, "--key: got k, expected nothing: .* a feature mask"),
-        ("tsqp", {"calibration": Path("c")}, "--calibration: got c, expected nothing: .* int8"),
+        (
+            "published",
+            {"calibration": Path("c")},
+            "--calibration: got c, expected nothing: .* int8",
+        ),
         ("shielded", {}, "tsqp calibrate"),
         ("stip", {}, "--key: got none"),
     ],

@@ -1,4 +1,4 @@
-"""Links of all pages lead somewhere; masks.md and policies.md are what the code says."""
+"""Links lead somewhere; the README is short; masks.md and policies.md are what the code says."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
         if "://" not in link and not is_there:
             dead.append(link)
     assert dead == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
 
 
 def test_the_page_on_masks_is_what_the_classes_say() -> None:

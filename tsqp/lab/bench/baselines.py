@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -14,9 +15,9 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, linear_tensors
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import load_policy
+from tsqp.lab.bench.job import BenchSettings
 from tsqp.lab.bench.model import Baseline, PingPong
-from tsqp.lab.bench.services import start_services
-from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.bench.prepare import start_services
 from tsqp.processes import child, failure
 
 _BASELINES = TypeAdapter(tuple[Baseline, ...])
@@ -28,47 +29,32 @@ _CASE_S = 5.0
 _ROUND_TRIPS = 300
 
 
-class Baselines:
-    """The baselines of a run, as far as they have been measured; each is a script's.
+def measure(
+    settings: BenchSettings,
+    config: ModelConfig,
+    folder: Path,
+    model: Path,
+    say: Callable[[str], None],
+) -> Iterator[tuple[Baseline, ...]]:
+    """Measure those that can be: of the same cases, with the same threads and dtype.
 
-    `complete`: whether none is missing of those that can be.
+    Each is a script's. `folder`: for the sockets of services. Raises ProcessError.
     """
+    if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
+        say("baseline: transformers")
+        yield _transformers(settings, config, model)
+    if not settings.endpoints:
+        say("baseline: the published client")
+        yield _published_client(settings, folder, model)
+    if on_the_gpu(settings):
+        say("baseline: the GPU alone, unmasked")
+        yield _unmasked(settings, model)
 
-    def __init__(self) -> None:
-        self.measured: tuple[Baseline, ...] = ()
-        self.ping_pong: tuple[PingPong, ...] = ()
-        self.complete = False
 
-    @property
-    def any(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self.measured or self.ping_pong)
-
-    def measure(
-        self,
-        settings: BenchSettings,
-        config: ModelConfig,
-        folder: Path,
-        model: Path,
-        say: Callable[[str], None],
-    ) -> None:
-        """Measure those that can be: of the same cases, with the same threads and dtype.
-
-        `folder`: for the sockets of services. Raises ProcessError.
-        """
-        if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
-            say("baseline: transformers")
-            self.measured += _transformers(settings, config, model)
-        if not settings.endpoints:
-            say("baseline: the published client")
-            self.measured += _published_client(settings, folder, model)
-        if on_the_gpu(settings):
-            say("baseline: the GPU alone, unmasked")
-            self.measured += _unmasked(settings, model)
-        say("baseline: raw ping-pong")
-        found = _script("tsqp.lab.bench.ping_pong", "--round-trips", str(_ROUND_TRIPS))
-        self.ping_pong = _PING_PONG.validate_json(found)
-        self.complete = True
+def ping_pong(spin_us: float = 0.0) -> tuple[PingPong, ...]:
+    """Measure one round trip of each transport, ours and a raw one. Raises ProcessError."""
+    options = ["--round-trips", str(_ROUND_TRIPS), "--spin-us", str(spin_us)]
+    return _PING_PONG.validate_json(_script("tsqp.lab.bench.ping_pong", *options))
 
 
 def on_the_gpu(settings: BenchSettings) -> bool:
@@ -106,8 +92,9 @@ def _published_client(settings: BenchSettings, folder: Path, model: Path) -> tup
     options += ["--sampled", "2", "--case-s", str(_CASE_S)]
     with ExitStack() as running:
         # Its socket is ZeroMQ's, whatever ours is.
-        policy = load_policy("tsqp")
-        ((_, endpoint),) = start_services(running, settings, folder, model, policy, "tcp")
+        policy = load_policy("published")
+        served = replace(settings.served, transport="tcp")
+        ((_, endpoint),) = start_services(running, policy, model, folder, served)
         found = _script("tsqp.lab.bench.published_client", endpoint, *options)
     return _BASELINES.validate_json(found)
 

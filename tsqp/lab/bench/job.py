@@ -1,27 +1,27 @@
-"""What the orchestrator tells the process that measures, and what that answers, line by line."""
+"""What `tsqp bench` is asked, what it tells the process that measures, and what that answers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
+from tee_side.policy.placement import Policy
 from tee_side.words import Phase
 from tsqp.lab.bench.model import Case, Generation, PadMaking, Timeline
+from tsqp.lab.measure import Line
+
+TRANSPORTS = ("tcp", "ipc", "unix", "shm")
 
 # Of every case, before anything is timed.
 WARM_UP = 2
 _LEAST_OBSERVED, _MOST_OBSERVED = 3, 12
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Plan(_Line):
+class Plan(Line):
     """Which cases to measure, and how often.
 
     `prefill`: prompt lengths; `decode`: (context, sequences); `generation`: (prompt, new tokens).
@@ -141,7 +141,78 @@ class Plan(_Line):
         )
 
 
-class Job(_Line):
+@dataclass(frozen=True)
+class Served:
+    """How services are started that are measured with."""
+
+    device: str
+    transport: str
+    kernels: str = "auto"
+    threads: int = 1
+    spin_us: float = 0.0
+    dtype: FloatDtype | None = None
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """One run of the benchmark.
+
+    `model`: a directory, or `shape`: the name of one whose weights are made at random. `endpoints`:
+    of services that run already, in place of those that are started with `device` over `transport`.
+    `policies`: with the name or path that each was given by. `baselines`: whether to measure the
+    others, too. `command`: as it was typed, for the report. `default_prefill`, `default_context`:
+    whether the plan's lengths are defaults, so that they may give way to a short context.
+    `shares_in_the_clear`: whether `endpoints` may get shares over links without keys.
+    """
+
+    command: str
+    policies: tuple[tuple[str, Policy], ...]
+    model: Path | None = None
+    shape: str | None = None
+    endpoints: tuple[str, ...] = ()
+    device: str = "null"
+    transport: str = "tcp"
+    kernels: str = "auto"
+    threads: int = 1
+    gpu_threads: int = 1
+    dtype: FloatDtype | None = None
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    micro_batches: int = 1
+    spin_us: float = 0.0
+    link_gbps: float | None = None
+    link_rtt_us: float = 0.0
+    key: Path | None = None
+    server_model: Path | None = None
+    baselines: bool = True
+    plan: Plan = field(default_factory=Plan)
+    default_prefill: bool = False
+    default_context: bool = False
+    shares_in_the_clear: bool = False
+
+    @property
+    def served(self) -> Served:
+        """How services are started, where none was given."""
+        of_all = (self.device, self.transport, self.kernels, self.gpu_threads)
+        return Served(*of_all, self.spin_us, self.dtype)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the services really compute, so that what they answer is right."""
+        # Services that run already are taken for real ones.
+        return bool(self.endpoints) or not (
+            self.device == "null" or self.device.startswith("model:")
+        )
+
+    @property
+    def link(self) -> str | None:
+        """The modelled link, for people."""
+        if self.link_gbps is None and self.link_rtt_us == 0:
+            return None
+        rate = f"{self.link_gbps:g} Gbit/s" if self.link_gbps is not None else "unbounded rate"
+        return f"{rate}, {self.link_rtt_us:g} us round trip"
+
+
+class Job(Line):
     """One policy's measurements, by one process."""
 
     model: Path
@@ -162,14 +233,14 @@ class Job(_Line):
     plan: Plan
 
 
-class Progress(_Line):
+class Progress(Line):
     """What is being measured now."""
 
     kind: Literal["progress"] = "progress"
     doing: str
 
 
-class Measured(_Line):
+class Measured(Line):
     """A case that is done, with its timeline if one was kept."""
 
     kind: Literal["measured"] = "measured"
@@ -178,7 +249,7 @@ class Measured(_Line):
     generation: Generation | None = None
 
 
-class Finished(_Line):
+class Finished(Line):
     """The last line: what is known once everything is measured."""
 
     kind: Literal["finished"] = "finished"
@@ -188,13 +259,4 @@ class Finished(_Line):
     pads: PadMaking | None = None
 
 
-class Failed(_Line):
-    """The error that ended the process early, in its three parts."""
-
-    kind: Literal["failed"] = "failed"
-    where: str
-    got: str
-    expected: str
-
-
-Answer = Progress | Measured | Finished | Failed
+Answer = Progress | Measured | Finished

@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,17 +40,10 @@ from protocol.errors import SettingsError, TsqpError
 from protocol.messages import LinearRequest, TensorReply, Timing
 from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, from_torch, short_name
+from tsqp.lab.bench.machine import write_results
 from tsqp.lab.bench.model import PingPong
-from tsqp.lab.bench.output import write_results
 from tsqp.lab.bench.random_model import write_random_model
-from tsqp.lab.bench.raw_echo import (
-    SHARED_MEMORY,
-    TCP_SOCKET,
-    ShmPing,
-    StreamPing,
-    ZmqPing,
-    is_stream,
-)
+from tsqp.lab.bench.raw_echo import TCP_SOCKET, connect
 
 BLOCK = 50
 SETTLE = 5
@@ -73,20 +65,13 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Transport:
-    """Where to bind, `{folder}` filled in; None where there is no such thing."""
-
-    ours: str | None
-    raw: str
-
-
-TRANSPORTS: dict[str, Transport] = {
-    "zeromq-ipc": Transport("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
-    "zeromq-tcp": Transport("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
-    "unix": Transport("unix://{folder}/ours.sock", "unix://{folder}.sock"),
-    "shm": Transport("shm://{folder}/ours.sock", "shm://{folder}.sock"),
-    "tcp": Transport(None, f"{TCP_SOCKET}127.0.0.1:0"),
+# Where our service binds and where the raw echo does, `{folder}` filled in; None: no such thing.
+TRANSPORTS: dict[str, tuple[str | None, str]] = {
+    "zeromq-ipc": ("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
+    "zeromq-tcp": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+    "unix": ("unix://{folder}/ours.sock", "unix://{folder}.sock"),
+    "shm": ("shm://{folder}/ours.sock", "shm://{folder}.sock"),
+    "tcp": (None, f"{TCP_SOCKET}127.0.0.1:0"),
 }
 
 
@@ -128,17 +113,17 @@ def raw_pings(
     command = [sys.executable, "-m", "tsqp.lab.bench.raw_echo", address, *sizes]
     frames = [bytes(frame) for frame in request]
     with running([*command, "--spin-us", str(spin_us)], "ready ", "stdout") as bound:
-        ping: ShmPing | StreamPing | ZmqPing
-        if bound.startswith(SHARED_MEMORY):
-            ping = ShmPing(bound, frames, sum(map(len, reply)), spin_us=spin_us)
-        elif is_stream(bound):
-            ping = StreamPing(bound, frames, sum(map(len, reply)), spin_us=spin_us)
-        else:
-            ping = ZmqPing(bound, frames, spin_us=spin_us)
+        end = connect(bound, (sum(map(len, request)), sum(map(len, reply))), spin_us)
+
+        def round_trip() -> None:
+            end.send(frames)
+            if end.receive() is None:
+                raise ConnectionError("the echo server has gone")
+
         try:
-            yield ping.round_trip
+            yield round_trip
         finally:
-            ping.close()
+            end.close()
 
 
 @contextmanager
@@ -204,15 +189,15 @@ def measure(
     name: str, payloads: Sequence[int], *, round_trips: int, device: str, spin_us: float
 ) -> list[PingPong]:
     """Measure one transport with every payload. Raises EndpointError, SettingsError."""
-    transport = TRANSPORTS[name]
+    ours, raw = TRANSPORTS[name]
     results: list[PingPong] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         endpoint = None
-        if transport.ours is not None:
+        if ours is not None:
             write_random_model(folder, _SETTINGS)
             endpoint = stack.enter_context(
-                our_service(transport.ours.format(folder=folder), folder, device, spin_us)
+                our_service(ours.format(folder=folder), folder, device, spin_us)
             )
         for payload in payloads:
             hidden = torch.zeros(payload // _ROW_BYTES, _WIDTH, dtype=torch.bfloat16)
@@ -220,29 +205,23 @@ def measure(
                 kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
                 if endpoint is not None:
                     kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
-                address = transport.raw.format(folder=f"{folder}/{payload}")
+                address = raw.format(folder=f"{folder}/{payload}")
                 kinds["raw"] = of_payload.enter_context(
                     raw_pings(address, *frames_of(hidden), spin_us)
                 )
                 times = interleaved(list(kinds.values()), round_trips)
             results += [
-                _result(name, payload, kind, found)
+                PingPong(
+                    transport=name,
+                    payload_bytes=payload,
+                    kind=kind,
+                    p50_us=statistics.median(found),
+                    p90_us=statistics.quantiles(found, n=10)[-1],
+                    round_trips=len(found),
+                )
                 for kind, found in zip(kinds, times, strict=True)
             ]
     return results
-
-
-def _result(
-    transport: str, payload: int, kind: Literal["ours", "raw"], times_us: Sequence[float]
-) -> PingPong:
-    return PingPong(
-        transport=transport,
-        payload_bytes=payload,
-        kind=kind,
-        p50_us=statistics.median(times_us),
-        p90_us=statistics.quantiles(times_us, n=10)[-1],
-        round_trips=len(times_us),
-    )
 
 
 def _payload(text: str) -> int:
@@ -250,23 +229,6 @@ def _payload(text: str) -> int:
     if size <= 0 or size % _ROW_BYTES:
         raise SettingsError("--payloads", got=text, expected=f"multiples of {_ROW_BYTES}")
     return size
-
-
-def measure_all(options: argparse.Namespace) -> list[PingPong]:
-    """Measure what the command line asks for."""
-    payloads = [_payload(text) for text in options.payloads.split(",")]
-    names = options.transports.split(",")
-    for name in names:
-        if name not in TRANSPORTS:
-            raise SettingsError(
-                "--transports", got=repr(name), expected=f"of {', '.join(TRANSPORTS)}"
-            )
-    settings = {
-        "round_trips": options.round_trips,
-        "device": options.device,
-        "spin_us": options.spin_us,
-    }
-    return [result for name in names for result in measure(name, payloads, **settings)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -282,7 +244,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file instead")
     options = parser.parse_args(arguments)
     try:
-        found = measure_all(options)
+        payloads = [_payload(text) for text in options.payloads.split(",")]
+        found: list[PingPong] = []
+        for name in options.transports.split(","):
+            if name not in TRANSPORTS:
+                known = f"of {', '.join(TRANSPORTS)}"
+                raise SettingsError("--transports", got=repr(name), expected=known)
+            found += measure(
+                name,
+                payloads,
+                round_trips=options.round_trips,
+                device=options.device,
+                spin_us=options.spin_us,
+            )
     except TsqpError as error:
         sys.exit(f"ping_pong: error: {error}")
     write_results(found, options.json)

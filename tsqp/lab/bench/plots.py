@@ -1,436 +1,358 @@
-"""Plots of a report as SVG: bars per operator, policies side by side, cost against size."""
+"""The pictures of a report: policies side by side, bars per operator, growth, timelines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from tee_side.words import LAYERLESS, PHASES, Phase
-from tsqp.lab.bench.caveats import speed
-from tsqp.lab.bench.compare import alike, comparable, is_generation
-from tsqp.lab.bench.findings import dominant
-from tsqp.lab.bench.growth import Growth, growth
-from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report
-from tsqp.lab.bench.plot_style import (
-    REST_COLOUR,
-    STAGE_COLOURS,
-    WIDTH,
-    Plot,
-    new_figure,
-    stage_legend,
-    to_svg,
-)
+from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report, Timeline
 from tsqp.lab.bench.summary import (
     REST_MEANING,
     REST_NAME,
-    Measured,
+    STAGE_NAMES,
+    Growth,
     by_operator,
-    case_stages,
+    case_name,
+    comparable,
+    dominant,
     find_case,
+    growth,
+    in_order,
+    is_generation,
     main_cases,
     name_of,
     tokens_per_step,
 )
-from tsqp.lab.bench.units import duration, figures, size
+from tsqp.lab.bench.timeline import (
+    RESOURCES,
+    Times,
+    between_us,
+    busy_us,
+    lanes,
+    length_us,
+    resource,
+    times_of,
+)
+from tsqp.lab.charts import (
+    COLOURS,
+    GREY,
+    LIGHT,
+    WIDTH,
+    Picture,
+    bars,
+    drawing,
+    legend,
+    logarithmic,
+    marks,
+    picture,
+)
+from tsqp.lab.report import duration, figures, percent, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BASELINE_COLOUR = "#888888"
-_POLICY_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_MARKERS = "os^DvPX"
-_DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.5)), (0, (5, 1, 1, 1, 1, 1)))
+# Of Paul Tol's muted scheme, in the order of `STAGES`.
+_STAGE_COLOURS = dict(
+    zip(
+        STAGES,
+        (
+            *("#332288", "#cc6677", "#882255", "#ddcc77", "#88ccee"),  # tee to wire
+            *("#aa4499", "#117733", "#999933", "#44aa99"),  # queue to unmask
+        ),
+        strict=True,
+    )
+)
+# A span thinner than this share of a timeline is drawn together with its neighbours.
+_FINEST = 1 / 1500
+# What the TEE does when no operator runs, nor waits for the service.
+_BETWEEN = "between operators"
+# Width of a letter of an operator's name, as a share of the plot's.
+_LETTER = 0.0072
 
-# --- stacked bars per operator -----------------------------------------------------------------
+_BARS_CAPTION = (
+    f"{REST_NAME.capitalize()}: {REST_MEANING}. Embedding and LM head in the TEE are cut off where"
+    " they would dwarf the rest."
+)
+_GROWTH_CAPTION = (
+    "Without vocabulary: less Embedding and LM head in the TEE. Lines are power laws, fitted by"
+    " least squares; the legend has their exponents. Exponent 1: time in proportion to the size; 0:"
+    " time that does not grow."
+)
 
 
-def stage_bars(report: Report, phase: Phase) -> Plot | None:
+def plots(report: Report) -> list[Picture]:
+    """Return all plots of a report but its timelines, in the order in which a person reads them."""
+    made = [_side_by_side(report), *(_stage_bars(report, phase) for phase in PHASES)]
+    return [plot for plot in (*made, _growth(report)) if plot is not None]
+
+
+def _stage_legend(used: set[str]) -> list[tuple[str, str]]:
+    return [(STAGE_NAMES[name], _STAGE_COLOURS[name]) for name in STAGES if name in used]
+
+
+def _stage_bars(report: Report, phase: Phase) -> Picture | None:
     """Draw each operator's time by stage, a panel for each policy; None without such a case."""
     pairs = [(run, case) for run, case in main_cases(report, phase) if case.operators]
     if not pairs:
         return None
-    names = _operators(pairs)
+    costs = [total for _, case in pairs for total in by_operator(case)]
+    names = in_order(total.operator for total in costs if total.stages.total_us > 0)
+    limit = _limit([case for _, case in pairs])
     columns = min(3, len(pairs))
     lines = -(-len(pairs) // columns)
-    with new_figure(lines * (0.235 * (len(names) + 1) + 0.75) + 0.55) as figure:
-        axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-        for place, axis in enumerate(axes.flat):
-            if place < len(pairs):
-                _stage_panel(axis, *pairs[place], names, limit=_limit(pairs))
-            else:
-                axis.set_visible(False)
-        used = [n for n in STAGES if any(getattr(case_stages(c), n) for _, c in pairs)]
-        stage_legend(figure, used)
-        axes.flat[0].set_xlim(0, _limit(pairs) * 1.18 or 1.0)
+    with drawing(lines * (0.235 * (len(names) + 1) + 0.75) + 0.55) as figure:
+        axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
+        used = set[str]()
+        for axis in axes.flat[len(pairs) :]:
+            axis.set_visible(False)
+        for axis, (run, case) in zip(axes.flat, pairs, strict=False):
+            totals = {total.operator: total.stages for total in by_operator(case)}
+            parts = []
+            for stage in STAGES:
+                spent = [getattr(totals.get(name), stage, 0.0) / 1e3 for name in names]
+                used |= {stage} if any(spent) else set()
+                parts.append((_STAGE_COLOURS[stage], [*spent, 0.0]))
+            parts.append((LIGHT, [0.0] * len(names) + [max(case.rest_us, 0.0) / 1e3]))
+            bars(axis, [*names, REST_NAME], parts, figures, limit, none="")
+            axis.set_title(f"{run.policy}: {duration(case.step_ms.median * 1e3)}")
+        legend(figure, [*_stage_legend(used), (REST_NAME, LIGHT)])
         figure.supxlabel("ms a step, all layers together", fontsize=9.5, color="#333333")
-        return Plot(
-            f"Where the time goes: {name_of(pairs[0][1])}",
-            to_svg(figure),
-            _bars_caption(pairs),
-        )
+        caption = "\n".join([*(dominant(run, case) for run, case in pairs), _BARS_CAPTION])
+        return picture(figure, f"Where the time goes: {name_of(pairs[0][1])}", caption)
 
 
-def _operators(pairs: Sequence[tuple[PolicyRun, Case]]) -> list[str]:
-    """Return the operators that cost anything, in the order of a step."""
-    order: list[str] = []
-    for _, case in pairs:
-        found = [total.operator for total in by_operator(case) if total.stages.total_us > 0]
-        for place, name in enumerate(found):
-            if name not in order:
-                # After the one that it follows in this policy.
-                after = order.index(found[place - 1]) + 1 if place else 0
-                order.insert(after, name)
-    return order
-
-
-def _limit(pairs: Sequence[tuple[PolicyRun, Case]]) -> float:
+def _limit(cases: Sequence[Case]) -> float:
     """Return how long the longest bar is drawn, in ms.
 
     Embedding and LM head in the TEE may dwarf everything that a policy can change: then they are
     cut off.
     """
-    shown, vocabulary = 0.0, 0.0
-    for _, case in pairs:
-        shown = max(shown, case.rest_us / 1e3)
-        for total in by_operator(case):
-            if total.place == "tee" and total.operator in LAYERLESS:
-                vocabulary = max(vocabulary, total.stages.total_us / 1e3)
-            else:
-                shown = max(shown, total.stages.total_us / 1e3)
+    shown, vocabulary = max(0.0, *(case.rest_us / 1e3 for case in cases)), 0.0
+    for total in (total for case in cases for total in by_operator(case)):
+        if total.place == "tee" and total.operator in LAYERLESS:
+            vocabulary = max(vocabulary, total.stages.total_us / 1e3)
+        else:
+            shown = max(shown, total.stages.total_us / 1e3)
     return shown if vocabulary > 1.5 * shown > 0 else max(shown, vocabulary)
 
 
-def _stage_panel(
-    axis: Axes, run: PolicyRun, case: Case, names: Sequence[str], *, limit: float
-) -> None:
-    totals = {total.operator: total.stages for total in by_operator(case)}
-    left = [0.0] * len(names)
-    for stage in STAGES:
-        widths = [getattr(totals[name], stage) / 1e3 if name in totals else 0.0 for name in names]
-        if any(widths):
-            axis.barh(
-                range(len(names)),
-                widths,
-                left=left,
-                height=0.74,
-                color=STAGE_COLOURS[stage],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    rest = max(case.rest_us, 0.0) / 1e3
-    axis.barh([len(names)], [rest], height=0.74, color=REST_COLOUR)
-    for place, total in enumerate([*left, rest]):
-        if total > 0:
-            cut = total > limit * 1.001
-            axis.annotate(
-                f"{figures(total)}, cut off" if cut else figures(total),
-                (limit if cut else total, place),
-                xytext=(3, 0),
-                textcoords="offset points",
-                va="center",
-                ha="right" if cut else "left",
-                fontsize=8,
-                color="white" if cut else "#444444",
-            )
-    axis.set_yticks(range(len(names) + 1), [*names, REST_NAME])
-    axis.set_ylim(len(names) + 0.6, -0.6)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="x")
-    axis.set_title(f"{run.policy}: {duration(case.step_ms.median * 1e3)}")
-
-
-def _bars_caption(pairs: Sequence[tuple[PolicyRun, Case]]) -> str:
-    sentences = [dominant(run, case) for run, case in pairs]
-    sentences += [
-        f"{run.policy}: parts that ran at the same time add up to {duration(-case.rest_us)} more"
-        " than the step took."
-        for run, case in pairs
-        if case.rest_us < 0
-    ]
-    if any(case.rest_us > 0 for _, case in pairs):
-        sentences.append(f"{REST_NAME.capitalize()}: {REST_MEANING}.")
-    limit = _limit(pairs)
-    if any(t.stages.total_us / 1e3 > limit * 1.001 for _, c in pairs for t in by_operator(c)):
-        sentences.append("Embedding and LM head in the TEE are cut off: they would dwarf the rest.")
-    return "\n".join(sentences)
-
-
-# --- policies side by side ---------------------------------------------------------------------
-
-
-def side_by_side(report: Report) -> Plot | None:
+def _side_by_side(report: Report) -> Picture | None:
     """Draw tokens/s, time and bytes of each policy, a row for each phase; None without a case."""
-    rows = [(phase, pairs) for phase in PHASES if (pairs := main_cases(report, phase))]
+    rows = [pairs for phase in PHASES if (pairs := main_cases(report, phase))]
     if not rows:
         return None
-    with new_figure(sum(0.34 * len(pairs) + 1.15 for _, pairs in rows)) as figure:
-        axes = figure.subplots(
-            len(rows),
-            3,
-            squeeze=False,
-            gridspec_kw={"height_ratios": [len(pairs) + 2 for _, pairs in rows]},
-        )
-        for (_, pairs), (rate, time, traffic) in zip(rows, axes, strict=True):
-            name = name_of(pairs[0][1])
-            _bars(rate, pairs, [("", "#0072b2", lambda c: c.tokens_per_s)], figures)
-            rate.set_title(f"{name}: tokens/s")
-            rate.set_xlabel(_worth(report), fontsize=8.5)
-            _bars(
-                time,
-                pairs,
-                [
-                    ("overhead", "#d55e00", lambda c: c.overhead_ms if c.rpcs else 0.0),
-                    ("no RPC: all in the TEE", "#888888", lambda c: 0 if c.rpcs else c.overhead_ms),
-                    ("vocabulary in the TEE", "#f0c9a8", lambda c: c.heavy_ms),
-                ],
-                figures,
-            )
+    # A plot may be shown without its page, so it says what its speeds are worth.
+    worth = {"null": "upper bound", "model": "modelled"}
+    kinds = {
+        "overhead": COLOURS[1],
+        "all in the TEE": GREY,
+        "Embedding, LM head in the TEE": "#f0c9a8",
+        "sent": COLOURS[2],
+        "received": "#99d8c4",
+    }
+    colours = list(kinds.values())
+    with drawing(sum(0.34 * len(pairs) + 1.15 for pairs in rows)) as figure:
+        heights = [len(pairs) + 2 for pairs in rows]
+        axes = figure.subplots(len(rows), 3, squeeze=False, height_ratios=heights)
+        for pairs, (rate, time, traffic) in zip(rows, axes, strict=True):
+            names, cases = [run.policy for run, _ in pairs], [case for _, case in pairs]
+            bars(rate, names, [(COLOURS[0], [case.tokens_per_s for case in cases])], figures)
+            rate.set_title(f"{name_of(cases[0])}: tokens/s")
+            rate.set_xlabel(worth.get(report.setup.device.partition(":")[0], ""), fontsize=8.5)
+            own = [case.overhead_ms if case.rpcs else 0.0 for case in cases]
+            alone = [0.0 if case.rpcs else case.overhead_ms for case in cases]
+            heavy = [case.heavy_ms for case in cases]
+            lengths = zip(colours[:3], (own, alone, heavy), strict=True)
+            bars(time, [""] * len(names), list(lengths), figures)
             time.set_title("ms a step")
-            _bars(
-                traffic,
-                pairs,
-                [
-                    ("sent", "#009e73", lambda c: c.bytes_sent / tokens_per_step(c)),
-                    ("received", "#99d8c4", lambda c: c.bytes_received / tokens_per_step(c)),
-                ],
-                size,
-            )
+            sent = [case.bytes_sent / tokens_per_step(case) for case in cases]
+            received = [case.bytes_received / tokens_per_step(case) for case in cases]
+            lengths = zip(colours[3:], (sent, received), strict=True)
+            bars(traffic, [""] * len(names), list(lengths), size)
             traffic.set_title("bytes a token")
-            for axis in (time, traffic):
-                axis.set_yticklabels([])
-        labelled = {
-            bars.get_label(): bars
-            for axis in axes.flat
-            for bars in axis.containers
-            if not bars.get_label().startswith("_") and any(bar.get_width() for bar in bars)
-        }
-        figure.legend(
-            handles=list(labelled.values()), loc="outside lower right", ncols=5, fontsize=8.5
-        )
-        return Plot("Policies side by side", to_svg(figure), _side_caption(report, rows))
+        legend(figure, list(kinds.items()), "lower right")
+        caption = "Of each phase the step by which policies are compared."
+        return picture(figure, "Policies side by side", caption)
 
 
-def _worth(report: Report) -> str:
-    """Return what to write below speeds: a plot may be shown without its page."""
-    kind = report.setup.device.partition(":")[0]
-    return {"null": "upper bound", "model": "modelled"}.get(kind, "")
-
-
-_Part = tuple[str, str, Callable[[Case], float]]
-
-
-def _bars(
-    axis: Axes,
-    pairs: Sequence[tuple[PolicyRun, Case]],
-    parts: Sequence[_Part],
-    render: Callable[[float], str],
-) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    places = range(len(pairs))
-    left = [0.0] * len(pairs)
-    for label, colour, value in parts:
-        widths = [value(case) for _, case in pairs]
-        axis.barh(places, widths, left=left, height=0.66, color=colour, label=label)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    for place, total in zip(places, left, strict=True):
-        axis.annotate(
-            render(total) or "none",
-            (total, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-            color="#333333",
-        )
-    axis.set_yticks(places, [run.policy for run, _ in pairs])
-    axis.set_ylim(len(pairs) - 0.4, -0.6)
-    axis.set_xlim(0, max(left) * 1.3 or 1.0)
-    axis.tick_params(axis="y", length=0)
-    axis.locator_params(axis="x", nbins=4)
-    if not any(left):
-        axis.set_xticks([])
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda number, _: render(number) or "0"))
-    axis.grid(axis="x")
-
-
-def _side_caption(report: Report, rows: Sequence[tuple[Phase, Sequence[Measured]]]) -> str:
-    sentences = []
-    for _, pairs in rows:
-        name = name_of(pairs[0][1]).capitalize()
-        if len(pairs) == 1:
-            sentences.append(f"{name}: {speed(report, *pairs[0])}.")
-            continue
-        groups = alike(report, pairs)
-        said = [_fastest(report, group, len(groups) > 1) for group in groups if len(group) > 1]
-        if len(groups) > 1 and not said:
-            said.append(
-                "no two policies compute the same in the TEE, so none is called the fastest"
-            )
-        said += _leanest(pairs)
-        if said:
-            sentences.append(f"{name}: {', '.join(said)}.")
-    return "\n".join(sentences)
-
-
-def _leanest(pairs: Sequence[Measured]) -> list[str]:
-    """Say which policy moves nothing, or the least; nothing where policies move the same."""
-    moved = {run.policy: case.bytes_sent + case.bytes_received for run, case in pairs}
-    least = min(moved.values())
-    names = [policy for policy, count in moved.items() if count == least]
-    if len(names) == len(moved):
-        return []
-    verb = "moves" if len(names) == 1 else "move"
-    return [f"{' and '.join(names)} {verb} {'the least' if least else 'nothing'}"]
-
-
-def _fastest(report: Report, group: Sequence[Measured], among: bool) -> str:
-    run, case = max(group, key=lambda pair: pair[1].tokens_per_s)
-    text = f"{run.policy} is the fastest"
-    if among:
-        names = " and ".join(other.policy for other, _ in group)
-        text += f" of {names}, which compute the same in the TEE"
-    return f"{text}, {speed(report, run, case)}"
-
-
-# --- cost against size -------------------------------------------------------------------------
-
-
-def growth_plot(report: Report) -> Plot | None:
+def _growth(report: Report) -> Picture | None:
     """Draw time against prompt, context and batch on logarithmic axes; None without three sizes."""
-    panels = [
-        (title, axis, chosen)
-        for title, axis, phase in (
-            ("prefill", "prompt tokens", "prefill"),
-            ("decode", "context tokens", "decode"),
-            ("decode", "batch", "decode"),
+    curves = [
+        [one for one in growth(report) if (one.phase, one.against, one.cost) == (*kind, "step")]
+        for kind in (
+            ("prefill", "prompt tokens"),
+            ("decode", "context tokens"),
+            ("decode", "batch"),
         )
-        if (chosen := _undivided(growth(report), phase, axis))
     ]
+    panels = [chosen for found in curves if (chosen := _undivided(found))]
     if not panels:
         return None
-    width = max(WIDTH * len(panels) / 3, 5.2)
-    with new_figure(4.3, width=width) as figure:
+    order = [run.policy for run in report.policies]
+    with drawing(4.3, max(WIDTH * len(panels) / 3, 5.2)) as figure:
         axes = figure.subplots(1, len(panels), squeeze=False)
-        order = [run.policy for run in report.policies]
-        for (title, against, found), axis in zip(panels, axes[0], strict=True):
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
+        for found, axis in zip(panels, axes[0], strict=True):
+            sizes = {x for one in found for x, _ in one.points}
             for one in found:
-                _growth_line(axis, one, order.index(one.policy))
-            if against == "prompt tokens":
-                _baseline_lines(axis, report)
-            _plain_ticks(axis)
-            axis.grid(which="major")
-            axis.set_title(title if against != "batch" else f"{title} at {found[0].scope}")
-            axis.set_xlabel(against if against != "batch" else "sequences")
-            axis.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.17), fontsize=8.5, borderpad=0)
+                label, line, law = one.policy, list[tuple[float, float]](), one.law
+                if law is not None:
+                    label += f": n^{law.exponent:.2f}, R2 {law.r_squared:.2f}"
+                    line = [(x, law.at(x)) for x in (one.points[0][0], one.points[-1][0])]
+                drawn = [point for point in one.points if point[1] > 0]
+                marks(axis, drawn, order.index(one.policy), label, line)
+            if found[0].against == "prompt tokens":
+                sizes |= _baseline_marks(axis, report)
+            logarithmic(axis, sorted(sizes))
+            batch = found[0].against == "batch"
+            axis.set_title(f"{found[0].phase} at {found[0].scope}" if batch else found[0].phase)
+            axis.set_xlabel("sequences" if batch else found[0].against)
+            axis.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.17), borderpad=0)
         axes[0][0].set_ylabel("ms a step, without vocabulary")
-        return Plot("Cost against size", to_svg(figure), _growth_caption(panels), width)
+        return picture(figure, "Cost against size", _GROWTH_CAPTION)
 
 
-def _undivided(found: Sequence[Growth], phase: str, against: str) -> list[Growth]:
-    """Return of each policy the one whole-step curve with the most points, three at least."""
+def _undivided(found: Sequence[Growth]) -> list[Growth]:
+    """Return of each policy the curve with the most points, three at least, of one micro-batch."""
     best: dict[str, Growth] = {}
     for one in found:
-        same = (one.phase, one.against, one.cost) == (phase, against, "step")
-        if same and "micro" not in one.scope and len(one.points) > 2:
-            held = best.get(one.policy)
-            if held is None or len(one.points) > len(held.points):
-                best[one.policy] = one
+        held = best.get(one.policy)
+        longer = held is None or len(one.points) > len(held.points)
+        if "micro" not in one.scope and len(one.points) > 2 and longer:
+            best[one.policy] = one
     return list(best.values())
 
 
-def _growth_line(axis: Axes, found: Growth, number: int) -> None:
-    colour = _POLICY_COLOURS[number % len(_POLICY_COLOURS)]
-    drawn = [(x, cost) for x, cost in found.points if cost > 0]
-    label = found.policy
-    if found.law is not None:
-        law = found.law
-        label += f": n^{law.exponent:.2f}, R2 {law.r_squared:.2f}"
-        ends = [found.points[0][0], found.points[-1][0]]
-        dashes = _DASHES[number % len(_DASHES)]
-        axis.plot(ends, [law.at(x) for x in ends], linestyle=dashes, color=colour, linewidth=1.2)
-    axis.plot(
-        [x for x, _ in drawn],
-        [cost for _, cost in drawn],
-        linestyle="none",
-        marker=_MARKERS[number % len(_MARKERS)],
-        markersize=5.5,
-        color=colour,
-        label=label,
-    )
-
-
-def _baseline_lines(axis: Axes, report: Report) -> None:
-    found: dict[str, list[tuple[int, float]]] = {}
-    for baseline in report.baselines:
-        same = baseline.phase == "prefill" and not is_generation(baseline)
-        beside = any(
-            comparable(report, [case], baseline)
-            for run in report.policies
-            if (case := find_case(run, "prefill", (baseline.tokens, 1, 1))) is not None
-        )
-        if same and beside and baseline.step_ms.median > 0:
+def _baseline_marks(axis: Axes, report: Report) -> set[float]:
+    """Draw the baselines that did what some policy did; return their numbers of tokens."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in report.baselines:
+        cases = [find_case(run, "prefill", (one.tokens, 1, 1)) for run in report.policies]
+        same = one.phase == "prefill" and not is_generation(one) and one.step_ms.median > 0
+        if same and any(comparable(report, [case], one) for case in cases if case is not None):
             # What was timed against a service has its vocabulary there.
-            whole = "" if baseline.against == "null" else ", whole step"
-            label = f"{baseline.name} (baseline{whole})"
-            found.setdefault(label, []).append((baseline.tokens, baseline.step_ms.median))
+            label = f"{one.name} (baseline{'' if one.against == 'null' else ', whole step'})"
+            found.setdefault(label, []).append((float(one.tokens), one.step_ms.median))
     for number, (label, points) in enumerate(found.items()):
-        points.sort()
-        axis.plot(
-            [x for x, _ in points],
-            [cost for _, cost in points],
-            linestyle=":",
-            marker="x+"[number % 2],
-            color=_BASELINE_COLOUR,
-            label=label,
-        )
+        marks(axis, points, 7 + number, label, sorted(points), colour=GREY)
+    return {x for points in found.values() for x, _ in points}
 
 
-def _plain_ticks(axis: Axes) -> None:
-    """Label the axes with plain numbers, not powers."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
-
-    sizes = sorted({float(x) for line in axis.get_lines() for x in np.asarray(line.get_xdata())})
-    # Labels that lie too close together would cover each other.
-    shown = [x for before, x in pairwise([0.0, *sizes]) if before == 0 or x / before > 1.3]
-    axis.set_xticks(shown, [f"{x:,.0f}" for x in shown])
-    axis.set_xticks([], minor=True)
-    low, high = axis.get_ylim()
-    if high / low < 5:
-        # Powers of ten and their halves would leave such an axis without a number.
-        axis.yaxis.set_major_locator(MaxNLocator(5))
-        axis.yaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda number, _: figures(number)))
-    axis.yaxis.set_minor_formatter(
-        FuncFormatter(lambda number, _: figures(number) if f"{number:e}"[0] in "25" else "")
-        if high / low < 30
-        else NullFormatter()
-    )
+# ---------------------------------------------------------------------------------- timelines
 
 
-def _growth_caption(panels: Sequence[tuple[str, str, Sequence[Growth]]]) -> str:
-    sentences = ["Lines are power laws: a slope of 1 doubles with the size, 0 does not grow."]
-    for title, against, found in panels:
-        laws = [(one.law.exponent, one.policy) for one in found if one.law is not None]
-        if laws:
-            steepest = max(laws)
-            growing = "faster than" if steepest[0] > 1.05 else "no faster than"
-            sentences.append(
-                f"{title.capitalize()} time grows {growing} its {against} (at most"
-                f" n^{steepest[0]:.2f}, {steepest[1]})."
+def timelines(report: Report) -> list[tuple[str, list[Picture]]]:
+    """Return the pictures of each policy's timelines, policies that have none left out."""
+    return [
+        (run.policy, [_timeline(run, one) for one in run.timelines if length_us(one) > 0])
+        for run in report.policies
+        if any(length_us(one) > 0 for one in run.timelines)
+    ]
+
+
+def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
+    """Draw when each side is busy in one step, and two layers enlarged."""
+    window = _window(timeline)
+    panels = 1 if window is None else 2
+    height = 0.26 * len(RESOURCES) * len(lanes(timeline)) + 0.85
+    with drawing(panels * height + 0.3) as figure:
+        axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+        _lanes_panel(axes[0], timeline, (0.0, length_us(timeline)))
+        axes[0].set_title("the whole step")
+        if window is not None:
+            title, begin, end = window
+            _lanes_panel(axes[1], timeline, (begin, end))
+            axes[1].set_title(title, pad=16)
+            _name_operators(axes[1], timeline, (begin, end))
+            axes[0].axvspan(begin / 1e3, end / 1e3, color="#000000", alpha=0.07, linewidth=0)
+        axes[-1].set_xlabel("ms from the step's start")
+        used = {f"{span.stage}_us" for span in timeline.spans}
+        legend(figure, [*_stage_legend(used), (_BETWEEN, LIGHT)])
+        name = case_name(timeline.phase, timeline.tokens, timeline.batch)
+        return picture(figure, f"One step: {run.policy}, {name}", _timeline_caption(timeline))
+
+
+def _window(timeline: Timeline) -> tuple[str, float, float] | None:
+    """Return two layers in the middle of the first lane, and when they start and end."""
+    own = [span for span in timeline.spans if span.lane == lanes(timeline)[0]]
+    layers = sorted({span.layer for span in own if span.layer is not None})
+    if len(layers) < 4:
+        return None
+    middle = layers[len(layers) // 2 - 1 : len(layers) // 2 + 1]
+    times = times_of(span for span in own if span.layer in middle)
+    begin, end = min(start for start, _ in times), max(stop for _, stop in times)
+    return (f"layers {middle[0]} and {middle[1]}", begin, end) if end > begin else None
+
+
+def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) -> None:
+    begin, end = window
+    lines = [(busy, lane) for busy in RESOURCES for lane in lanes(timeline)]
+    several = len(lanes(timeline)) > 1
+    for place, (busy, lane) in enumerate(lines):
+        own = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
+        # First, so that what is an operator's lies above it.
+        drawn = [(LIGHT, between_us(timeline, lane) if busy == "TEE" else [])]
+        for stage, colour in _STAGE_COLOURS.items():
+            drawn.append((colour, times_of(s for s in own if f"{s.stage}_us" == stage)))
+        for colour, times in drawn:
+            seen = [(start, stop) for start, stop in times if start < end and stop > begin]
+            pieces = [(start / 1e3, width / 1e3) for start, width in _pieces(seen, end - begin)]
+            if pieces:
+                axis.broken_barh(pieces, (place - 0.38, 0.76), facecolors=colour, edgecolor="none")
+        if several and place and busy != lines[place - 1][0]:
+            axis.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
+    names = [f"{busy} {lane}" if several else busy for busy, lane in lines]
+    axis.set_yticks(range(len(lines)), names)
+    axis.set_ylim(len(lines) - 0.4, -0.6)
+    axis.set_xlim(begin / 1e3, end / 1e3)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x")
+
+
+def _name_operators(axis: Axes, timeline: Timeline, window: tuple[float, float]) -> None:
+    """Write the operators of the first lane above it, where there is room."""
+    begin, end = window
+    first = lanes(timeline)[0]
+    found = [s for s in timeline.spans if s.lane == first and begin <= s.start_us < end]
+    found.sort(key=lambda span: span.start_us)
+    for (_, name), group in groupby(found, key=lambda span: (span.layer, span.operator)):
+        times = times_of(group)
+        start, stop = times[0][0], min(end, max(stop for _, stop in times))
+        if (stop - start) / (end - begin) > _LETTER * (len(name) + 1):
+            axis.annotate(
+                name,
+                ((start + stop) / 2e3, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7.5,
+                color="#444444",
             )
-    return " ".join(sentences)
+            axis.axvline(start / 1e3, color="#bbbbbb", linewidth=0.6, zorder=0)
 
 
-def plots(report: Report) -> list[Plot]:
-    """Return all plots of a report but its timelines, in the order in which a person reads them."""
-    made = [side_by_side(report)]
-    made += [stage_bars(report, phase) for phase in PHASES]
-    made.append(growth_plot(report))
-    return [plot for plot in made if plot is not None]
+def _pieces(times: Times, length_us: float) -> list[tuple[float, float]]:
+    """Return start and width of what to draw: pieces nearer than can be seen become one."""
+    made: list[tuple[float, float]] = []
+    for begin, stop in sorted(times):
+        if made and begin - sum(made[-1]) < length_us * _FINEST / 2:
+            start = made[-1][0]
+            made[-1] = (start, max(stop, sum(made[-1])) - start)
+        else:
+            made.append((begin, stop - begin))
+    return made
+
+
+def _timeline_caption(timeline: Timeline) -> str:
+    busy = {
+        name: times_of(span for span in timeline.spans if resource(span) == name)
+        for name in RESOURCES
+    }
+    # What no lane's operator did: two lanes may lack one at the same time.
+    busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
+    length = length_us(timeline)
+    shares = {name: busy_us(times) / length for name, times in busy.items()}
+    words = ", ".join(f"{name} {percent(share)}" for name, share in shares.items() if share)
+    return f"Of {duration(length)}: {words}. What takes most is what to shorten first."

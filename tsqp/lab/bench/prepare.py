@@ -1,4 +1,4 @@
-"""Makes what a benchmark needs on disk: random weights, calibration, pads.
+"""Makes what a measurement needs: random weights, calibration and pads on disk, and services.
 
 Each in a process of its own, so that its memory is not counted with what is measured.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import pickle
 import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +45,19 @@ from tee_side.protect.pads.source import BATCH_TOKENS
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.end_with_parent import end_with
-from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.job import Plan, Served
+from tsqp.lab.bench.machine import cpu_ns
 from tsqp.lab.bench.model import PadMaking
-from tsqp.lab.bench.procfs import cpu_ns
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.processes import failure
+from tsqp.processes import failure, start_service
 from tsqp.run.bank import BATCH_TOKENS as PAD_BATCH
 
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
+_LOADING_TIMEOUT_S = 600.0
 
 
 def random_model(directory: Path, shape: str, *, linear: bool, layers: int | None = None) -> None:
@@ -311,65 +315,74 @@ def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
     )
 
 
-def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a process of its own.
+def start_services(
+    running: ExitStack, policy: Policy, model: Path, folder: Path, served: Served
+) -> list[tuple[int, str]]:
+    """Start the services of a policy, which end with `running`; their sockets are in `folder`.
 
-    Raises ProcessError if it fails, with what it says if that is a TsqpError or an OSError. The
-    process ends with this one, and leaves an interrupt from the keyboard to it.
+    Returns process ids and endpoints. Raises ProcessError.
+    """
+    found = []
+    for number in range(policy.services):
+        bind = f"{served.transport}://{folder}/gpu-{number}.sock"
+        arguments = [
+            *(str(model), "--device", served.device, "--arithmetic", policy.arithmetic),
+            *("--bind", "tcp://127.0.0.1:*" if served.transport == "tcp" else bind),
+            *("--kernels", served.kernels, "--threads", str(served.threads)),
+            *("--spin-us", str(served.spin_us)),
+            *(("--dtype", served.dtype) if served.dtype else ()),
+        ]
+        found.append(start_service(running, arguments, timeout_s=_LOADING_TIMEOUT_S))
+    return found
+
+
+def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a process of its own, which ends with this one.
+
+    Raises ProcessError with what it says if it raises a TsqpError or an OSError, or if it is
+    killed.
     """
     name = function.__name__.strip("_").replace("_", " ")
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
     # Classes from a user's files are found again where the files have been loaded before.
     work = pickle.dumps((function, arguments))
-    process = context.Process(target=_in_child, args=(sender, loaded_files(), work))
-    # Blocked in the child for good, from before its first instruction. The tracker's start, which
-    # the first process would bring about, unblocks it.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    others, own = {*multiprocessing.active_children()}, set[BaseProcess]()
     try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    sender.close()
-    with receiver:
-        try:
-            said = _last_words(receiver)
-            process.join()
-        finally:
-            if process.is_alive():
-                process.terminate()
-                process.join()
+        with ProcessPoolExecutor(1, context, _begin, (os.getpid(), loaded_files())) as pool:
+            try:
+                running = pool.submit(_in_child, work)
+                own = {*multiprocessing.active_children()} - others
+                said = running.result()
+            except BaseException:
+                for process in {*multiprocessing.active_children()} - others:
+                    process.kill()
+                raise
+    except BrokenProcessPool:
+        status = next((process.exitcode for process in own), None)
+        raise failure(name, status, f"exit status {status}", expected="a run to its end") from None
     if said is not None:
         raise failure(name, None, said, expected="no error")
-    if process.exitcode != 0:
-        last = f"exit status {process.exitcode}"
-        raise failure(name, process.exitcode, last, expected="0 (its own message is above)")
 
 
-def _in_child(sender: Connection, plugins: list[Path], work: bytes) -> None:
-    """Run a function with its arguments, and send what it fails with: one line."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        end_with(parent.pid)
+def _begin(parent: int, plugins: list[Path]) -> None:
+    end_with(parent)
+    # An interrupt from the keyboard is for the parent process, which ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for path in plugins:
+        load_module(path)
+
+
+def _in_child(work: bytes) -> str | None:
+    """Run a function with its arguments; return what it fails with, in one line."""
+    function, arguments = pickle.loads(work)  # noqa: S301 - from our parent
     try:
-        for path in plugins:
-            load_module(path)
-        function, arguments = pickle.loads(work)  # noqa: S301 - from our parent
         function(*arguments)
     except TsqpError as error:
-        sender.send_bytes(str(error).encode())
+        return str(error)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        sender.send_bytes(f"{error.filename or 'a file'}: got {reason}, expected none".encode())
-
-
-def _last_words(receiver: Connection) -> str | None:
-    """Wait for the child's end; return what it sent before."""
-    try:
-        return receiver.recv_bytes().decode()
-    except EOFError:
-        return None
+        return f"{error.filename or 'a file'}: got {reason}, expected none"
+    return None
 
 
 def remove(path: Path) -> None:

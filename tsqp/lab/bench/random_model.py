@@ -45,7 +45,7 @@ def write_random_model(
     Weights are normal, of variance 1 / in_features, so that activations stay in range; norms are
     ones. They are cut out of one block of random values, which is as fast as the disk. Files are
     shards with an index. Raises ModelError for settings that are no model's, OSError if the disk
-    is full (`memory_need.check_disk` says so before).
+    is full (`memory.check_disk` says so before).
     """
     (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
     config = read_config(directory)

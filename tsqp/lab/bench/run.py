@@ -7,7 +7,7 @@ What is there when a run is interrupted is reported as far as it goes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
 from protocol.errors import ModelError, SettingsError, TsqpError
-from protocol.messages import FUSED_MODULES, Arithmetic
+from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import ITEMSIZE
@@ -26,22 +26,25 @@ from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
-from tsqp.lab.bench import prepare
-from tsqp.lab.bench.baselines import Baselines
-from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Plan, Progress
-from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
-from tsqp.lab.bench.model import PolicyRun, Report, Setup
-from tsqp.lab.bench.partial import Partial
-from tsqp.lab.bench.procfs import peak_bytes
+from tsqp.lab.bench import baselines, prepare
+from tsqp.lab.bench.job import (
+    Answer,
+    BenchSettings,
+    Finished,
+    Job,
+    Measured,
+    Plan,
+    Progress,
+)
+from tsqp.lab.bench.machine import describe_machine, peak_bytes
+from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
+from tsqp.lab.bench.model import Baseline, PingPong, PolicyRun, Report, Setup
 from tsqp.lab.bench.random_model import required_bytes
-from tsqp.lab.bench.services import start_services
-from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import Failed, run_job
 from tsqp.lab.research.feature_key import FeatureKey
-from tsqp.processes import ProcessError, failure, worker
 
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+_ANSWER: TypeAdapter[Answer | Failed] = TypeAdapter(Answer | Failed)
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
 
@@ -54,7 +57,8 @@ class Bench:
     def __init__(self, settings: BenchSettings, say: Say) -> None:
         self._say = say
         self._policies: list[PolicyRun] = []
-        self._baselines = Baselines()
+        self._baselines: list[Baseline] = []
+        self._ping_pong: tuple[PingPong, ...] = ()
         self._finished: set[str] = set()
         self._incomplete: str | None = None
         self._created = datetime.now(UTC)
@@ -89,13 +93,13 @@ class Bench:
         ):
             if found:
                 yield f"{what} measured: {', '.join(found)}"
-        if self._settings.baselines and not self._baselines.complete:
+        if self._settings.baselines and not self._ping_pong:
             yield "not all baselines measured"
 
     @property
     def measured(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self._policies or self._baselines.any)
+        return bool(self._policies or self._baselines or self._ping_pong)
 
     def report(self) -> Report:
         """Return what has been measured so far."""
@@ -120,8 +124,8 @@ class Bench:
                 kernels=settings.kernels,
             ),
             policies=tuple(self._policies),
-            baselines=self._baselines.measured,
-            ping_pong=self._baselines.ping_pong,
+            baselines=tuple(self._baselines),
+            ping_pong=self._ping_pong,
             incomplete=self._incomplete,
         )
 
@@ -150,31 +154,17 @@ class Bench:
             self._check_feature_mask(policy)
         plan.check(config.context_length, settings.step_tokens)
         longest = plan.longest(settings.step_tokens)
-        itemsize = ITEMSIZE[settings.dtype or config.dtype]
+        sizes = {
+            "tokens": longest,
+            "itemsize": ITEMSIZE[settings.dtype or config.dtype],
+            "step_tokens": settings.step_tokens,
+        }
         needs = [
-            tee_need(
-                config,
-                policy,
-                tokens=longest,
-                sequences=plan.sequences,
-                itemsize=itemsize,
-                step_tokens=settings.step_tokens,
-            )
-            for _, policy in policies
+            tee_parts(config, policy, sequences=plan.sequences, **sizes) for _, policy in policies
         ]
-        if not settings.endpoints and self._services():
-            service = gpu_need(
-                config,
-                self._arithmetic(),
-                device=settings.device,
-                tokens=longest,
-                itemsize=itemsize,
-                step_tokens=settings.step_tokens,
-            )
-            largest = max(needs, key=lambda need: need.total)
-            check_memory([*[service] * self._services(), largest])
-        else:
-            check_memory([max(needs, key=lambda need: need.total)])
+        service = service_bytes(config, device=settings.device, **sizes)
+        services = 0 if settings.endpoints else self._services()
+        check_memory(max(needs, key=lambda parts: sum(parts.values())), service * services)
         self._check_disk()
 
     def _check_disk(self) -> None:
@@ -247,10 +237,6 @@ class Bench:
     def _services(self) -> int:
         return max(policy.services for _, policy in self._all_policies())
 
-    def _arithmetic(self) -> list[Arithmetic]:
-        found = {policy.served_arithmetic for _, policy in self._all_policies() if policy.services}
-        return sorted(found)
-
     def _needs_linear(self) -> bool:
         """Whether a service that computes, or a TEE that keeps operators, needs linear weights."""
         policies = self._all_policies()
@@ -283,7 +269,10 @@ class Bench:
                 used = hollow if self._needs_hollow(policy) else model
                 self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            self._baselines.measure(settings, self._config, folder, model, self._say)
+            for found in baselines.measure(settings, self._config, folder, model, self._say):
+                self._baselines += found
+            self._say("baseline: raw ping-pong")
+            self._ping_pong = baselines.ping_pong()
 
     def _needs_hollow(self, policy: Policy) -> bool:
         """Whether it verifies what services answer that compute nothing."""
@@ -301,7 +290,13 @@ class Bench:
         self, running: ExitStack, folder: Path, model: Path, name: str, policy: Policy
     ) -> None:
         settings = self._settings
-        services = start_services(running, settings, folder, model, policy, settings.transport)
+        if settings.endpoints:
+            services = [(0, endpoint) for endpoint in settings.endpoints[: policy.services]]
+        else:
+            served = settings.server_model if policy.feature_mask else None
+            services = prepare.start_services(
+                running, policy, served or model, folder, settings.served
+            )
         bank = folder / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
@@ -326,39 +321,50 @@ class Bench:
             shares_in_the_clear=settings.shares_in_the_clear or not settings.endpoints,
             plan=settings.plan,
         )
-        partial = Partial(policy)
+        measured: list[Measured] = []
+        finished: Finished | None = None
         try:
             for answer in self._answers(job):
-                partial.take(answer)
                 if isinstance(answer, Progress):
                     self._say(f"{policy.name}: {answer.doing}")
+                elif isinstance(answer, Measured):
+                    measured.append(answer)
+                else:
+                    finished = answer
             self._finished.add(policy.name)
         finally:
+            gpu_peak_bytes: int | None = None
             with suppress(OSError):
-                partial.gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
-            if partial.any:
-                self._policies.append(partial.run())
+                gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
+            if measured:
+                self._policies.append(_policy_run(policy, measured, finished, gpu_peak_bytes))
 
     def _answers(self, job: Job) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
-        with worker("tsqp.lab.bench.worker", job) as (process, lines, errors):
-            finished = False
-            for line in lines:
-                answer = _ANSWER.validate_json(line)
-                if isinstance(answer, Failed):
-                    raise ProcessError(
-                        f"policy {job.policy}: {answer.where}",
-                        got=answer.got,
-                        expected=answer.expected,
-                    )
-                finished = finished or isinstance(answer, Finished)
-                yield answer
-            status = process.wait()
-            errors.join()
-            if not finished or status != 0:
-                raise failure(
-                    f"policy {job.policy}", status, errors.last, expected="a run to its end"
-                )
+        return run_job("tsqp.lab.bench.worker", job, _ANSWER, f"policy {job.policy}")
+
+
+def _policy_run(
+    policy: Policy,
+    measured: Sequence[Measured],
+    finished: Finished | None,
+    gpu_peak_bytes: int | None,
+) -> PolicyRun:
+    """Return what there is; without a last answer, 0 for what only that says."""
+    last = finished or Finished(peak_bytes=0, kv_bytes=0, vocabulary_bytes=0)
+    return PolicyRun(
+        policy=policy.name,
+        summary=policy.summary,
+        leakage_summary=policy.leakage_summary(),
+        cases=tuple(one.case for one in measured if one.case),
+        generation=next((one.generation for one in measured if one.generation), None),
+        timelines=tuple(one.timeline for one in measured if one.timeline),
+        tee_peak_bytes=last.peak_bytes,
+        gpu_peak_bytes=gpu_peak_bytes,
+        kv_bytes=last.kv_bytes,
+        vocabulary_bytes=last.vocabulary_bytes,
+        pads=last.pads,
+    )
 
 
 def _read_config(settings: BenchSettings) -> ModelConfig:

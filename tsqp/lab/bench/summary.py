@@ -1,14 +1,17 @@
-"""Which cases of a report are compared, and what they add up to by operator, layer and stage."""
+"""What a report says: its cases by operator, layer and stage; growth, comparison, conclusions."""
 
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tee_side.words import PHASES, Phase
-from tsqp.lab.bench.model import STAGES, Case, OperatorCost, PolicyRun, Report, Stages
+from tee_side.words import OPERATORS, PHASES, Phase
+from tsqp.lab.bench.model import STAGES, Baseline, Case, OperatorCost, PolicyRun, Report, Stages
+from tsqp.lab.report import duration, figures, percent
 
 STAGE_NAMES: dict[str, str] = {name: name.removesuffix("_us") for name in STAGES} | {
     "gpu_us": "GPU",
@@ -82,7 +85,7 @@ def kinds(report: Report) -> list[tuple[Phase, CaseKey]]:
 
 
 def distinct(report: Report) -> Report:
-    """Return the report with policies that have one name told apart: `tsqp`, `tsqp (2)`."""
+    """Return the report with policies that have one name told apart: `stip`, `stip (2)`."""
     names: list[str] = []
     for run in report.policies:
         name, number = run.policy, 2
@@ -149,24 +152,30 @@ class OperatorTotal:
     stages: Stages
 
 
+def in_order(operators: Iterable[str]) -> list[str]:
+    """Return each of some operators once, in the order of a step; unknown ones come last."""
+    names = dict.fromkeys(operators)
+    return sorted(names, key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW))
+
+
 def by_operator(case: Case) -> list[OperatorTotal]:
     """Add up the layers of each operator, in the order of a step."""
-    names = dict.fromkeys(cost.operator for cost in case.operators)
-    order = [name for name in _FLOW if name in names]
-    order += [name for name in names if name not in _FLOW]
-    return [_total(name, [c for c in case.operators if c.operator == name]) for name in order]
+    return [
+        _total(name, [cost for cost in case.operators if cost.operator == name])
+        for name in in_order(cost.operator for cost in case.operators)
+    ]
 
 
-def by_layer(case: Case) -> list[tuple[int | None, OperatorTotal, list[OperatorCost]]]:
-    """Return each layer (None last: what belongs to none), its total and its operators."""
+def by_layer(case: Case) -> list[tuple[OperatorTotal, list[OperatorCost]]]:
+    """Return the total and the operators of each layer, last of what belongs to none."""
     layers = sorted({c.layer for c in case.operators if c.layer is not None})
     found = []
     for layer in (*layers, None):
-        costs = [c for c in case.operators if c.layer == layer]
-        costs.sort(key=lambda c: _FLOW.index(c.operator) if c.operator in _FLOW else len(_FLOW))
+        own = {c.operator: c for c in case.operators if c.layer == layer}
+        costs = [own[name] for name in in_order(own)]
         if costs:
             name = "in no layer" if layer is None else f"layer {layer}"
-            found.append((layer, _total(name, costs), costs))
+            found.append((_total(name, costs), costs))
     return found
 
 
@@ -200,11 +209,6 @@ def whole_us(case: Case) -> float:
     return case_stages(case).total_us + max(case.rest_us, 0.0)
 
 
-def largest_stage(stages: Stages) -> str:
-    """Return the name of the stage that took longest, as a field of Stages."""
-    return max(STAGES, key=lambda name: float(getattr(stages, name)))
-
-
 def pads_ms(run: PolicyRun, case: Case) -> float:
     """Return what making the pads of a step takes, in milliseconds; 0 if it uses none up."""
     if run.pads is None or case.phase not in run.pads.phases:
@@ -220,3 +224,366 @@ def sustained_ms(run: PolicyRun, case: Case) -> float:
 def tokens_per_step(case: Case) -> int:
     """Return how many tokens a step handles: whole prompts, or one for each sequence."""
     return case.tokens * case.batch if case.phase == "prefill" else case.batch
+
+
+# --------------------------------------------------------------------------------- comparison
+
+# What a policy may leave to the service: whether the TEE computes it differs between policies.
+_PLACED: tuple[str, ...] = (*OPERATORS, "attention")
+
+
+def computes(device: str) -> bool | None:
+    """Say whether a device computes anything: `null` and `model:X` do not; None if unknown."""
+    kind = device.partition(":")[0]
+    return {"null": False, "model": False, "cpu": True, "cuda": True}.get(kind)
+
+
+def alike(report: Report, cases: Sequence[Measured]) -> list[list[Measured]]:
+    """Group one kind of case by what may be ranked by time: all, where the service computes.
+
+    Where it does not, only policies whose TEE computes the same: what a policy leaves to the
+    service costs it nothing there.
+    """
+    if computes(report.setup.device) is not False:
+        return [list(cases)] if cases else []
+    groups: dict[object, list[Measured]] = {}
+    for number, (run, case) in enumerate(cases):
+        here = frozenset(
+            (cost.operator, cost.layer)
+            for cost in case.operators
+            if cost.place == "tee" and cost.operator in _PLACED
+        )
+        # What was not split into operators is known to be like nothing else.
+        groups.setdefault(here if case.operators else number, []).append((run, case))
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A baseline beside one policy. `ratio`: baseline / ours, None where they can't be compared."""
+
+    baseline: Baseline
+    policy: str | None
+    ours_ms: float | None
+    ratio: float | None
+
+
+def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> bool:
+    """Say whether a baseline did the same work as these cases of a policy, at least one.
+
+    One that was timed against a service that answers at once: as cases that all leave work to such
+    a service. Others compute everything: as cases that do so themselves, or with a service that
+    computes.
+    """
+    device = report.setup.device
+    if not cases:
+        return False
+    if baseline.against == "null":
+        return device == "null" and all(case.rpcs for case in cases)
+    if not any(case.rpcs for case in cases):
+        return True
+    return bool(computes(device)) and (baseline.against == "none" or device.startswith("cpu"))
+
+
+def compare(report: Report) -> list[Comparison]:
+    """Put each baseline beside each policy's same case; beside none (policy None) if it has none.
+
+    Against a service that answers at once, what is compared is the overhead; otherwise the step.
+    A baseline of a prompt and more new tokens than one is compared with the generation, which did
+    the same work if all cases did.
+    """
+    found: list[Comparison] = []
+    for baseline in report.baselines:
+        matched = [
+            (run, ours) for run in report.policies if (ours := _ours_ms(run, baseline)) is not None
+        ]
+        if not matched:
+            found.append(Comparison(baseline, None, None, None))
+        for run, ours in matched:
+            same = comparable(report, _cases(run, baseline), baseline) and ours > 0
+            ratio = baseline.step_ms.median / ours if same else None
+            found.append(Comparison(baseline, run.policy, ours, ratio))
+    return found
+
+
+def is_generation(baseline: Baseline) -> bool:
+    """Say whether a baseline timed a prompt and all its new tokens together."""
+    return baseline.phase == "prefill" and baseline.new_tokens > 1
+
+
+def _cases(run: PolicyRun, baseline: Baseline) -> Sequence[Case]:
+    """Return a policy's cases that do what a baseline did: all of them for a whole request."""
+    if is_generation(baseline):
+        return run.cases
+    case = find_case(run, baseline.phase, (baseline.tokens, 1, 1))
+    return () if case is None else (case,)
+
+
+def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
+    if is_generation(baseline):
+        made = run.generation
+        same = made is not None and (made.prompt_tokens, made.new_tokens) == (
+            baseline.tokens,
+            baseline.new_tokens,
+        )
+        return made.total_ms if made is not None and same else None
+    for case in _cases(run, baseline):
+        against_nothing = baseline.against == "null" and case.rpcs
+        return case.overhead_ms if against_nothing else case.step_ms.median
+    return None
+
+
+def baseline_name(baseline: Baseline) -> str:
+    """Return the kind of step that a baseline timed."""
+    if is_generation(baseline):
+        return f"{baseline.tokens} + {baseline.new_tokens} new"
+    name = case_name(baseline.phase, baseline.tokens)
+    return f"{name} (mean of {baseline.new_tokens})" if baseline.new_tokens > 1 else name
+
+
+# ------------------------------------------------------------------------------------- growth
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """`factor * x ** exponent`, and how well it fits.
+
+    `r_squared`: share of the variance of log(cost) that it explains, 1 for a perfect fit (always
+    so for two points, which say nothing about the fit). `worst`: by which factor the point that is
+    farthest off lies above or below the line, at least 1.
+    """
+
+    exponent: float
+    factor: float
+    r_squared: float
+    worst: float
+    points: int
+
+    def at(self, x: float) -> float:
+        """Return the cost that the law predicts at `x`."""
+        return float(self.factor * x**self.exponent)
+
+
+def fit_exponent(points: Iterable[tuple[float, float]]) -> PowerLaw | None:
+    """Fit log(cost) = log(factor) + exponent * log(x) by least squares.
+
+    `points`: pairs of x and cost. None where no such line exists: fewer than two different x, or a
+    number that has no logarithm. No point is left out silently.
+    """
+    pairs = list(points)
+    if not all(0 < number < math.inf for pair in pairs for number in pair):
+        return None
+    xs = [math.log(x) for x, _ in pairs]
+    ys = [math.log(cost) for _, cost in pairs]
+    if len(set(xs)) < 2:
+        return None
+    exponent, offset = statistics.linear_regression(xs, ys)
+    misses = [y - offset - exponent * x for x, y in zip(xs, ys, strict=True)]
+    variance = statistics.pvariance(ys)
+    # A cost that does not change at all is fitted perfectly by a flat line.
+    unexplained = statistics.fmean(miss**2 for miss in misses)
+    r_squared = 1.0 - unexplained / variance if variance > 1e-18 else 1.0
+    worst = math.exp(max(map(abs, misses)))
+    return PowerLaw(exponent, math.exp(offset), r_squared, worst, len(pairs))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How one cost of one policy grows. `points`: pairs of x and cost, by x.
+
+    `scope`: which cases they are from: their batch, or their tokens.
+    """
+
+    policy: str
+    phase: Phase
+    cost: str
+    against: str
+    scope: str
+    points: tuple[tuple[float, float], ...]
+    law: PowerLaw | None
+
+
+_LENGTH: dict[Phase, str] = {"prefill": "prompt tokens", "decode": "context tokens"}
+# What is quadratic in a prompt's length; everything else should be linear.
+_ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
+
+
+def growth(report: Report) -> list[Growth]:
+    """Return how time grows with prompt, context and batch, wherever there are two sizes.
+
+    Time is that of a step less Embedding and LM head in the TEE (`overhead_ms`), in ms; beside it,
+    attention alone (scores, softmax and values).
+    """
+    found: dict[tuple[str, Phase, str, str, str], list[tuple[float, float]]] = {}
+    for run in report.policies:
+        for case in sorted(run.cases, key=lambda c: (PHASES.index(c.phase), c.batch, c.tokens)):
+            phase, length = case.phase, _LENGTH[case.phase]
+            micro = f", {case.micro_batches} micro" if case.micro_batches > 1 else ""
+            attention = [c.stages for c in case.operators if c.operator in _ATTENTION]
+            of_length = (length, f"batch {case.batch}{micro}")
+            of_batch = ("batch", f"{case.tokens} {length}{micro}")
+            for cost, where, x, ms in (
+                ("step", of_length, case.tokens, case.overhead_ms),
+                ("attention", of_length, case.tokens, sum_stages(attention).total_us / 1e3),
+                ("step", of_batch, case.batch, case.overhead_ms),
+            ):
+                key = (run.policy, phase, cost, *where)
+                found.setdefault(key, []).append((float(x), ms))
+    return [
+        Growth(*key, tuple(points), fit_exponent(points))
+        for key, points in found.items()
+        if len(points) > 1 and any(cost for _, cost in points)
+    ]
+
+
+# -------------------------------------------------------------------------------- conclusions
+
+
+def caveats(report: Report) -> list[str]:
+    """Say what must be known before any figure is read, a sentence each."""
+    device = report.setup.device
+    found = []
+    if computes(device) is False and any(c.rpcs for run in report.policies for c in run.cases):
+        served = (
+            "nothing is computed at the service: tokens/s are an upper bound"
+            if device == "null"
+            else "the service computes nothing and takes the time that was described to it:"
+            " tokens/s are modelled"
+        )
+        found.append(
+            f"With device {device} {served}, and policies that compute in the TEE what others"
+            " leave to the service are not comparable with those."
+        )
+    pads = _pads(report)
+    return [*found, pads] if pads else found
+
+
+def speed(report: Report, run: PolicyRun, case: Case) -> str:
+    """Return tokens/s with what they are worth: `at most` where the service computed nothing."""
+    said = at_most(report) if case.rpcs else ""
+    pads = " (making pads not counted)" if uses_pads(run) and case.rpcs else ""
+    return f"{said}{figures(case.tokens_per_s) or '0'} tokens/s{pads}"
+
+
+def at_most(report: Report) -> str:
+    """Return what to say before a speed that needs a service; empty where that computed."""
+    kind = report.setup.device.partition(":")[0]
+    return {"null": "at most ", "model": "a modelled "}.get(kind, "")
+
+
+def uses_pads(run: PolicyRun) -> bool:
+    """Say whether a policy uses up pads that were made ahead, by what it says that it discloses."""
+    said = run.leakage_summary or ""
+    alone = "uniform random numbers" in said and "collude" not in said
+    return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
+        case.rpcs for case in run.cases
+    )
+
+
+def _pads(report: Report) -> str:
+    """Say what figures of policies with pads leave out; empty if none of the policies has any."""
+    names = [run.policy for run in report.policies if uses_pads(run)]
+    if not names:
+        return ""
+    text = (
+        f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
+        " tokens/s, but in sustained ones"
+    )
+    if computes(report.setup.device) is False:
+        text += "; the factors of these pads are zeros, which cost as much to use"
+    return f"{text}."
+
+
+def missing(report: Report) -> list[str]:
+    """Say what a report lacks, a sentence each; empty if it is complete."""
+    found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
+    if not report.policies:
+        found.append("No policy was measured.")
+    for run in report.policies:
+        lacking: list[str] = [
+            phase for phase in PHASES if not any(c.phase == phase for c in run.cases)
+        ]
+        lacking += ["generation"] if run.generation is None else []
+        lacking += ["timeline"] if not run.timelines else []
+        if lacking:
+            found.append(f"{run.policy} lacks: {', '.join(lacking)}.")
+    if not report.baselines:
+        found.append("No baseline was measured: ratios to other systems are missing.")
+    if not report.ping_pong:
+        found.append("No ping-pong was measured: the floor of the transport is unknown.")
+    return found
+
+
+def findings(report: Report) -> Iterator[str]:
+    """Say what to conclude, a sentence each, from the cases by which policies are compared."""
+    for phase in PHASES:
+        pairs = main_cases(report, phase)
+        if not pairs:
+            continue
+        for same in alike(report, pairs):
+            ranked = sorted(same, key=lambda pair: pair[1].step_ms.median)
+            best, case = ranked[0]
+            text = (
+                f"{name_of(case).capitalize()}: {best.policy} takes"
+                f" {duration(case.step_ms.median * 1e3)} a step, {speed(report, best, case)}"
+            )
+            others = [
+                f"{run.policy} {figures(other.step_ms.median / case.step_ms.median)} times as long"
+                for run, other in ranked[1:]
+                if case.step_ms.median > 0
+            ]
+            yield text + (f"; {', '.join(others)}." if others else ".")
+        yield from _offloading(report, pairs)
+    compared = compare(report)
+    for baseline in report.baselines:
+        group = [found for found in compared if found.baseline is baseline]
+        ratios = [f"{figures(f.ratio)} times {f.policy}" for f in group if f.ratio is not None]
+        if ratios:
+            yield (
+                f"The baseline {baseline.name} takes {duration(baseline.step_ms.median * 1e3)} for"
+                f" {baseline_name(baseline)}: {', '.join(ratios)}."
+            )
+
+
+def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
+    """Say whether each policy with a service wins against the fastest that never needs one."""
+    split = fastest_alone(pairs)
+    if split is None:
+        return
+    (best, case), sent = split
+    alone_ms = case.step_ms.median
+    said = []
+    for run, other in sent:
+        ratio = alone_ms / other.step_ms.median
+        sustained = alone_ms / sustained_ms(run, other)
+        text = f"{run.policy} {_outcome(ratio)}, {at_most(report)}{ratio:.2f} times as fast"
+        if sustained < ratio:
+            text += f" ({_outcome(sustained)} with its pads made on the same cores:"
+            text += f" {sustained:.2f} times)"
+        said.append(text)
+    if said:
+        yield (
+            f"Offloading beside {best.policy}, the fastest without a service"
+            f" ({duration(alone_ms * 1e3)} for {name_of(case)}): {'; '.join(said)}."
+        )
+
+
+def _outcome(ratio: float) -> str:
+    return "wins" if ratio > 1 else "loses"
+
+
+def dominant(run: PolicyRun, case: Case) -> str:
+    """Say which stage and which operator of a case cost most."""
+    stages = case_stages(case)
+    operators = by_operator(case)
+    if not operators or stages.total_us <= 0:
+        return f"{run.policy}, {name_of(case)}: not split into operators."
+    whole = whole_us(case)
+    stage = max(STAGES, key=lambda name: float(getattr(stages, name)))
+    largest = sorted(operators, key=lambda op: -op.stages.total_us)[:2]
+    names = " and ".join(f"{op.operator} ({percent(op.stages.total_us / whole)})" for op in largest)
+    return (
+        f"{run.policy}, {name_of(case)}: the largest stage is {STAGE_NAMES[stage]}"
+        f" ({percent(getattr(stages, stage) / whole)}), the largest operators are {names}"
+        + (f"; {REST_NAME} is {percent(case.rest_us / whole)}." if case.rest_us > 0 else ".")
+    )

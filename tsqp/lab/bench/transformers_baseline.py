@@ -27,8 +27,8 @@ import torch
 import transformers
 
 from protocol.tensors import torch_dtype
+from tsqp.lab.bench.machine import write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.bench.output import write_results
 
 NAME = "transformers"
 

@@ -27,8 +27,8 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
 from protocol.model.rope import Rope
 from protocol.model.weights import LayerNorms, row_layout
+from tsqp.lab.bench.machine import write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.bench.output import write_results
 
 NAME = "unmasked"
 DTYPE = torch.bfloat16

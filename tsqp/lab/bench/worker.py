@@ -13,31 +13,26 @@ import os
 # Read once, when torch is imported; see tsqp/cli/program.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-import errno
 import gc
 import operator
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from protocol.errors import TsqpError
 from protocol.model.config import ModelConfig
-from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import Generation as Running
-from tee_side.observer import AnyOperator
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.words import Operator, Phase, Place, TeeStage
-from tsqp.lab.bench.collect import Collector
-from tsqp.lab.bench.job import WARM_UP, Answer, Failed, Finished, Job, Measured, Progress
-from tsqp.lab.bench.memory_need import kv_bytes, vocabulary_bytes
+from tee_side.words import Operator, Phase
+from tsqp.lab.bench.job import WARM_UP, Finished, Job, Measured, Progress
+from tsqp.lab.bench.machine import cpu_ns, peak_bytes
+from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
     Case,
     Generation,
@@ -48,8 +43,7 @@ from tsqp.lab.bench.model import (
     Timeline,
 )
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.bench.procfs import cpu_ns, peak_bytes
-from tsqp.processes import ProcessError
+from tsqp.lab.measure import Collector, Line, serve_job
 from tsqp.run.link import Link
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
@@ -59,7 +53,7 @@ _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
 _LEAST_TIMED = 2
 
 
-def measure(job: Job, tell: Callable[[Answer], None]) -> None:
+def measure(job: Job, tell: Callable[[Line], None]) -> None:
     """Run a job. Raises TsqpError."""
     policy = load_policy(job.policy)
     # What is measured here is no secret, and the services are our own: they prove nothing.
@@ -84,14 +78,14 @@ def measure(job: Job, tell: Callable[[Answer], None]) -> None:
     with Runner(settings) as runner:
         gc.collect()
         gc.freeze()  # as tee-runner does
-        bench = _Bench(runner, job, tell)
+        cases = _Cases(runner, job, tell)
         plan = job.plan
         for tokens in plan.prefill:
-            bench.prefill(tokens, timeline=tokens == max(plan.prefill))
+            cases.prefill(tokens, timeline=tokens == max(plan.prefill))
         for context, batch in plan.decode:
-            bench.decode(context, batch, timeline=(context, batch) == plan.decode[0])
+            cases.decode(context, batch, timeline=(context, batch) == plan.decode[0])
         if plan.generation:
-            bench.generation(*plan.generation)
+            cases.generation(*plan.generation)
         itemsize = torch.empty(0, dtype=runner.dtype).itemsize
         peak = peak_bytes()
         pads: PadMaking | None = None
@@ -112,10 +106,10 @@ def measure(job: Job, tell: Callable[[Answer], None]) -> None:
         )
 
 
-class _Bench:
+class _Cases:
     """The cases of one policy."""
 
-    def __init__(self, runner: Runner, job: Job, tell: Callable[[Answer], None]) -> None:
+    def __init__(self, runner: Runner, job: Job, tell: Callable[[Line], None]) -> None:
         self._runner = runner
         self._job = job
         self._tell = tell
@@ -182,20 +176,22 @@ class _Bench:
         for _ in _rounds(WARM_UP, _WARM_UP_S):
             work()
         pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
-        cpu_before = [_cpu_ns(pid) for pid in pids]
+        cpu_before = [cpu_ns(pid) for pid in pids]
         traffic_before = self._runner.traffic
         times_ms: list[float] = []
         heavy_ms: list[float] = []
-        heavy = _Heavy()
+        heavy = Collector()
         self._runner.observe(heavy, HEAVY)
         for _ in _rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
             before = time.perf_counter_ns()
+            heavy.reset(before)
             work()
             times_ms.append((time.perf_counter_ns() - before) / 1e6)
-            heavy_ms.append(heavy.take_ns() / 1e6)
+            spent_ns = (heavy.sums(name, None).stages.get("tee", 0) for name in HEAVY)
+            heavy_ms.append(sum(spent_ns) / 1e6)
         count = len(times_ms)
         tee, *services = [
-            (_cpu_ns(pid) - before) / 1e6 / count
+            (cpu_ns(pid) - before) / 1e6 / count
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
         traffic = self._runner.traffic
@@ -220,24 +216,31 @@ class _Bench:
             operators=observed.costs,
             rest_us=observed.elapsed_us - sum(cost.stages.total_us for cost in observed.costs),
         )
-        kept: Timeline | None = None
-        if observed.spans:
-            kept = Timeline(phase=phase, tokens=tokens, batch=batch, spans=observed.spans)
-        self._tell(Measured(case=case, timeline=kept))
+        kept = Timeline(phase=phase, tokens=tokens, batch=batch, spans=observed.spans)
+        self._tell(Measured(case=case, timeline=kept if kept.spans else None))
 
-    def _observe(self, work: Callable[[], None], times: int, *, timeline: bool) -> Observed:
+    def _observe(self, work: Callable[[], None], times: int, *, timeline: bool) -> _Observed:
         """Return the median one of some runs."""
         collector = Collector(keep_spans=timeline)
         self._runner.observe(collector)
-        runs: list[Observed] = []
+        runs: list[_Observed] = []
         for _ in _rounds(times, _OBSERVED_S):
             before = time.perf_counter_ns()
             collector.reset(before)
             work()
             elapsed_us = (time.perf_counter_ns() - before) / 1e3
-            runs.append(Observed(elapsed_us, collector.costs(1), collector.spans()))
+            runs.append(_Observed(elapsed_us, collector.costs(1), collector.spans()))
         self._runner.observe(None)
-        return median_run(runs)
+        # Of two in the middle the shorter.
+        return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
+
+
+class _Observed(NamedTuple):
+    """One run with an observer; `spans`: its timeline, if that was wanted."""
+
+    elapsed_us: float
+    costs: tuple[OperatorCost, ...]
+    spans: tuple[Span, ...]
 
 
 def _rounds(most: int, budget_s: float, *, least: int = 1) -> Iterator[int]:
@@ -249,64 +252,6 @@ def _rounds(most: int, budget_s: float, *, least: int = 1) -> Iterator[int]:
         yield number
 
 
-class Observed(NamedTuple):
-    """One run with an observer; `spans`: its timeline, if that was wanted."""
-
-    elapsed_us: float
-    costs: tuple[OperatorCost, ...]
-    spans: tuple[Span, ...]
-
-
-def median_run(runs: Sequence[Observed]) -> Observed:
-    """Return the run whose time is the median; of two in the middle, the shorter."""
-    return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
-
-
-def _cpu_ns(pid: int | str) -> int:
-    """Return a process's CPU time. Raises ProcessError for a service that is no more."""
-    try:
-        return cpu_ns(pid)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESRCH):
-            raise
-        raise ProcessError(
-            f"gpu-service (process {pid})", got="its end", expected="it to run"
-        ) from None
-
-
-class _Heavy:
-    """Adds up what Embedding and LM head take in the TEE, and is told of nothing else."""
-
-    def __init__(self) -> None:
-        self._spent_ns = 0
-
-    def take_ns(self) -> int:
-        """Return the time spent since the last call."""
-        spent_ns, self._spent_ns = self._spent_ns, 0
-        return spent_ns
-
-    def lane(self, index: int) -> _Heavy:
-        return self
-
-    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
-        pass
-
-    def spent(
-        self,
-        operator: AnyOperator,
-        layer: int | None,
-        stage: TeeStage,
-        started_ns: int,
-        ended_ns: int,
-    ) -> None:
-        self._spent_ns += ended_ns - started_ns
-
-    def exchanged(
-        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
-    ) -> None:
-        pass
-
-
 def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
     """Return random token ids: what they say makes no difference to time."""
     generator = torch.Generator().manual_seed(0)
@@ -316,20 +261,5 @@ def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
     return ids
 
 
-def main() -> None:
-    """Measure what stdin says."""
-
-    def tell(answer: Answer) -> None:
-        sys.stdout.write(answer.model_dump_json() + "\n")
-        sys.stdout.flush()
-
-    job = Job.model_validate_json(sys.stdin.read())
-    try:
-        measure(job, tell)
-    except TsqpError as error:
-        tell(Failed(where=error.where, got=error.got, expected=error.expected))
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    serve_job(Job, measure)

@@ -7,22 +7,113 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
 from tee_side.model.local_operators import sites_under
 from tee_side.policy.leakage_summary import SEEN
-from tee_side.policy.placement import Placement, Policy
-from tee_side.protect.masks.mask import AdditiveMask, Mask
+from tee_side.policy.placement import AttentionWindow, Placement, Policy
+from tee_side.protect.masks.mask import AdditiveMask, Kind, Mask
 from tee_side.protect.pads.bank_format import MAX_GROUP, slot_bytes
 from tee_side.protect.pads.layout import PadLayout
-from tee_side.words import LAYERLESS, OPERATORS, PHASES, LayerRange, Operator, Phase, is_linear
-from tsqp.lab.explain.model import Explanation, MaskUse, Needs, OperatorRow, PadsNeeded
-from tsqp.lab.explain.traffic import Headers, StepTraffic
+from tee_side.words import (
+    LAYERLESS,
+    OPERATORS,
+    PHASES,
+    Attested,
+    LayerRange,
+    Operator,
+    Phase,
+    Place,
+    Verify,
+    is_linear,
+)
+from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
+from tsqp.lab.measure import Line
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20
+
+
+class OperatorRow(Line):
+    """One operator in some layers (None: it belongs to none) and one phase, or both (None).
+
+    `sees`: None where nothing leaves the TEE; `verify`: how results are checked; `window`: of a
+    segment's attention, None: all tokens; `decode`, `prefill`: None where the row is not about that
+    phase, or nothing leaves.
+    """
+
+    operator: Operator
+    layers: str | None
+    phase: Phase | None
+    place: Place
+    sees: str | None
+    mask: str | None
+    verify: Verify
+    window: AttentionWindow | None
+    decode: PhaseCost | None
+    prefill: PhaseCost | None
+
+
+class MaskUse(Line):
+    """A mask with the options that the policy gives it, and what its class says of it."""
+
+    name: str
+    kind: Kind
+    options: dict[str, Any]
+    hides: str
+    known_break: str
+    broken: bool
+    # What its noise guarantees, where it has any.
+    noise: str | None
+
+
+class PadsNeeded(Line):
+    """Pads that an additive mask uses up: one for each token of these phases.
+
+    `memory_bytes`, `bank_bytes`: of one, in memory and in a bank on disk (None: no bank can hold
+    it). `left_to_decode`: see `Policy.left_to_decode`.
+    """
+
+    mask: str
+    phases: tuple[Phase, ...]
+    sites: int
+    memory_bytes: int
+    bank_bytes: int | None
+    left_to_decode: float | None = None
+
+
+class Needs(Line):
+    """What a policy needs beside the model: `key`: the feature mask that wants one."""
+
+    services: int
+    attested: Attested
+    arithmetic: Arithmetic
+    calibration: bool
+    key: str | None
+    pads: tuple[PadsNeeded, ...]
+
+
+class Explanation(Line):
+    """All that `tsqp explain` says. `decode`: of one token, the last of `context` tokens."""
+
+    model: str
+    architecture: str
+    num_hidden_layers: int
+    dtype: str
+    policy: str
+    summary: str
+    leakage_summary: str | None
+    context: int
+    prompt_tokens: int
+    step_tokens: int
+    operators: tuple[OperatorRow, ...]
+    masks: tuple[MaskUse, ...]
+    decode: Cost
+    prefill: Cost
+    needs: Needs
 
 
 def explain(

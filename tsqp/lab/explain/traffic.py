@@ -55,9 +55,47 @@ from tee_side.protect.verifier import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
-from tsqp.lab.explain.model import Cost, Message, PhaseCost
+from tsqp.lab.measure import Line
 from tsqp.lab.research.feature_key import site_transform
 from tsqp.lab.research.operators import embedding_call, lm_head_call, product_call
+
+
+class Cost(Line):
+    """RPCs, and bytes of all their frames, header included."""
+
+    rpcs: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            rpcs=self.rpcs + other.rpcs,
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_received=self.bytes_received + other.bytes_received,
+        )
+
+
+class Message(Line):
+    """One RPC. `service`: 1, or 2 for the second one; `modules`: of a linear operator.
+
+    `sent`, `received`: dtype and shape of each tensor as it crosses, dummy rows included.
+    """
+
+    service: int
+    method: str
+    modules: tuple[str, ...]
+    sent: tuple[str, ...]
+    received: str
+
+
+class PhaseCost(Line):
+    """What an operator costs in a phase: in all its layers together.
+
+    `messages`: of one layer; of the first step, where a prompt takes several.
+    """
+
+    messages: tuple[Message, ...]
+    cost: Cost
 
 
 @dataclass(frozen=True, slots=True)

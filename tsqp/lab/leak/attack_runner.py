@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import inspect
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from protocol.errors import TsqpError
 from protocol.model.config import read_config
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.words import PHASES
 from tsqp.catalogue import policy_entry
 from tsqp.lab.bench import prepare
-from tsqp.lab.leak.adversaries import together
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.curves import Harm, curve, harm, is_noisy, point_of, with_sigma
+from tsqp.lab.leak.curves import Harm, harm, is_noisy, noisy_mask, parameter, point_of, with_sigma
 from tsqp.lab.leak.matching import place_name
 from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.reading import reconstruct
-from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play
-from tsqp.lab.leak.score import score
-from tsqp.lab.leak.settings import LeakSettings, Watch
-from tsqp.lab.leak.side_information import lengths
+from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play, together
+from tsqp.lab.leak.score import lengths, reconstruct, score
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings
 from tsqp.lab.leak.trace import Where
 
 _HERE = Path(__file__).parent
@@ -41,16 +40,61 @@ _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
 _CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
 
 
-class Station:
-    """Where policies are attacked. It remembers controls, and what the public model computed.
+@dataclass(frozen=True)
+class AttackTask:
+    """A policy to attack as it is, or with strengths of its noise (`noisy`)."""
+
+    policy: Policy
+    noisy: bool
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """What people call it: the policy, or the curve of one."""
+        return f"curve of {self.policy.name}" if self.noisy else self.policy.name
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A task that ended with an error; the others go on. `traceback`: of no error of ours."""
+
+    task: str
+    error: BaseException
+    traceback: str
+
+
+# A policy against each adversary, the curve of one, or what went wrong.
+Outcome = tuple[PolicyLeak, ...] | Curve | Lost
+
+
+def tasks_of(settings: LeakSettings) -> list[AttackTask]:
+    """Return everything there is to do; first what takes longest, so that all end together."""
+    policies = [policy for _, policy in settings.policies]
+    curves = [
+        AttackTask(policy, noisy=True, steps=len(settings.curves))
+        for policy in policies
+        if settings.curves and noisy_mask(policy)
+    ]
+    # Each attack is made at each service, and at all of them together.
+    views = [policy.services + (policy.services > 1) for policy in policies]
+    return curves + [
+        AttackTask(policy, noisy=False, steps=1 + times * len(settings.attacks))
+        for policy, times in zip(policies, views, strict=True)
+    ]
+
+
+class AttackRunner:
+    """Attacks policies. It remembers controls, and what the public model computed.
 
     `folder`: an empty one, for what services are given.
     """
 
-    def __init__(self, settings: LeakSettings, folder: Path, watch: Watch | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: LeakSettings, folder: Path, watch: LeakProgress | None = None
+    ) -> None:
+        self.settings = settings
         self._folder = folder
-        self._watch = watch or Watch()
+        self._watch = watch or LeakProgress()
         self._config = read_config(settings.model)
         self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
@@ -59,6 +103,15 @@ class Station:
         self._calibrated = False
         self._plays = 0
 
+    def do(self, task: AttackTask) -> Outcome:
+        """Do a task. An error of its own, or of an attack, ends this task alone."""
+        try:
+            return self.curve(task.policy) if task.noisy else self.attack(task.policy)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of any attack; raised at the end
+            ours = isinstance(error, TsqpError)
+            text = "" if ours else "".join(traceback.format_exception(error)).rstrip()
+            return Lost(task.name, error, text)
+
     @torch.inference_mode()
     def attack(self, policy: Policy) -> tuple[PolicyLeak, ...]:
         """Record a policy and let every attack at it, once for each adversary; without its cost.
@@ -66,7 +119,7 @@ class Station:
         The adversary is a service, each of them alone. Where masks span services it is also an
         observer of all links, and the services together.
         """
-        settings, watch = self._settings, self._watch
+        settings, watch = self.settings, self._watch
         self._calibrate(policy)
         watch.doing(f"{policy.name}: recording")
         recording = self._play(policy, settings.prompts, settings.new_tokens)
@@ -87,7 +140,7 @@ class Station:
 
     def _leak(self, recording: Recording, policy: Policy, adversary: Adversary) -> PolicyLeak:
         """Let every attack at each service of a recording."""
-        settings, watch = self._settings, self._watch
+        settings, watch = self.settings, self._watch
         truths = [session.truth for session in recording.sessions]
         answers = [flag for truth in truths for flag in truth.answers]
         runs: list[AttackRun] = []
@@ -139,7 +192,7 @@ class Station:
         From the weakest on. An attack that reads nothing under some noise is not tried under more,
         and where none reads anything the curve ends.
         """
-        settings, attacks, points = self._settings, self._settings.attacks, []
+        settings, attacks, points = self.settings, self.settings.attacks, []
         self._calibrate(policy)
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
@@ -155,17 +208,18 @@ class Station:
             if not attacks:
                 break
         self._watch.step(len(settings.curves) - len(points))
-        return curve(
-            policy,
-            self._harm(self._plain).perplexity,
-            points,
+        return Curve(
+            policy=policy.name,
+            parameter=parameter(policy),
+            plain_perplexity=self._harm(self._plain).perplexity,
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
+            points=tuple(sorted(points, key=lambda point: point.strength)),
         )
 
     @property
     def _texts(self) -> Sequence[Sequence[int]]:
-        return self._settings.prompts[:_CURVE_SESSIONS]
+        return self.settings.prompts[:_CURVE_SESSIONS]
 
     def _harm(self, noisy: Sequence[torch.Tensor]) -> Harm:
         return harm(self._texts, self._plain, noisy)
@@ -179,28 +233,16 @@ class Station:
     ) -> tuple[AttackRun, list[Reading]]:
         """Let one attack at one service; returns what it read as well."""
         attack, work = kind(), Work()
-        if (refused := attack.refuses(view)) is not None:
-            run = AttackRun(
-                attack=kind.name,
-                service=service + 1,
-                refused=refused,
-                control=None,
-                scores=(),
-                compared=0,
-                modelled=0,
-                cpu_s=0.0,
-            )
-            return run, []
+        refused = attack.refuses(view)
         started = time.process_time()
-        found = list(attack.read(view, work))
-        spent = time.process_time() - started
-        truths = [session.truth for session in recording.sessions]
+        found = list(attack.read(view, work)) if refused is None else []
+        spent = time.process_time() - started if refused is None else 0.0
         run = AttackRun(
             attack=kind.name,
             service=service + 1,
-            refused=None,
-            control=self._control(kind, recording.policy),
-            scores=score(found, truths),
+            refused=refused,
+            control=self._control(kind, recording.policy) if refused is None else None,
+            scores=score(found, [session.truth for session in recording.sessions]),
             compared=work.compared,
             modelled=work.modelled,
             cpu_s=spent,
@@ -214,7 +256,7 @@ class Station:
         noisy = is_noisy(policy)
         key = (kind.name, name, noisy)
         if key not in self._results:
-            settings = self._settings
+            settings = self.settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
             recording = self._recorded_control(kind, name)
             found: list[Reading] = []
@@ -243,7 +285,7 @@ class Station:
 
         Which holds the linear weights of a model that is not public, unless they are transformed.
         """
-        base = self._settings.public
+        base = self.settings.public
         # The same model where it is public as a whole: it remembers what it computed.
         clear = base is None or policy.feature_mask is None
         if clear not in self._publics:
@@ -266,7 +308,7 @@ class Station:
     def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
         path = _control_path(kind, name)
         if path not in self._controls:
-            settings = self._settings
+            settings = self.settings
             policy = load_policy(path)
             self._calibrate(policy)
             self._controls[path] = self._play(
@@ -277,7 +319,7 @@ class Station:
         return self._controls[path]
 
     def _view(self, recording: Recording, service: int, sessions: int) -> View:
-        settings, noisy = self._settings, is_noisy(recording.policy)
+        settings, noisy = self.settings, is_noisy(recording.policy)
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
             public=self._public_beside(recording.policy),
@@ -293,7 +335,7 @@ class Station:
         return play(policy, prompts, replace(self._play_settings(), new_tokens=new_tokens))
 
     def _play_settings(self) -> PlaySettings:
-        settings = self._settings
+        settings = self.settings
         self._plays += 1
         folder = self._folder / f"play-{self._plays}"
         folder.mkdir()

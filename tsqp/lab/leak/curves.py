@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from protocol.validation import validate_file
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
-from tsqp.lab.leak.model import AttackRun, Curve, Point, Rate
+from tsqp.lab.leak.model import AttackRun, Point, Rate
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
@@ -117,23 +117,4 @@ def point_of(
         chance=best[1].chance if best else 0.0,
         perplexity=found.perplexity,
         output_error=found.output_error,
-    )
-
-
-def curve(
-    policy: Policy,
-    plain_perplexity: float,
-    points: Sequence[Point],
-    *,
-    search_sessions: int,
-    search_candidates: int,
-) -> Curve:
-    """Put the points together, by growing strength."""
-    return Curve(
-        policy=policy.name,
-        parameter=parameter(policy),
-        plain_perplexity=plain_perplexity,
-        search_sessions=search_sessions,
-        search_candidates=search_candidates,
-        points=tuple(sorted(points, key=lambda point: point.strength)),
     )

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from tsqp.lab.leak.attack import TOP, Reading, View, Work
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Step, Where
+from tsqp.lab.leak.trace import TraceStep, Where
 
 # Candidates that are run side by side. Most tokens are among the first of those that the public
 # model expects, so most searches end with the first block.
@@ -84,17 +85,17 @@ def squares(states_NX: torch.Tensor) -> torch.Tensor:
     return lengths_N.square().clamp(min=1e-30)
 
 
-class Squares:
-    """Squared lengths of candidates: of a dictionary once, and not for every row."""
+class LastMade:
+    """What was made of the last tensor, such as a dictionary, that is asked about for every row."""
 
     def __init__(self) -> None:
-        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def of(self, states_NX: torch.Tensor) -> torch.Tensor:
-        """Return `squares` of candidates: [N]."""
-        if self._known is None or self._known[0] is not states_NX:
-            self._known = (states_NX, squares(states_NX))
-        return self._known[1]
+    def of(self, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `make` makes of a tensor; it is called once for the same one."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, make(x))
+        return self._last[1]
 
 
 def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
@@ -119,8 +120,7 @@ class FeatureMatcher(Matcher):
 
     def __init__(self, *, ordered: bool = True) -> None:
         self.ordered = ordered
-        self._features: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._squares = Squares()
+        self._features, self._squares = LastMade(), LastMade()
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
@@ -146,12 +146,15 @@ class FeatureMatcher(Matcher):
     def _pairwise(
         self, where: Where, rows_RI: torch.Tensor, states_NI: torch.Tensor
     ) -> torch.Tensor:
-        return self.pairwise(self.of_observed(where, rows_RI), self.memoised(where, states_NI))
+        return self.pairwise(
+            self.of_observed(where, rows_RI),
+            self._features.of(states_NI, partial(self.of_candidates, where)),
+        )
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """Return how far every candidate is from every row: [R, N], relative to the row."""
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
-        return apart(rows_RX, table_NX, self._squares.of(table_NX)).div_(sizes_R1)
+        return apart(rows_RX, table_NX, self._squares.of(table_NX, squares)).div_(sizes_R1)
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Use up the row that is nearest to what was taken."""
@@ -173,14 +176,8 @@ class FeatureMatcher(Matcher):
             rows_RI = rows_RI[left]
         return rows_RI
 
-    def memoised(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
-        """Return `of_candidates`: of the dictionary once, and not for every row."""
-        if self._features is None or self._features[0] is not states_NI:
-            self._features = (states_NI, self.of_candidates(where, states_NI))
-        return self._features[1]
 
-
-def observe(view: View, step: Step, where: Where) -> Observed | None:
+def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
     """Return what crossed at a place in a step; None if nothing did."""
     call = step.at(where)
     if call is None:
@@ -269,14 +266,14 @@ class Present:
         self._matcher = matcher
         self._found: dict[tuple[int, int], torch.Tensor | None] = {}
 
-    def among(self, session: int, step: Step, work: Work) -> torch.Tensor | None:
+    def among(self, session: int, step: TraceStep, work: Work) -> torch.Tensor | None:
         """Return the ids of a step's tokens, nearest first; None if layer 0 says nothing."""
         key = (session, step.first)
         if key not in self._found:
             self._found[key] = self._look_up(step, work)
         return self._found[key]
 
-    def _look_up(self, step: Step, work: Work) -> torch.Tensor | None:
+    def _look_up(self, step: TraceStep, work: Work) -> torch.Tensor | None:
         observed = observe(self._view, step, FIRST)
         if observed is None:
             return None
@@ -292,6 +289,21 @@ class Present:
 
 
 # ---------------------------------------------------------------------------------------- deeper
+
+
+def read_places(
+    view: View,
+    matcher: Matcher,
+    places: Sequence[Where],
+    work: Work,
+    present: Present | None = None,
+) -> Iterator[Reading]:
+    """Look up in the first layer; search at every other place, where the attacker has weights."""
+    for where in places:
+        if where in FIRST_PLACES:
+            yield from look_up(view, matcher, work, where)
+        elif view.public.has_layers:
+            yield from search(view, matcher, where, work, present)
 
 
 def search(

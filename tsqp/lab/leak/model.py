@@ -26,7 +26,7 @@ _BEYOND_DOUBT = 0.05
 Adversary = Literal["service", "observer of all links", "colluding services"]
 
 
-class _Model(BaseModel):
+class _ReportModel(BaseModel):
     # Infinite is an epsilon without noise, which JSON has no number for.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -39,7 +39,7 @@ class _Model(BaseModel):
         return {key: value for key, value in data.items() if key not in cls.model_computed_fields}
 
 
-class Rate(_Model):
+class Rate(_ReportModel):
     """So many of so many. `value`, `low`, `high` follow from them; None of none."""
 
     hits: int
@@ -67,7 +67,7 @@ class Rate(_Model):
         return Rate(hits=self.hits + other.hits, n=self.n + other.n)
 
 
-class Score(_Model):
+class Score(_ReportModel):
     """What an attack read at one place, of all sessions that it tried to read there.
 
     `where`: "layer 0 qkv_proj"; `top1`: tokens whose first guess is right, and of them those of
@@ -114,7 +114,7 @@ class Score(_Model):
         return self.top1.low - self.chance
 
 
-class Control(_Model):
+class Control(_ReportModel):
     """An attack under the policy where it must work. `published`: what it must read there.
 
     `rate`: at its best place, `where`; `places`: what it read at every place there.
@@ -140,7 +140,7 @@ class Control(_Model):
         return rate.n >= _LEAST_CONTROL and rate.hits >= self.published * rate.n
 
 
-class AttackRun(_Model):
+class AttackRun(_ReportModel):
     """One attack against one service under one policy.
 
     `refused`: why it found nothing to do; then there are no scores. `compared`, `modelled`,
@@ -195,7 +195,7 @@ class AttackRun(_Model):
         )
 
 
-class Cost(_Model):
+class DecodeCost(_ReportModel):
     """Of one decoded token, measured by `tsqp bench` with a service that answers at once.
 
     `overhead_ms`: all but Embedding and LM head computed in the TEE; `context`: tokens behind it.
@@ -208,7 +208,7 @@ class Cost(_Model):
     context: int
 
 
-class Lengths(_Model):
+class Lengths(_ReportModel):
     """Sessions whose exact number of tokens follows from what crossed, under any mask.
 
     `prompt`: None where prefill stays in the TEE, which shows nothing of it.
@@ -218,7 +218,7 @@ class Lengths(_Model):
     answer: Rate
 
 
-class Piece(_Model):
+class Piece(_ReportModel):
     """One token as it was and as it was read; `read`: None where nothing was guessed."""
 
     real: str
@@ -227,7 +227,7 @@ class Piece(_Model):
     part: Literal["prompt", "answer"]
 
 
-class Reconstruction(_Model):
+class Reconstruction(_ReportModel):
     """One session as the best attack reads it. `unseen`: tokens of the prompt that stayed."""
 
     attack: str
@@ -236,7 +236,7 @@ class Reconstruction(_Model):
     pieces: tuple[Piece, ...]
 
 
-class PolicyLeak(_Model):
+class PolicyLeak(_ReportModel):
     """One policy against one adversary: what it costs, and what each attack read.
 
     `nothing`: why there was nothing to attack. `sent`: tokens of prompts and of answers that went
@@ -253,7 +253,7 @@ class PolicyLeak(_Model):
     nothing: str | None
     sent_prompt: int
     sent_answer: int
-    cost: Cost | None
+    cost: DecodeCost | None
     runs: tuple[AttackRun, ...]
     untried: tuple[str, ...] = ()
     blind: float = 0.0
@@ -326,7 +326,7 @@ class PolicyLeak(_Model):
         return max(found, default=None)
 
 
-class Point(_Model):
+class Point(_ReportModel):
     """One strength of noise: what is read, and what becomes of the output.
 
     `strength`: in the curve's parameter, infinite (as epsilon) without noise; `sigma`: the mask's.
@@ -342,7 +342,7 @@ class Point(_Model):
     output_error: float
 
 
-class Curve(_Model):
+class Curve(_ReportModel):
     """Recovery against the strength of a mask's noise.
 
     `parameter`: "sigma" or "epsilon"; `plain_perplexity`: without noise. `output_error`: of logits,
@@ -357,7 +357,7 @@ class Curve(_Model):
     points: tuple[Point, ...]
 
 
-class Setup(_Model):
+class LeakSetup(_ReportModel):
     """What was attacked, and how. `search_*`: see `tsqp.lab.leak.attack.View`.
 
     `noisy_candidates`: `search_candidates` where there was noise in what crossed.
@@ -384,11 +384,11 @@ class Setup(_Model):
     noisy_candidates: int | None = None
 
 
-class Report(_Model):
+class LeakReport(_ReportModel):
     """The document. `incomplete`: why it lacks policies, None if it lacks none."""
 
     version: Literal[1] = 1
-    setup: Setup
+    setup: LeakSetup
     policies: tuple[PolicyLeak, ...]
     curves: tuple[Curve, ...] = ()
     incomplete: str | None = None

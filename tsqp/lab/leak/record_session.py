@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
+from gpu_side.encoding import open_request, read_request
 from gpu_side.weights import load_weights
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.errors import PromptError
+from protocol.messages import Request, RingLinearRequest, SeededRingLinearRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.weights import CPU, row_layout
-from protocol.tensors import torch_dtype
+from protocol.tensors import from_torch, to_torch, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.engine.request import SamplingSettings
@@ -27,9 +30,8 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
-from tsqp.lab.leak.at_rest import Disk
-from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
+from tsqp.lab.leak.recording import Disk, RecordingChannel
+from tsqp.lab.leak.trace import Added, Trace, TraceError, Where
 from tsqp.lab.research.provisioning import provision
 
 Progress = Callable[[int, int], None]
@@ -55,7 +57,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Session:
+class RecordedSession:
     """One prompt with its answer. `traces`: one a service, in the order of a policy's shares.
 
     `disk`: what the service's has of its cache once that had to make room; None without one.
@@ -72,8 +74,7 @@ class Recording:
 
     policy: Policy
     served: Path
-    dtype: torch.dtype
-    sessions: tuple[Session, ...]
+    sessions: tuple[RecordedSession, ...]
 
     @property
     def observable(self) -> bool:
@@ -130,7 +131,7 @@ def play(
                 session = replace(session, disk=disk)
             sessions.append(session)
             progress(done + 1, len(prompts))
-    return Recording(policy, stage.served, stage.model.dtype, tuple(sessions))
+    return Recording(policy, stage.served, tuple(sessions))
 
 
 def logits_of(
@@ -247,7 +248,7 @@ def _session(
     prompt: Sequence[int],
     new_tokens: int,
     sampling: SamplingSettings,
-) -> Session:
+) -> RecordedSession:
     sequence = engine.add(
         prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
     )
@@ -260,7 +261,7 @@ def _session(
                 parts.append((start, sequence.cache.length))
     finally:
         engine.remove(sequence)
-    traces = tuple(PolicyTrace(channel.take().messages, added) for channel in channels)
+    traces = tuple(Trace(channel.take().messages, added) for channel in channels)
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]
     for channel, trace in zip(channels, traces, strict=True):
@@ -278,7 +279,7 @@ def _session(
         answers=tuple(position >= len(prompt) for position in positions),
         last=every[positions[-1] + 1] if positions else None,
     )
-    return Session(traces, truth)
+    return RecordedSession(traces, truth)
 
 
 def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[range]:
@@ -293,3 +294,71 @@ def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[
         range(max(start, end - step.tokens), end)
         for (start, end), step in zip(parts, steps, strict=True)
     ]
+
+
+# ------------------------------------------------------------------------------------- adversaries
+
+
+def together(recording: Recording, config: ModelConfig) -> Recording:
+    """Return a recording of shares as an adversary with all of them reads it: in the clear.
+
+    Raises TraceError where requests to the services do not belong together.
+    """
+    added = added_rows(recording.policy, config)
+    sessions = tuple(
+        RecordedSession((Trace(_summed(session.traces), added),), session.truth)
+        for session in recording.sessions
+    )
+    return replace(recording, policy=_unmasked(recording.policy), sessions=sessions)
+
+
+def _unmasked(policy: Policy) -> Policy:
+    """Return the policy without the masks that span services: their shares are known."""
+    operators = {
+        operator: tuple(
+            one.model_copy(update={"mask": None}) if one.mask and one.mask.services > 1 else one
+            for one in placements
+        )
+        for operator, placements in policy.operators.items()
+    }
+    return policy.model_copy(update={"operators": operators})
+
+
+def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
+    """Add every request to the second service to the one to the first that it belongs to.
+
+    Requests keep their order, and those that are no shares go to the first service alone.
+    """
+    first, second = traces
+    shares = [_read(frames) for frames in second.messages]
+    messages: list[tuple[bytes, ...]] = []
+    for frames in first.messages:
+        request = _read(frames)
+        if shares and (whole := _sum(request, shares[0])) is not None:
+            del shares[0]
+            summed = encode_request(whole, len(messages) + 1, 1)
+            messages.append(tuple(bytes(frame) for frame in summed))
+        else:
+            messages.append(frames)
+    if shares:
+        raise TraceError(
+            "shares", got=f"{len(shares)} requests to the second service alone", expected="none"
+        )
+    return tuple(messages)
+
+
+def _read(frames: Sequence[bytes]) -> Request:
+    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+
+
+def _sum(one: Request, other: Request) -> Request | None:
+    """Return both shares of a request added modulo 2^32; None if they are of two requests."""
+    if not isinstance(one, RingLinearRequest) or not isinstance(other, RingLinearRequest):
+        return None
+    if (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names):
+        return None
+    if one.elements.shape != other.elements.shape:
+        return None
+    elements = to_torch(one.elements) + to_torch(other.elements)
+    return one.model_copy(update={"elements": from_torch(elements)})

@@ -6,20 +6,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
-from tsqp.lab.leak.model import Rate, Score
-from tsqp.lab.leak.record_session import Truth
+from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import RecordedSession, Truth
+from tsqp.lab.leak.trace import Trace
+
+# What is counted: hits and tries, as the fields of `Score` are called.
+_RATES = ("top1", "top5", "prompt", "answer", "whole")
 
 
 @dataclass
 class _Tally:
-    top1: list[int] = field(default_factory=lambda: [0, 0])
-    top5: list[int] = field(default_factory=lambda: [0, 0])
-    prompt: list[int] = field(default_factory=lambda: [0, 0])
-    answer: list[int] = field(default_factory=lambda: [0, 0])
-    whole: list[int] = field(default_factory=lambda: [0, 0])
+    rates: dict[str, list[int]] = field(default_factory=lambda: {name: [0, 0] for name in _RATES})
     by_chance: float = 0.0
     guessed: int = 0
     hit: set[int] = field(default_factory=set)
+
+    def add(self, rate: str, hit: bool) -> None:
+        self.rates[rate][0] += hit
+        self.rates[rate][1] += 1
 
 
 def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, ...]:
@@ -34,12 +39,8 @@ def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, 
     return tuple(
         Score(
             where=where,
-            top1=_rate(tally.top1),
-            top5=_rate(tally.top5),
-            prompt=_rate(tally.prompt),
-            answer=_rate(tally.answer),
-            whole=_rate(tally.whole),
-            chance=tally.by_chance / max(1, tally.top1[1]),
+            **{name: Rate(hits=hits, n=n) for name, (hits, n) in tally.rates.items()},
+            chance=tally.by_chance / max(1, tally.rates["top1"][1]),
             guessed=tally.guessed,
             kinds=len(tally.hit),
         )
@@ -77,9 +78,9 @@ def _count(tally: _Tally, reading: Reading, streams: Sequence[list[tuple[int, bo
         token, is_answer = own[index]
         guesses = reading.guesses.get(index, ())[:TOP]
         hit = bool(guesses) and guesses[0] == token
-        _add(tally.top1, hit)
-        _add(tally.top5, token in guesses)
-        _add(tally.answer if is_answer else tally.prompt, hit)
+        tally.add("top1", hit)
+        tally.add("top5", token in guesses)
+        tally.add("answer" if is_answer else "prompt", hit)
         if hit:
             right.add(index)
             tally.hit.add(token)
@@ -89,13 +90,71 @@ def _count(tally: _Tally, reading: Reading, streams: Sequence[list[tuple[int, bo
             tally.by_chance += sum(t == guesses[0] for t in there) / max(1, len(there))
     prompt = {index for index, (_, is_answer) in enumerate(own) if not is_answer}
     if prompt and prompt.issubset(tried):
-        _add(tally.whole, prompt <= right)
+        tally.add("whole", prompt <= right)
 
 
-def _add(pair: list[int], hit: bool) -> None:
-    pair[0] += hit
-    pair[1] += 1
+def reconstruct(
+    readings: Sequence[Reading],
+    attack: str,
+    where: str,
+    truths: Sequence[Truth],
+    public: PublicModel,
+) -> Reconstruction | None:
+    """Return the first session that was read at a place, token by token.
+
+    A token alone is decoded for each piece; bytes that are no character yet are shown as such.
+    """
+    own = [reading for reading in readings if reading.where == where]
+    if not own:
+        return None
+    reading = min(own, key=lambda one: one.session)
+    truth = truths[reading.session]
+    tokens = stream(truth)
+    pieces = []
+    for index in reading.tokens:
+        if index >= len(tokens):
+            continue
+        token, is_answer = tokens[index]
+        guesses = reading.guesses.get(index, ())
+        pieces.append(
+            Piece(
+                real=_text(public, token),
+                read=_text(public, guesses[0]) if guesses else None,
+                right=bool(guesses) and guesses[0] == token,
+                part="answer" if is_answer else "prompt",
+            )
+        )
+    sent = sum(not flag for flag in truth.answers)
+    return Reconstruction(
+        attack=attack, where=where, unseen=len(truth.prompt) - sent, pieces=tuple(pieces)
+    )
 
 
-def _rate(pair: list[int]) -> Rate:
-    return Rate(hits=pair[0], n=pair[1])
+def _text(public: PublicModel, token: int) -> str:
+    """Return a token's text; a special one has none, and a model of random weights no tokenizer."""
+    if not public.has_tokenizer:
+        return f"<{token}>"
+    return public.tokenizer.decode([token]) or f"<{token}>"
+
+
+def read_lengths(trace: Trace) -> tuple[int | None, int]:
+    """Return the number of tokens of prompt and answer as the shapes of requests tell them.
+
+    None where no step has more than a token: then the prompt did not cross. The token that is
+    sampled last goes through no model, and is counted.
+    """
+    sizes = [step.tokens for step in trace.steps]
+    answer = sum(size == 1 for size in sizes) + 1
+    prompt = sum(size for size in sizes if size > 1)
+    return (prompt, answer) if prompt else (None, answer)
+
+
+def lengths(sessions: Sequence[RecordedSession]) -> Lengths:
+    """Compare them with the truth. What the first service sees is enough."""
+    read = [(read_lengths(session.traces[0]), session.truth) for session in sessions]
+    prompts = [(found, len(truth.prompt)) for (found, _), truth in read if found is not None]
+    right = sum(found == len(truth.answer) for (_, found), truth in read)
+    return Lengths(
+        prompt=Rate(hits=sum(a == b for a, b in prompts), n=len(prompts)) if prompts else None,
+        answer=Rate(hits=right, n=len(read)),
+    )

@@ -70,7 +70,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TraceStep:
     """The requests of one forward pass.
 
     `first`: how many tokens went by in earlier steps of the trace; `tokens`: how many went through
@@ -88,9 +88,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """The frames of every request that reached a service in one session, in order."""
+    """The frames of every request that reached a service in one session, in order.
+
+    `added`: what the policy says about the rows of every request, as public as the policy; empty
+    where it is not known.
+    """
 
     messages: tuple[tuple[bytes, ...], ...]
+    added: Added = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -98,23 +103,19 @@ class Trace:
         return tuple(_calls(self.messages))
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[TraceStep, ...]:
         """The forward passes. Raises TraceError.
 
-        A step begins where the order of operators begins anew. A decoded token is one row, so the
-        smallest step tells how many rows a mask adds to each.
+        A step begins where the order of operators begins anew. Where the policy is not known, the
+        smallest step tells how many rows a mask adds to each: a decoded token is one row.
         """
-        groups, sizes = self._cut()
+        groups = list(_groups(self.calls, self.added))
+        sizes = _counted(groups, self.added) if self.added else _guessed(groups)
         steps, first = [], 0
         for group, tokens in zip(groups, sizes, strict=True):
-            steps.append(Step(first, tokens, tuple(group)))
+            steps.append(TraceStep(first, tokens, tuple(group)))
             first += tokens
         return tuple(steps)
-
-    def _cut(self) -> tuple[list[list[Call]], list[int]]:
-        """Return the requests of each step, and its tokens."""
-        groups = list(_groups(self.calls, {}))
-        return groups, _guessed(groups)
 
     @property
     def tokens(self) -> int:
@@ -125,25 +126,6 @@ class Trace:
     def places(self) -> list[Where]:
         """What the service was asked for, in the order of a forward pass."""
         return sorted({call.where for call in self.calls}, key=forward_order)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all frames."""
-        return sum(len(frame) for message in self.messages for frame in message)
-
-
-@dataclass(frozen=True)
-class PolicyTrace(Trace):
-    """A trace, read with the policy: no smallest step has to tell what a mask adds.
-
-    `added`: what the policy says about the rows of every request. It is as public as the policy.
-    """
-
-    added: Added = field(repr=False, compare=False)
-
-    def _cut(self) -> tuple[list[list[Call]], list[int]]:
-        groups = list(_groups(self.calls, self.added))
-        return groups, _counted(groups, self.added)
 
 
 def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:

@@ -5,7 +5,7 @@ No rate is said without its n, and none of an attack that does not work where it
 
 from __future__ import annotations
 
-from tsqp.lab.leak.model import AttackRun, Control, PolicyLeak, Rate, Report, Score
+from tsqp.lab.leak.model import AttackRun, Control, LeakReport, PolicyLeak, Rate, Score
 
 NOTHING = "nothing crosses"
 NONE = "-"
@@ -98,7 +98,7 @@ def judged(policy: PolicyLeak) -> Score | None:
     return policy.best[1]
 
 
-def facts(report: Report) -> str:
+def facts(report: LeakReport) -> str:
     """Return the run in a line."""
     setup = report.setup
     sampling = f"temperature {setup.temperature:g}" if setup.temperature else "greedy"
@@ -110,7 +110,7 @@ def facts(report: Report) -> str:
     )
 
 
-def warnings(report: Report) -> list[str]:
+def warnings(report: LeakReport) -> list[str]:
     """Say what must be known before any figure is read, a sentence each."""
     found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
     if not report.setup.public_layers:
@@ -127,7 +127,7 @@ def warnings(report: Report) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def setup_pairs(report: Report) -> list[tuple[str, str]]:
+def setup_pairs(report: LeakReport) -> list[tuple[str, str]]:
     """Return what was attacked, and how."""
     setup = report.setup
     candidates = ""
@@ -174,7 +174,7 @@ def failure_words(run: AttackRun) -> str:
     return f"{outcome} ({control_words(run.control)})"
 
 
-def above(report: Report, share: float) -> list[str]:
+def above(report: LeakReport, share: float) -> list[str]:
     """Say what is not below a share of tokens beyond chance, a sentence a policy.
 
     Colluding services are left out: no policy promises anything against them.

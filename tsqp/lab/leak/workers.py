@@ -1,374 +1,145 @@
-"""Attacks policies side by side, in processes of their own: a core each.
+"""Attacks policies side by side: a pool of processes, a core each.
 
-    python -m tsqp.lab.leak.workers < JOB
-
-Each worker reads the whole `Job` from stdin, takes the next free task, and writes
-`Answer`s to what was its stdout, one a line. What an attack prints is one of them.
+Each process has an `AttackRunner` of its own. An attack that raises ends its own task. A process
+that is killed ends the run, since its task is lost. What an attack prints goes to stderr.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-
-# Read once, when torch is imported; see tsqp/cli/program.py.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
-import io
-import queue
+import pickle
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Lock
 from pathlib import Path
-from typing import IO
 
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from protocol.errors import TsqpError
-from protocol.messages import FloatDtype
-from tee_side.policy.placement import Policy, load_policy
-from tsqp.lab.leak.attack_runner import Station
-from tsqp.lab.leak.curves import noisy_mask
+from tee_side.plugins import load_module, loaded_files
+from tsqp.end_with_parent import end_with
+from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
 from tsqp.lab.leak.model import Curve, PolicyLeak
-from tsqp.lab.leak.registry import find_attacks
-from tsqp.lab.leak.settings import LeakSettings, Watch
-from tsqp.processes import ProcessError, failure, worker
-
-_MODULE = "tsqp.lab.leak.workers"
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings
+from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+@dataclass(frozen=True)
+class _Told:
+    """A `Lost` as a worker passes it on: not every exception can be pickled."""
 
-
-class Doing(_Line):
-    """What is going on."""
-
-    doing: str
-
-
-class Steps(_Line):
-    """So many steps are done."""
-
-    steps: int
-
-
-class Attacked(_Line):
-    """A policy is done, against each adversary; its cost goes to the process that measured it."""
-
-    leaks: tuple[PolicyLeak, ...]
-
-
-class Noised(_Line):
-    """All strengths of a policy's noise are done."""
-
-    curve: Curve
-
-
-class Said(_Line):
-    """A line that an attack printed."""
-
-    said: str
-
-
-class Failed(_Line):
-    """An error of ours, in its three parts, that ended `task`; None: the worker."""
-
-    task: str | None
+    task: str
     where: str
     got: str
     expected: str
-
-
-class Crashed(_Line):
-    """What ended `task` is no error of ours: an attack's, maybe, whose author needs to see it."""
-
-    task: str | None
     traceback: str
 
 
-Answer = Doing | Steps | Attacked | Noised | Said | Failed | Crashed
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+# Of a worker: its attack runner, once `_begin` has made it.
+_runner: list[AttackRunner] = []
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A task that ended with an error; the others go on. `task`: its name."""
+def side_by_side(settings: LeakSettings, folder: Path, watch: LeakProgress) -> Iterator[Outcome]:
+    """Have every task done by `settings.workers` processes; yields in the order of completion.
 
-    task: str
-    error: Exception
-
-
-@dataclass(frozen=True)
-class Task:
-    """A policy as it is, or with strengths of its noise. `policy`: its index in the settings."""
-
-    policy: int
-    noisy: bool
-    steps: int
-
-    def name(self, settings: LeakSettings) -> str:
-        """Return what people call it: the policy, or the curve of one."""
-        name = settings.policies[self.policy][1].name
-        return f"curve of {name}" if self.noisy else name
-
-    def done_at(self, station: Station, settings: LeakSettings) -> Attacked | Noised | Lost:
-        """Do it. An error of its own, or of an attack, ends this task alone."""
-        _, policy = settings.policies[self.policy]
-        try:
-            if self.noisy:
-                return Noised(curve=station.curve(policy))
-            return Attacked(leaks=station.attack(policy))
-        except Exception as error:  # noqa: BLE001 - of any attack; raised when all is done
-            return Lost(self.name(settings), error)
-
-
-def tasks_of(settings: LeakSettings) -> list[Task]:
-    """Return everything there is to do; first what takes longest, so that all end together."""
-    policies = [policy for _, policy in settings.policies]
-    curves = [
-        Task(index, noisy=True, steps=len(settings.curves))
-        for index, policy in enumerate(policies)
-        if settings.curves and noisy_mask(policy)
-    ]
-    return curves + [
-        Task(index, noisy=False, steps=1 + _views(policy) * len(settings.attacks))
-        for index, policy in enumerate(policies)
-    ]
-
-
-def _views(policy: Policy) -> int:
-    """Return how often each attack is made: at each service, and at all of them together."""
-    return policy.services + (policy.services > 1)
-
-
-class Job(_Line):
-    """`LeakSettings`, as far as a worker needs them, by name. `folder`: that of all workers."""
-
-    model: Path
-    policies: tuple[str, ...]
-    attacks: tuple[str, ...]
-    prompts: tuple[tuple[int, ...], ...]
-    new_tokens: int
-    public: Path | None
-    dtype: FloatDtype | None
-    temperature: float
-    seed: int
-    search_sessions: int
-    search_tokens: int
-    search_candidates: int | None
-    threads: int
-    curves: tuple[float, ...]
-    shares_in_the_clear: bool
-    folder: Path
-
-    @classmethod
-    def of(cls, settings: LeakSettings, folder: Path) -> Job:
-        """Return the job of some settings."""
-        return cls(
-            model=settings.model,
-            policies=tuple(name for name, _ in settings.policies),
-            attacks=settings.attack_names,
-            prompts=settings.prompts,
-            new_tokens=settings.new_tokens,
-            public=settings.public,
-            dtype=settings.dtype,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            search_sessions=settings.search_sessions,
-            search_tokens=settings.search_tokens,
-            search_candidates=settings.search_candidates,
-            threads=settings.threads,
-            curves=settings.curves,
-            shares_in_the_clear=settings.shares_in_the_clear,
-            folder=folder,
-        )
-
-    def settings(self) -> LeakSettings:
-        """Return the settings again, with policies and attacks loaded. Raises TsqpError."""
-        attacks = dict.fromkeys(found for name in self.attacks for found in find_attacks(name))
-        return LeakSettings(
-            command="",
-            model=self.model,
-            policies=tuple((name, load_policy(name)) for name in self.policies),
-            attacks=tuple(attacks),
-            prompts=self.prompts,
-            new_tokens=self.new_tokens,
-            public=self.public,
-            dtype=self.dtype,
-            temperature=self.temperature,
-            seed=self.seed,
-            search_sessions=self.search_sessions,
-            search_tokens=self.search_tokens,
-            search_candidates=self.search_candidates,
-            threads=self.threads,
-            curves=self.curves,
-            shares_in_the_clear=self.shares_in_the_clear,
-        )
-
-
-# ------------------------------------------------------------------------------ the parent
-
-
-def side_by_side(
-    settings: LeakSettings, folder: Path, watch: Watch
-) -> Iterator[Attacked | Noised | Lost]:
-    """Have everything done by `settings.workers` processes; yields in the order of completion.
-
-    All of them end with the first that ends early. Raises ProcessError.
+    `folder`: an empty one, for what the workers make. Raises ProcessError for a worker that ended
+    early; all workers end with it, as they do with whatever else ends this.
     """
-    job, said = Job.of(settings, folder), queue.SimpleQueue[tuple[int, bytes | None]]()
-    with ExitStack() as running:
-        started = [
-            running.enter_context(worker(_MODULE, job))
-            for _ in range(min(settings.workers, len(tasks_of(settings))))
-        ]
-        for index, (_, lines, _) in enumerate(started):
-            threading.Thread(target=_pass_on, args=(index, lines, said), daemon=True).start()
-        left = len(started)
-        while left:
-            index, line = said.get()
-            if line is not None:
-                yield from _taken(_ANSWER.validate_json(line), watch)
-                continue
-            left -= 1
-            process, _, errors = started[index]
-            if (status := process.wait()) != 0:
-                errors.join()
-                raise failure("a worker", status, errors.last, expected="a run to its end")
-
-
-def _pass_on(
-    index: int, lines: IO[bytes], said: queue.SimpleQueue[tuple[int, bytes | None]]
-) -> None:
-    """Read a worker's lines to their end, of which None tells."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    listener = threading.Thread(target=_listen, args=(reader, watch), daemon=True)
+    listener.start()
+    tasks = range(len(tasks_of(settings)))
+    job = pickle.dumps(replace(settings, cost="none"))
+    begin = (os.getpid(), loaded_files(), job, folder, writer, context.Lock())
+    others, workers = {*multiprocessing.active_children()}, set[BaseProcess]()
     try:
-        for line in lines:
-            said.put((index, line))
+        count = min(settings.workers, len(tasks))
+        with ProcessPoolExecutor(count, context, _begin, begin) as pool:
+            try:
+                futures = [pool.submit(_attack, number) for number in tasks]
+                workers = {*multiprocessing.active_children()} - others
+                writer.close()  # so that the listener ends with the last worker
+                for future in as_completed(futures):
+                    yield _outcome(future.result())
+            except BaseException:
+                for process in {*multiprocessing.active_children()} - others:
+                    process.kill()
+                raise
+    except BrokenProcessPool:
+        raise _ended_early([process.exitcode for process in workers]) from None
     finally:
-        said.put((index, None))
+        writer.close()
+        listener.join(END_TIMEOUT_S)
 
 
-def _taken(answer: Answer, watch: Watch) -> Iterable[Attacked | Noised | Lost]:
-    if isinstance(answer, Doing):
-        watch.doing(answer.doing)
-    elif isinstance(answer, Steps):
-        watch.step(answer.steps)
-    elif isinstance(answer, Said):
-        watch.say(answer.said)
-    elif isinstance(answer, Failed | Crashed):
-        error = _error_of(answer, watch)
-        if answer.task is None:
-            raise error
-        return (Lost(answer.task, error),)
-    else:
-        return (answer,)
-    return ()
+def _listen(reader: Connection, watch: LeakProgress) -> None:
+    """Pass on what workers tell of their progress, until all have ended, or one amid a message."""
+    with reader, suppress(EOFError, OSError):
+        while True:
+            what, value = reader.recv()
+            getattr(watch, what)(value)
 
 
-def _error_of(answer: Failed | Crashed, watch: Watch) -> ProcessError:
-    if isinstance(answer, Failed):
-        return ProcessError(answer.where, got=answer.got, expected=answer.expected)
-    watch.say(answer.traceback)
-    *_, last = answer.traceback.splitlines()
-    return ProcessError("a worker", got=last, expected="no error (its traceback is above)")
+def _outcome(found: tuple[PolicyLeak, ...] | Curve | _Told) -> Outcome:
+    if not isinstance(found, _Told):
+        return found
+    error = ProcessError(found.where, got=found.got, expected=found.expected)
+    return Lost(found.task, error, found.traceback)
 
 
-# ----------------------------------------------------------------------------- the worker
+def _ended_early(statuses: Sequence[int | None]) -> ProcessError:
+    """Return the error of the worker that ended first: the pool has ended the others."""
+    first = [status for status in statuses if status not in (None, 0, -signal.SIGTERM)]
+    status = min(first, key=lambda one: one == -signal.SIGKILL, default=None)
+    return failure("a worker", status, f"exit status {status}", expected="a run to its end")
 
 
-Tell = Callable[[Answer], None]
+# ----------------------------------------------------------------------------- in a worker
 
 
-class _Printed(io.TextIOBase):
-    """A stdout whose lines are told: those of an attack's author, to see what it does."""
-
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._rest = ""
-
-    def writable(self) -> bool:
-        """Say that it can be written to."""
-        return True
-
-    def write(self, text: str, /) -> int:
-        """Tell the lines that are whole."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._tell(Said(said=_sendable(line)))
-        return len(text)
-
-    def end(self) -> None:
-        """Tell what has no end of line yet."""
-        if self._rest:
-            self.write("\n")
-
-
-def _work(job: Job, tell: Tell, printed: _Printed) -> None:
-    settings = job.settings()
-    torch.set_num_threads(settings.threads)
-    own = job.folder / f"worker-{os.getpid()}"
-    own.mkdir()
-    watch = Watch(
-        doing=lambda doing: tell(Doing(doing=doing)), step=lambda steps: tell(Steps(steps=steps))
-    )
-    station = Station(settings, own, watch)
-    for number, task in enumerate(tasks_of(settings)):
-        if _claimed(job.folder / f"task-{number}"):
-            found = task.done_at(station, settings)
-            printed.end()
-            tell(_ended(found.error, found.task) if isinstance(found, Lost) else found)
-
-
-def _ended(error: Exception, task: str | None) -> Failed | Crashed:
-    """Return what is told of an error."""
-    if isinstance(error, TsqpError):
-        return Failed(task=task, where=error.where, got=error.got, expected=error.expected)
-    text = "".join(traceback.format_exception(error))
-    return Crashed(task=task, traceback=_sendable(text))
-
-
-def _sendable(text: str) -> str:
-    """Return a text without lone surrogates, as of file names, which JSON has no bytes for."""
-    return text.encode(errors="replace").decode()
-
-
-def _claimed(path: Path) -> bool:
-    """Take a task, unless another worker has it."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def main() -> None:
-    """Do tasks of the job that stdin has, until none is left."""
+def _begin(
+    parent: int, files: list[Path], job: bytes, folder: Path, writer: Connection, lock: Lock
+) -> None:
+    """Make the worker's attack runner. `files`: what classes in `job` were loaded from."""
+    end_with(parent)
     # An interrupt from the keyboard is for the parent process, which ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job = Job.model_validate_json(sys.stdin.read())
-    # No print of an attack, nor of a library below it, comes between the answers.
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)
+    # The parent's stdout is for its tables.
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    for path in files:
+        load_module(path)
+    settings: LeakSettings = pickle.loads(job)  # noqa: S301 - of our own parent
+    torch.set_num_threads(settings.threads)
+    own = folder / f"worker-{os.getpid()}"
+    own.mkdir()
 
-        def tell(answer: Answer) -> None:
-            answers.write(answer.model_dump_json().encode() + b"\n")
-            answers.flush()
+    def tell(what: str, value: str | int) -> None:
+        with lock:
+            writer.send((what, value))
 
-        sys.stdout = printed = _Printed(tell)
-        try:
-            _work(job, tell, printed)
-        except Exception as error:
-            printed.end()
-            tell(_ended(error, None))
-            raise
-        finally:
-            sys.stdout = sys.__stdout__
+    watch = LeakProgress(doing=partial(tell, "doing"), step=partial(tell, "step"))
+    _runner.append(AttackRunner(settings, own, watch))
 
 
-if __name__ == "__main__":
-    main()
+def _attack(number: int) -> tuple[PolicyLeak, ...] | Curve | _Told:
+    (runner,) = _runner
+    found = runner.do(tasks_of(runner.settings)[number])
+    if not isinstance(found, Lost):
+        return found
+    error = found.error
+    if isinstance(error, TsqpError):
+        return _Told(found.task, error.where, error.got, error.expected, found.traceback)
+    last, expected = found.traceback.splitlines()[-1], "no error (its traceback is above)"
+    return _Told(found.task, "a worker", last, expected, found.traceback)

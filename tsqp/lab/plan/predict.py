@@ -7,15 +7,39 @@ A step is played through: one thread of the TEE that gives each lane its turn as
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from gpu_side.devices import DeviceProfile
-from tsqp.lab.plan.machine import Instead
-from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
-from tsqp.lab.plan.parted import ALONE, Parted
+from gpu_side.kernels import request_us
+from gpu_side.tasks import LinearWork, Task
+from tsqp.lab.plan.costs import (
+    PARTS,
+    Costs,
+    Crossover,
+    Lane,
+    Part,
+    PartName,
+    Prediction,
+    Rpc,
+    Section,
+    Step,
+)
+from tsqp.lab.plan.fit import Instead
 from tsqp.run.link import Link
+
+# A request's way to the other ranks: one message over gloo, and the rate of all of them together.
+# Measured on 2 EPYC cores over loopback: 8 KiB out and 16 KiB back take 264 us, 8 MiB out and 64
+# MiB back 57 ms. Results of ranks without a GPU go that way, too; a profile is of an accelerator.
+GLOO_US = 120.0
+GLOO_GB_PER_S = 1.3
+
+# No weight of a known model has so many columns.
+_MOST_COLUMNS = 2**24
+
 
 # Of a round trip's time that the service neither computes nor queues: taking the request in and
 # handing the reply out keep it from its next request, too.
@@ -31,8 +55,9 @@ class Hardware:
     """What is planned for. `profile`: None for a service that computes nothing.
 
     `cores`: of the TEE side. `itemsize`: bytes of an element of the accelerator's weights.
-    `instead`: what a measured machine replaces of what was measured here; None: nothing. `parted`:
-    over how many such accelerators each weight is spread.
+    `instead`: what a measured machine replaces of what was measured here; None: nothing. `ranks`:
+    over how many such accelerators of each service a weight's columns are spread
+    (`gpu-service --tensor-parallel`).
     """
 
     profile: DeviceProfile | None
@@ -40,7 +65,52 @@ class Hardware:
     cores: int
     itemsize: int
     instead: Instead | None = None
-    parted: Parted = ALONE
+    ranks: int = 1
+
+    def gpu_us(self, task: Task) -> float:
+        """Return how long a service takes for a request.
+
+        Ranks get the input from host memory to host memory (gloo), at what was measured; their
+        parts come back at the profile's rate to the host, and kernels run at its peak rates: a
+        lower bound.
+        """
+        if (profile := self.profile) is None:
+            return 0.0
+        whole_us, work = request_us(profile, task, self.itemsize), task.work
+        if self.ranks == 1 or not isinstance(work, LinearWork):
+            return whole_us
+        own, all_of_it = (
+            profile.linear_us(work.rows, work.in_features, columns, self.itemsize, work.integer)
+            for columns in (ceil(work.out_features / self.ranks), work.out_features)
+        )
+        sent_us = GLOO_US + task.input_bytes * (self.ranks - 1) / (GLOO_GB_PER_S * 1e3)
+        others = task.output_bytes * (self.ranks - 1) // self.ranks
+        return whole_us - all_of_it + own + sent_us + profile.transfer_us(others)
+
+
+def crossover(hardware: Hardware, rpcs: Iterable[Rpc]) -> Crossover | None:
+    """Return from which size of a weight on several ranks pay, for rows and inputs of the largest.
+
+    None where no request multiplies by a weight.
+    """
+    tasks = [rpc.asked.plan() for rpc in rpcs]
+    linear = [(one.work, one) for one in tasks if isinstance(one.work, LinearWork)]
+    if not linear:
+        return None
+    work, task = max(linear, key=lambda one: one[0].in_features * one[0].out_features)
+    row_bytes = work.in_features * (1 if work.integer else hardware.itemsize)
+    alone = replace(hardware, ranks=1)
+
+    def pays(columns: int) -> bool:
+        part = replace(work, out_features=columns)
+        one = replace(task, shape=(*task.shape[:-1], columns), work=part)
+        return hardware.gpu_us(one) < alone.gpu_us(one)
+
+    least = bisect_left(range(_MOST_COLUMNS), True, lo=1, key=pays)
+    return Crossover(
+        weight_bytes=None if least == _MOST_COLUMNS else least * row_bytes,
+        largest_bytes=work.out_features * row_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +248,13 @@ def _there(rpc: Rpc, hardware: Hardware) -> Rpc:
 
 
 def _trip(rpc: Rpc, hardware: Hardware) -> Trip:
-    gpu_us = 0.0
-    if hardware.profile is not None:
-        gpu_us = hardware.parted.gpu_us(hardware.profile, rpc.asked.plan(), hardware.itemsize)
     link = hardware.link
     return Trip(
         service=rpc.service,
         send_us=rpc.send_us,
         wire_us=rpc.wire_us,
         service_us=rpc.service_us,
-        gpu_us=gpu_us,
+        gpu_us=hardware.gpu_us(rpc.asked.plan()),
         up_us=link.transfer_ns(rpc.bytes_sent) / 1e3,
         down_us=link.transfer_ns(rpc.bytes_received) / 1e3,
         receive_us=rpc.receive_us,

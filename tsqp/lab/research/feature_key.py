@@ -9,7 +9,6 @@ that a key that was changed anywhere no longer fits itself.
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,14 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from protocol.errors import FeatureKeyError, MaskError, describe_untrusted, expectation
+from protocol.curve import read_text
+from protocol.errors import (
+    FeatureKeyError,
+    KeyFileError,
+    MaskError,
+    describe_untrusted,
+    expectation,
+)
 from protocol.messages import FUSED_MODULES, Digest, LinearOperator
 from protocol.model.checkpoint import Checkpoint, norm_names
 from protocol.model.config import ModelConfig
@@ -34,6 +40,7 @@ from tee_side.protect.masks.mask import (
 )
 from tee_side.protect.randomness import Randomness, derive_key
 from tee_side.words import Site
+from tsqp.key_files import write_new
 
 _MODE = 0o600
 _MAX_BYTES = 65536
@@ -82,20 +89,9 @@ class FeatureKey(BaseModel):
         Nothing is overwritten, and nothing is left after a failure. Raises FeatureKeyError.
         """
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
-        except OSError as error:
-            raise FeatureKeyError(
-                str(path), got=error.strerror or type(error).__name__, expected="a new file"
-            ) from None
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                os.fchmod(file.fileno(), _MODE)
-                file.write(self.model_dump_json(indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            path.unlink()
-            raise
+            write_new(path, self.model_dump_json(indent=2) + "\n", _MODE)
+        except KeyFileError as error:
+            raise FeatureKeyError(error.where, got=error.got, expected=error.expected) from None
 
     @classmethod
     def load(cls, path: Path) -> FeatureKey:
@@ -105,28 +101,16 @@ class FeatureKey(BaseModel):
         """
         where = str(path)
         try:
-            # Not to wait for the writer of a named pipe.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb") as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode):
-                    raise FeatureKeyError(where, got="no regular file", expected="a key")
-                if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                    raise FeatureKeyError(
-                        where,
-                        got=f"mode {stat.S_IMODE(found.st_mode):04o}",
-                        expected=f"{_MODE:04o}: for its owner alone (chmod 600)",
-                    )
-                content = file.read(_MAX_BYTES + 1)
-        except OSError as error:
+            text, status = read_text(path, _MAX_BYTES)
+        except KeyFileError as error:
+            raise FeatureKeyError(error.where, got=error.got, expected=error.expected) from None
+        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise FeatureKeyError(
-                where, got=error.strerror or type(error).__name__, expected="a key"
-            ) from None
-        if len(content) > _MAX_BYTES:
-            raise FeatureKeyError(
-                where, got="a larger file", expected=f"a key, at most {_MAX_BYTES} bytes"
+                where,
+                got=f"mode {stat.S_IMODE(status.st_mode):04o}",
+                expected=f"{_MODE:04o}: for its owner alone (chmod 600)",
             )
-        key = cls._parse(content, where)
+        key = cls._parse(text, where)
         if key.provision_id != key.derived_id():
             raise FeatureKeyError(
                 f"{where}: provision_id (the key was changed)",
@@ -136,7 +120,7 @@ class FeatureKey(BaseModel):
         return key
 
     @classmethod
-    def _parse(cls, content: bytes, where: str) -> FeatureKey:
+    def _parse(cls, content: str, where: str) -> FeatureKey:
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
@@ -179,10 +163,6 @@ class FeatureKey(BaseModel):
                 expected=f"{mask.described()}, as in the policy",
             )
 
-    def randomness(self, layer: int, operator: LinearOperator) -> Randomness:
-        """Return the generator of one site, the same one each time."""
-        return site_randomness(bytes.fromhex(self.seed), layer, operator)
-
     def transforms(
         self,
         mask: FeatureMask,
@@ -214,11 +194,6 @@ def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedS
     return mask.keyed(config, Randomness(seed).derive(b"segment"))
 
 
-def site_randomness(seed: bytes, layer: int, operator: LinearOperator) -> Randomness:
-    """Return the generator of one site, the same one each time."""
-    return Randomness(seed).derive(f"feature {layer} {operator}".encode())
-
-
 def site_transform(
     mask: FeatureMask,
     config: ModelConfig,
@@ -227,10 +202,10 @@ def site_transform(
     operator: LinearOperator,
     gain: torch.Tensor | None,
 ) -> KeyedTransform:
-    """Make one site's map. Raises MaskError that names the gain's tensor."""
+    """Make one site's map, the same each time. Raises MaskError that names the gain's tensor."""
     shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
     outputs = tuple(shape[0] for shape in shapes)
-    randomness = site_randomness(seed, layer, operator)
+    randomness = Randomness(seed).derive(f"feature {layer} {operator}".encode())
     try:
         return mask.transform(FeatureSite(shapes[0][1], outputs, gain, randomness))
     except MaskError as error:

@@ -38,7 +38,7 @@ class FeaturePermutation(FeatureMask):
         orders = [self._order(size, site.randomness) for size in site.outputs]
         starts = [sum(site.outputs[:module]) for module in range(len(orders))]
         order_O = torch.cat([start + order for start, order in zip(starts, orders, strict=True)])
-        return _Shuffle(order_I, order_O)
+        return _ShuffledSite(order_I, order_O)
 
     def _order(self, size: int, randomness: Randomness) -> torch.Tensor:
         block = self.block or size
@@ -46,7 +46,7 @@ class FeaturePermutation(FeatureMask):
         return torch.cat([at + permutation(randomness, min(block, size - at)) for at in starts])
 
 
-class _Shuffle(KeyedTransform):
+class _ShuffledSite(KeyedTransform):
     def __init__(self, order_I: torch.Tensor, order_O: torch.Tensor) -> None:
         self._order_I, self._order_O = order_I, order_O
         self._back_O = order_O.argsort()

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from protocol.errors import MaskError
 from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform, Masked
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.privacy import rows_epsilon
-from tsqp.lab.research.rotation import BlockRotation
+from tsqp.lab.research.rotation import BlockRotation, RotationMask
 
 # Smaller gains count as this part of the largest: 0 cannot be divided by, and no row gets longer.
 _SMALLEST_GAIN = 1e-3
 
 
-class FeatureRotation(FeatureMask):
+class FeatureRotation(RotationMask, FeatureMask):
     """Send x diag(g)^-1 Q to a server that holds W diag(g) Q; g: weight of the RMSNorm in front.
 
-    Every module's output comes back rotated, too, by a rotation of its own.
-    `block`: how many features each block of Q mixes, after a shuffle. `sigma`: deviation of
-    Gaussian noise, relative to a row's RMS; with it results are inexact. `delta`: see `epsilon`.
+    Every module's output comes back rotated, too, by a rotation of its own. `sigma` is relative to
+    a row's RMS.
     """
 
     name: ClassVar[str] = "feature-rotation"
@@ -33,15 +30,8 @@ class FeatureRotation(FeatureMask):
         " without that: inner products X X^T stay, and the norm of each module's output (and of"
         " o_proj's and down_proj's input), which names the token in layer 0 by a dictionary"
     )
-    broken: ClassVar[bool] = True
     source: ClassVar[str] = "Infemeral's cloak, made exact; folding as in QuaRot, arXiv 2404.00456"
-    # At sigma 0. Weights in bfloat16 are rounded after the rotation: as many digits, but others.
-    tolerance: ClassVar[float] = 2e-5
     cost: ClassVar[str] = "2 x block operations a feature each way; weights provisioned once"
-
-    block: Annotated[int, Field(ge=2, le=4096)] = 128
-    sigma: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    delta: Annotated[float, Field(ge=1e-12, lt=1)] = 1e-5
 
     @property
     def verifiable(self) -> bool:
@@ -50,11 +40,11 @@ class FeatureRotation(FeatureMask):
 
     def transform(self, site: FeatureSite) -> KeyedTransform:
         """Draw a rotation of the input and one of each module's output. Raises MaskError."""
-        return _Rotated(self, site)
+        return _RotatedSite(self, site)
 
     def epsilon(self, in_features: int, rows: int = 1) -> float:
         """Return `rows_epsilon`, behind an RMSNorm: no row is longer than sqrt(in_features)."""
-        return rows_epsilon(math.sqrt(in_features), rows, self.sigma, self.delta)
+        return self.rows_epsilon(math.sqrt(in_features), rows)
 
     def statement(self, in_features: int) -> str:
         """Say what the noise guarantees, and what it does not."""
@@ -68,7 +58,7 @@ class FeatureRotation(FeatureMask):
         )
 
 
-class _Rotated(KeyedTransform):
+class _RotatedSite(KeyedTransform):
     def __init__(self, mask: FeatureRotation, site: FeatureSite) -> None:
         self._sigma, self._normed = mask.sigma, site.gain is not None
         self._fold_I = torch.ones(site.in_features) if site.gain is None else _fold(site.gain)

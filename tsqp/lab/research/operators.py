@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import embedding
 
 from protocol.channel import Channel
-from protocol.errors import PolicyError, ReplyError, TsqpError
+from protocol.errors import PolicyError, ReplyError
 from protocol.messages import (
     Columns,
     EmbeddingRequest,
@@ -23,7 +23,6 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
-    Request,
     TensorReply,
     part_of,
 )
@@ -329,10 +328,11 @@ def product_call(
     def call(operands: tuple[Tensor, Tensor]) -> Awaitable[Tensor]:
         a, b = operands
         shape = (*a.shape[:-1], b.shape[-1])
+        channels = settings.channels_at(layer)
         plan = CallPlan(
             operator=operator,
             layer=layer,
-            channels=tuple(map(_ProductChannel, settings.channels_at(layer)[:1])),
+            channels=tuple(cast(Channel, _ProductChannel(channel)) for channel in channels[:1]),
             encode=_same,
             hide=hide,
             requests=lambda _, masked: (_prepared_product(*cast("Any", masked.sent[0])),),
@@ -402,36 +402,18 @@ def product_holds(
     return bool((error_BM <= limit_BM).all())
 
 
-class _ProductChannel(Channel):
-    """Sends both operands of a product over a channel, as one Matmul."""
+class _ProductChannel:
+    """A channel that sends both operands of a product, as one Matmul."""
 
     def __init__(self, channel: Channel) -> None:
-        self.endpoint, self.traffic = channel.endpoint, channel.traffic
         self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
     def start(self, prepared: Any, payload: Any, timeout_s: float | None = None) -> int:
         """See `Channel.start`."""
         return self._channel.submit(prepared.request(payload), timeout_s)
-
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`."""
-        return self._channel.submit(request, timeout_s)
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        return self._channel.wait(request_id)
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
 
 
 class _PreparedProduct:

@@ -29,22 +29,29 @@ from protocol.errors import FeatureKeyError, MaskError, ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import (
     EMBEDDING,
+    FINAL_NORM,
     INDEX_FILE,
     Checkpoint,
     light_tensors,
     linear_tensors,
+    lm_head_name,
     module_name,
     norm_names,
 )
 from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import CPU, load_linear, load_tensor
-from tee_side.protect.masks.mask import FeatureMask, Mask, ProvisionedMask
+from tee_side.protect.masks.mask import (
+    FeatureMask,
+    KeyedSegment,
+    Mask,
+    ProvisionedMask,
+    SegmentMask,
+)
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
-from tsqp.lab.research.segment_weights import as_stored, segment_shards
 
 CONFIG_FILE = "config.json"
 
@@ -145,28 +152,48 @@ def _provisioned_mask(mask: Mask) -> ProvisionedMask:
 
 def _check_outputs(server_dir: Path, key_path: Path) -> None:
     """Refuse, before any work, what could not be written at its end, or must not be."""
-    if key_path.is_relative_to(server_dir):
-        raise FeatureKeyError(
-            str(key_path),
-            got="a key within the server's directory",
-            expected="one outside: it must not reach the server",
-        )
-    if os.path.lexists(key_path):
-        raise FeatureKeyError(
-            str(key_path), got="a file that exists", expected="a new one: no key is overwritten"
-        )
-    if not os.access(key_path.parent, os.W_OK | os.X_OK):
-        raise FeatureKeyError(
-            str(key_path), got="no such directory to write to", expected="a file in one"
-        )
-    if not os.access(server_dir.parent, os.W_OK | os.X_OK):
-        raise ModelError(
-            str(server_dir.parent), got="no such directory to write to", expected="one"
-        )
-    if os.path.lexists(server_dir) and not server_dir.is_dir():
-        raise ModelError(str(server_dir), got="a file", expected="a new or an empty directory")
-    if server_dir.is_dir() and any(server_dir.iterdir()):
-        raise ModelError(str(server_dir), got="files in it", expected="a new or an empty directory")
+    exists, anew = os.path.lexists(server_dir), "a new or an empty directory"
+    writable = os.W_OK | os.X_OK
+    for refused, error, path, got, expected in (
+        (
+            key_path.is_relative_to(server_dir),
+            FeatureKeyError,
+            key_path,
+            "a key within the server's directory",
+            "one outside: it must not reach the server",
+        ),
+        (
+            os.path.lexists(key_path),
+            FeatureKeyError,
+            key_path,
+            "a file that exists",
+            "a new one: no key is overwritten",
+        ),
+        (
+            not os.access(key_path.parent, writable),
+            FeatureKeyError,
+            key_path,
+            "no such directory to write to",
+            "a file in one",
+        ),
+        (
+            not os.access(server_dir.parent, writable),
+            ModelError,
+            server_dir.parent,
+            "no such directory to write to",
+            "one",
+        ),
+        (exists and not server_dir.is_dir(), ModelError, server_dir, "a file", anew),
+        (
+            server_dir.is_dir() and any(server_dir.iterdir()),
+            ModelError,
+            server_dir,
+            "files in it",
+            anew,
+        ),
+    ):
+        if refused:
+            raise error(str(path), got=got, expected=expected)
 
 
 def _shards(
@@ -289,3 +316,76 @@ def _publish(draft: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> 
                 expected="a new or an empty directory",
             ) from None
         raise
+
+
+# ----------------------------------------------------------------------------------- segment masks
+
+Tensors = dict[str, torch.Tensor]
+
+
+def segment_shards(
+    config: ModelConfig, checkpoint: Checkpoint, mask: SegmentMask, keyed: KeyedSegment
+) -> list[Callable[[], Tensors]]:
+    """Return what makes each layer's tensors, and those behind the last one where they leave.
+
+    They raise ModelError that names a tensor.
+    """
+    layers = range(config.num_hidden_layers)
+    shards: list[Callable[[], Tensors]] = [
+        partial(_layer, config, checkpoint, mask, keyed, layer) for layer in layers
+    ]
+    return shards + [partial(_head, config, checkpoint, keyed)] * mask.hides_head
+
+
+def as_stored(checkpoint: Checkpoint, mask: Mask, name: str, made: torch.Tensor) -> torch.Tensor:
+    """Return a transformed tensor in the dtype that the model has it in, float32 if it has none.
+
+    Raises ModelError that names it where that cannot hold it.
+    """
+    held = checkpoint.holds([name])
+    dtype = checkpoint.rows(name, 0, 1).dtype if held else torch.float32
+    stored = made.to(dtype).contiguous()
+    if not bool(stored.isfinite().all()):
+        raise ModelError(
+            f"{checkpoint.directory}: {name}",
+            got="values that are not finite, transformed",
+            expected=f"weights that mask {mask.name} leaves within {dtype}",
+        )
+    return stored
+
+
+def _layer(
+    config: ModelConfig, checkpoint: Checkpoint, mask: SegmentMask, keyed: KeyedSegment, layer: int
+) -> Tensors:
+    """Transform a layer; only one module of it is in float64 at a time."""
+    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+    prefix = f"model.layers.{layer}."
+
+    def read(name: str) -> Tensors:
+        tensor = load_tensor(checkpoint, name, shapes[name], dtype=torch.float64)
+        return {name.removeprefix(prefix): tensor}
+
+    norms: Tensors = {}
+    for name in norm_names(config, layer).values():
+        norms |= read(name)
+    tensors: Tensors = {}
+    for module in (module for modules in FUSED_MODULES.values() for module in modules):
+        plain = dict(norms)
+        for name in shapes:
+            if name.startswith(f"{module_name(config, layer, module)}."):
+                plain |= read(name)
+        tensors |= {
+            prefix + short: as_stored(checkpoint, mask, prefix + short, made)
+            for short, made in keyed.layer(layer, plain).items()
+        }
+    return tensors
+
+
+def _head(config: ModelConfig, checkpoint: Checkpoint, keyed: KeyedSegment) -> Tensors:
+    """Transform what is behind the last layer, in the model's own dtype: float64 is too large."""
+
+    def read(name: str) -> torch.Tensor:
+        dtype = checkpoint.rows(name, 0, 1).dtype
+        return load_tensor(checkpoint, name, light_tensors(config)[name], dtype=dtype)
+
+    return keyed.head(read(FINAL_NORM), read(lm_head_name(config)))

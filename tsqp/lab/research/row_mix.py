@@ -8,7 +8,7 @@ import torch
 
 from tee_side.protect.masks.mask import Masked, MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.draws import permutation, signs, uniform
+from tsqp.lab.research.draws import shuffled_product, signs, uniform
 
 
 class RowMix(RowMask):
@@ -52,13 +52,12 @@ class RowMix(RowMask):
         self, a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
     ) -> MaskedProduct:
         """Shuffle and scale all three axes. GPU sees: both operands shuffled and scaled."""
+        shuffled = shuffled_product(a_BMJ, b_BJN, randomness)
         sizes = (*a_BMJ.shape[1:], b_BJN.shape[2])
-        m, j, n = (permutation(randomness, size) for size in sizes)
         d1, d2, d3 = (_diagonal(randomness, size).to(a_BMJ.dtype)[:, 0] for size in sizes)
-        a = a_BMJ[:, m][:, :, j] * d1[:, None] * d2
-        b = b_BJN[:, j][:, :, n] / d2[:, None] * d3
-        inverse_m, inverse_n = m.argsort(), n.argsort()
-        return MaskedProduct(a, b, lambda y: (y / d1[:, None] / d3)[:, inverse_m][:, :, inverse_n])
+        a = shuffled.a * d1[:, None] * d2
+        b = shuffled.b / d2[:, None] * d3
+        return MaskedProduct(a, b, lambda y: shuffled.unmask(y / d1[:, None] / d3))
 
 
 def _diagonal(randomness: Randomness, size: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tee_side.protect.masks.mask import Masked, MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.draws import integers, permutation, uniform
+from tsqp.lab.research.draws import integers, permutation, shuffled_product, uniform
 
 
 class RowPermutation(RowMask):
@@ -48,13 +48,7 @@ class RowPermutation(RowMask):
         self, a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
     ) -> MaskedProduct:
         """Shuffle all three axes. GPU sees: both operands with rows and columns shuffled."""
-        m, j, n = (permutation(randomness, x) for x in (*a_BMJ.shape[1:], b_BJN.shape[2]))
-        inverse_m, inverse_n = m.argsort(), n.argsort()
-        return MaskedProduct(
-            a_BMJ[:, m][:, :, j],
-            b_BJN[:, j][:, :, n],
-            lambda y_BMN: y_BMN[:, inverse_m][:, :, inverse_n],
-        )
+        return shuffled_product(a_BMJ, b_BJN, randomness)
 
     @staticmethod
     def _shuffled(rows: torch.Tensor, real: int, randomness: Randomness) -> Masked:

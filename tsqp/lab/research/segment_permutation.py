@@ -46,10 +46,10 @@ class SegmentPermutation(SegmentMask):
 
     def keyed(self, config: ModelConfig, randomness: Randomness) -> KeyedSegment:
         """Draw the permutations of the hidden axis and of the vocabulary."""
-        return _Shuffled(config, randomness)
+        return _ShuffledStream(config, randomness)
 
 
-class _Shuffled(KeyedSegment):
+class _ShuffledStream(KeyedSegment):
     def __init__(self, config: ModelConfig, randomness: Randomness) -> None:
         self._config, self._randomness = config, randomness
         self._order_D = permutation(randomness.derive(b"hidden"), config.hidden_size)

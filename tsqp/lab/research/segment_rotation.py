@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from protocol.model.config import ModelConfig
 from tee_side.protect.masks.mask import KeyedSegment, Masked, SegmentMask
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.privacy import rows_epsilon
-from tsqp.lab.research.rotation import BlockRotation
+from tsqp.lab.research.rotation import BlockRotation, RotationMask
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-class SegmentRotation(SegmentMask):
+class SegmentRotation(RotationMask, SegmentMask):
     """Send h Q to a server that holds W diag(g) Q for what reads rows, and Q^T W for what adds.
 
     RMSNorm(h Q) = RMSNorm(h) Q once the norm's weight g is folded into the products behind it, so
     the server's norms have the weight 1. Embedding, final norm and LM head stay in the TEE.
-    `block`: how many features each block of Q mixes, after a shuffle. `sigma`: deviation of the
-    Gaussian noise on what is sent, in its own units; with it results are inexact. `delta`: see
-    `epsilon`.
+    `sigma` is in the units of what is sent.
     """
 
     name: ClassVar[str] = "cloak-segment"
@@ -34,26 +30,19 @@ class SegmentRotation(SegmentMask):
         " inner products of rows stay, so the length of an embedding row names the token, by a"
         " dictionary; and the server computes plain queries, keys, values and products of the MLP"
     )
-    broken: ClassVar[bool] = True
     source: ClassVar[str] = (
         "Infemeral's cloak, whose published code leaves the weights unrotated; folding as in"
         " QuaRot, arXiv 2404.00456"
     )
-    # At sigma 0. Weights in bfloat16 are rounded after the rotation: as many digits, but others.
-    tolerance: ClassVar[float] = 2e-5
     cost: ClassVar[str] = "2 x block operations a feature each way; LM head in the TEE"
-
-    block: Annotated[int, Field(ge=2, le=4096)] = 128
-    sigma: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    delta: Annotated[float, Field(ge=1e-12, lt=1)] = 1e-5
 
     def keyed(self, config: ModelConfig, randomness: Randomness) -> KeyedSegment:
         """Draw the rotation."""
-        return _Rotated(self, BlockRotation(config.hidden_size, self.block, randomness))
+        return _RotatedStream(self, BlockRotation(config.hidden_size, self.block, randomness))
 
     def epsilon(self, longest: float, rows: int = 1) -> float:
         """Return `rows_epsilon` of rows at most `longest` long; infinite without noise."""
-        return rows_epsilon(longest, rows, self.sigma, self.delta)
+        return self.rows_epsilon(longest, rows)
 
     def statement(self, longest: float) -> str:
         """Say what the noise guarantees, and what it does not.
@@ -69,7 +58,7 @@ class SegmentRotation(SegmentMask):
         )
 
 
-class _Rotated(KeyedSegment):
+class _RotatedStream(KeyedSegment):
     def __init__(self, mask: SegmentRotation, rotation: BlockRotation) -> None:
         self._sigma, self._rotation = mask.sigma, rotation
 

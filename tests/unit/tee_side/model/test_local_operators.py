@@ -64,7 +64,7 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
         *((layer, "o_proj") for layer in range(3)),
     }
     assert sites_here(load_policy("shielded-prefill"), config.num_hidden_layers) == []
-    assert not _local(saved_model("llama"), load_policy("tsqp"))
+    assert not _local(saved_model("llama"), load_policy("published"))
     assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12 + 1
 
 

@@ -252,11 +252,16 @@ TEXT = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(en
 def test_a_policy_file_is_found_by_its_path_and_refused_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tsqp.toml").write_text(TEXT.replace('name = "shielded"', 'name = "mine"'))
+    (tmp_path / "published.toml").write_text(TEXT.replace('name = "shielded"', 'name = "mine"'))
     monkeypatch.chdir(tmp_path)
-    assert load_policy("tsqp.toml") == load_policy(str(tmp_path / "tsqp.toml"))
-    assert (load_policy("tsqp.toml").name, load_policy("tsqp").name) == ("mine", "tsqp")
-    assert load_policy("tsqp.toml").operators == load_policy("shielded").operators
+    assert load_policy("published.toml") == load_policy(str(tmp_path / "published.toml"))
+    assert (load_policy("published.toml").name, load_policy("published").name) == (
+        "mine",
+        "published",
+    )
+    assert load_policy("published.toml").operators == load_policy("shielded").operators
+    with pytest.raises(PolicyError, match="expected its new name, 'published-permuted'"):
+        load_policy("tsqp-permuted")
     path = tmp_path / "p.toml"
     for text, message in (
         (

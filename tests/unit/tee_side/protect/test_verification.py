@@ -159,7 +159,7 @@ def test_secrets_are_those_of_what_is_verified_and_no_more(model: SavedModel) ->
     linear = {(layer, operator) for layer in range(3) for operator in FUSED_MODULES}
     for name, sites, kind in (
         ("shielded", linear | {(2, "lm_head")}, ExactCheck),
-        ("tsqp", linear, FloatCheck),
+        ("published", linear, FloatCheck),
     ):
         secrets = _secrets(model, with_results(name, "freivalds"))
         assert secrets.vectors.keys() == sites

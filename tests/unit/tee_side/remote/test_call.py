@@ -34,7 +34,7 @@ CHANGES: dict[str, Change] = {
 def test_a_reply_of_another_form_is_refused(saved_model: Models, operator: Operator) -> None:
     model = saved_model("llama")
     channel = Lying(model.directory, lambda y: y)
-    tee, used = model.tee("tsqp", channels=[channel]), []
+    tee, used = model.tee("published", channels=[channel]), []
     for name, change in CHANGES.items():
         channel.tell(change, partial(is_of, operator))
         with pytest.raises(ReplyError) as caught:

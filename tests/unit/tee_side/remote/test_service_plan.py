@@ -83,7 +83,7 @@ def test_what_may_not(text: str) -> None:
         ("tee-only", "a", ""),
         # The same layers stand in for each other, however they are written.
         ("shielded", "a=0-3 b c=0-,share=1", "layers 0-3: a b c"),
-        ("tsqp", "a=2- b=0-1 c=2-3 d=0-1", "layers 0-1: b d; layers 2-3: a c"),
+        ("published", "a=2- b=0-1 c=2-3 d=0-1", "layers 0-1: b d; layers 2-3: a c"),
         # Shares of two go by position, within the same layers, and of more are said.
         ("two-server", "a=0- b=0-3", "layers 0-3, share 1 of 2: a; layers 0-3, share 2 of 2: b"),
         (
@@ -107,10 +107,10 @@ def test_services_are_grouped_by_share_and_layers(policy: str, texts: str, group
 @each_row(
     ("policy", "texts", "got", "expected"),
     [
-        ("tsqp", "", "no endpoint", "1, because policy tsqp uses a gpu-service"),
+        ("published", "", "no endpoint", "1, because policy published uses a gpu-service"),
         ("two-server", "a", "one endpoint", "2, because policy two-server uses 2"),
-        ("tsqp", "a a", "a twice", "each service once"),
-        ("tsqp", "a=0-7 a=8-", "a=0-7 and a=8-, one and the", "each service once"),
+        ("published", "a a", "a twice", "each service once"),
+        ("published", "a=0-7 a=8-", "a=0-7 and a=8-, one and the", "each service once"),
         ("two-server", "a a", "a twice", "two that do not collude"),
         ("two-server", "a,share=1 a,share=2", "a,share=1 and a,share=2", "collude"),
         ("two-server", "a,share=1 b", "a,share=1 and b", "share= for all of them"),
@@ -118,10 +118,10 @@ def test_services_are_grouped_by_share_and_layers(policy: str, texts: str, group
         # By position the owner of a and b would get both shares.
         ("two-server", "a b c d", "a and b and c and d without share=", "share=1 or"),
         ("two-server", "tcp://a:1 tcp://A:2", "a and tcp://A:2 on one host, with", "for each"),
-        ("tsqp", "a,share=2", "a,share=2", "no share: policy tsqp uses one"),
-        ("tsqp", "a=0-16", "a=0-16", "layers within 0-15"),
-        ("tsqp", "a=0-8 b=8-", "a=0-8 and b=8-, which overlap", "none in common"),
-        ("tsqp", "a=0-6 b=8-", "no service for layers 7, between a=0-6 and b", "0-15"),
+        ("published", "a,share=2", "a,share=2", "no share: policy published uses one"),
+        ("published", "a=0-16", "a=0-16", "layers within 0-15"),
+        ("published", "a=0-8 b=8-", "a=0-8 and b=8-, which overlap", "none in common"),
+        ("published", "a=0-6 b=8-", "no service for layers 7, between a=0-6 and b", "0-15"),
         (
             *("two-server", "a=0-7,share=1 b=8-,share=1 c=0-7,share=2"),
             *("no service for layers 8-15, between c=0-7,share=2 and the model's", "each share"),
@@ -196,7 +196,7 @@ def directory(saved_model: Models) -> Path:
     [
         ("quantized-clear", 2 * 96, 4),  # gate and up side by side
         ("attention-in-tee", 2 * 96, 2),
-        ("tsqp", 6 * 256, 2),  # scores: heads times positions
+        ("published", 6 * 256, 2),  # scores: heads times positions
     ],
 )
 def test_the_largest_reply_follows_from_policy_and_model(

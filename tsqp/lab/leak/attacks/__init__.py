@@ -1,1 +1,38 @@
-"""Attacks that ship with us, one concept a file; found by `tsqp.lab.leak.registry`."""
+"""Attacks, each of a way to read what crossed, and the registry that finds one by its name.
+
+An attack is a class in a module of this folder, in a package that registers it as an entry point
+of `tsqp.attacks`, or in a Python file that is named by its path.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+from tee_side.plugins import Kind, classes_in, load_module
+from tee_side.protect.masks.registry import is_path
+from tsqp.lab.leak.attack import Attack, AttackError
+
+_MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+ATTACKS: Kind[Attack] = Kind(
+    Attack,
+    "attack",
+    "Attack",
+    AttackError,
+    group="tsqp.attacks",
+    builtin={found.name: found for module in _MODULES for found in classes_in(module, Attack)},
+)
+
+
+def find_attacks(name_or_path: str) -> list[type[Attack]]:
+    """Return an attack by name, or all of a Python file by its path (it has a `/` or `.py`).
+
+    Raises AttackError, and PluginError for a file or package that does not load.
+    """
+    if not is_path(name_or_path):
+        return [ATTACKS.named(name_or_path)]
+    found = classes_in(load_module(Path(name_or_path)), Attack)
+    if not found:
+        raise AttackError(name_or_path, got="no attack", expected="a subclass of Attack")
+    return found

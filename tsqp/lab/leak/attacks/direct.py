@@ -8,10 +8,18 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import normalize
 
+from gpu_side.encoding import open_request, read_request
+from gpu_side.weights import load_weights
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.messages import SegmentRequest, TensorReply
+from protocol.model.checkpoint import Checkpoint, lm_head_name
+from protocol.model.config import read_config
+from protocol.model.weights import CPU, load_tensor
+from protocol.tensors import to_torch
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.matching import FeatureMatcher, first_place, look_up
-from tsqp.lab.leak.replay import answers, has_head, vocabulary
-from tsqp.lab.leak.trace import Step, Where
+from tsqp.lab.leak.recording import RecordingChannel
+from tsqp.lab.leak.trace import Trace, TraceStep, Where
 from tsqp.lab.research.row_permutation import RowPermutation
 
 _IDS: Where = (None, "embedding")
@@ -28,7 +36,7 @@ class TokenIds(Attack):
     name: ClassVar[str] = "token-ids"
     reads: ClassVar[str] = "token ids sent to an Embedding"
     source: ClassVar[str] = "what an Embedding is asked for"
-    control: ClassVar[str] = "tsqp"
+    control: ClassVar[str] = "published"
     published: ClassVar[float] = 1.0
 
     def refuses(self, view: View) -> str | None:
@@ -61,7 +69,7 @@ class Logits(Attack):
     name: ClassVar[str] = "logits"
     reads: ClassVar[str] = "the next token, from the logits that an LM head makes of what it gets"
     source: ClassVar[str] = "what an LM head is asked for"
-    control: ClassVar[str] = "tsqp"
+    control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
 
     def refuses(self, view: View) -> str | None:
@@ -153,6 +161,56 @@ def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
     return tuple(logits_RV[row].topk(TOP).indices.tolist())
 
 
-def _first_sampled(steps: tuple[Step, ...]) -> int:
+def _first_sampled(steps: tuple[TraceStep, ...]) -> int:
     """Return the index of the first token that was sampled behind a step, if any was."""
     return next((step.first + step.tokens for step in steps if step.at(_HEAD)), 0)
+
+
+# ---------------------------------------------------------------------------------------- segments
+
+
+def has_head(view: View) -> bool:
+    """Whether the LM head is within a segment that crossed."""
+    crossed = any(call.operator == "segment" for trace in view.traces for call in trace.calls)
+    segments = view.policy.segments(view.public.config.num_hidden_layers)
+    return crossed and any(segment.head for segment in segments)
+
+
+def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:
+    """Compute the logits that the service answered in a session, by running its weights again.
+
+    Yields how many tokens went by, and the logits [V] behind the last of them, in the service's
+    order. Raises ModelError.
+    """
+    dtype = trace.calls[-1].rows.dtype
+    weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
+    service, tokens = RecordingChannel(weights), 0
+    for frames in trace.messages:
+        request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+        if not isinstance(request, SegmentRequest):
+            continue
+        reply = service.answer(request)
+        if request.lm_head and isinstance(reply, TensorReply):
+            tokens += request.hidden_states.shape[0]
+            yield tokens, to_torch(reply.output)[-1].float()
+
+
+def vocabulary(view: View) -> torch.Tensor:
+    """Return which token each of the service's logits is of: [V], -1 where nothing tells.
+
+    A row of a transformed LM head has the numbers of the public one's row, in whatever order.
+    """
+    if view.policy.feature_mask is None:
+        return torch.arange(view.public.vocab_size)
+    served = Checkpoint(view.served)
+    name = lm_head_name(read_config(view.served))
+    shape = (view.public.vocab_size, view.public.config.hidden_size)
+    served_VD = load_tensor(served, name, shape, dtype=torch.float32)
+    ids = {row: token for token, row in enumerate(_numbers(view.public.lm_head_VD))}
+    return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
+
+
+def _numbers(head_VD: torch.Tensor) -> Iterator[int]:
+    """Yield what is the same for rows of the same numbers, and hardly ever for others."""
+    for row_D in head_VD.sort(dim=-1).values:
+        yield hash(row_D.numpy().tobytes())

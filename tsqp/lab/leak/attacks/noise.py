@@ -17,7 +17,7 @@ from tee_side.words import Phase, is_linear
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Step, Trace, Where
+from tsqp.lab.leak.trace import Trace, TraceStep, Where
 
 # Candidates that are run through the model: those that layer 0 and the model's own expectation
 # leave within a factor of e^10 of the likeliest, but so many at least, and at most.
@@ -130,7 +130,7 @@ def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
     return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
 
 
-def _evidence(view: View, step: Step, places: list[Where]) -> list[_Evidence]:
+def _evidence(view: View, step: TraceStep, places: list[Where]) -> list[_Evidence]:
     phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
     found = []
     # A place that is asked more than once, as for q, k and v by themselves, counts as often.

@@ -17,16 +17,14 @@ from typing import ClassVar
 import torch
 
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.attacks.static_cloak import Weights, linear_site, site_beside
+from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, linear_site, site_beside
 from tsqp.lab.leak.matching import (
     FIRST,
-    FIRST_PLACES,
     FeatureMatcher,
     dictionary,
     first_place,
-    look_up,
     place_name,
-    search,
+    read_places,
 )
 from tsqp.lab.leak.trace import Trace, Where
 
@@ -47,7 +45,7 @@ class ModuleNorms(FeatureMatcher):
     Outputs are without biases: a provisioned service has none.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PublicAndServed) -> None:
         super().__init__()
         self._weights = weights
         self._modules: dict[tuple[Where, bool], list[torch.Tensor]] = {}
@@ -106,12 +104,7 @@ class NormDictionary(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer, search at every other place."""
-        matcher = ModuleNorms(Weights(view))
-        for where in view.row_places():
-            if where in FIRST_PLACES:
-                yield from look_up(view, matcher, work, where)
-            else:
-                yield from search(view, matcher, where, work)
+        return read_places(view, ModuleNorms(PublicAndServed(view)), view.row_places(), work)
 
 
 # --------------------------------------------------------------------------------------- angles
@@ -160,7 +153,7 @@ class GramDictionary(Attack):
             return
         table_VI = dictionary(view, where)
         if where == FIRST:
-            table_VI = table_VI / Weights(view).fold(linear_site(FIRST)).float()
+            table_VI = table_VI / PublicAndServed(view).fold(linear_site(FIRST)).float()
         for session, trace in enumerate(view.traces):
             if not any(step.at(where) for step in trace.steps):
                 continue
@@ -184,7 +177,7 @@ def _rows(view: View, trace: Trace, where: Where) -> tuple[torch.Tensor, list[in
     return torch.cat(rows), tokens
 
 
-class Products:
+class InnerProducts:
     """Inner products of tokens that were read with all tokens: `known`, a [V] for each.
 
     A beginning shares all but its last token with the one that it grew from.
@@ -214,7 +207,7 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
     scale = 1 / rows_RI.shape[1]
     gram_RR = rows_RI @ rows_RI.t() * scale
     lengths_V = table_VI.square().sum(1) * scale
-    products = Products(table_VI)
+    products = InnerProducts(table_VI)
     beam = [Beginning((first,), ((first,),), 0.0)]
     for row in range(1, len(rows_RI)):
         work.tick()

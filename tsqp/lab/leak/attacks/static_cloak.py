@@ -8,7 +8,6 @@ Shape suffixes: R rows, N candidates, I in_features, O out_features, V direction
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -20,7 +19,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.weights import CPU, FusedLinear, load_linear
 from tee_side.words import Site, is_linear
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST_PLACES, FeatureMatcher, look_up, search
+from tsqp.lab.leak.matching import FeatureMatcher, read_places
 from tsqp.lab.leak.trace import Where
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
@@ -32,7 +31,7 @@ _HALF_ANGLE = 0.1
 _COLUMNS_AT_ONCE = 1024
 
 
-class Weights:
+class PublicAndServed:
     """The public weights beside those that the service was given. Raises ModelError.
 
     A module is [O, I], float64; biases are left out, since a provisioned server has none.
@@ -109,7 +108,7 @@ def linear_site(where: Where) -> Site:
 class Reordered(FeatureMatcher):
     """Rows put back into the order of the public features."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PublicAndServed) -> None:
         super().__init__()
         self._weights = weights
         self._orders: dict[Where, torch.Tensor] = {}
@@ -240,7 +239,7 @@ class Coordinates(FeatureMatcher):
     Without their signs, where a single module does not tell them.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PublicAndServed) -> None:
         super().__init__()
         self._weights = weights
         self._found: dict[Where, Directions] = {}
@@ -283,6 +282,8 @@ class Coordinates(FeatureMatcher):
 class _StaticCloak(Attack):
     source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
     published: ClassVar[float] = 0.95
+    # Made with `PublicAndServed` weights.
+    matcher: ClassVar[type[Reordered | Coordinates]]
 
     def refuses(self, view: View) -> str | None:
         """Refuse weights that are not cloaked, or have no public ones beside them."""
@@ -294,16 +295,7 @@ class _StaticCloak(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Undo the cloak of each place; look up in the first layer, search in the others."""
-        matcher = self.matcher(view)
-        for where in view.row_places():
-            if where in FIRST_PLACES:
-                yield from look_up(view, matcher, work, where)
-            else:
-                yield from search(view, matcher, where, work)
-
-    @abstractmethod
-    def matcher(self, view: View) -> FeatureMatcher:
-        """Return what compares rows that are no longer cloaked."""
+        return read_places(view, self.matcher(PublicAndServed(view)), view.row_places(), work)
 
 
 class CloakedPermutation(_StaticCloak):
@@ -312,10 +304,7 @@ class CloakedPermutation(_StaticCloak):
     name: ClassVar[str] = "column-matching"
     reads: ClassVar[str] = "hidden states of every layer, features put back by the weights' columns"
     control: ClassVar[str] = "stip"
-
-    def matcher(self, view: View) -> FeatureMatcher:
-        """Return rows in the public order."""
-        return Reordered(Weights(view))
+    matcher: ClassVar[type[Reordered | Coordinates]] = Reordered
 
 
 class CloakedRotation(_StaticCloak):
@@ -324,7 +313,4 @@ class CloakedRotation(_StaticCloak):
     name: ClassVar[str] = "eigenvectors"
     reads: ClassVar[str] = "hidden states of every layer, along eigenvectors of the weights"
     control: ClassVar[str] = "cloak"
-
-    def matcher(self, view: View) -> FeatureMatcher:
-        """Return rows in the eigenvectors' coordinates."""
-        return Coordinates(Weights(view))
+    matcher: ClassVar[type[Reordered | Coordinates]] = Coordinates

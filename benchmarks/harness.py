@@ -1,0 +1,184 @@
+"""What the measurements share: a command line, a record, turns, a runner that repeats a step.
+
+A measurement is a module with a function that takes the options and returns what it found, and
+whether it reached its target. `main` prints that, or writes it where `--json` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from protocol.errors import SettingsError, TsqpError
+from tee_side.runner import Runner, RunnerSettings
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.model import OperatorCost
+from tsqp.lab.measure import Collector
+from tsqp.processes import start_service
+
+T = TypeVar("T")
+Found = tuple[dict[str, Any], bool]
+
+CORES = len(os.sched_getaffinity(0))
+BINDS = {"unix": "unix://{folder}/{name}.sock", "tcp": "tcp://127.0.0.1:*"}
+
+
+def main(about: str | None, measure: Callable[[Any], Found], **options: Any) -> None:
+    """Measure and report; exit status 1 if a target is missed.
+
+    `options`: each with its default, whose type is the option's; a list is a repeatable option, and
+    False one without a value. What names machine and versions is put in front of what was found.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(option, action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(option, action="append", default=default)
+        else:
+            parser.add_argument(option, type=type(default), default=default)
+    parser.add_argument("--json", type=Path, help="write the result here instead of to stdout")
+    given = parser.parse_args()
+    try:
+        found, reached = measure(given)
+    except TsqpError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+    text = json.dumps({"machine": describe_machine(), **found}, indent=1) + "\n"
+    if given.json is None:
+        sys.stdout.write(text)
+    else:
+        given.json.write_text(text, encoding="utf-8")
+    sys.exit(0 if reached else 1)
+
+
+def say(line: str) -> None:
+    """Tell what is being measured."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def numbers(text: str) -> list[int]:
+    """Read whole numbers from 1, with commas; sorted, each once. Raises SettingsError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise SettingsError("sizes", got=repr(text), expected="whole numbers from 1, with commas")
+    return sorted({int(part) for part in parts})
+
+
+def transports(text: str) -> list[str]:
+    """Read names of transports, with commas. Raises SettingsError."""
+    names = text.split(",")
+    require_known("--transports", names, BINDS)
+    return names
+
+
+def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Raise SettingsError for a name that is not among the known ones."""
+    names = list(dict.fromkeys(known))
+    for name in given:
+        if name not in names:
+            raise SettingsError(option, got=repr(name), expected=f"of {', '.join(names)}")
+
+
+def temporary(closing: ExitStack) -> Path:
+    """Return a folder that is gone afterwards."""
+    return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")))
+
+
+def service(closing: ExitStack, model: Path | str, bind: str, *options: str) -> str:
+    """Start a `gpu-service` with one thread, unless `options` say more; return its endpoint."""
+    command = [str(model), "--bind", bind, "--threads", "1", *options]
+    # Models of some gigabytes are read and quantised first.
+    return start_service(closing, command, timeout_s=600.0)[1]
+
+
+def elapsed_us(work: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    started_ns = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - started_ns) / 1e3
+
+
+def in_turns(work: Sequence[Callable[[], T]], rounds: int, warm_up: int = 0) -> list[list[T]]:
+    """Return a row a round of what each returns; each round begins with another of them."""
+    for one in work:
+        for _ in range(warm_up):
+            one()
+    gc.collect()
+    gc.freeze()  # as tee-runner does
+    count = len(work)
+    rows: list[list[T]] = []
+    try:
+        for number in range(rounds):
+            row = {n % count: work[n % count]() for n in range(number, number + count)}
+            rows.append([row[n] for n in range(count)])
+    finally:
+        gc.unfreeze()
+    return rows
+
+
+class Repeated:
+    """A runner that repeats one step: a prompt, or a token of each of `batch` sequences.
+
+    Raises SettingsError if the sequences would end early: an empty step takes no time.
+    """
+
+    def __init__(
+        self,
+        closing: ExitStack,
+        settings: RunnerSettings,
+        *,
+        tokens: int,
+        batch: int = 1,
+        steps: int = 0,
+    ) -> None:
+        """Prepare `steps` steps of decoding, or, if 0, prompts of `tokens`."""
+        self.runner = runner = closing.enter_context(Runner(settings))
+        positions, needed = runner.config.context_length, tokens + steps + 2
+        if needed > positions:
+            expected = f"at least {needed} for {steps} steps"
+            raise SettingsError("a sequence", got=f"{positions} positions", expected=expected)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary, shape = runner.config.vocab_size, (batch, tokens)
+        prompts = torch.randint(vocabulary, shape, generator=generator).tolist()
+        self.step: Callable[[], object] = runner.step
+        if not steps:
+            prompt = prompts[0]
+            self.step = lambda: list(
+                runner.generate(prompt, max_new_tokens=1, with_text=False).steps()
+            )
+            return
+        running = [
+            runner.generate(prompt, max_new_tokens=steps + 2, with_text=False) for prompt in prompts
+        ]
+        for one in running:
+            closing.callback(one.close)
+        while not all(one.arrived for one in running):
+            runner.step()
+
+    def timed_ms(self) -> tuple[float, float]:
+        """Run a step; return its time, and the processor time of this process."""
+        cpu_ns = time.process_time_ns()
+        return elapsed_us(self.step) / 1e3, (time.process_time_ns() - cpu_ns) / 1e6
+
+    def observed(self) -> tuple[float, Sequence[OperatorCost]]:
+        """Run a step under an observer; return its milliseconds and what each operator cost."""
+        collector = Collector()
+        self.runner.observe(collector)
+        collector.reset(time.perf_counter_ns())
+        elapsed_ms = elapsed_us(self.step) / 1e3
+        self.runner.observe(None)
+        return elapsed_ms, collector.costs(1)

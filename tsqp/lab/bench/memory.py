@@ -1,0 +1,174 @@
+"""How much memory and disk a run takes, so that it is refused before it begins and not killed.
+
+Sums of what is known to be held; what a process needs without any model, and the temporaries of a
+step, are estimates on the large side.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from protocol.errors import SettingsError
+from protocol.messages import FUSED_MODULES
+from protocol.model.config import ModelConfig
+from protocol.model.weights import row_layout
+from tee_side.assembly import AHEAD_IN_MEMORY
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
+from tee_side.model.local_operators import sites_here, sites_under
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.pads.layout import PadLayout
+
+# An interpreter with torch and our own code: 229 MB once (benchmarks/results/memory.json).
+PROCESS_BYTES = 300 * 10**6
+_FLOAT_BYTES = 4
+
+
+def tee_parts(
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    tokens: int,
+    sequences: int = 1,
+    itemsize: int = 2,
+    step_tokens: int = DEFAULT_STEP_TOKENS,
+) -> dict[str, int]:
+    """Return what the TEE side holds under a policy, in bytes, part by part.
+
+    `tokens`: that each of `sequences` sequences may become; `itemsize`: of the model's dtype. Pads
+    are counted as if there were no bank.
+    """
+    rows, layers = min(step_tokens, tokens * sequences), config.num_hidden_layers
+    # Services keep those of segments.
+    elsewhere = sum(one.last + 1 - one.first for one in policy.segments(layers))
+    linear = 0
+    for _, operator in sites_here(policy, layers):
+        _, (out_features, in_features) = row_layout(config, operator)
+        if policy.arithmetic == "float":
+            linear += out_features * in_features * itemsize
+        else:
+            linear += out_features * (in_features + _FLOAT_BYTES)
+    kv_cache = kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize)
+    return {
+        "process": PROCESS_BYTES,
+        "embedding and LM head": vocabulary_bytes(config, policy, itemsize),
+        "linear weights": linear,
+        "pads": _pad_bytes(config, policy, prefill=rows, decode=min(step_tokens, sequences)),
+        "KV cache": kv_cache * (layers - elsewhere) // layers,
+        "temporaries": _temporary_bytes(config, rows, tokens),
+    }
+
+
+def service_bytes(
+    config: ModelConfig,
+    *,
+    device: str,
+    tokens: int,
+    itemsize: int = 2,
+    step_tokens: int = DEFAULT_STEP_TOKENS,
+) -> int:
+    """Return what a service holds in this machine's memory; only `cpu` keeps weights here."""
+    needed = PROCESS_BYTES + _temporary_bytes(config, min(step_tokens, tokens), tokens)
+    if device == "cpu":
+        elements = 2 * config.vocab_size * config.hidden_size
+        layouts = (row_layout(config, operator)[1] for operator in FUSED_MODULES)
+        elements += config.num_hidden_layers * sum(map(math.prod, layouts))
+        needed += elements * itemsize
+    return needed
+
+
+def kv_bytes(config: ModelConfig, *, tokens: int, sequences: int = 1, itemsize: int = 2) -> int:
+    """Return the size of the KV cache of some sequences of so many tokens each."""
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return per_token * tokens * sequences * itemsize
+
+
+def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
+    """Return the size of the embedding and the LM head that stay in the TEE."""
+    embedding, head = (
+        any(placement.place == "tee" for placement in policy.operators[name])
+        for name in ("embedding", "lm_head")
+    )
+    # In integers the LM head is one of the linear weights.
+    apart = head and policy.arithmetic == "float" and not (embedding and config.tie_word_embeddings)
+    return (embedding + apart) * config.vocab_size * config.hidden_size * itemsize
+
+
+def _pad_bytes(config: ModelConfig, policy: Policy, *, prefill: int, decode: int) -> int:
+    """Count pads made in memory ahead of use, for as many rows as a step may have."""
+    total = 0
+    for mask in policy.masks:
+        if not isinstance(mask, AdditiveMask):
+            continue
+        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+        in_prefill = any(
+            policy.at(site.operator, site.layer, "prefill").mask == mask for site in layout.sites
+        )
+        # One site's weight is quantised at a time while pads are made.
+        weight = max(site.in_features * site.out_features for site in layout.sites)
+        rows = max(AHEAD_IN_MEMORY, prefill if in_prefill else decode)
+        total += layout.token_bytes * rows + weight
+    return total
+
+
+def _temporary_bytes(config: ModelConfig, rows: int, context: int) -> int:
+    """Return a step's widest moment: attention scores twice, or the MLP's tensors, in float32.
+
+    Beside them an input and an output, as they are on the wire.
+    """
+    attention = 2 * config.num_attention_heads * rows * context
+    wide = 3 * config.intermediate_size * rows
+    crossing = rows * (config.hidden_size + 2 * config.intermediate_size)
+    return (max(attention, wide) + crossing + config.vocab_size) * _FLOAT_BYTES
+
+
+def check_memory(tee: Mapping[str, int], services: int) -> None:
+    """Check that the TEE side and services that run beside it fit into this machine's memory.
+
+    `tee`: parts in bytes; `services`: of all of them together. Raises SettingsError with the parts.
+    """
+    available = _available_memory()
+    needed = sum(tee.values()) + services
+    if needed > available:
+        parts = {**tee, "services": services}
+        words = ", ".join(f"{name} {_amount(size)}" for name, size in parts.items() if size)
+        got, expected = f"{_amount(available)} available", f"at least {_amount(needed)}: {words}"
+        raise SettingsError("memory", got=got, expected=expected)
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Check that a folder's file system has room for so many bytes. Raises SettingsError."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        expected = f"at least {_amount(needed)} (TMPDIR names another folder)"
+        raise SettingsError(
+            f"disk space in {folder}", got=f"{_amount(free)} free", expected=expected
+        )
+
+
+def _available_memory() -> int:
+    """Return the bytes that new processes may take: of the machine, or of our control group."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    (kilobytes,) = re.findall(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    available = int(kilobytes) * 1024
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        counters = (group / "memory.stat").read_text(encoding="ascii")
+        # Pages of files are given back when memory is short.
+        files = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", counters, re.MULTILINE)))
+        available = min(available, int(text) - used + files)
+    return max(0, available)
+
+
+def _amount(size: int) -> str:
+    """Return bytes for people, rounded up in the last digit: half a megabyte short is short."""
+    if size >= 10**9:
+        return f"{math.ceil(size / 10**8) / 10:.1f} GB"
+    return f"{math.ceil(size / 10**6)} MB"

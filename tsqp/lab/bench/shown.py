@@ -1,0 +1,399 @@
+"""What is shown of a report, on a terminal and on a page: the same tables, by rich and by jinja2.
+
+The page needs nothing but itself: no network, no script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tee_side.words import PHASES
+from tsqp.lab.bench.model import STAGES, Case, OperatorCost, PingPong, PolicyRun, Report, Stages
+from tsqp.lab.bench.plots import plots, timelines
+from tsqp.lab.bench.summary import (
+    REST_MEANING,
+    REST_NAME,
+    STAGE_MEANINGS,
+    STAGE_NAMES,
+    Growth,
+    OperatorTotal,
+    baseline_name,
+    by_layer,
+    by_operator,
+    case_key,
+    case_name,
+    case_stages,
+    caveats,
+    compare,
+    distinct,
+    dominant,
+    find_case,
+    findings,
+    growth,
+    kinds,
+    main_cases,
+    main_kind,
+    missing,
+    name_of,
+    pads_ms,
+    sustained_ms,
+    tokens_per_step,
+    whole_us,
+)
+from tsqp.lab.report import Grid, Row, figures, heading, page, percent, size, terminal, whole
+from tsqp.tables import definitions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Tables of steps: title, columns, note.
+_STEPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "Steps",
+        ("policy", "step ms", "low to high", "overhead ms", "ms/token", "tokens/s"),
+        "A step is a whole prompt, or one token of each sequence. Overhead is the step less"
+        " Embedding and LM head computed in the TEE; none where a step makes no RPC. decode at N:"
+        " contexts begin with N tokens and grow by one with each step that is measured.",
+    ),
+    ("Traffic", ("policy", "RPCs", "sent", "received", "sent/token", "received/token"), ""),
+    (
+        "Processor time",
+        ("policy", "TEE CPU ms", "GPU CPU ms", "TEE CPU ms/token", "largest stage"),
+        "",
+    ),
+    (
+        "With the making of pads",
+        (
+            *("policy", "tokens/s", "pads ms", "sustained tokens/s"),
+            *("TEE CPU ms/token", "pads CPU ms/token"),
+        ),
+        "Sustained: a step and then the making of the pads that it used up, on the same cores, one"
+        " after the other; pads made while a step waits for the service would take less. TEE CPU"
+        " is without the making of pads, which stands beside it.",
+    ),
+)
+_REQUESTS_NOTE = (
+    "One request from prompt to last token, measured without an observer. TTFT: time to first"
+    " token; TPOT: time per output token after it."
+)
+_MEMORY_NOTE = (
+    "Largest resident set of each process. Beyond: the peak less the two columns before it."
+)
+_GROWTH_NOTE = (
+    "cost = factor x size^exponent, least squares over logarithms: 1 is linear, 0 does not grow."
+    " R2: share of the variance explained; worst: the point farthest from the line. Two points"
+    " always fit, and tell nothing. Time is that of a step less Embedding and LM head in the TEE;"
+    " context tokens are those with which decoding began."
+)
+_BASELINES_NOTE = (
+    "Ratio: above 1 where the policy is faster. Against a service that answers at once, the"
+    " policy's ms are its overhead; otherwise its step, or its whole request. No ratio where only"
+    " one of the two computes."
+)
+_PING_PONG_NOTE = (
+    "Round trips of one payload each way, in microseconds. Ours: as a Linear RPC; raw: the same"
+    " frames, bounced by a process that does nothing else."
+)
+# Processes that ran before and go on running.
+_NOT_OURS = "not ours"
+_COSTS = ("calls", "RPCs", "sent", "received", "total")
+_STAGES = tuple(STAGE_NAMES[name] for name in STAGES)
+
+
+# ------------------------------------------------------------------------------------- tables
+
+
+def overview(report: Report) -> list[Grid]:
+    """Return the tables that compare policies, those that hold anything."""
+    found = [*_steps(report), _requests(report), _memory(report), _growth(report)]
+    return [grid for grid in (*found, _baselines(report), _ping_pong(report)) if grid.rows]
+
+
+def _steps(report: Report) -> Iterator[Grid]:
+    for title, columns, note in _STEPS:
+        rows: list[Row] = []
+        for phase, key in kinds(report):
+            rows.append(heading(case_name(phase, *key), columns))
+            for run in report.policies:
+                if (case := find_case(run, phase, key)) is not None:
+                    cells = _step(run, case)
+                    rows.append(Row(tuple(cells[name] for name in columns)))
+        yield Grid(title, columns, tuple(rows), note=note)
+
+
+def _step(run: PolicyRun, case: Case) -> dict[str, str]:
+    tokens, making_ms, stages = tokens_per_step(case), pads_ms(run, case), case_stages(case)
+    took, sustained = case.step_ms, sustained_ms(run, case)
+    largest_us, largest = max((getattr(stages, name), name) for name in STAGES)
+    return {
+        "policy": run.policy,
+        "step ms": figures(took.median),
+        "low to high": f"{figures(took.low)} to {figures(took.high)}" if took.runs > 1 else "",
+        "overhead ms": figures(case.overhead_ms) if case.rpcs else "",
+        "ms/token": figures(took.median / tokens),
+        "tokens/s": figures(case.tokens_per_s),
+        "RPCs": whole(case.rpcs),
+        "sent": size(case.bytes_sent),
+        "received": size(case.bytes_received),
+        "sent/token": size(case.bytes_sent / tokens),
+        "received/token": size(case.bytes_received / tokens),
+        "TEE CPU ms": figures(case.cpu_tee_ms),
+        "GPU CPU ms": _NOT_OURS if case.cpu_gpu_ms is None else figures(case.cpu_gpu_ms),
+        "TEE CPU ms/token": figures(case.cpu_tee_ms / tokens),
+        "largest stage": f"{STAGE_NAMES[largest]} {percent(largest_us / whole_us(case))}"
+        if largest_us
+        else "",
+        "pads ms": figures(making_ms),
+        "sustained tokens/s": figures(tokens / sustained * 1e3) if sustained > 0 else "",
+        "pads CPU ms/token": figures(run.pads.cpu_ms) if run.pads and making_ms else "",
+    }
+
+
+def _requests(report: Report) -> Grid:
+    rows = []
+    for run in report.policies:
+        if (made := run.generation) is not None:
+            rate = figures(1e3 / made.tpot_ms) if made.tpot_ms > 0 else ""
+            times = (figures(ms) for ms in (made.ttft_ms, made.tpot_ms, made.total_ms))
+            lengths = (str(made.prompt_tokens), str(made.new_tokens))
+            rows.append(Row((run.policy, *lengths, *times, rate)))
+    columns = ("policy", "prompt", "new", "TTFT ms", "TPOT ms", "total ms", "tokens/s")
+    return Grid("Whole requests", columns, tuple(rows), note=_REQUESTS_NOTE)
+
+
+def _memory(report: Report) -> Grid:
+    rows = []
+    for run in report.policies:
+        rest = max(0, run.tee_peak_bytes - run.kv_bytes - run.vocabulary_bytes)
+        sizes = map(size, (run.tee_peak_bytes, run.vocabulary_bytes, run.kv_bytes, rest))
+        served = "no service" if run.gpu_peak_bytes is None else size(run.gpu_peak_bytes)
+        rows.append(Row((run.policy, *sizes, served)))
+    columns = ("policy", "TEE peak", "embedding, LM head", "KV cache", "beyond", "GPU side peak")
+    return Grid("Memory", columns, tuple(rows), note=_MEMORY_NOTE)
+
+
+def operators_grid(case: Case, title: str) -> Grid:
+    """Show each operator of a case over all layers: traffic, and time by stage in ms."""
+    done_us, total = whole_us(case), case_stages(case)
+    rows = []
+    for one in by_operator(case):
+        cost, stages = _cost(one, 1e3)
+        rows.append(Row((*cost, percent(one.stages.total_us / done_us or 0.0), *stages)))
+    rest = percent(case.rest_us / done_us) if case.rest_us > 0 else ""
+    name = REST_NAME if case.rest_us >= 0 else "done at the same time"
+    blank = ("",) * len(STAGES)
+    rows.append(Row((name, "", *blank[:4], figures(case.rest_us / 1e3), rest, *blank)))
+    crossed = (whole(case.rpcs), size(case.bytes_sent), size(case.bytes_received))
+    step = figures((total.total_us + case.rest_us) / 1e3)
+    rows.append(Row(("step", "", "", *crossed, step, "", *_spent(total, 1e3)), "total"))
+    note = (
+        "Times in ms of one step, run with an observer, all layers together. Shares are of all"
+        f" that was done, part of it at the same time where micro-batches overlap. {REST_NAME}:"
+        f" {REST_MEANING}."
+    )
+    columns = ("operator", "where", *_COSTS, "share", *_STAGES)
+    return Grid(title, columns, tuple(rows), 2, note).without_empty(keep=_COSTS)
+
+
+def layers_grid(case: Case, title: str, *, operators: bool) -> Grid:
+    """Show each layer of a case, with its operators if asked: traffic, and time by stage in us."""
+    rows: list[Row] = []
+    for total, costs in by_layer(case):
+        cost, stages = _cost(total, 1.0)
+        rows.append(Row((*cost, *stages), "group" if operators else "plain"))
+        for one in costs if operators else ():
+            cost, stages = _cost(one, 1.0)
+            rows.append(Row((*cost, *stages)))
+    note = "Times in microseconds of one step, run with an observer."
+    columns = ("layer", "where", *_COSTS, *_STAGES)
+    return Grid(title, columns, tuple(rows), 2, note).without_empty(keep=_COSTS)
+
+
+def _spent(stages: Stages, unit_us: float) -> tuple[str, ...]:
+    return tuple(figures(getattr(stages, name) / unit_us) for name in STAGES)
+
+
+def _cost(
+    found: OperatorTotal | OperatorCost, unit_us: float
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the cells of an operator up to its total, and those of its stages."""
+    crossed = (whole(found.rpcs), size(found.bytes_sent), size(found.bytes_received))
+    total = figures(found.stages.total_us / unit_us)
+    cost = (found.operator, found.place, whole(found.calls), *crossed, total)
+    return cost, _spent(found.stages, unit_us)
+
+
+def _growth(report: Report) -> Grid:
+    columns = ("time of", "against", "exponent", "R2", "worst", "points")
+    rows: list[Row] = []
+    found = growth(report)
+    for policy in dict.fromkeys(one.policy for one in found):
+        rows.append(heading(policy, columns))
+        rows += [_growth_row(one) for one in found if one.policy == policy]
+    return Grid("Growth", columns, tuple(rows), texts=2, note=_GROWTH_NOTE)
+
+
+def _growth_row(found: Growth) -> Row:
+    law, count = found.law, len(found.points)
+    fit = ("two points" if count == 2 else "no fit", "", "")
+    if law is not None and count > 2:
+        fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
+    against = f"{found.against}, {found.scope}"
+    return Row((f"{found.phase} {found.cost}", against, *fit, str(count)))
+
+
+def _baselines(report: Report) -> Grid:
+    columns = ("baseline and policy", "ms", "baseline/policy", "round trips", "bytes")
+    rows: list[Row] = []
+    compared = compare(report)
+    for one in report.baselines:
+        crossed = size(one.bytes_sent + one.bytes_received)
+        name, took = f"{one.name}, {baseline_name(one)}", figures(one.step_ms.median)
+        rows.append(Row((name, took, "", whole(one.round_trips), crossed), "group"))
+        for found in compared:
+            if found.baseline is one:
+                ratio = figures(found.ratio or 0.0)
+                policy = found.policy or "no policy has such a step"
+                rows.append(Row((policy, figures(found.ours_ms or 0.0), ratio, "", "")))
+    about = (f" {one.name}: {one.description}, {one.dtype}." for one in report.baselines)
+    note = _BASELINES_NOTE + "".join(dict.fromkeys(about))
+    return Grid("Baselines", columns, tuple(rows), note=note)
+
+
+def _ping_pong(report: Report) -> Grid:
+    found: dict[tuple[str, int], dict[str, PingPong]] = {}
+    for pong in report.ping_pong:
+        found.setdefault((pong.transport, pong.payload_bytes), {})[pong.kind] = pong
+    rows = []
+    for (transport, payload), one in sorted(found.items()):
+        ours, raw = one.get("ours"), one.get("raw")
+        ratio = figures(ours.p50_us / raw.p50_us) if ours and raw and raw.p50_us else ""
+        cells = (transport, f"{payload / 1024:g} KiB", *_percentiles(ours), *_percentiles(raw))
+        rows.append(Row((*cells, ratio)))
+    columns = ("transport", "payload", "ours p50", "ours p90", "raw p50", "raw p90", "ours/raw")
+    return Grid("Ping-pong", columns, tuple(rows), note=_PING_PONG_NOTE)
+
+
+def _percentiles(found: PingPong | None) -> tuple[str, str]:
+    return ("", "") if found is None else (figures(found.p50_us), figures(found.p90_us))
+
+
+# --------------------------------------------------------------------------------------- words
+
+
+def setup_pairs(report: Report) -> list[tuple[str, str]]:
+    """Return what was measured, and on what."""
+    setup = report.setup
+    machine = ", ".join(f"{name} {value}" for name, value in setup.machine.items())
+    served = _NOT_OURS if setup.gpu_threads is None else str(setup.gpu_threads)
+    return [
+        ("model", f"{setup.model}, {setup.num_hidden_layers} layers, {setup.dtype}"),
+        ("device", setup.device),
+        ("transport", setup.transport + (f", modelled link {setup.link}" if setup.link else "")),
+        ("kernels", setup.kernels),
+        ("threads", f"TEE {setup.tee_threads}, GPU side {served}"),
+        ("spin", f"{setup.spin_us:g} us before blocking" if setup.spin_us else "none"),
+        ("tokens a step", "unknown" if not setup.step_tokens else f"at most {setup.step_tokens}"),
+        ("machine", machine),
+        ("measured", setup.created),
+        ("command", setup.command),
+    ]
+
+
+def _leakage_summaries(report: Report) -> list[tuple[str, str]]:
+    """Return what the GPU side learns under each policy."""
+    return [
+        (run.policy, run.leakage_summary or "nothing leaves the TEE: the GPU side sees nothing")
+        for run in report.policies
+    ]
+
+
+def _facts(report: Report) -> str:
+    """Return the run in a line."""
+    setup = report.setup
+    return (
+        f"{setup.model}, {setup.dtype}, device {setup.device} over {setup.transport}"
+        + (f" ({setup.link})" if setup.link else "")
+        + f", {setup.tee_threads} threads in the TEE"
+    )
+
+
+# ---------------------------------------------------------------------------- terminal and page
+
+
+def show(report: Report, console: Console, *, details: bool = False) -> None:
+    """Print a report. `details`: every case and its layers, not one of each phase and policy."""
+    from rich.text import Text
+
+    report = distinct(report)
+    console.print(Text(_facts(report), style="bold"))
+    console.print()
+    for sentence in (*caveats(report), *missing(report)):
+        console.print(Text(f"! {sentence}", style="yellow"))
+    for sentence in (*findings(report), *_dominant(report)):
+        console.print(f"* {sentence}")
+    console.print()
+    grids = overview(report)
+    chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
+    for run in report.policies:
+        for case in run.cases:
+            if case.operators and (details or (case.phase, case_key(case)) in chosen):
+                title = f"{run.policy}, {name_of(case)}"
+                grids.append(operators_grid(case, f"{title}: cost per operator, ms"))
+                if details:
+                    grids.append(layers_grid(case, f"{title}: cost per layer, us", operators=False))
+    for grid in grids:
+        for part in terminal(grid, console):
+            console.print(part)
+    for title, pairs in (
+        ("What the GPU side learns", _leakage_summaries(report)),
+        ("Setup", setup_pairs(report)),
+    ):
+        console.print(Text(title, style="bold"))
+        console.print(definitions(pairs))
+        console.print()
+
+
+def _dominant(report: Report) -> list[str]:
+    return [dominant(*pair) for phase in PHASES for pair in main_cases(report, phase)]
+
+
+def render_html(report: Report) -> str:
+    """Return the page. Needs matplotlib (extra `bench`): see `charts.check_installed`.
+
+    Operators of each layer are listed for the cases by which policies are compared; for the others
+    each layer as a whole, to keep the page small. The JSON document has all of them.
+    """
+    report = distinct(report)
+    chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
+    policies = []
+    for run in report.policies:
+        cases = []
+        for case in run.cases:
+            if case.operators:
+                operators = operators_grid(case, "Per operator")
+                shown = (case.phase, case_key(case)) in chosen
+                layers = layers_grid(case, "Per layer", operators=shown)
+                cases.append({"name": name_of(case), "operators": operators, "layers": layers})
+        policies.append({"name": run.policy, "summary": run.summary, "cases": cases})
+    return page(
+        "bench",
+        program="tsqp bench",
+        report=report,
+        facts=_facts(report),
+        missing=missing(report),
+        caveats=caveats(report),
+        findings=[*findings(report)],
+        overview=overview(report),
+        pictures=plots(report),
+        timelines=timelines(report),
+        policies=policies,
+        stages=[
+            *((STAGE_NAMES[name], meaning) for name, meaning in STAGE_MEANINGS.items()),
+            (REST_NAME, REST_MEANING),
+        ],
+        rest=REST_MEANING,
+        leakage_summaries=_leakage_summaries(report),
+        setup=setup_pairs(report),
+    )

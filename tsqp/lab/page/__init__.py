@@ -1,1 +1,0 @@
-"""The frame that pages of reports have in common: style, tables, pictures."""

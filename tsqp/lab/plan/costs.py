@@ -1,0 +1,270 @@
+"""What a few layers were measured to cost, what is predicted from it.
+
+Times are microseconds unless a name says otherwise, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
+from protocol.errors import PolicyError
+from protocol.messages import FloatDtype
+from tee_side.policy.placement import Policy
+from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.measure import Line
+
+PartName = Literal[
+    "TEE weights",
+    "TEE operators",
+    "masks and checks",
+    "messages",
+    "transport",
+    "link bandwidth",
+    "link latency",
+    "GPU",
+]
+PARTS: tuple[PartName, ...] = get_args(PartName)
+
+
+class Asked(Line):
+    """What a request asks a service for; see `gpu_side.tasks.Task`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    work: LinearWork | MatmulWork | EmbeddingWork
+    input_bytes: int
+
+    def plan(self) -> Task:
+        """Return it as the service would have it."""
+        return Task(self.shape, self.dtype, self.work, self.input_bytes)
+
+
+class Rpc(Line):
+    """One round trip to a service that computes nothing.
+
+    `encode_us`, `send_us`, `receive_us` and `decode_us` occupy the TEE; `service_us` is the
+    service's own handling, as it claims; `wire_us` is what is left of the round trip.
+    """
+
+    service: int
+    asked: Asked
+    bytes_sent: int
+    bytes_received: int
+    encode_us: float
+    send_us: float
+    wire_us: float
+    service_us: float
+    receive_us: float
+    decode_us: float
+
+    @property
+    def total_us(self) -> float:
+        """From before it is encoded until its reply is decoded."""
+        return sum((getattr(self, name) for name in RPC_TIMES), start=0.0)
+
+    def stretched(self, factor: float) -> Rpc:
+        """Return it with `factor` times as long for everything."""
+        return self.model_copy(update={name: getattr(self, name) * factor for name in RPC_TIMES})
+
+
+RPC_TIMES = tuple(name for name in Rpc.model_fields if name.endswith("_us"))
+
+
+class Segment(Line):
+    """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
+
+    work_us: float
+    rpcs: tuple[Rpc, ...]
+
+
+class Section(Line):
+    """A part of a forward pass: what comes before the layers, one layer, or what comes after.
+
+    `after_us`: work behind its last reply. Of all its work, `mask_share` masks, unmasks and checks,
+    and `product_share` multiplies by a weight that stays in the TEE.
+    """
+
+    segments: tuple[Segment, ...]
+    after_us: float
+    mask_share: float = 0.0
+    product_share: float = 0.0
+
+    @property
+    def work_us(self) -> float:
+        """All work in the TEE but that for messages."""
+        return sum((segment.work_us for segment in self.segments), start=self.after_us)
+
+
+class Lane(Line):
+    """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
+
+    head: Section
+    layers: tuple[Section, ...]
+    tail: Section
+
+
+class Step(Line):
+    """One step of the engine: `rows` tokens, in as many lanes as it has micro-batches."""
+
+    rows: int
+    lanes: tuple[Lane, ...]
+
+
+class Costs(Line):
+    """What was measured of one policy and shape.
+
+    `order`: which of the kinds of layers each layer of the whole model is. `prefill`: the steps of
+    one prompt; `threads`: of the TEE side; `layers`: how many were measured, of each kind. `pads`:
+    for the whole model, from those of the measured layers; None where no bank holds any.
+    """
+
+    threads: int
+    layers: int
+    itemsize: int
+    order: tuple[int, ...]
+    prefill: tuple[Step, ...]
+    decode: Step
+    pads: PadMaking | None = None
+
+
+class Job(Line):
+    """Measure a policy as it is in one layer, on a model of which all layers are alike.
+
+    `prompt_tokens`: of the prompt; `context`: behind each token that is decoded, of `batch`
+    sequences together.
+    """
+
+    model: Path
+    policy: str
+    layer: int
+    endpoints: tuple[str, ...]
+    bank: Path | None
+    threads: int
+    step_tokens: int
+    micro_batches: int
+    spin_us: float
+    dtype: FloatDtype | None
+    prompt_tokens: int
+    context: int
+    batch: int
+
+
+class Measured(Line):
+    """All steps of one prompt, a decode step, and the making of pads where they need any."""
+
+    kind: Literal["measured"] = "measured"
+    prefill: tuple[Step, ...]
+    decode: Step
+    pads: PadMaking | None = None
+
+
+def as_in_layer(policy: Policy, layer: int) -> Policy:
+    """Return a policy that does in every layer what `policy` does in one. Raises PolicyError."""
+    operators = {
+        operator: tuple(
+            placement.model_copy(update={"layers": None})
+            for placement in placements
+            if placement.layers is None or layer in placement.layers
+        )
+        for operator, placements in policy.operators.items()
+    }
+    if not all(operators.values()):
+        raise PolicyError(
+            f"policy {policy.name}", got=f"nothing for layer {layer}", expected="placements"
+        )
+    return policy.model_copy(update={"operators": operators})
+
+
+class Part(Line):
+    """What one part of a step takes, and how long the whole would take if it cost nothing.
+
+    Where micro-batches overlap, parts add up to more than the whole.
+    """
+
+    name: PartName
+    busy_us: float
+    without_us: float
+
+
+class Prediction(Line):
+    """A prompt up to its first token, or one decode step of all sequences together.
+
+    `bottleneck`: the part without which it would be shortest; None if it takes no time.
+    """
+
+    total_us: float
+    rpcs: int
+    bytes_sent: int
+    bytes_received: int
+    parts: tuple[Part, ...]
+    bottleneck: PartName | None
+
+
+class Crossover(Line):
+    """Of a product's weight: the size from which several accelerators are faster than one.
+
+    `weight_bytes`: None where they never are. `largest_bytes`: of the model's weights that leave.
+    """
+
+    weight_bytes: int | None
+    largest_bytes: int
+
+
+class Several(Line):
+    """What more than one accelerator changes. `tpot_alone_ms`, `ttft_alone_ms`: with one.
+
+    `decode`, `prefill`: where it pays; None where no product with a weight leaves.
+    """
+
+    tpot_alone_ms: float
+    ttft_alone_ms: float
+    decode: Crossover | None
+    prefill: Crossover | None
+
+
+class PolicyPlan(Line):
+    """What is predicted for one policy. `assumptions`: what is neither measured nor described.
+
+    `pads`: what making them takes; `sustained_tokens_per_s`: of all sequences, where they are made
+    on the same cores, after each step. Both as on so many cores. `several`: None for one
+    accelerator, or where nothing leaves.
+    """
+
+    policy: str
+    summary: str
+    leakage_summary: str | None
+    prefill: Prediction
+    decode: Prediction
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s_per_request: float
+    tokens_per_s: float
+    sustained_tokens_per_s: float
+    pads: PadMaking | None
+    tee_memory_bytes: int
+    assumptions: tuple[str, ...]
+    several: Several | None = None
+
+
+class PlanReport(Line):
+    """All that `tsqp plan` says."""
+
+    version: Literal[1] = 1
+    machine: dict[str, str | int]
+    model: str
+    num_hidden_layers: int
+    dtype: str
+    gpu: str
+    transport: str
+    link_gbps: float | None
+    link_rtt_us: float
+    tee_cores: int
+    measured_threads: int
+    prompt_tokens: int
+    context: int
+    batch: int
+    micro_batches: int
+    tensor_parallel: int = 1
+    policies: tuple[PolicyPlan, ...]

@@ -1,0 +1,277 @@
+"""Measures what a few layers cost, in a process of its own: the TEE side of one policy.
+
+    python -m tsqp.lab.plan.layers < JOB
+
+Reads a `Job` from stdin and prints an `Answer`.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read once, when torch is imported; see tsqp/cli/program.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import gc
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from gpu_side.served_model import ServedModel
+from gpu_side.tasks import RequestChecker
+from protocol import native
+from protocol.channel import Channel
+from protocol.connect import open_channel
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.tensors import torch_dtype
+from tee_side.assembly import Assembly, MaskSettings
+from tee_side.engine.engine import Engine, EngineSettings
+from tee_side.model.layers import load_tee_model
+from tee_side.model.operators import MicroBatchOperators
+from tee_side.policy.placement import load_policy
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.words import Phase
+from tsqp.lab.bench.model import OperatorCost, PadMaking
+from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.measure import Collector, Line, serve_job
+from tsqp.lab.plan.costs import Job, Lane, Measured, Section, Step, as_in_layer
+from tsqp.lab.plan.trace import StepTrace, Tracer, typical_lanes, with_round_trips
+
+_WARM_UP = 2
+_PROMPTS = 5
+_DECODE_STEPS = 40
+_OBSERVED = 6
+# Repeats of a slow prompt end here, once there are a few.
+_BUDGET_S = 3.0
+_LEAST_PROMPTS = 3
+
+Shares = dict[str, tuple[float, float]]
+Lanes = Sequence[MicroBatchOperators]
+
+
+# Tokens that a sequence decodes at most while it is measured: one more comes from its prompt.
+DECODED = _DECODE_STEPS + _WARM_UP + 2
+
+
+def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) -> int:
+    """Return how many pads a run uses up at most, where these phases need any."""
+    needed = 0
+    if "prefill" in phases:
+        # With all lanes and with one, each with a first run that is not counted, and observed.
+        needed += 2 * (_PROMPTS + 2) * prompt_tokens + 3 * batch
+    if "decode" in phases:
+        needed += 3 * batch * DECODED
+    return needed + 64
+
+
+def measure(job: Job, tell: Callable[[Line], None]) -> None:
+    """Run a job. Raises TsqpError."""
+    with ExitStack() as closing:
+        layers = _Layers(job, closing)
+        gc.collect()
+        gc.freeze()  # as tee-runner does
+        prefill, decode = layers.prefill(), layers.decode()
+        pads: PadMaking | None = None
+        if job.bank:
+            policy = as_in_layer(load_policy(job.policy), job.layer)
+            pads = pad_making(job.model, policy, job.bank.with_name("timed"))
+        tell(Measured(prefill=prefill, decode=decode, pads=pads))
+
+
+class _Layers:
+    """The engine as `tee_side.runner` puts it together, with events noted instead of observed."""
+
+    def __init__(self, job: Job, closing: ExitStack) -> None:
+        self._job = job
+        native.set_up(None, job.threads)
+        self._policy = policy = as_in_layer(load_policy(job.policy), job.layer)
+        self._config = config = read_config(job.model)
+        dtype = torch_dtype(job.dtype or config.dtype)
+        checkpoint = Checkpoint(job.model)
+        self._model = load_tee_model(config, checkpoint, dtype)
+        self._assembly = assembly = Assembly(
+            policy,
+            config,
+            checkpoint,
+            self._model,
+            MaskSettings(bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None),
+            step_tokens=job.step_tokens,
+        )
+        closing.callback(assembly.close)
+        self._channels: list[Channel] = []
+        for endpoint in job.endpoints:
+            channel = open_channel(endpoint, timeout_s=60.0, spin_us=job.spin_us)
+            closing.callback(channel.close)
+            self._channels.append(channel)
+        held = ServedModel(
+            config=config,
+            model_digest="",
+            linear_digest="",
+            provision=None,
+            arithmetic=(policy.served_arithmetic,),
+            norms={},
+        )
+        self._tracer = Tracer(RequestChecker(held, DEFAULT_MAX_MESSAGE_BYTES))
+        self._lanes = [
+            self._tracer.lane(
+                index,
+                self._channels,
+                lambda channels: assembly.lanes(lambda _layer: channels)[0],
+            )
+            for index in range(job.micro_batches)
+        ]
+        self._generator = torch.Generator().manual_seed(0)
+
+    # --------------------------------------------------------------------------------- phases
+
+    def prefill(self) -> tuple[Step, ...]:
+        """Measure the steps of a prompt, up to its first token."""
+        tokens, step_tokens = self._job.prompt_tokens, self._job.step_tokens
+        rows = [min(step_tokens, tokens - start) for start in range(0, tokens, step_tokens)]
+        together = self._prompts(tokens, self._lanes)
+        observed, collector = self._observed()
+        self._run_prompt(tokens, observed)
+        shares = _shares(collector.costs(1))
+        alone: dict[int, list[Lane]] = {}
+        steps = []
+        for index, count in enumerate(rows):
+            lanes = typical_lanes([run[index] for run in together])
+            if len(lanes) > 1:
+                part = count // len(lanes)
+                if part not in alone:
+                    runs = self._prompts(part, self._lanes[:1])
+                    alone[part] = typical_lanes([run[0] for run in runs])
+                lanes = [with_round_trips(lane, alone[part][0]) for lane in lanes]
+            steps.append(Step(rows=count, lanes=tuple(_shared(lane, shares) for lane in lanes)))
+        return tuple(steps)
+
+    def decode(self) -> Step:
+        """Measure a decode step of all sequences."""
+        batch = self._job.batch
+        lanes = typical_lanes(self._steps(batch, self._lanes))
+        shares = self._decode_shares(batch)
+        if len(lanes) > 1:
+            (alone,) = typical_lanes(self._steps(batch // len(lanes), self._lanes[:1]))
+            lanes = [with_round_trips(lane, alone) for lane in lanes]
+        return Step(rows=batch, lanes=tuple(_shared(lane, shares) for lane in lanes))
+
+    # -------------------------------------------------------------------------------- running
+
+    def _engine(self, lanes: Lanes) -> Engine:
+        settings = EngineSettings(step_tokens=self._job.step_tokens)
+        return Engine(self._model, lanes, settings)
+
+    def _ids(self, tokens: int) -> list[int]:
+        """Return random token ids: what they say makes no difference to time."""
+        ids: list[int] = torch.randint(
+            0, self._config.vocab_size, (tokens,), generator=self._generator
+        ).tolist()
+        return ids
+
+    def _run_prompt(self, tokens: int, lanes: Lanes) -> list[StepTrace]:
+        engine = self._engine(lanes)
+        sequence = engine.add(self._ids(tokens), max_new_tokens=1, eos_token_ids=frozenset())
+        traces = []
+        while sequence.finish_reason is None:
+            traces.append(self._tracer.step(engine.step))
+        return traces
+
+    def _prompts(self, tokens: int, lanes: Lanes) -> list[list[StepTrace]]:
+        self._run_prompt(tokens, lanes)
+        runs: list[list[StepTrace]] = []
+        started = time.perf_counter()
+        while len(runs) < _PROMPTS:
+            if len(runs) >= _LEAST_PROMPTS and time.perf_counter() - started > _BUDGET_S:
+                break
+            runs.append(self._run_prompt(tokens, lanes))
+        return runs
+
+    def _started(self, batch: int, lanes: Lanes) -> Engine:
+        """Return an engine of so many sequences that have had their prompts.
+
+        But for the last token those are zeros in the cache: what is there makes no difference.
+        """
+        engine, config, context = self._engine(lanes), self._config, self._job.context
+        nothing = torch.zeros(
+            context - 1, config.num_key_value_heads, config.head_dim, dtype=self._model.dtype
+        )
+        sequences = [
+            engine.add(self._ids(context), max_new_tokens=DECODED, eos_token_ids=frozenset())
+            for _ in range(batch)
+        ]
+        for sequence in sequences:
+            for layer in range(config.num_hidden_layers):
+                sequence.cache.append(layer, nothing, nothing)
+            sequence.cache.commit(context - 1)
+        while not all(sequence.token_ids for sequence in sequences):
+            engine.step()
+        return engine
+
+    def _steps(self, batch: int, lanes: Lanes) -> list[StepTrace]:
+        engine = self._started(batch, lanes)
+        for _ in range(_WARM_UP):
+            engine.step()
+        return [self._tracer.step(engine.step) for _ in range(_DECODE_STEPS)]
+
+    # ------------------------------------------------------------------------------- observed
+
+    def _observed(self) -> tuple[Lanes, Collector]:
+        """Return operators with an observer, whose events are not noted."""
+        collector = Collector()
+        lanes = self._assembly.lanes(
+            lambda _layer: self._channels, collector, micro_batches=len(self._lanes)
+        )
+        return lanes, collector
+
+    def _decode_shares(self, batch: int) -> Shares:
+        engine = self._started(batch, self._lanes[:1])
+        engine.lanes, collector = self._observed()
+        for _ in range(_WARM_UP):
+            engine.step()
+        collector.reset(time.perf_counter_ns())
+        for _ in range(_OBSERVED):
+            engine.step()
+        return _shares(collector.costs(_OBSERVED))
+
+
+def _shares(costs: tuple[OperatorCost, ...]) -> Shares:
+    """Return for each section which share of its work is for masks, and for kept weights."""
+    work: dict[str, float] = {}
+    masks: dict[str, float] = {}
+    products: dict[str, float] = {}
+    for cost in costs:
+        section = "layer"
+        if cost.layer is None:
+            section = "head" if cost.operator == "embedding" else "tail"
+        stages = cost.stages
+        hiding = stages.mask_us + stages.unmask_us + stages.verify_us
+        work[section] = work.get(section, 0.0) + hiding + stages.tee_us
+        masks[section] = masks.get(section, 0.0) + hiding
+        if cost.place == "tee" and (cost.operator in FUSED_MODULES or cost.operator == "lm_head"):
+            products[section] = products.get(section, 0.0) + stages.tee_us
+    return {
+        section: (masks[section] / total, products.get(section, 0.0) / total)
+        for section, total in work.items()
+        if total > 0
+    }
+
+
+def _shared(lane: Lane, shares: Shares) -> Lane:
+    def note(section: Section, name: str) -> Section:
+        mask, product = shares.get(name, (0.0, 0.0))
+        return section.model_copy(update={"mask_share": mask, "product_share": product})
+
+    return Lane(
+        head=note(lane.head, "head"),
+        layers=tuple(note(section, "layer") for section in lane.layers),
+        tail=note(lane.tail, "tail"),
+    )
+
+
+if __name__ == "__main__":
+    serve_job(Job, measure)

@@ -1,0 +1,462 @@
+"""Plans: checks what is asked for, measures a few layers of each policy, and predicts the whole.
+
+Everything is checked before anything is made or measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from gpu_side.devices import DeviceProfile
+from gpu_side.parts import check_columns
+from protocol.errors import SettingsError
+from protocol.messages import FloatDtype
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.weights import row_layout
+from protocol.tensors import ITEMSIZE
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
+from tee_side.model.local_operators import sites_here, sites_under
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import Served
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
+from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.bench.random_model import required_bytes, write_random_model
+from tsqp.lab.bench.shapes import Shape, find_shape
+from tsqp.lab.measure import Failed, run_job
+from tsqp.lab.plan.costs import (
+    Costs,
+    Job,
+    Lane,
+    Measured,
+    PlanReport,
+    PolicyPlan,
+    Several,
+    Step,
+    as_in_layer,
+)
+from tsqp.lab.plan.fit import Instead, Machine, kernel_rates
+from tsqp.lab.plan.layers import DECODED, pads_needed
+from tsqp.lab.plan.predict import (
+    GLOO_GB_PER_S,
+    GLOO_US,
+    Hardware,
+    crossover,
+    predict_decode,
+    predict_prefill,
+    rpcs_of,
+)
+from tsqp.run.bank import product_operations
+from tsqp.run.link import Link
+
+# Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
+LAYERS = 3
+# Weights that stay must not fit into a cache, or they would seem to be read faster than they are.
+_KEPT_BYTES = 256 * 2**20
+_ANSWER: TypeAdapter[Measured | Failed] = TypeAdapter(Measured | Failed)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What `tsqp plan` is asked.
+
+    `policies`: with the name or path that each was given by. `model`: a directory, of which only
+    config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
+    which a round trip is measured on this machine, or was on `machine` (None: this one).
+    `tensor_parallel`: ranks of each service.
+    """
+
+    policies: tuple[tuple[str, Policy], ...]
+    profile: DeviceProfile
+    link: Link
+    cores: int
+    model: Path | None = None
+    shape: str | None = None
+    prompt_tokens: int = 128
+    context: int = 128
+    batch: int = 1
+    micro_batches: int = 1
+    transport: str = "tcp"
+    dtype: FloatDtype | None = None
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    spin_us: float = 0.0
+    machine: Machine | None = None
+    tensor_parallel: int = 1
+
+
+class Planning:
+    """One plan. Raises SettingsError, PolicyError and ModelError before any work."""
+
+    def __init__(self, settings: PlanSettings, say: Say) -> None:
+        self._settings = settings
+        self._say = say
+        self._shape = _shape_of(settings)
+        self._config = config = self._shape.config()
+        self._itemsize = ITEMSIZE[settings.dtype or config.dtype]
+        self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
+        self._instead: Instead | None = None
+        self._kinds = {name: _kinds(policy, config) for name, policy in settings.policies}
+        self._check()
+
+    def run(self) -> PlanReport:
+        """Measure and predict. Raises TsqpError."""
+        settings = self._settings
+        if settings.machine is not None:
+            self._say("measuring products, to compare them with the machine's")
+            here = kernel_rates(sorted({1, self._threads}))
+            self._instead = settings.machine.beside(here, settings.cores, settings.transport)
+        return PlanReport(
+            machine=describe_machine(),
+            model=self._shape.name,
+            num_hidden_layers=self._config.num_hidden_layers,
+            dtype=settings.dtype or self._config.dtype,
+            gpu=settings.profile.name,
+            transport=settings.transport,
+            link_gbps=settings.link.gbps,
+            link_rtt_us=settings.link.rtt_us,
+            tee_cores=settings.cores,
+            measured_threads=self._threads,
+            prompt_tokens=settings.prompt_tokens,
+            context=settings.context,
+            batch=settings.batch,
+            micro_batches=settings.micro_batches,
+            tensor_parallel=settings.tensor_parallel,
+            policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
+        )
+
+    # ------------------------------------------------------------------------- before any work
+
+    def _check(self) -> None:
+        settings, config = self._settings, self._config
+        check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
+        if settings.machine is not None:  # what it lacks
+            one = ((1.0,), (1.0,))
+            settings.machine.beside(one, settings.cores, settings.transport)
+        tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
+        if tokens > config.context_length:
+            raise SettingsError(
+                "--prompt-tokens, --context",
+                got=f"sequences of up to {tokens} tokens while it is measured",
+                expected=f"at most {config.context_length}, the model's context",
+            )
+        needed = 0
+        for name, policy in settings.policies:
+            policy.check(config.num_hidden_layers)
+            if policy.segments(config.num_hidden_layers):
+                expected = "a policy without: tsqp bench --device model:PROFILE measures segments"
+                raise SettingsError(f"policy {policy.name}", got="segments", expected=expected)
+            if policy.feature_mask is not None:
+                raise SettingsError(
+                    f"policy {policy.name}",
+                    got=f"the feature mask {policy.feature_mask.name}",
+                    expected="a policy without one: its service needs a directory that tsqp"
+                    " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
+                )
+            for layer in set(self._kinds[name]):
+                alike = as_in_layer(policy, layer)
+                few = self._few_layers(alike, layer).config()
+                self._check_memory(few, alike, tokens)
+                linear = required_bytes(few, linear=_needs_linear(alike, few))
+                linear += required_bytes(few, linear=False) if alike.verified else 0
+                pads = self._pads(alike) + prepare.TIMED_PADS
+                needed = max(needed, linear + prepare.bank_bytes(few, alike, pads))
+        check_disk(Path(tempfile.gettempdir()), needed)
+
+    def _check_memory(self, few: ModelConfig, policy: Policy, tokens: int) -> None:
+        settings = self._settings
+        sizes = {"itemsize": self._itemsize, "step_tokens": settings.step_tokens}
+        tee = tee_parts(few, policy, tokens=tokens, sequences=settings.batch, **sizes)
+        longest = max(settings.prompt_tokens, settings.context)
+        service = service_bytes(few, device="null", tokens=longest, **sizes)
+        check_memory(tee, service * policy.services)
+
+    def _pads(self, policy: Policy) -> int:
+        settings, phases = self._settings, prepare.pad_phases(policy)
+        return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
+
+    def _few_layers(self, policy: Policy, layer: int) -> Shape:
+        """Return the shape with a few layers like one of the whole model's."""
+        config = self._config
+        count = LAYERS
+        kept = sum(
+            math.prod(row_layout(config, operator)[1])
+            for _, operator in sites_here(
+                policy, self._shape.with_layers(1).config().num_hidden_layers
+            )
+            if is_linear(operator)
+        ) * (self._itemsize if policy.arithmetic == "float" else 1)
+        if kept:
+            count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))
+        shape = self._shape.with_layers(count)
+        return Shape(shape.name, shape.source, _alike(shape.settings, config, layer, count))
+
+    # --------------------------------------------------------------------------------- the run
+
+    def _plan(self, name: str, policy: Policy) -> PolicyPlan:
+        settings, config = self._settings, self._config
+        costs = self._costs(name, policy)
+        hardware = Hardware(
+            *(settings.profile, settings.link, settings.cores, self._itemsize, self._instead),
+            settings.tensor_parallel,
+        )
+        prefill = predict_prefill(costs, hardware)
+        decode = predict_decode(costs, hardware)
+        pads = costs.pads
+        if pads is not None:
+            instead = self._instead
+            faster = costs.threads / settings.cores if instead is None else instead.shared
+            pads = pads.model_copy(update={"token_ms": pads.token_ms * faster})
+        made_us = pads.token_ms * 1e3 * settings.batch if pads and "decode" in pads.phases else 0.0
+        memory = tee_parts(
+            config,
+            policy,
+            tokens=max(settings.prompt_tokens, settings.context),
+            sequences=settings.batch,
+            itemsize=self._itemsize,
+            step_tokens=settings.step_tokens,
+        )
+        return PolicyPlan(
+            policy=policy.name,
+            summary=policy.summary,
+            leakage_summary=policy.leakage_summary(),
+            prefill=prefill,
+            decode=decode,
+            ttft_ms=prefill.total_us / 1e3,
+            tpot_ms=decode.total_us / 1e3,
+            tokens_per_s_per_request=1e6 / decode.total_us,
+            tokens_per_s=settings.batch * 1e6 / decode.total_us,
+            sustained_tokens_per_s=settings.batch * 1e6 / (decode.total_us + made_us),
+            pads=pads,
+            tee_memory_bytes=sum(memory.values()),
+            assumptions=tuple(self._assumptions(policy, costs)),
+            several=self._several(costs, hardware) if policy.services else None,
+        )
+
+    def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
+        if hardware.ranks == 1:
+            return None
+        alone = replace(hardware, ranks=1)
+        decode, prefill = (
+            crossover(hardware, rpcs_of(step, costs.order))
+            for step in (costs.decode, costs.prefill[0])
+        )
+        return Several(
+            tpot_alone_ms=predict_decode(costs, alone).total_us / 1e3,
+            ttft_alone_ms=predict_prefill(costs, alone).total_us / 1e3,
+            decode=decode,
+            prefill=prefill,
+        )
+
+    def _costs(self, name: str, policy: Policy) -> Costs:
+        """Measure every kind of layer that the policy makes of the model's."""
+        kinds = self._kinds[name]
+        different = sorted(set(kinds))
+        measured: list[Measured] = []
+        for layer in different:
+            with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
+                measured.append(self._measure(Path(folder), name, policy, layer))
+        first = measured[0]
+        few = self._few_layers(as_in_layer(policy, different[0]), different[0]).config()
+        return Costs(
+            threads=self._threads,
+            layers=few.num_hidden_layers,
+            itemsize=self._itemsize,
+            order=tuple(different.index(kind) for kind in kinds),
+            prefill=tuple(
+                _with_kinds(step, [one.prefill[index] for one in measured])
+                for index, step in enumerate(first.prefill)
+            ),
+            decode=_with_kinds(first.decode, [one.decode for one in measured]),
+            pads=self._whole_pads(policy, dict(zip(different, measured, strict=True))),
+        )
+
+    def _whole_pads(self, policy: Policy, measured: Mapping[int, Measured]) -> PadMaking | None:
+        """Return the making of the whole model's pads, at the rate of some layers' products."""
+        for layer, found in measured.items():
+            if found.pads is not None:
+                alike = as_in_layer(policy, layer)
+                few = self._few_layers(alike, layer).config()
+                more = _pad_operations(policy, self._config) / _pad_operations(alike, few)
+                return found.pads.model_copy(
+                    update={
+                        "token_ms": found.pads.token_ms * more,
+                        "cpu_ms": found.pads.cpu_ms * more,
+                    }
+                )
+        return None
+
+    def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Measured:
+        settings = self._settings
+        alike = as_in_layer(policy, layer)
+        shape = self._few_layers(alike, layer)
+        config = shape.config()
+        self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
+        model = folder / "model"
+        model.mkdir()
+        linear = _needs_linear(alike, config)
+        prepare.in_fresh_process(_write_model, str(model), dict(shape.settings), linear)
+        if alike.arithmetic == "int8":
+            model = prepare.calibration(model, folder)
+        if alike.verified:
+            # Services answer with zeros, which is what these weights give.
+            model = prepare.hollow(model, folder)
+        bank = prepare.bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
+        self._say(f"{policy.name}: measuring them")
+        served = Served("null", settings.transport, spin_us=settings.spin_us, dtype=settings.dtype)
+        with ExitStack() as running:
+            services = prepare.start_services(running, policy, model, folder, served)
+            job = Job(
+                model=model,
+                policy=name,
+                layer=layer,
+                endpoints=tuple(endpoint for _, endpoint in services),
+                bank=bank,
+                threads=self._threads,
+                step_tokens=settings.step_tokens,
+                micro_batches=settings.micro_batches,
+                spin_us=settings.spin_us,
+                dtype=settings.dtype,
+                prompt_tokens=settings.prompt_tokens,
+                context=settings.context,
+                batch=settings.batch,
+            )
+            (found,) = run_job("tsqp.lab.plan.layers", job, _ANSWER, f"policy {policy.name}")
+        return found
+
+    def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
+        settings = self._settings
+        measured = f"measured on {costs.layers} layers with {costs.threads} threads"
+        found = [f"the TEE's processor is as fast as this machine's; {measured}"]
+        if settings.machine is not None:
+            found = [
+                f"work of the TEE is slower or faster than here as products are; {measured}",
+                "round trips as the machine's file has them, of a client that does nothing else",
+            ]
+        elif settings.cores > self._threads:
+            found.append(
+                f"{settings.cores} cores, {self._threads} of which are here: weights that stay, and"
+                f" all TEE work in steps of more than a few rows, are assumed to be"
+                f" {settings.cores / self._threads:g} times as fast; this is not measured"
+            )
+        if policy.services:
+            found.append(
+                f"accelerator {settings.profile.name} as described: peak rates, so a lower bound"
+            )
+            found.append(
+                "a link without loss or congestion, laid over this machine's"
+                f" {settings.transport} round trips: the longer of both counts"
+            )
+            if settings.tensor_parallel > 1:
+                found.append(
+                    f"a request goes to the other accelerators in {GLOO_US:g} us and at"
+                    f" {GLOO_GB_PER_S:g} GB/s (gloo, measured on 2 EPYC cores), and results come"
+                    " back at the described rate to the host; other work of their processors is"
+                    " not counted"
+                )
+        if any(isinstance(mask, AdditiveMask) for mask in policy.masks):
+            found.append("pads are made ahead; making them is counted in the sustained rate only")
+        if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:
+            found.append(f"{settings.batch} sequences are too few to decode in micro-batches")
+        return found
+
+
+def _shape_of(settings: PlanSettings) -> Shape:
+    if settings.shape is not None and settings.model is None:
+        return find_shape(settings.shape)
+    if settings.model is None or settings.shape is not None:
+        raise SettingsError(
+            "MODEL and --shape",
+            got="both" if settings.model else "neither",
+            expected="one of them",
+        )
+    read_config(settings.model)  # its errors name the directory
+    path = settings.model / "config.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content["eos_token_id"] = None
+    return Shape(settings.model.name, str(path), content)
+
+
+def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
+    """Return for each layer the first one that is like it: placements and attention window."""
+    first: dict[object, int] = {}
+    kinds = []
+    policy.check(config.num_hidden_layers)
+    for layer in range(config.num_hidden_layers):
+        placements = [
+            policy.at(operator, layer, phase).model_copy(update={"layers": None})
+            for operator in OPERATORS
+            if operator not in LAYERLESS
+            for phase in PHASES
+        ]
+        key = (repr(placements), config.sliding_windows[layer])
+        kinds.append(first.setdefault(key, layer))
+    return kinds
+
+
+def _alike(
+    settings: Mapping[str, Any], config: ModelConfig, layer: int, count: int
+) -> dict[str, Any]:
+    """Return settings of a model whose layers all look back as far as one of the whole model's."""
+    named = dict(settings)
+    named.pop("layer_types", None)
+    if len(set(config.sliding_windows)) > 1:
+        kind = "full_attention" if config.sliding_windows[layer] is None else "sliding_attention"
+        named["layer_types"] = [kind] * count
+    elif config.sliding_windows[0] is None:
+        named["sliding_window"] = None
+    elif "use_sliding_window" in named:
+        named["layer_types"] = ["sliding_attention"] * count
+    return named
+
+
+def _pad_operations(policy: Policy, config: ModelConfig) -> int:
+    """Return the int8 multiplications and additions behind one token's pads."""
+    layers = config.num_hidden_layers
+    return sum(
+        product_operations(PadLayout.of(config, sites_under(policy, layers, mask)))
+        for mask in policy.masks
+        if isinstance(mask, AdditiveMask)
+    )
+
+
+def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
+    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
+    return (
+        policy.arithmetic == "int8"
+        or bool(sites_here(policy, config.num_hidden_layers))
+        or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
+    )
+
+
+def _write_model(directory: str, settings: dict[str, Any], linear: bool) -> None:
+    write_random_model(Path(directory), settings, linear=linear)
+
+
+def _with_kinds(step: Step, steps: list[Step]) -> Step:
+    """Return a step whose lanes have a layer of each kind."""
+    lanes = tuple(
+        Lane(
+            head=lane.head,
+            layers=tuple(one.lanes[index].layers[0] for one in steps),
+            tail=lane.tail,
+        )
+        for index, lane in enumerate(step.lanes)
+    )
+    return Step(rows=step.rows, lanes=lanes)
