@@ -306,6 +306,9 @@ def _load(
     began = time.monotonic()
     config = read_config(settings.model)
     dtype, layers = settings.dtype or config.dtype, settings.layers
+    several: dict[str, Any] = {}
+    if settings.tensor_parallel > 1:
+        several = {"ranks": settings.tensor_parallel}
     log.info(
         "loading",
         model=settings.model.name,
@@ -313,7 +316,7 @@ def _load(
         layers=config.num_hidden_layers if layers is None else f"{layers[0]}-{layers[1]}",
         device=str(device),
         dtype=dtype,
-        **({"ranks": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}),
+        **several,
     )
     limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
