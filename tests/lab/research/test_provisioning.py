@@ -273,7 +273,7 @@ def test_a_saved_key_is_read_back_by_its_owner_alone(tmp_path: Path, umask: int)
         _key(seed="11" * 32).save(path)
     assert FeatureKey.load(path) == _key()
     # What is no key is refused, and a key that others may use.
-    for content in ("", "{", "[]", "[" * 5000, f'"{SEED}"', "\xff"):
+    for content in ("\xff", "", "{", "[]", "[" * 5000, f'"{SEED}"'):
         path.write_text(content, encoding="latin-1")
         _refusal(path)
     for mode in (0o640, 0o604, 0o620, 0o602):
