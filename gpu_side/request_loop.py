@@ -165,6 +165,7 @@ class RequestLoop:
                 stop.forget_wakeup()
                 if sessions is not None:
                     sessions.forget_revoked(listener.is_allowed)
+                continue  # what woke the loop may also have been the signal to stop
             kept = sessions is not None and sessions.look_at_s < math.inf
             expires_ms = self._handler.expire_sessions() if kept else None
             if queue.requests and len(underway) < MAX_UNDERWAY:

@@ -40,6 +40,10 @@ def serve(settings: ServeSettings) -> None:
     # It is for the keys, which are read while the model is loaded.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     began = time.monotonic()
+    # Before a key server is asked, as all that the settings alone show to be wrong.
+    if (settings.tls_certificate is None) != (settings.tls_key is None):
+        where = "--tls-certificate and --tls-key"
+        raise SettingsError(where, got="one of them", expected="both or none")
     if settings.attest and settings.tls_key:
         expected = "no --tls-key: keys of an attested server are made inside"
         raise SettingsError("--attest", got="--tls-key as well", expected=expected)

@@ -83,6 +83,20 @@ def test_a_service_whose_listener_fails_does_not_look_ready() -> None:
     assert (said, state.status, state.health().status) == (["ready"], "draining", "draining")
 
 
+def test_a_stop_that_comes_with_a_new_list_of_clients_is_not_slept_through() -> None:
+    listener, state = Listener(), ServiceState()
+    waits: list[str] = []
+    listener.wait = lambda **_: bool(waits.append(state.status))  # type: ignore[method-assign]
+    loop = make_loop(lambda request: RESULT, state)
+    loop._handler.sessions = None
+    with stop_signal() as stop:
+        stop.note_list()
+        # The signal comes just before what has woken the loop is read away.
+        stop.forget_wakeup = lambda: stop.request(signal.SIGTERM, None)  # type: ignore[method-assign]
+        loop.run(listener, stop)
+    assert "ready" not in waits
+
+
 def test_sessions_end_without_another_request_and_with_their_keys() -> None:
     timeouts: list[int | None] = []
     told: list[tuple[bool, bool]] = []

@@ -27,6 +27,11 @@ AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
     [
         (("--page", "--host", "0.0.0.0"), "--page: got --host 0.0.0.0, expected an address of"),
         (("--tls-key", "{file}"), "--tls-certificate and --tls-key: got one of them, expected"),
+        # Also before a key server is asked.
+        (
+            ("--tls-key", "{file}", "--seal-key-server", "https://127.0.0.1:1"),
+            "--tls-certificate and --tls-key: got one of them, expected",
+        ),
         (("--api-keys", "{file}"), "{file}"),
         (("--audit-log", "{file}"), "--audit-log: got another combination, expected"),
         (("--port", "{port}"), "127.0.0.1:{port}: got Address already in use"),
