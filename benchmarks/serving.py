@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks.harness import Found, main, service, temporary
 from protocol.model.config import read_config
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import program
 
 POLICY = "attention-in-tee"
@@ -320,7 +321,7 @@ def measure(options: Any) -> Found:
         folder = temporary(closing)
         random_model = folder / "model"
         random_model.mkdir()
-        prepare.random_model(random_model, options.shape, linear=False)
+        prepare.random_model(random_model, find_shape(options.shape), linear=False)
         model = prepare.endless(random_model, folder)
         add_tokenizer(model)
         device = ("--device", "null", "--spin-us", "50")

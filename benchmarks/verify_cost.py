@@ -30,7 +30,6 @@ from benchmarks.harness import (
     Repeated,
     in_turns,
     main,
-    numbers,
     say,
     service,
     temporary,
@@ -41,6 +40,7 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.verifier import Secrets
 from tee_side.runner import RunnerSettings
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.shapes import find_shape
 
 POLICY = "shielded"
 MOST_SHARE = 0.15
@@ -111,13 +111,13 @@ def measure(options: Any) -> Found:
         folder = temporary(closing)
         (folder / "model").mkdir()
         say(f"making {options.shape}, first with random weights, for its scales, then with zeros")
-        prepare.random_model(folder / "model", options.shape, linear=True)
+        prepare.random_model(folder / "model", find_shape(options.shape), linear=True)
         calibrated = prepare.calibration(prepare.endless(folder / "model", folder), folder)
         model = prepare.hollow(calibrated, folder)
         bind = BINDS["unix"].format(folder=folder, name="gpu")
         endpoint = service(closing, model, bind, "--device", "null", "--arithmetic", "int8")
         results = []
-        for batch in numbers(options.batch):
+        for batch in options.batch:
             found = _measure_batch(model, folder, endpoint, batch, options)
             say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
             results.append(found)
@@ -137,6 +137,6 @@ if __name__ == "__main__":
         measure,
         shape="llama-3.2-1b",
         steps=40,
-        batch="1,8",
+        batch=(1, 8),
         threads=max(1, CORES - 1),
     )

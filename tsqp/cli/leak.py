@@ -351,10 +351,11 @@ def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
 def _first_layer(shape: str, folder: Path) -> Path:
     """Write the first layer of a shape, with random weights."""
     from tsqp.lab.bench import prepare
+    from tsqp.lab.bench.shapes import find_shape
 
     directory = folder / shape
     directory.mkdir()
-    prepare.random_model(directory, shape, linear=True, layers=1)
+    prepare.random_model(directory, find_shape(shape).with_layers(1), linear=True)
     return directory
 
 

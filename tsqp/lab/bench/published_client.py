@@ -18,17 +18,14 @@ the vocabulary's from the LM head's reply.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 # Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
@@ -44,9 +41,8 @@ from protocol.errors import (
     ErrorCode,
     ProtocolError,
     ServiceError,
-    TsqpError,
 )
-from tsqp.lab.bench.machine import write_results
+from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
 
 NAME = "published"
@@ -389,11 +385,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 @torch.inference_mode()
-def measure_all(options: argparse.Namespace) -> list[Baseline]:
+def measure_all(options: Any) -> list[Baseline]:
     """Measure what the command line asks for."""
     torch.set_num_threads(options.threads)
-    lengths = [int(text) for text in options.tokens.split(",")]
-    against = options.against
+    lengths, against = options.tokens, options.against
     with PublishedClient(options.endpoint, timeout_s=options.timeout_s) as client:
         model = PublishedModel(client)
         model.forward(_prompt(model, 1))  # warms up
@@ -405,28 +400,19 @@ def measure_all(options: argparse.Namespace) -> list[Baseline]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("endpoint", help="of a running gpu-service, over ZeroMQ")
-    parser.add_argument("--tokens", default="1,128,512", help="prompt lengths, with commas")
-    parser.add_argument("--new-tokens", type=int, default=0)
-    parser.add_argument("--sampled", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--case-s", type=float, default=10.0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--against", choices=("null", "cpu", "none"), default="cpu")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="of one RPC")
-    parser.add_argument("--json", type=Path, help="write the result to this file instead")
-    options = parser.parse_args(arguments)
-    try:
-        found = measure_all(options)
-    except TsqpError as error:
-        sys.exit(f"published_client: error: {error}")
-    write_results(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    write_results(
+        *script(
+            __doc__,
+            measure_all,
+            "endpoint",
+            tokens=(1, 128, 512),
+            new_tokens=0,
+            sampled=2,
+            repeats=5,
+            case_s=10.0,
+            threads=torch.get_num_threads(),
+            against=("cpu", "null", "none"),
+            timeout_s=120.0,
+        )
+    )

@@ -13,8 +13,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
 from protocol.errors import ModelError, SettingsError, TsqpError
@@ -41,10 +39,10 @@ from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_p
 from tsqp.lab.bench.model import Baseline, PingPong, PolicyRun, Report, Setup
 from tsqp.lab.bench.random_model import required_bytes
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.measure import Failed, run_job
+from tsqp.lab.bench.worker import measure
+from tsqp.lab.measure import run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
-_ANSWER: TypeAdapter[Answer | Failed] = TypeAdapter(Answer | Failed)
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
 
@@ -282,7 +280,7 @@ class Bench:
         directory = folder / "model"
         directory.mkdir()
         self._say(f"making random weights of {self._settings.shape}")
-        shape = self._settings.shape or ""
+        shape = find_shape(self._settings.shape or "")
         prepare.random_model(directory, shape, linear=self._needs_linear())
         return directory
 
@@ -303,23 +301,13 @@ class Bench:
         given = prepare.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
         running.callback(prepare.remove, bank)
         job = Job(
-            model=model,
-            policy=name,
+            # Policies are read again there.
+            replace(settings, policies=()),
+            model,
+            name,
             endpoints=tuple(endpoint for _, endpoint in services),
             service_pids=tuple(pid for pid, _ in services if pid),
-            key=settings.key if policy.feature_mask else None,
             bank=given,
-            kernels=settings.kernels,
-            threads=settings.threads,
-            step_tokens=settings.step_tokens,
-            micro_batches=settings.micro_batches,
-            spin_us=settings.spin_us,
-            link_gbps=settings.link_gbps,
-            link_rtt_us=settings.link_rtt_us,
-            dtype=settings.dtype,
-            # Services of its own get tokens drawn at random, which are no secret.
-            shares_in_the_clear=settings.shares_in_the_clear or not settings.endpoints,
-            plan=settings.plan,
         )
         measured: list[Measured] = []
         finished: Finished | None = None
@@ -341,7 +329,7 @@ class Bench:
 
     def _answers(self, job: Job) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
-        return run_job("tsqp.lab.bench.worker", job, _ANSWER, f"policy {job.policy}")
+        return run_job(f"policy {job.policy}", measure, job)
 
 
 def _policy_run(

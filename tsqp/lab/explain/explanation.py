@@ -28,8 +28,8 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
+from tsqp.lab.bench.model import Document
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
-from tsqp.lab.measure import Line
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
@@ -37,7 +37,7 @@ from tsqp.lab.research.segment_rotation import SegmentRotation
 MAX_TOKENS = 2**20
 
 
-class OperatorRow(Line):
+class OperatorRow(Document):
     """One operator in some layers (None: it belongs to none) and one phase, or both (None).
 
     `sees`: None where nothing leaves the TEE; `verify`: how results are checked; `window`: of a
@@ -57,7 +57,7 @@ class OperatorRow(Line):
     prefill: PhaseCost | None
 
 
-class MaskUse(Line):
+class MaskUse(Document):
     """A mask with the options that the policy gives it, and what its class says of it."""
 
     name: str
@@ -70,7 +70,7 @@ class MaskUse(Line):
     noise: str | None
 
 
-class PadsNeeded(Line):
+class PadsNeeded(Document):
     """Pads that an additive mask uses up: one for each token of these phases.
 
     `memory_bytes`, `bank_bytes`: of one, in memory and in a bank on disk (None: no bank can hold
@@ -85,7 +85,7 @@ class PadsNeeded(Line):
     left_to_decode: float | None = None
 
 
-class Needs(Line):
+class Needs(Document):
     """What a policy needs beside the model: `key`: the feature mask that wants one."""
 
     services: int
@@ -96,7 +96,7 @@ class Needs(Line):
     pads: tuple[PadsNeeded, ...]
 
 
-class Explanation(Line):
+class Explanation(Document):
     """All that `tsqp explain` says. `decode`: of one token, the last of `context` tokens."""
 
     model: str

@@ -55,12 +55,12 @@ from tee_side.protect.verifier import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
-from tsqp.lab.measure import Line
+from tsqp.lab.bench.model import Document
 from tsqp.lab.research.feature_key import site_transform
 from tsqp.lab.research.operators import embedding_call, lm_head_call, product_call
 
 
-class Cost(Line):
+class Cost(Document):
     """RPCs, and bytes of all their frames, header included."""
 
     rpcs: int = 0
@@ -75,7 +75,7 @@ class Cost(Line):
         )
 
 
-class Message(Line):
+class Message(Document):
     """One RPC. `service`: 1, or 2 for the second one; `modules`: of a linear operator.
 
     `sent`, `received`: dtype and shape of each tensor as it crosses, dummy rows included.
@@ -88,7 +88,7 @@ class Message(Line):
     received: str
 
 
-class PhaseCost(Line):
+class PhaseCost(Document):
     """What an operator costs in a phase: in all its layers together.
 
     `messages`: of one layer; of the first step, where a prompt takes several.
