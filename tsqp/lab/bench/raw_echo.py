@@ -4,9 +4,9 @@
 
 Answers one client until it is terminated; says `raw_echo ready: ADDRESS` on stderr. An address is
 an endpoint of ours: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
-`socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the socket to wake up by. Sizes are
-those of the frames, with commas; a stream carries them one behind the other, and both ends know how
-long a message is.
+`socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the socket
+to wake up by. Sizes are those of the frames, with commas; a stream carries them one behind the
+other, and both ends know how long a message is.
 """
 
 from __future__ import annotations
