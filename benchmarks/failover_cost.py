@@ -250,8 +250,12 @@ def _only(channel: Channel, _layer: int) -> tuple[Channel]:
 def measure(options: Any) -> Found:
     """Measure over each transport. Raises TsqpError."""
     for name in ("rounds", "calls"):
-        if (value := getattr(options, name)) < 1:
-            raise SettingsError(f"--{name}", got=str(value), expected="1 or more")
+        SettingsError.unless(
+            getattr(options, name) >= 1,
+            f"--{name}",
+            str(getattr(options, name)),
+            "1 or more",
+        )
     model = model_directory(options.model)
     results: list[dict[str, Any]] = []
     for transport in transports(options.transports):

@@ -63,8 +63,12 @@ def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> No
     """Raise SettingsError for a name that is not among the known ones."""
     names = list(dict.fromkeys(known))
     for name in given:
-        if name not in names:
-            raise SettingsError(option, got=repr(name), expected=f"of {', '.join(names)}")
+        SettingsError.unless(
+            name in names,
+            option,
+            repr(name),
+            f"of {', '.join(names)}",
+        )
 
 
 def temporary(closing: ExitStack) -> Path:

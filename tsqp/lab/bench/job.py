@@ -78,32 +78,28 @@ class Plan(Document):
 
     def check(self, context_length: int, step_tokens: int) -> None:
         """Refuse cases that do not fit a model's context. Raises SettingsError."""
-        limit = f"{context_length}, the model's context"
-        longest = max(self.prefill, default=0)
-        if longest >= context_length:
-            raise SettingsError(
-                "--prefill", got=f"{longest} tokens", expected=f"fewer than {limit}"
-            )
-        if self.sequences > step_tokens:
-            raise SettingsError(
-                "--batch",
-                got=f"{self.sequences} sequences",
-                expected=f"at most {step_tokens}, which is what --step-tokens puts into a step",
-            )
+        limit, longest = f"{context_length}, the model's context", max(self.prefill, default=0)
+        SettingsError.unless(
+            longest < context_length, "--prefill", f"{longest} tokens", f"fewer than {limit}"
+        )
+        SettingsError.unless(
+            self.sequences <= step_tokens,
+            "--batch",
+            f"{self.sequences} sequences",
+            f"at most {step_tokens}, which is what --step-tokens puts into a step",
+        )
         for context, batch in self.decode:
             new = self.new_tokens(context, batch, step_tokens)
-            if context + new > context_length:
-                raise SettingsError(
-                    "--context, --decode-steps",
-                    got=f"{context} tokens and {new} decoded after them",
-                    expected=f"at most {limit}, together",
-                )
-        if self.generation and sum(self.generation) > context_length:
-            raise SettingsError(
-                "the request",
-                got=f"{sum(self.generation)} tokens",
-                expected=f"at most {limit}",
+            SettingsError.unless(
+                context + new <= context_length,
+                "--context, --decode-steps",
+                f"{context} tokens and {new} decoded after them",
+                f"at most {limit}, together",
             )
+        whole = sum(self.generation or ())
+        SettingsError.unless(
+            whole <= context_length, "the request", f"{whole} tokens", f"at most {limit}"
+        )
 
     def fitted(
         self, context_length: int, step_tokens: int, *, prefill: bool, context: bool

@@ -21,23 +21,22 @@ from safetensors.torch import save_file
 from protocol.errors import ModelError, PolicyError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import load_tensor, weight_rows
-from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import BATCH_TOKENS
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.bench.job import Plan, Served
 from tsqp.lab.bench.machine import cpu_ns
+from tsqp.lab.bench.memory import pad_layouts
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import Shape
@@ -74,8 +73,7 @@ def endless(model: Path, beside: Path) -> Path:
         # Names further EOS ids.
         if file.name not in ("config.json", "generation_config.json"):
             _share(file, made / file.name)
-    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    content["eos_token_id"] = None
+    content = read_json(model / "config.json") | {"eos_token_id": None}
     (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return made
 
@@ -87,10 +85,12 @@ def calibration(model: Path, beside: Path) -> Path:
     """
     if (model / CALIBRATION_FILE).exists():
         return model
-    if not Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)):
-        raise ModelError(
-            str(model), got="no linear weights and no calibration", expected="one of them"
-        )
+    ModelError.unless(
+        Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)),
+        str(model),
+        "no linear weights and no calibration",
+        "one of them",
+    )
     calibrated = beside / "calibrated"
     calibrated.mkdir()
     for file in model.iterdir():
@@ -115,8 +115,7 @@ def hollow(model: Path, beside: Path) -> Path:
 
 def _write_hollow(source: Path, target: Path) -> None:
     config, checkpoint = read_config(source), Checkpoint(source)
-    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    settings["tie_word_embeddings"] = False
+    settings = read_json(source / "config.json") | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     shapes = light_tensors(read_config(target))
     zeros = {name: shapes.pop(name) for name in weight_rows(read_config(target), 0, "lm_head")}
@@ -227,12 +226,12 @@ def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -
     masks = [mask for mask in policy.masks if isinstance(mask, AdditiveMask)]
     if not masks or masks[0].arithmetic != "int8":
         return None
-    if len(masks) > 1:
-        raise PolicyError(
-            f"policy {policy.name}",
-            got=f"{len(masks)} masks with pads",
-            expected="one: a bank is made for one",
-        )
+    PolicyError.unless(
+        len(masks) == 1,
+        f"policy {policy.name}",
+        f"{len(masks)} masks with pads",
+        "one: a bank is made for one",
+    )
     in_fresh_process(_write_bank, model, policy, tokens, path, zeros)
     return path
 
@@ -254,9 +253,9 @@ def _write_bank(model: Path, policy: Policy, tokens: int, path: Path, zeros: boo
 def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[BankFile, PadMaker]:
     """Return an empty bank for a policy's one mask, and what fills it."""
     config, checkpoint = read_config(model), Checkpoint(model)
-    (mask,) = (mask for mask in policy.masks if isinstance(mask, AdditiveMask))
+    ((mask, layout),) = pad_layouts(policy, config).items()
     purpose = Purpose.of(
-        PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)),
+        layout,
         mask=mask.described(),
         model=model.resolve().name,
         model_digest=model_digest(config, checkpoint),
@@ -292,14 +291,7 @@ def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
 
 def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
     """Return about how much room a bank takes on disk."""
-    return (
-        sum(
-            PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)).token_bytes
-            for mask in policy.masks
-            if isinstance(mask, AdditiveMask)
-        )
-        * tokens
-    )
+    return sum(one.token_bytes for one in pad_layouts(policy, config).values()) * tokens
 
 
 def start_services(

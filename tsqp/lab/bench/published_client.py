@@ -140,13 +140,13 @@ class PublishedClient:
 
     def _tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
         response = self.call(method, {**request, "dtype": _WIRE_DTYPE})
-        if response["dtype"] != _WIRE_DTYPE:
-            raise ProtocolError(
-                method,
-                got=str(response["dtype"])[:20],
-                expected=_WIRE_DTYPE,
-                code=ErrorCode.MALFORMED_MESSAGE,
-            )
+        ProtocolError.unless(
+            response["dtype"] == _WIRE_DTYPE,
+            method,
+            str(response["dtype"])[:20],
+            _WIRE_DTYPE,
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
         return _floats(response["output"], response["shape"])
 
 

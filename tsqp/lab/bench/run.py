@@ -38,7 +38,7 @@ from tsqp.lab.bench.machine import describe_machine, peak_bytes
 from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
 from tsqp.lab.bench.model import Baseline, PingPong, PolicyRun, Report, Setup
 from tsqp.lab.bench.random_model import required_bytes
-from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.bench.shapes import find_shape, require_one
 from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import run_job
 from tsqp.lab.research.feature_key import FeatureKey
@@ -184,12 +184,12 @@ class Bench:
         settings = self._settings
         given = settings.endpoints
         used = given[: policy.services]
-        if given and (len(used) < policy.services or len(set(used)) < len(used)):
-            raise SettingsError(
-                f"--gpu, for policy {policy.name}",
-                got=" and ".join(used),
-                expected=f"{policy.services} services that do not collude",
-            )
+        SettingsError.unless(
+            not given or len(set(used)) == policy.services,
+            f"--gpu, for policy {policy.name}",
+            " and ".join(used),
+            f"{policy.services} services that do not collude",
+        )
         check_links(
             assign_shares([ServiceSpec.parse(one) for one in used], policy) if used else (),
             [None] * len(used),
@@ -209,22 +209,19 @@ class Bench:
             )
         served = settings.server_model is not None or bool(settings.endpoints)
         if settings.key is None or not served:
-            raise SettingsError(
-                f"policy {policy.name}",
-                got="no --key, or no --server-model",
-                expected=f"both, as tsqp provision MODEL --mask {mask.name} writes them",
-            )
+            expected = f"both, as tsqp provision MODEL --mask {mask.name} writes them"
+            raise SettingsError(f"policy {policy.name}", "no --key, or no --server-model", expected)
         FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)
-            checkpoint = Checkpoint(settings.server_model)
-            checkpoint.require(linear_tensors(served_config, FUSED_MODULES))
-            if served_config.num_hidden_layers != self._config.num_hidden_layers:
-                raise ModelError(
-                    str(settings.server_model),
-                    got=f"{served_config.num_hidden_layers} layers",
-                    expected=f"{self._config.num_hidden_layers}, as {settings.model} has",
-                )
+            tensors = linear_tensors(served_config, FUSED_MODULES)
+            Checkpoint(settings.server_model).require(tensors)
+            ModelError.unless(
+                served_config.num_hidden_layers == self._config.num_hidden_layers,
+                str(settings.server_model),
+                f"{served_config.num_hidden_layers} layers",
+                f"{self._config.num_hidden_layers}, as {settings.model} has",
+            )
 
     def _all_policies(self) -> list[tuple[str, Policy]]:
         found = list(self._settings.policies)
@@ -356,12 +353,7 @@ def _policy_run(
 
 
 def _read_config(settings: BenchSettings) -> ModelConfig:
-    if (settings.model is None) == (settings.shape is None):
-        raise SettingsError(
-            "MODEL and --shape",
-            got="both" if settings.model else "neither",
-            expected="one of them",
-        )
+    require_one(settings.model, settings.shape)
     if settings.shape is not None:
         return find_shape(settings.shape).config()
     return read_config(settings.model or Path())
@@ -371,12 +363,9 @@ def _check_names(policies: list[tuple[str, Policy]]) -> None:
     """Refuse two policies of one name: the report could not tell them apart."""
     places: dict[str, str] = {}
     for place, policy in policies:
-        if policy.name in places:
-            raise SettingsError(
-                "--policy",
-                got=f"{places[policy.name]} and {place}, both named {policy.name}",
-                expected="policies of different names",
-            )
+        got = f"{places.get(policy.name)} and {place}, both named {policy.name}"
+        expected = "policies of different names"
+        SettingsError.unless(policy.name not in places, "--policy", got, expected)
         places[policy.name] = place
 
 

@@ -10,12 +10,10 @@ from protocol.errors import SettingsError
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
-from tee_side.model.local_operators import sites_under
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import AttentionWindow, Placement, Policy
-from tee_side.protect.masks.mask import AdditiveMask, Kind, Mask
+from tee_side.protect.masks.mask import Kind, Mask
 from tee_side.protect.pads.bank_format import MAX_GROUP, slot_bytes
-from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
@@ -28,6 +26,7 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
+from tsqp.lab.bench.memory import pad_layouts
 from tsqp.lab.bench.model import Document
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_rotation import FeatureRotation
@@ -281,10 +280,7 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
 def _needs(policy: Policy, config: ModelConfig) -> Needs:
     pads = []
-    for mask in policy.masks:
-        if not isinstance(mask, AdditiveMask):
-            continue
-        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+    for mask, layout in pad_layouts(policy, config).items():
         on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
         phases = tuple(
             phase

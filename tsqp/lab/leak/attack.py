@@ -139,12 +139,12 @@ class Attack(ABC):
             for attribute in ("reads", "source", "control", "published")
             if not hasattr(cls, attribute)
         ]
-        if missing:
-            raise AttackError(
-                f"attack {cls.__name__}",
-                got=f"no {', '.join(missing)}",
-                expected="what every attack has to say",
-            )
+        AttackError.unless(
+            not missing,
+            f"attack {cls.__name__}",
+            f"no {', '.join(missing)}",
+            "what every attack has to say",
+        )
         if not 0 < cls.published <= 1:
             raise AttackError(
                 f"attack {cls.__name__}",

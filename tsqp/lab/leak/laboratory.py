@@ -183,10 +183,12 @@ def _reason(error: BaseException) -> str:
 def read_report(path: Path, model: str) -> BenchReport:
     """Read what `tsqp bench --json` wrote of a model. Raises SettingsError."""
     report = read_recorded(path)
-    if report.setup.model != model:
-        raise SettingsError(
-            str(path), got=f"the cost of {report.setup.model}", expected=f"that of {model}"
-        )
+    SettingsError.unless(
+        report.setup.model == model,
+        str(path),
+        f"the cost of {report.setup.model}",
+        f"that of {model}",
+    )
     return report
 
 

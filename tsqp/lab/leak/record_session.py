@@ -265,13 +265,13 @@ def _session(
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]
     for channel, trace in zip(channels, traces, strict=True):
-        if trace.tokens != len(positions):
-            raise TraceError(
-                channel.endpoint,
-                got=f"requests about {trace.tokens} tokens, by their rows",
-                expected=f"{len(positions)}, which went through the model: steps of this policy"
-                " cannot be told apart, or what its mask adds cannot",
-            )
+        TraceError.unless(
+            trace.tokens == len(positions),
+            channel.endpoint,
+            f"requests about {trace.tokens} tokens, by their rows",
+            f"{len(positions)}, which went through the model: steps of this policy"
+            " cannot be told apart, or what its mask adds cannot",
+        )
     truth = Truth(
         prompt=tuple(prompt),
         answer=tuple(sequence.token_ids),
@@ -340,10 +340,12 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
             messages.append(tuple(bytes(frame) for frame in summed))
         else:
             messages.append(frames)
-    if shares:
-        raise TraceError(
-            "shares", got=f"{len(shares)} requests to the second service alone", expected="none"
-        )
+    TraceError.unless(
+        not shares,
+        "shares",
+        f"{len(shares)} requests to the second service alone",
+        "none",
+    )
     return tuple(messages)
 
 

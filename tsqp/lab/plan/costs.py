@@ -193,10 +193,12 @@ def as_in_layer(policy: Policy, layer: int) -> Policy:
         )
         for operator, placements in policy.operators.items()
     }
-    if not all(operators.values()):
-        raise PolicyError(
-            f"policy {policy.name}", got=f"nothing for layer {layer}", expected="placements"
-        )
+    PolicyError.unless(
+        all(operators.values()),
+        f"policy {policy.name}",
+        f"nothing for layer {layer}",
+        "placements",
+    )
     return policy.model_copy(update={"operators": operators})
 
 

@@ -78,12 +78,12 @@ class Machine(Document):
 
         Raises SettingsError for cores or a transport that were not measured.
         """
-        if cores > len(self.int8_gops):
-            raise SettingsError(
-                "--tee-cores",
-                got=str(cores),
-                expected=f"at most {len(self.int8_gops)}, as measured",
-            )
+        SettingsError.unless(
+            cores <= len(self.int8_gops),
+            "--tee-cores",
+            str(cores),
+            f"at most {len(self.int8_gops)}, as measured",
+        )
         (alone_gops, *_), (*_, gb_per_s) = here
         return Instead(
             alone=alone_gops / self.int8_gops[0],

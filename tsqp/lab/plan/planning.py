@@ -5,7 +5,6 @@ Everything is checked before anything is made or measured.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -17,22 +16,27 @@ from typing import Any
 
 from gpu_side.parts import check_columns
 from protocol.errors import SettingsError
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
-from tee_side.model.local_operators import sites_here, sites_under
+from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import Served
 from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
+from tsqp.lab.bench.memory import (
+    check_disk,
+    check_memory,
+    pad_layouts,
+    service_bytes,
+    tee_parts,
+)
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.random_model import required_bytes
-from tsqp.lab.bench.shapes import Shape, find_shape
+from tsqp.lab.bench.shapes import Shape, find_shape, require_one
 from tsqp.lab.measure import run_job
 from tsqp.lab.plan.costs import (
     Costs,
@@ -116,25 +120,28 @@ class Planning:
             one = ((1.0,), (1.0,))
             settings.machine.beside(one, settings.cores, settings.transport)
         tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
-        if tokens > config.context_length:
-            raise SettingsError(
-                "--prompt-tokens, --context",
-                got=f"sequences of up to {tokens} tokens while it is measured",
-                expected=f"at most {config.context_length}, the model's context",
-            )
+        SettingsError.unless(
+            tokens <= config.context_length,
+            "--prompt-tokens, --context",
+            f"sequences of up to {tokens} tokens while it is measured",
+            f"at most {config.context_length}, the model's context",
+        )
         needed = 0
         for name, policy in settings.policies:
             policy.check(config.num_hidden_layers)
-            if policy.segments(config.num_hidden_layers):
-                expected = "a policy without: tsqp bench --device model:PROFILE measures segments"
-                raise SettingsError(f"policy {policy.name}", got="segments", expected=expected)
-            if policy.feature_mask is not None:
-                raise SettingsError(
-                    f"policy {policy.name}",
-                    got=f"the feature mask {policy.feature_mask.name}",
-                    expected="a policy without one: its service needs a directory that tsqp"
-                    " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
-                )
+            SettingsError.unless(
+                not policy.segments(config.num_hidden_layers),
+                f"policy {policy.name}",
+                "segments",
+                "a policy without: tsqp bench --device model:PROFILE measures segments",
+            )
+            SettingsError.unless(
+                policy.feature_mask is None,
+                f"policy {policy.name}",
+                f"the feature mask {policy.feature_mask and policy.feature_mask.name}",
+                "a policy without one: its service needs a directory that tsqp"
+                " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
+            )
             for layer in set(self._kinds[name]):
                 alike = as_in_layer(policy, layer)
                 few = self._few_layers(alike, layer).config()
@@ -338,19 +345,13 @@ class Planning:
 
 
 def _shape_of(settings: PlanSettings) -> Shape:
-    if settings.shape is not None and settings.model is None:
+    require_one(settings.model, settings.shape)
+    if settings.shape is not None:
         return find_shape(settings.shape)
-    if settings.model is None or settings.shape is not None:
-        raise SettingsError(
-            "MODEL and --shape",
-            got="both" if settings.model else "neither",
-            expected="one of them",
-        )
-    read_config(settings.model)  # its errors name the directory
-    path = settings.model / "config.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    content["eos_token_id"] = None
-    return Shape(settings.model.name, str(path), content)
+    model = settings.model or Path()
+    read_config(model)  # its errors name the directory
+    path = model / "config.json"
+    return Shape(model.name, str(path), read_json(path) | {"eos_token_id": None})
 
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
@@ -388,12 +389,7 @@ def _alike(
 
 def _pad_operations(policy: Policy, config: ModelConfig) -> int:
     """Return the int8 multiplications and additions behind one token's pads."""
-    layers = config.num_hidden_layers
-    return sum(
-        product_operations(PadLayout.of(config, sites_under(policy, layers, mask)))
-        for mask in policy.masks
-        if isinstance(mask, AdditiveMask)
-    )
+    return sum(map(product_operations, pad_layouts(policy, config).values()))
 
 
 def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
