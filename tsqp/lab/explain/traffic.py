@@ -180,6 +180,8 @@ class StepTraffic:
         self._ids: list[int] = []
         self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
         self._messages: dict[tuple[Phase, Operator, int], tuple[Message, ...]] = {}
+        # Of the first request of each: how many cross, those that a mask adds included.
+        self.rows: dict[tuple[Phase, Operator, int], int] = {}
 
     def decode(self, context: int) -> None:
         """Measure one decoded token of one sequence."""
@@ -237,6 +239,7 @@ class StepTraffic:
                 called[key] = self._call(*key, rows, context, outputs)
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
+            self.rows.setdefault(at, _rows(called[key][0].request))
             costs = [self._count(captured, layer) for captured in called[key]]
             self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
 
@@ -344,6 +347,12 @@ def _zero_pads(mask: AdditiveMask, config: ModelConfig) -> HideAt:
         return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), size, dtype=dtype)))
 
     return lambda site: partial(hide, site)
+
+
+def _rows(request: Request) -> int:
+    if isinstance(request, SeededRingLinearRequest):
+        return request.rows
+    return next(value.shape[0] for _, value in request if isinstance(value, WireTensor))
 
 
 def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:
