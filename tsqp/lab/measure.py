@@ -261,16 +261,17 @@ def run_job(where: str, measure: Callable[[J, Tell], None], job: J) -> Iterator[
     `where`: names the work in errors. Raises ProcessError if it fails.
     """
     told = SimpleQueue[Any]()
+
+    def ended(done: Future[Any]) -> None:
+        # One that is killed does not say so itself.
+        if isinstance(done.exception(), BrokenProcessPool):
+            told.put(None)
+
     with processes(1, where, told.put) as submit:
         running = submit(_measured, measure, job)
-        # One that is killed does not say that it has ended.
-        running.add_done_callback(lambda done: told.put(None) if _broken(done) else None)
+        running.add_done_callback(ended)
         yield from iter(told.get, None)
         running.result()
-
-
-def _broken(done: Future[Any]) -> bool:
-    return isinstance(done.exception(), BrokenProcessPool)
 
 
 def passed_on(error: BaseException, where: str = "") -> ProcessError:
