@@ -263,8 +263,8 @@ def run_job(where: str, measure: Callable[[J, Tell], None], job: J) -> Iterator[
     told = SimpleQueue[Any]()
 
     def ended(done: Future[Any]) -> None:
-        # One that is killed does not say so itself.
-        if isinstance(done.exception(), BrokenProcessPool):
+        # One that is killed, or has not begun, does not say so itself.
+        if not isinstance(done.exception(), ProcessError | None):
             told.put(None)
 
     with processes(1, where, told.put) as submit:
