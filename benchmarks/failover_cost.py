@@ -46,7 +46,7 @@ from benchmarks.harness import (
 )
 from protocol.channel import Channel
 from protocol.connect import open_channel
-from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError
+from protocol.errors import EndpointError, ReplyError, SettingsError
 from protocol.messages import (
     FUSED_MODULES,
     InitReply,
@@ -64,6 +64,7 @@ from tee_side.remote.services.member import ConnectOptions, Instances, Member, S
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
+from tsqp.lab.leak.recording import AtOnce
 from tsqp.run.settings import model_directory
 
 POLICY = "attention-in-tee"
@@ -139,7 +140,7 @@ def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[dict[
 
 def _bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     """Return the microseconds that an RPC takes longer for being one that could be asked again."""
-    channel = _AtOnce()
+    channel = _AtOnce("nowhere")
     group = ReplicaGroup(1, 0, 0, ("nowhere",))
     options = ConnectOptions(_nobody, _unchecked)
     member = Member("nowhere", group, options, Instances(), Traffic())
@@ -155,12 +156,10 @@ def _bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     return (fastest[1] - fastest[0]) / calls
 
 
-class _AtOnce(Channel):
-    """A connection whose replies are there before they are waited for."""
+class _AtOnce(AtOnce):
+    """A connection, to nowhere, with one reply to all requests."""
 
-    endpoint = "nowhere"
-    traffic = Traffic()
-    _exchange = Exchange(_REPLY, 0, 0, 0, 0, 0, None, 0, endpoint)
+    _exchange = Exchange(_REPLY, endpoint="nowhere")
 
     def submit(
         self,
@@ -177,15 +176,9 @@ class _AtOnce(Channel):
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         return True
 
-    def abandon(self, request_id: int) -> None: ...
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None: ...
-
     def limit_messages(self, max_message_bytes: int) -> None: ...
 
     def use_one_connection(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _nobody(endpoint: str) -> PendingChannel:
@@ -250,8 +243,12 @@ def _only(channel: Channel, _layer: int) -> tuple[Channel]:
 def measure(options: Any) -> Found:
     """Measure over each transport. Raises TsqpError."""
     for name in ("rounds", "calls"):
-        if (value := getattr(options, name)) < 1:
-            raise SettingsError(f"--{name}", got=str(value), expected="1 or more")
+        SettingsError.unless(
+            getattr(options, name) >= 1,
+            f"--{name}",
+            str(getattr(options, name)),
+            "1 or more",
+        )
     model = model_directory(options.model)
     results: list[dict[str, Any]] = []
     for transport in transports(options.transports):

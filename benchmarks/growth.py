@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Found, main, numbers, say, temporary
+from benchmarks.harness import Found, main, say, temporary
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Case, PolicyRun
@@ -137,7 +137,7 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any
 def measure(options: Any) -> Found:
     """Measure each number of layers, and fit. Raises TsqpError."""
     names = ("layers", "contexts", "prompts", "batches")
-    sizes = {name: numbers(getattr(options, name)) for name in names}
+    sizes = {name: list(getattr(options, name)) for name in names}
     shape = find_shape(options.shape)
     found = _growths({n: _measure(shape, n, sizes, options) for n in sizes["layers"]}, sizes)
     about = {"shape": options.shape, "policy": options.policy, "transport": options.transport}
@@ -151,10 +151,10 @@ if __name__ == "__main__":
         shape="llama-3.2-1b",
         policy="attention-in-tee",
         transport="unix",
-        layers="4,8,16",
-        contexts="128,512,2048",
-        prompts="128,256,512,1024,2048",
-        batches="1,2,4,8",
+        layers=(4, 8, 16),
+        contexts=(128, 512, 2048),
+        prompts=(128, 256, 512, 1024, 2048),
+        batches=(1, 2, 4, 8),
         repeats=5,
         decode_steps=24,
         threads=torch.get_num_threads(),

@@ -95,8 +95,12 @@ def measuring_copy(image: Path, folder: Path, words: list[object]) -> Path:
 
 def measure(options: Any) -> Found:
     """Start the copy, and read what it printed. Raises TsqpError."""
-    if not options.image:
-        raise SettingsError("--image", got="nothing", expected="a folder of tsqp image build")
+    SettingsError.unless(
+        options.image,
+        "--image",
+        "nothing",
+        "a folder of tsqp image build",
+    )
     with ExitStack() as closing:
         folder = temporary(closing)
         memory = folder / "memory"

@@ -6,7 +6,6 @@ whether it reached its target. `main` prints that, or writes it where `--json` s
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -20,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from protocol.errors import SettingsError, TsqpError
+from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.machine import describe_machine, script
 from tsqp.lab.bench.model import OperatorCost
 from tsqp.lab.measure import Collector
 from tsqp.processes import start_service
@@ -37,45 +36,20 @@ BINDS = {"unix": "unix://{folder}/{name}.sock", "tcp": "tcp://127.0.0.1:*"}
 def main(about: str | None, measure: Callable[[Any], Found], **options: Any) -> None:
     """Measure and report; exit status 1 if a target is missed.
 
-    `options`: each with its default, whose type is the option's; a list is a repeatable option, and
-    False one without a value. What names machine and versions is put in front of what was found.
+    `options`: see `script`. What names machine and versions is put in front of what was found.
     """
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(default, bool):
-            parser.add_argument(option, action="store_true")
-        elif isinstance(default, list):
-            parser.add_argument(option, action="append", default=default)
-        else:
-            parser.add_argument(option, type=type(default), default=default)
-    parser.add_argument("--json", type=Path, help="write the result here instead of to stdout")
-    given = parser.parse_args()
-    try:
-        found, reached = measure(given)
-    except TsqpError as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+    (found, reached), path = script(about, measure, **options)
     text = json.dumps({"machine": describe_machine(), **found}, indent=1) + "\n"
-    if given.json is None:
+    if path is None:
         sys.stdout.write(text)
     else:
-        given.json.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     sys.exit(0 if reached else 1)
 
 
 def say(line: str) -> None:
     """Tell what is being measured."""
     print(line, file=sys.stderr, flush=True)
-
-
-def numbers(text: str) -> list[int]:
-    """Read whole numbers from 1, with commas; sorted, each once. Raises SettingsError."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise SettingsError("sizes", got=repr(text), expected="whole numbers from 1, with commas")
-    return sorted({int(part) for part in parts})
 
 
 def transports(text: str) -> list[str]:
@@ -89,8 +63,12 @@ def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> No
     """Raise SettingsError for a name that is not among the known ones."""
     names = list(dict.fromkeys(known))
     for name in given:
-        if name not in names:
-            raise SettingsError(option, got=repr(name), expected=f"of {', '.join(names)}")
+        SettingsError.unless(
+            name in names,
+            option,
+            repr(name),
+            f"of {', '.join(names)}",
+        )
 
 
 def temporary(closing: ExitStack) -> Path:

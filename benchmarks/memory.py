@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Found, main, temporary
+from tsqp.lab.bench.machine import peak_bytes
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import program, start_service
@@ -27,21 +27,17 @@ PROMPT = ",".join(str(1000 + 7 * i) for i in range(64))
 KIB = 1024
 
 
-def peak_bytes(pid: int) -> int:
-    """Return the largest resident set that a living process ever had."""
-    return _high_water_mark(Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
-
-
-def _high_water_mark(status: str) -> int:
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * KIB
-
-
 def _peak_of_import() -> int:
     """Return the peak of an interpreter that imports torch and nothing else."""
     # Not getrusage: its peak survives exec, and would be that of this process.
-    code = "import torch; print(open('/proc/self/status').read())"
-    command = [sys.executable, "-c", code]
-    return _high_water_mark(subprocess.check_output(command, text=True))
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys, torch; print(flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        if process.stdout is not None:
+            process.stdout.readline()
+        return peak_bytes(process.pid)
 
 
 def _peak_of_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[str, int]]:

@@ -192,12 +192,12 @@ def measure(options: Any) -> Found:
     """Measure every case. Raises TsqpError."""
     over = transports(options.transports)
     require_known("--case", options.case, (case.case for case in CASES))
-    find_shape(options.shape)
-    results = []
+    shape = find_shape(options.shape)
+    results: list[dict[str, Any]] = []
     with ExitStack() as closing:
         folder = temporary(closing)
         say(f"making random weights of {options.shape}")
-        prepare.random_model(folder, options.shape, linear=False)
+        prepare.random_model(folder, shape, linear=False)
         for case in (case for case in CASES if not options.case or case.case in options.case):
             for transport in over:
                 found = measure_case(folder, case, transport, options)

@@ -1,9 +1,11 @@
-"""A million draws from a pad bank with crashes between and inside them; none may come twice.
+"""What one draw of a pad takes; and draws with crashes between and inside them, for the scorecard.
 
-    python -m benchmarks.pad_draws [--draws N] [--folder DIR] [--json FILE]
+    python -m benchmarks.pad_draws [--folder DIR] [--json FILE]
 
-Every life of the bank is a real process that opens it, fills it, draws 1 to 3 tokens at a time and
-checks u = r W. It ends in one of these ways, chosen at random:
+The folder should be on a real disk: on a memory-backed one fsync costs nothing.
+
+`crash_and_draw` is what `make soak ONLY=pads` counts a million draws with: none may come twice.
+Every life of the bank is a real process, which ends in one of these ways, chosen at random:
 
     abandoned     leaves without closing anything
     fsync, ...    kills itself (SIGKILL) right before or after its n-th system call of that name
@@ -11,8 +13,6 @@ checks u = r W. It ends in one of these ways, chosen at random:
 
 What was drawn is counted in memory shared with this process, which outlives the kill. A kill keeps
 what the kernel has: loss of power is simulated by tests/faults/test_pads.py.
-
-The folder should be on a real disk: on a memory-backed one fsync costs nothing.
 """
 
 from __future__ import annotations
@@ -34,23 +34,18 @@ from typing import Any, TypeAlias
 import torch
 
 from benchmarks.harness import Found, elapsed_us, main
-from tee_side.protect.pads.bank import BankFile, read_bank_status
+from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.randomness import Keystream
 
 CAPACITY = 8192
-WEIGHT = 12345
-LAYOUT = PadLayout((SiteShape(0, "qkv_proj", 1, 1),))
-PURPOSE = Purpose.of(LAYOUT, mask="pad", model_digest="0" * 64, linear_digest="1" * 64)
 SYSTEM_CALLS = ("open", "write", "fsync", "replace", "pwrite")
 ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
 # A large block makes a million draws feasible, the default one is tested with them.
 BLOCKS = (16, 256, 1024, 1024)
-_TOTALS = struct.Struct("=QQQQ")  # as `Ledger.totals`
-# Lost tokens take an index too, a block a life at most.
-INDICES_PER_DRAW = 4
+_TOTALS = struct.Struct("=QQ")  # as `Ledger.totals`
 
 
 def place(folder: Path) -> BankPlace:
@@ -61,23 +56,21 @@ def place(folder: Path) -> BankPlace:
 class Ledger:
     """Counts in memory that parent and children share: how often each index was drawn."""
 
-    def __init__(self, draws: int, indices_per_draw: int = INDICES_PER_DRAW) -> None:
+    def __init__(self, draws: int, indices_per_draw: int) -> None:
         self._memory = mmap.mmap(-1, _TOTALS.size + draws * indices_per_draw + 2**20)
 
-    def totals(self) -> tuple[int, int, int, int]:
-        """Return draws, tokens, draws that went backwards, and where the last one ended."""
-        draws, tokens, backwards, end = _TOTALS.unpack_from(self._memory)
-        return draws, tokens, backwards, end
+    def totals(self) -> tuple[int, int]:
+        """Return draws and tokens."""
+        draws, tokens = _TOTALS.unpack_from(self._memory)
+        return draws, tokens
 
     def add(self, indices: range) -> None:
         """Count one draw."""
-        draws, tokens, backwards, end = self.totals()
-        backwards += indices.start < end
+        draws, tokens = self.totals()
         for index in indices:
             position = _TOTALS.size + index
             self._memory[position] = min(255, self._memory[position] + 1)
-        totals = (draws + 1, tokens + len(indices), backwards, indices.stop)
-        _TOTALS.pack_into(self._memory, 0, *totals)
+        _TOTALS.pack_into(self._memory, 0, draws + 1, tokens + len(indices))
 
     def counts(self) -> torch.Tensor:
         """Return how often each index was drawn, uint8."""
@@ -87,25 +80,6 @@ class Ledger:
 
 # A folder with the bank, what is counted, how the life ends, when and what to draw, and until when.
 Life: TypeAlias = "Callable[[Path, Ledger, str, random.Random, int], None]"
-
-
-def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
-    """Run one life to its end, in a process of its own."""
-    draws = prepare_end(end, choose)
-    bank = BankFile.open(place(folder), PURPOSE, block=choose.choice(BLOCKS))
-    for _ in range(draws):
-        if ledger.totals()[0] >= until:
-            break
-        if bank.available < 3:
-            with bank.begin(min(bank.room, choose.randint(500, 2000))) as batch:
-                batch.put(0, batch.r(0) * WEIGHT)
-                batch.commit()
-        indices = bank.take(choose.randint(1, 3))
-        ledger.add(indices)
-        r, u = bank.factors(indices, 0)
-        if not torch.equal(u, r * WEIGHT):
-            os._exit(3)
-    os._exit(0)
 
 
 def prepare_end(end: str, choose: random.Random) -> int:
@@ -142,23 +116,20 @@ def crash_and_draw(
     draws: int,
     seed: int,
     *,
-    run_life: Life = live,
-    purpose: Purpose = PURPOSE,
-    indices_per_draw: int = INDICES_PER_DRAW,
-    on_progress: Callable[[int], None] | None = None,
+    run_life: Life,
+    purpose: Purpose,
+    indices_per_draw: int,
 ) -> dict[str, Any]:
     """Draw `draws` times over as many lives as it takes; return what was counted.
 
-    `run_life`, `purpose`: another way to draw, from another bank.
+    `run_life`: draws from the bank, of `purpose`, to its end. `indices_per_draw`: at most;
+    lost tokens take an index, too, a block a life.
     """
     choose = random.Random(seed)  # noqa: S311 - when to crash, not what to hide
     BankFile.create(place(folder), purpose, capacity=CAPACITY).close()
     ledger = Ledger(draws, indices_per_draw)
     ends: Counter[str] = Counter()
-    started = time.monotonic()
     while ledger.totals()[0] < draws:
-        if on_progress is not None:
-            on_progress(ledger.totals()[0])
         end, life = choose.choice(ENDS), random.Random(choose.random())  # noqa: S311
         delay_s = choose.uniform(0, 2)
         child = os.fork()
@@ -174,20 +145,13 @@ def crash_and_draw(
         if status not in (0, -signal.SIGKILL):
             raise SystemExit(f"a life that ended with {end} failed with status {status}")
         ends[f"killed: {end}" if status else "abandoned"] += 1
-    elapsed_s = time.monotonic() - started
-    counts = ledger.counts()
-    total, tokens, backwards, _ = ledger.totals()
-    used = read_bank_status(place(folder)).next_index
+    total, tokens = ledger.totals()
     return {
         "draws": total,
         "tokens": tokens,
-        "reused_indices": int((counts > 1).sum()),
-        "draws_that_went_backwards": backwards,
+        "reused_indices": int((ledger.counts() > 1).sum()),
         "crashes": dict(sorted(ends.items())),
         "crashes_total": ends.total(),
-        "tokens_lost": used - int((counts > 0).sum()),
-        "elapsed_s": round(elapsed_s, 1),
-        "draws_per_s": round(total / elapsed_s),
     }
 
 
@@ -233,16 +197,12 @@ def _median_us(call: Callable[[], object], repeats: int = 2000) -> float:
 
 
 def measure(options: Any) -> Found:
-    """Count, and time one site."""
-    torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
+    """Time one site."""
     with tempfile.TemporaryDirectory(dir=options.folder or None) as name:
-        folder = Path(name)
-        timed = time_one_site(folder, 2048, 8192)
-        counted = crash_and_draw(folder, options.draws, options.seed)
+        timed = time_one_site(Path(name), 2048, 8192)
     version = importlib.metadata.version("cryptography")
-    reused = counted["reused_indices"] or counted["draws_that_went_backwards"]
-    return {"cryptography": version, **counted, "one_row_at_one_site": timed}, not reused
+    return {"cryptography": version, "one_row_at_one_site": timed}, True
 
 
 if __name__ == "__main__":
-    main(__doc__, measure, draws=1_000_000, seed=1, folder="")
+    main(__doc__, measure, folder="")

@@ -203,8 +203,12 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
             document = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise SettingsError(str(path), got=f"no JSON ({error})", expected="JSON") from None
-        if not isinstance(document, dict):
-            raise SettingsError(str(path), got=type(document).__name__, expected="a JSON object")
+        SettingsError.unless(
+            isinstance(document, dict),
+            str(path),
+            type(document).__name__,
+            "a JSON object",
+        )
         found[path.stem] = document
     return found
 
@@ -232,8 +236,12 @@ def benchmarks_page(documents: Documents) -> str:
 
 def main(arguments: list[str]) -> None:
     """Write the page to the file that is named. Raises SettingsError."""
-    if len(arguments) != 1:
-        raise SettingsError("python -m benchmarks.page", got=repr(arguments), expected="one file")
+    SettingsError.unless(
+        len(arguments) == 1,
+        "python -m benchmarks.page",
+        repr(arguments),
+        "one file",
+    )
     Path(arguments[0]).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")
 
 

@@ -65,8 +65,12 @@ def without_layers(document: Any) -> dict[str, Any]:
     Raises SettingsError if the report is incomplete.
     """
     report = Report.model_validate(document)
-    if report.incomplete:
-        raise SettingsError("tsqp bench", got=report.incomplete, expected="a complete report")
+    SettingsError.unless(
+        not report.incomplete,
+        "tsqp bench",
+        str(report.incomplete),
+        "a complete report",
+    )
     runs = []
     for run in report.policies:
         cases = tuple(
@@ -179,10 +183,12 @@ def record(recording: Recording, results: Path) -> int:
         "load_before": load,
     }
     text = json.dumps(six_figures({"recorded": about, **document}), indent=1) + "\n"
-    if len(text) > MOST_BYTES:
-        raise SettingsError(
-            recording.name, got=f"{len(text)} bytes", expected=f"at most {MOST_BYTES} to record"
-        )
+    SettingsError.unless(
+        len(text) <= MOST_BYTES,
+        recording.name,
+        f"{len(text)} bytes",
+        f"at most {MOST_BYTES} to record",
+    )
     target = results / f"{recording.name}.json"
     part = target.with_suffix(".part")
     part.write_text(text, encoding="utf-8")

@@ -23,7 +23,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -38,7 +37,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.harness import Found, main, service, temporary
 from protocol.model.config import read_config
+from tee_side.policy.placement import load_policy
+from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import in_fresh_process
 from tsqp.processes import program
 
 POLICY = "attention-in-tee"
@@ -167,14 +170,9 @@ def tokens_per_s(address: str, streams: int, seconds: float) -> float:
     return median(rates)
 
 
-def engine_alone(model: str, endpoint: str, streams: int, seconds: float) -> float:
+def engine_alone(model: Path, endpoint: str, streams: int, seconds: float) -> float:
     """Return the rate of as many sequences of an engine in this process."""
-    from tee_side.policy.placement import load_policy  # noqa: PLC0415
-    from tee_side.runner import Runner, RunnerSettings  # noqa: PLC0415
-
-    settings = RunnerSettings(
-        model=Path(model), policy=load_policy(POLICY), gpu=(endpoint,), spin_us=50
-    )
+    settings = RunnerSettings(model=model, policy=load_policy(POLICY), gpu=(endpoint,), spin_us=50)
     rates: list[float] = []
     until = time.perf_counter() + seconds
     with Runner(settings) as runner:
@@ -196,7 +194,7 @@ def streams_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"engine_alone": [], "one_stream": [], "streams": []}
     for _ in range(_ROUNDS):
         rates["engine_alone"].append(
-            _in_child("engine_alone", str(model), endpoint, STREAMS, seconds)
+            in_fresh_process(engine_alone, model, endpoint, STREAMS, seconds)
         )
         with server(model, endpoint, POLICY) as address:
             asyncio.run(crowd(address, 2, 1.0))
@@ -304,15 +302,6 @@ def _complete(address: str, fields: dict[str, Any]) -> str:
     return text
 
 
-def _in_child(function: str, *arguments: Any) -> float:
-    """Run a function of this module in a fresh process, and return its number."""
-    code = f"from benchmarks.serving import {function}; print({function}(*{arguments!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return float(done.stdout)
-
-
 def measure(options: Any) -> Found:
     """Measure everything."""
     seconds = options.seconds
@@ -320,7 +309,7 @@ def measure(options: Any) -> Found:
         folder = temporary(closing)
         random_model = folder / "model"
         random_model.mkdir()
-        prepare.random_model(random_model, options.shape, linear=False)
+        prepare.random_model(random_model, find_shape(options.shape), linear=False)
         model = prepare.endless(random_model, folder)
         add_tokenizer(model)
         device = ("--device", "null", "--spin-us", "50")

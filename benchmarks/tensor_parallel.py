@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Found, elapsed_us, main, numbers, say, service, temporary
+from benchmarks.harness import Found, elapsed_us, main, say, service, temporary
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.messages import (
@@ -93,7 +93,7 @@ def measure(options: Any) -> Found:
             asked += ["--threads", str(max(1, threads))]
             endpoint = service(closing, folder, f"unix://{folder}/{len(channels)}", *asked)
             channels.append(closing.enter_context(open_channel(endpoint, timeout_s=600.0)))
-        for rows in numbers(options.rows):
+        for rows in options.rows:
             rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
             found: dict[str, list[float]] = {}
             for operator in (*FUSED_MODULES, None):
@@ -117,6 +117,6 @@ if __name__ == "__main__":
         layers=2,
         round_trips=40,
         cores=",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        rows="1,2,4,8,32,128",
+        rows=(1, 2, 4, 8, 32, 128),
         quantile=0.5,
     )

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
-
-from pydantic import BaseModel
 
 from protocol.errors import TsqpError
 from tsqp import end_with_parent
@@ -38,12 +36,11 @@ class ProcessError(TsqpError):
 
 @contextmanager
 def child(
-    command: list[str], *, stdout: int, stdin: int | None = None
+    command: list[str], *, stdout: int
 ) -> Iterator[tuple[subprocess.Popen[bytes], StderrReader]]:
     """Start one of our programs, and end it when the block ends in whatever way."""
     process = subprocess.Popen(
         [*ending_with_us(), *command],
-        stdin=stdin,
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=_child_environment(),
@@ -69,21 +66,6 @@ def ending_with_us() -> list[str]:
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return []
     return [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
-
-
-@contextmanager
-def worker(
-    module: str, job: BaseModel
-) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], StderrReader]]:
-    """Start a module of ours as a child with a job on its stdin; the second is its stdout."""
-    command = [sys.executable, "-m", module]
-    with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (process, errors):
-        if process.stdin is None or process.stdout is None:
-            raise ProcessError(module, got="no pipes", expected="stdin and stdout")
-        # One that has ended already says why on stderr.
-        with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(job.model_dump_json().encode())
-        yield process, process.stdout, errors
 
 
 def failure(where: str, status: int | None, last: str, *, expected: str) -> ProcessError:

@@ -227,10 +227,12 @@ def _settings(
         ("transport", "--transport"),
         ("gpu_threads", "--gpu-threads"),
     ):
-        if options["gpu"] and name in given:
-            raise SettingsError(
-                kind, got="it together with --gpu", expected="one of them: no service is started"
-            )
+        SettingsError.unless(
+            not options["gpu"] or name not in given,
+            kind,
+            "it together with --gpu",
+            "one of them: no service is started",
+        )
     cores = torch.get_num_threads()
     contexts, batches = options["context"], options["batch"]
     return BenchSettings(

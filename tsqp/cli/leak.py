@@ -205,10 +205,12 @@ def leak(
 
     if html_path is not None or plot_path is not None:
         check_installed("tsqp leak --html, --plot")
-    if plot_path is not None and options["cost"] == "none":
-        raise SettingsError(
-            "--plot", got="--cost none", expected="--cost measure, or FILE: it is one axis"
-        )
+    SettingsError.unless(
+        plot_path is None or options["cost"] != "none",
+        "--plot",
+        "--cost none",
+        "--cost measure, or FILE: it is one axis",
+    )
     console = open_console()
     outputs: Outputs[LeakReport] = Outputs(
         {
@@ -265,6 +267,8 @@ def _settings(
     from protocol.model.config import read_config
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.policy.placement import builtin_policies, load_policy
+    from tsqp.lab.bench import prepare
+    from tsqp.lab.bench.shapes import find_shape, require_one
     from tsqp.lab.leak.attacks import find_attacks
     from tsqp.lab.leak.curves import noisy_mask
     from tsqp.lab.leak.laboratory import read_report
@@ -276,16 +280,13 @@ def _settings(
         weakened_policies,
     )
 
-    if (model is None) == (shape is None):
-        raise SettingsError(
-            "MODEL and --shape",
-            got="both" if model else "none of them",
-            expected="one of them (tsqp leak demo)",
-        )
-    if shape is not None and options["text"] is not None:
-        raise SettingsError(
-            "--text", got="it together with --shape", expected="one of them: its tokens are random"
-        )
+    require_one(model, shape)
+    SettingsError.unless(
+        shape is None or options["text"] is None,
+        "--text",
+        "it together with --shape",
+        "one of them: its tokens are random",
+    )
     names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
     policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
     attack_names = _attack_names(options["attack"])
@@ -295,21 +296,24 @@ def _settings(
     count, tokens = options["prompts"], options["prompt_tokens"]
     candidates = options["search_candidates"] or (_FEW_CANDIDATES if shape is not None else None)
     if shape is not None:
-        directory = _first_layer(shape, folder)
+        directory = folder / find_shape(shape).name
+        directory.mkdir()
+        # The first layer alone.
+        prepare.random_model(directory, find_shape(shape).with_layers(1), linear=True)
         vocabulary = read_config(directory).vocab_size
         prompts = random_prompts(vocabulary, count, tokens, options["seed"])
     else:
         directory = model_directory(model or "")
         text = text_of(directory, options["text"])
         prompts = cut_prompts(Tokenizer(directory), text, count, tokens)
-    if options["sigma"] is not None and not options["curves"]:
-        raise SettingsError("--sigma", got="no --curves", expected="it: that is what tries them")
-    if options["curves"] and not any(noisy_mask(policy) for _, policy in policies):
-        raise SettingsError(
-            "--curves",
-            got="no policy whose mask has noise",
-            expected="one with an option sigma, as of float-noise and cloak",
-        )
+    tried = options["curves"] or options["sigma"] is None
+    SettingsError.unless(tried, "--sigma", "no --curves", "it: that is what tries them")
+    SettingsError.unless(
+        not options["curves"] or any(noisy_mask(policy) for _, policy in policies),
+        "--curves",
+        "no policy whose mask has noise",
+        "one with an option sigma, as of float-noise and cloak",
+    )
     sigmas = options["sigma"] or tuple(map(float, _SIGMAS.split(",")))
     cost = options["cost"]
     if cost not in ("measure", "none"):
@@ -346,16 +350,6 @@ def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
     paths = [one for one in given if is_path(one)]
     names = [one for one in given if not is_path(one)]
     return (*(names or ATTACKS.names()), *paths)
-
-
-def _first_layer(shape: str, folder: Path) -> Path:
-    """Write the first layer of a shape, with random weights."""
-    from tsqp.lab.bench import prepare
-
-    directory = folder / shape
-    directory.mkdir()
-    prepare.random_model(directory, shape, linear=True, layers=1)
-    return directory
 
 
 @contextmanager

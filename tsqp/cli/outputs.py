@@ -55,8 +55,12 @@ class Outputs(Generic[R]):
         for path, _ in self._renders:
             other = places.setdefault(path.resolve(), path)
             # What is no file, such as /dev/null, takes anything.
-            if other is not path and (path.is_file() or not path.exists()):
-                raise SettingsError(self._options, got=f"{path} twice", expected="a file for each")
+            SettingsError.unless(
+                other is path or (path.exists() and not path.is_file()),
+                self._options,
+                f"{path} twice",
+                "a file for each",
+            )
         try:
             for path, _ in self._renders:
                 new = not path.exists()

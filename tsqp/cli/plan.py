@@ -130,8 +130,9 @@ def plan(
     """
     from gpu_side.devices import find_profile
     from tee_side.policy.placement import load_policy
+    from tsqp.lab.plan.costs import PlanSettings
     from tsqp.lab.plan.fit import Machine, fit_machine, read_machine
-    from tsqp.lab.plan.planning import Planning, PlanSettings
+    from tsqp.lab.plan.planning import Planning
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:

@@ -1,28 +1,43 @@
 """Measures in processes of their own: what each operator of each layer costs, stage by stage.
 
-`Collector` is the observer that bench and plan hand to the engine. `run_job` starts the process
-that measures and `serve_job` is its other end: a job as JSON on stdin, answers on stdout, a line
-each.
+`Collector` is the observer that bench and plan hand to the engine. `processes` is how the
+laboratory works in other processes: on a job that is measured (`run_job`), or on policies that are
+attacked side by side.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Lock
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
 
 from protocol.errors import TsqpError
 from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator
+from tee_side.plugins import load_module, loaded_files
 from tee_side.words import Operator, Place, TeeStage
+from tsqp.end_with_parent import end_with
 from tsqp.lab.bench.model import OperatorCost, Span, Stages
-from tsqp.processes import ProcessError, failure, worker
+from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 
-J = TypeVar("J", bound=BaseModel)
-A = TypeVar("A", bound=BaseModel)
+J = TypeVar("J")
+R = TypeVar("R")
+Tell: TypeAlias = Callable[[Any], None]
 
 Site = tuple[AnyOperator, int | None]
 _NS = 1e-3  # microseconds in a nanosecond
@@ -175,50 +190,144 @@ class _Lane:
 
 # ---------------------------------------------------------------------------------- processes
 
+# Read once, when torch is imported (tsqp/cli/program.py): what is started here has it, too.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-class Line(BaseModel):
-    """What crosses between two of our processes as a line of JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Failed(Line):
-    """The error that ended the process early, in its three parts."""
-
-    kind: Literal["failed"] = "failed"
-    where: str
-    got: str
-    expected: str
+# Of a process that `processes` has started: what tells the one that it belongs to.
+_telling: list[Tell] = []
 
 
-def run_job(module: str, job: Line, answers: TypeAdapter[A | Failed], where: str) -> Iterator[A]:
-    """Start a module that calls `serve_job`, and yield its answers as they come.
+def tell(what: Any) -> None:
+    """Tell the process that this one works for. Raises ValueError where there is none."""
+    (telling,) = _telling
+    telling(what)
 
-    `where`: names the work in errors. Raises ProcessError if the process fails.
+
+@contextmanager
+def processes(
+    count: int, where: str, told: Tell, begin: Callable[..., None] | None = None, *given: Any
+) -> Iterator[Callable[..., Future[Any]]]:
+    """Give what submits calls of functions to so many processes; they end with the block.
+
+    They end with this process, too, whatever ends it. `begin` is called with `given` in each of
+    them first. `told`: gets what they tell, in a thread. Raises ProcessError about `where` for a
+    process that is killed; so do calls that end with an error.
     """
-    with worker(module, job) as (process, lines, errors):
-        for line in lines:
-            answer = answers.validate_json(line)
-            if isinstance(answer, Failed):
-                named = f"{where}: {answer.where}"
-                raise ProcessError(named, got=answer.got, expected=answer.expected)
-            yield answer
-        status = process.wait()
-        errors.join()
-        if status != 0:
-            raise failure(where, status, errors.last, expected="a run to its end")
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    listener = threading.Thread(target=_listen, args=(reader, told), daemon=True)
+    listener.start()
+    before, own = {*multiprocessing.active_children()}, set[BaseProcess]()
+    # Classes from a user's files are found again where the files have been loaded before.
+    first = (os.getpid(), loaded_files(), writer, context.Lock(), pickle.dumps((begin, given)))
+
+    def submit(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future = pool.submit(_called, where, pickle.dumps((function, arguments)))
+        own.update({*multiprocessing.active_children()} - before)
+        return future
+
+    try:
+        with ProcessPoolExecutor(count, context, _begin, first) as pool:
+            try:
+                yield submit
+            except BaseException:
+                for process in {*multiprocessing.active_children()} - before:
+                    process.kill()
+                raise
+    except BrokenProcessPool:
+        # The one that ended first: the pool has ended the others.
+        ended = [one.exitcode for one in own if one.exitcode not in (None, 0, -signal.SIGTERM)]
+        status = min(ended, key=lambda one: one == -signal.SIGKILL, default=None)
+        raise failure(where, status, f"exit status {status}", expected="a run to its end") from None
+    finally:
+        writer.close()
+        listener.join(END_TIMEOUT_S)
 
 
-def serve_job(kind: type[J], measure: Callable[[J, Callable[[Line], None]], None]) -> None:
-    """Read a job from stdin, and print what `measure` tells; exit with 1 if it raises TsqpError."""
+def in_fresh_process(function: Callable[..., R], *arguments: Any) -> R:
+    """Return what a function returns, called in a process of its own, which ends with this one.
 
-    def tell(answer: Line) -> None:
-        sys.stdout.write(answer.model_dump_json() + "\n")
-        sys.stdout.flush()
+    Raises ProcessError with what it raises, or if it is killed.
+    """
+    where = function.__name__.strip("_").replace("_", " ")
+    with processes(1, where, lambda _: None) as submit:
+        found: R = submit(function, *arguments).result()
+        return found
 
-    job = kind.model_validate_json(sys.stdin.read())
+
+def run_job(where: str, measure: Callable[[J, Tell], None], job: J) -> Iterator[Any]:
+    """Have a process of its own measure a job, and yield what it tells as it comes.
+
+    `where`: names the work in errors. Raises ProcessError if it fails.
+    """
+    told = SimpleQueue[Any]()
+
+    def ended(done: Future[Any]) -> None:
+        # One that is killed, or has not begun, does not say so itself.
+        if not isinstance(done.exception(), ProcessError | None):
+            told.put(None)
+
+    with processes(1, where, told.put) as submit:
+        running = submit(_measured, measure, job)
+        running.add_done_callback(ended)
+        yield from iter(told.get, None)
+        running.result()
+
+
+def passed_on(error: BaseException, where: str = "") -> ProcessError:
+    """Return an error as one that another process can read. `where`: whose work it ended."""
+    prefix = f"{where}: " if where else ""
+    if isinstance(error, TsqpError):
+        return ProcessError(f"{prefix}{error.where}", error.got, error.expected)
+    if isinstance(error, OSError):
+        reason = error.strerror or type(error).__name__
+        return ProcessError(f"{prefix}{error.filename or 'a file'}", reason, "none")
+    last = traceback.format_exception_only(error)[-1].strip()
+    return ProcessError(where or "a worker", last, "no error (its traceback is above)")
+
+
+def _listen(reader: Connection, told: Tell) -> None:
+    """Pass on what processes tell, until all have ended, or one amid a message."""
+    with reader, suppress(EOFError, OSError):
+        while True:
+            told(reader.recv())
+
+
+def _begin(parent: int, files: list[Path], writer: Connection, lock: Lock, work: bytes) -> None:
+    """Begin in a new process. `files`: what the classes in `work` were loaded from."""
+    end_with(parent)
+    # An interrupt from the keyboard is for the parent process, which ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent's stdout is for its tables.
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    for path in files:
+        load_module(path)
+
+    def telling(what: Any) -> None:
+        with lock:
+            writer.send(what)
+
+    _telling.append(telling)
+    begin, given = pickle.loads(work)  # noqa: S301 - from our parent
+    if begin is not None:
+        begin(*given)
+
+
+def _called(where: str, work: bytes) -> Any:
+    """Call a function. Its errors are passed on."""
+    function, arguments = pickle.loads(work)  # noqa: S301 - from our parent
+    try:
+        return function(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - of any kind; passed on
+        if not isinstance(error, TsqpError | OSError):
+            traceback.print_exc()
+        raise passed_on(error, where) from None
+
+
+def _measured(measure: Callable[[J, Tell], None], job: J) -> None:
+    """Measure a job, and tell of the end, behind all else."""
     try:
         measure(job, tell)
-    except TsqpError as error:
-        tell(Failed(where=error.where, got=error.got, expected=error.expected))
-        sys.exit(1)
+    finally:
+        tell(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_it_equals_transformers_but_for_the_causal_mask(tmp_path: Path) -> None:
     one, longer = torch.tensor([[17], [5]]), torch.tensor([token_ids(9), token_ids(9, seed=1)])
     with (
         running_service(tmp_path, "tcp://127.0.0.1:*", "--threads", "1") as service,
-        PublishedClient(service.endpoint) as client,
+        closing(PublishedClient(service.endpoint)) as client,
     ):
         published = PublishedModel(client)
         found, found_longer = published.forward(one), published.forward(longer)

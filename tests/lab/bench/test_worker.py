@@ -22,7 +22,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.runner import Runner
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
-from tsqp.lab.bench.job import Answer, Finished, Job, Measured, Plan
+from tsqp.lab.bench.job import Answer, BenchSettings, Finished, Job, Measured, Plan
 from tsqp.lab.bench.memory import PROCESS_BYTES, tee_parts
 from tsqp.lab.bench.model import Stages
 from tsqp.lab.bench.shapes import find_shape
@@ -44,11 +44,8 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)
     told: list[Answer] = []
-    usual: dict[str, Any] = {"policy": "tee-only", "endpoints": (), "service_pids": ()}
-    usual |= {"kernels": "auto", "threads": 1, "step_tokens": 64, "micro_batches": 1}
-    usual |= {"spin_us": 0.0, "link_rtt_us": 0.0, "shares_in_the_clear": False, "plan": PLAN}
-    usual |= dict.fromkeys(("key", "bank", "link_gbps", "dtype"))
-    worker.measure(Job(model=saved_model().directory, **usual), told.append)
+    given = BenchSettings("c", (), step_tokens=64, plan=PLAN)
+    worker.measure(Job(given, saved_model().directory, "tee-only"), told.append)
     cases = [answer.case for answer in told if isinstance(answer, Measured) and answer.case]
     assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
         ("prefill", 1, 1, 4),

@@ -22,7 +22,18 @@ from tsqp.lab.bench.model import PadMaking, PingPong
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan import planning
-from tsqp.lab.plan.costs import PARTS, Asked, Costs, Lane, PlanReport, Rpc, Section, Segment, Step
+from tsqp.lab.plan.costs import (
+    PARTS,
+    Asked,
+    Costs,
+    Lane,
+    PlanReport,
+    PlanSettings,
+    Rpc,
+    Section,
+    Segment,
+    Step,
+)
 from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
 from tsqp.run.link import Link
@@ -132,9 +143,7 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds of a prompt and of a decode step, tokens of one request and of all."""
     policies = (("tee-only", load_policy("tee-only")),)
     sizes: dict[str, Any] = {"batch": 4, "context": 1000, "prompt_tokens": 500, "cores": 1}
-    given = planning.PlanSettings(
-        policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes
-    )
+    given = PlanSettings(policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes)
     made = planning.Planning(given, print)
     prompt, decode = (
         Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))

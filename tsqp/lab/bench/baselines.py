@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-
-from pydantic import TypeAdapter
+from types import SimpleNamespace
+from typing import Any
 
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, linear_tensors
@@ -17,11 +16,10 @@ from protocol.model.config import ModelConfig
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.job import BenchSettings
 from tsqp.lab.bench.model import Baseline, PingPong
+from tsqp.lab.bench.ping_pong import PAYLOADS, TRANSPORTS
 from tsqp.lab.bench.prepare import start_services
-from tsqp.processes import child, failure
+from tsqp.lab.measure import processes
 
-_BASELINES = TypeAdapter(tuple[Baseline, ...])
-_PING_PONG = TypeAdapter(tuple[PingPong, ...])
 # Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
 _PUBLISHED_NEW_TOKENS = 64
 # For one length of one baseline; the slowest take 6 s a pass.
@@ -35,81 +33,72 @@ def measure(
     folder: Path,
     model: Path,
     say: Callable[[str], None],
-) -> Iterator[tuple[Baseline, ...]]:
+) -> Iterator[Sequence[Baseline]]:
     """Measure those that can be: of the same cases, with the same threads and dtype.
 
-    Each is a script's. `folder`: for the sockets of services. Raises ProcessError.
+    `folder`: for the sockets of services. Raises ProcessError.
     """
+    plan, threads = settings.plan, settings.threads
+    contexts = tuple(sorted({context for context, _ in plan.decode}))
     if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
         say("baseline: transformers")
-        yield _transformers(settings, config, model)
+        yield _measured(
+            "transformers_baseline",
+            model=model,
+            dtype=settings.dtype or config.dtype,
+            attention="sdpa",
+            threads=threads,
+            tokens=plan.prefill,
+            context=contexts,
+            new_tokens=plan.decode_steps if contexts else 0,
+            repeats=plan.repeats,
+            case_s=_CASE_S,
+        )
     if not settings.endpoints:
         say("baseline: the published client")
-        yield _published_client(settings, folder, model)
-    if on_the_gpu(settings):
+        with ExitStack() as running:
+            # Its socket is ZeroMQ's, whatever ours is.
+            policy, served = load_policy("published"), replace(settings.served, transport="tcp")
+            ((_, endpoint),) = start_services(running, policy, model, folder, served)
+            yield _measured(
+                "published_client",
+                endpoint=endpoint,
+                threads=threads,
+                tokens=plan.prefill,
+                new_tokens=_PUBLISHED_NEW_TOKENS,
+                sampled=2,
+                repeats=5,
+                case_s=_CASE_S,
+                against="cpu" if settings.computes else "null",
+                timeout_s=120.0,
+            )
+    # There is an accelerator here, that of our own services.
+    if settings.device.startswith("cuda") and not settings.endpoints and contexts:
         say("baseline: the GPU alone, unmasked")
-        yield _unmasked(settings, model)
+        yield _measured(
+            "unmasked_gpu", model=model, device=settings.device, context=contexts, steps=50
+        )
 
 
 def ping_pong(spin_us: float = 0.0) -> tuple[PingPong, ...]:
     """Measure one round trip of each transport, ours and a raw one. Raises ProcessError."""
-    options = ["--round-trips", str(_ROUND_TRIPS), "--spin-us", str(spin_us)]
-    return _PING_PONG.validate_json(_script("tsqp.lab.bench.ping_pong", *options))
+    found = _measured(
+        "ping_pong",
+        transports=",".join(TRANSPORTS),
+        payloads=PAYLOADS,
+        round_trips=_ROUND_TRIPS,
+        device="null",
+        spin_us=spin_us,
+    )
+    return tuple(found)
 
 
-def on_the_gpu(settings: BenchSettings) -> bool:
-    """Say whether there is an accelerator here, that of our own services."""
-    return settings.device.startswith("cuda") and not settings.endpoints
+def _measured(module: str, **options: Any) -> Any:
+    """Return what a script measures, in a process of its own. Raises ProcessError."""
+    name = f"tsqp.lab.bench.{module}"
+    with processes(1, name, lambda _: None) as submit:
+        return submit(_measure_all, name, options).result()
 
 
-def _unmasked(settings: BenchSettings, model: Path) -> tuple[Baseline, ...]:
-    contexts = _joined(sorted({context for context, _ in settings.plan.decode}))
-    if not contexts:
-        return ()
-    options = ["--device", settings.device, "--context", contexts]
-    found = _script("tsqp.lab.bench.unmasked_gpu", str(model), *options)
-    return _BASELINES.validate_json(found)
-
-
-def _transformers(
-    settings: BenchSettings, config: ModelConfig, model: Path
-) -> tuple[Baseline, ...]:
-    plan = settings.plan
-    contexts = _joined(sorted({context for context, _ in plan.decode}))
-    options = ["--tokens", _joined(plan.prefill), "--dtype", settings.dtype or config.dtype]
-    options += ["--repeats", str(plan.repeats), "--case-s", str(_CASE_S)]
-    options += ["--threads", str(settings.threads)]
-    options += ["--context", contexts] if contexts else []
-    options += ["--new-tokens", str(plan.decode_steps if contexts else 0)]
-    found = _script("tsqp.lab.bench.transformers_baseline", str(model), *options)
-    return _BASELINES.validate_json(found)
-
-
-def _published_client(settings: BenchSettings, folder: Path, model: Path) -> tuple[Baseline, ...]:
-    options = ["--tokens", _joined(settings.plan.prefill), "--threads", str(settings.threads)]
-    options += ["--against", "cpu" if settings.computes else "null"]
-    options += ["--new-tokens", str(_PUBLISHED_NEW_TOKENS)]
-    options += ["--sampled", "2", "--case-s", str(_CASE_S)]
-    with ExitStack() as running:
-        # Its socket is ZeroMQ's, whatever ours is.
-        policy = load_policy("published")
-        served = replace(settings.served, transport="tcp")
-        ((_, endpoint),) = start_services(running, policy, model, folder, served)
-        found = _script("tsqp.lab.bench.published_client", endpoint, *options)
-    return _BASELINES.validate_json(found)
-
-
-def _joined(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _script(module: str, *arguments: str) -> str:
-    """Run one of our scripts, and return what it prints. Raises ProcessError."""
-    command = [sys.executable, "-m", module, *arguments]
-    with child(command, stdout=subprocess.PIPE) as (process, errors):
-        output = process.stdout.read().decode() if process.stdout else ""
-        status = process.wait()
-        errors.join()
-    if status != 0:
-        raise failure(module, status, errors.last, expected="exit status 0")
-    return output
+def _measure_all(module: str, options: dict[str, Any]) -> Any:
+    return import_module(module).measure_all(SimpleNamespace(**options))

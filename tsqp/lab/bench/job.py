@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
 from tee_side.words import Phase
-from tsqp.lab.bench.model import Case, Generation, PadMaking, Timeline
-from tsqp.lab.measure import Line
+from tsqp.lab.bench.model import Case, Document, Generation, PadMaking, Timeline
 
 TRANSPORTS = ("tcp", "ipc", "unix", "shm")
 
@@ -21,7 +19,7 @@ WARM_UP = 2
 _LEAST_OBSERVED, _MOST_OBSERVED = 3, 12
 
 
-class Plan(Line):
+class Plan(Document):
     """Which cases to measure, and how often.
 
     `prefill`: prompt lengths; `decode`: (context, sequences); `generation`: (prompt, new tokens).
@@ -80,32 +78,28 @@ class Plan(Line):
 
     def check(self, context_length: int, step_tokens: int) -> None:
         """Refuse cases that do not fit a model's context. Raises SettingsError."""
-        limit = f"{context_length}, the model's context"
-        longest = max(self.prefill, default=0)
-        if longest >= context_length:
-            raise SettingsError(
-                "--prefill", got=f"{longest} tokens", expected=f"fewer than {limit}"
-            )
-        if self.sequences > step_tokens:
-            raise SettingsError(
-                "--batch",
-                got=f"{self.sequences} sequences",
-                expected=f"at most {step_tokens}, which is what --step-tokens puts into a step",
-            )
+        limit, longest = f"{context_length}, the model's context", max(self.prefill, default=0)
+        SettingsError.unless(
+            longest < context_length, "--prefill", f"{longest} tokens", f"fewer than {limit}"
+        )
+        SettingsError.unless(
+            self.sequences <= step_tokens,
+            "--batch",
+            f"{self.sequences} sequences",
+            f"at most {step_tokens}, which is what --step-tokens puts into a step",
+        )
         for context, batch in self.decode:
             new = self.new_tokens(context, batch, step_tokens)
-            if context + new > context_length:
-                raise SettingsError(
-                    "--context, --decode-steps",
-                    got=f"{context} tokens and {new} decoded after them",
-                    expected=f"at most {limit}, together",
-                )
-        if self.generation and sum(self.generation) > context_length:
-            raise SettingsError(
-                "the request",
-                got=f"{sum(self.generation)} tokens",
-                expected=f"at most {limit}",
+            SettingsError.unless(
+                context + new <= context_length,
+                "--context, --decode-steps",
+                f"{context} tokens and {new} decoded after them",
+                f"at most {limit}, together",
             )
+        whole = sum(self.generation or ())
+        SettingsError.unless(
+            whole <= context_length, "the request", f"{whole} tokens", f"at most {limit}"
+        )
 
     def fitted(
         self, context_length: int, step_tokens: int, *, prefill: bool, context: bool
@@ -212,47 +206,39 @@ class BenchSettings:
         return f"{rate}, {self.link_rtt_us:g} us round trip"
 
 
-class Job(Line):
-    """One policy's measurements, by one process."""
+@dataclass(frozen=True)
+class Job:
+    """One policy's measurements, by one process.
 
+    `policy`: its name or path; `endpoints`: of services; `service_pids`: of those that are ours;
+    `bank`: its pads, None to make them on the way.
+    """
+
+    settings: BenchSettings
     model: Path
     policy: str
-    endpoints: tuple[str, ...]
-    service_pids: tuple[int, ...]
-    key: Path | None
-    bank: Path | None
-    kernels: str
-    threads: int
-    step_tokens: int
-    micro_batches: int
-    spin_us: float
-    link_gbps: float | None
-    link_rtt_us: float
-    dtype: FloatDtype | None
-    shares_in_the_clear: bool
-    plan: Plan
+    endpoints: tuple[str, ...] = ()
+    service_pids: tuple[int, ...] = ()
+    bank: Path | None = None
 
 
-class Progress(Line):
+class Progress(Document):
     """What is being measured now."""
 
-    kind: Literal["progress"] = "progress"
     doing: str
 
 
-class Measured(Line):
+class Measured(Document):
     """A case that is done, with its timeline if one was kept."""
 
-    kind: Literal["measured"] = "measured"
     case: Case | None = None
     timeline: Timeline | None = None
     generation: Generation | None = None
 
 
-class Finished(Line):
+class Finished(Document):
     """The last line: what is known once everything is measured."""
 
-    kind: Literal["finished"] = "finished"
     peak_bytes: int
     kv_bytes: int
     vocabulary_bytes: int

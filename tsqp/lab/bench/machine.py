@@ -1,19 +1,25 @@
-"""On what a figure was measured, what a process has used, and where results go."""
+"""On what a figure was measured, what a process has used, and the command line of scripts."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.metadata
 import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from protocol.errors import TsqpError
 from tsqp.processes import ProcessError
+
+R = TypeVar("R")
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -68,3 +74,46 @@ def write_results(results: Iterable[BaseModel], path: Path | None) -> None:
         print(text)
     else:
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def script(
+    about: str | None, measure: Callable[[Any], R], *arguments: str, **options: Any
+) -> tuple[R, Path | None]:
+    """Return what `measure` makes of a command line, and where to write it (`--json`).
+
+    `arguments`: names of what must be given; `options`: each with its default, whose type is the
+    option's. A list is a repeatable option, False one without a value; of numbers in a tuple more
+    may be given, with commas, and of words one is chosen, by default the first. An error of ours is
+    said in one line.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in arguments:
+        parser.add_argument(name)
+    for name, default in options.items():
+        how: dict[str, Any] = {"default": default, "type": type(default)}
+        match default:
+            case bool():
+                how = {"action": "store_true"}
+            case list():
+                how = {"default": default, "action": "append"}
+            case (str() as first, *_):
+                how = {"default": first, "choices": default}
+            case tuple():
+                how = {"default": default, "type": _numbers}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    parser.add_argument("--json", type=Path, help="write the result here instead of to stdout")
+    given = parser.parse_args()
+    try:
+        return measure(given), given.json
+    except TsqpError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = {int(part) for part in text.split(",")}
+    if min(found) < 1:
+        expected = "whole numbers from 1, with commas"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return tuple(sorted(found))

@@ -98,13 +98,20 @@ def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
     return (embedding + apart) * config.vocab_size * config.hidden_size * itemsize
 
 
+def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLayout]:
+    """Return the sites under each mask that needs pads."""
+    layers = config.num_hidden_layers
+    return {
+        mask: PadLayout.of(config, sites_under(policy, layers, mask))
+        for mask in policy.masks
+        if isinstance(mask, AdditiveMask)
+    }
+
+
 def _pad_bytes(config: ModelConfig, policy: Policy, *, prefill: int, decode: int) -> int:
     """Count pads made in memory ahead of use, for as many rows as a step may have."""
     total = 0
-    for mask in policy.masks:
-        if not isinstance(mask, AdditiveMask):
-            continue
-        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+    for mask, layout in pad_layouts(policy, config).items():
         in_prefill = any(
             policy.at(site.operator, site.layer, "prefill").mask == mask for site in layout.sites
         )

@@ -13,11 +13,13 @@ from pydantic import BaseModel, ConfigDict
 from tee_side.words import Phase, Place
 
 
-class _Model(BaseModel):
+class Document(BaseModel):
+    """A part of what is reported, or of what one process tells another."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Stages(_Model):
+class Stages(Document):
     """Where time went, in microseconds.
 
     `tee_us`: the operator itself where it runs in the TEE, and scaling and rounding around a
@@ -48,7 +50,7 @@ class Stages(_Model):
 STAGES: tuple[str, ...] = tuple(Stages.model_fields)
 
 
-class OperatorCost(_Model):
+class OperatorCost(Document):
     """One operator in one layer (None: it belongs to none), in one step.
 
     `operator`: a placed one (`qkv_proj`) or a light one (`rms_norm`).
@@ -64,7 +66,7 @@ class OperatorCost(_Model):
     stages: Stages
 
 
-class Spread(_Model):
+class Spread(Document):
     """A median of several runs, with the smallest and the largest of them."""
 
     median: float
@@ -73,7 +75,7 @@ class Spread(_Model):
     runs: int
 
 
-class Case(_Model):
+class Case(Document):
     """One kind of step under one policy.
 
     `tokens`: of the prompt in prefill; in decode, of the context that each sequence has. `batch`:
@@ -105,7 +107,7 @@ class Case(_Model):
     rest_us: float
 
 
-class Generation(_Model):
+class Generation(Document):
     """A whole request: time to first token and time per output token, without an observer."""
 
     prompt_tokens: int
@@ -115,7 +117,7 @@ class Generation(_Model):
     total_ms: float
 
 
-class Span(_Model):
+class Span(Document):
     """A piece of the timeline of one step. `lane`: the micro-batch; times from the step's start."""
 
     lane: int
@@ -126,7 +128,7 @@ class Span(_Model):
     duration_us: float
 
 
-class Timeline(_Model):
+class Timeline(Document):
     """One measured step, piece by piece."""
 
     phase: Phase
@@ -135,7 +137,7 @@ class Timeline(_Model):
     spans: tuple[Span, ...]
 
 
-class PadMaking(_Model):
+class PadMaking(Document):
     """Making the pads that a policy uses up: one for each token of a step in `phases`.
 
     Measured in the same run, on the TEE side's threads with nothing else to do: `token_ms` for the
@@ -148,7 +150,7 @@ class PadMaking(_Model):
     batch_tokens: int
 
 
-class PolicyRun(_Model):
+class PolicyRun(Document):
     """All cases of one policy. `*_peak_bytes`: largest resident set of each process.
 
     `pads`: None for a policy that uses none up, or whose pads no bank holds: a step makes those.
@@ -167,7 +169,7 @@ class PolicyRun(_Model):
     pads: PadMaking | None = None
 
 
-class Baseline(_Model):
+class Baseline(Document):
     """Another way to do the same: `transformers`, `published`, `unmasked` (a GPU alone).
 
     `step_ms` is comparable with `overhead_ms` where `against` is "null", with `step_ms` otherwise.
@@ -187,7 +189,7 @@ class Baseline(_Model):
     bytes_received: int
 
 
-class PingPong(_Model):
+class PingPong(Document):
     """Round trips of one payload each way. `ours`: as a Linear RPC; `raw`: the same frames."""
 
     transport: str
@@ -198,7 +200,7 @@ class PingPong(_Model):
     round_trips: int
 
 
-class Setup(_Model):
+class Setup(Document):
     """What was measured, and on what. `gpu_threads`: None where the services are not ours.
 
     Reports from before `spin_us`, `step_tokens` and `kernels` were noted were made with their
@@ -221,7 +223,7 @@ class Setup(_Model):
     kernels: str = "torch"
 
 
-class Report(_Model):
+class Report(Document):
     """The document. `incomplete`: why it lacks cases, None if it lacks none."""
 
     version: Literal[1] = 1

@@ -15,7 +15,6 @@ Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -36,17 +35,18 @@ import torch
 from gpu_side.encoding import Form, encode_reply
 from protocol.connect import open_channel
 from protocol.encoding import encode_request
-from protocol.errors import SettingsError, TsqpError
+from protocol.errors import SettingsError
 from protocol.messages import LinearRequest, TensorReply, Timing
 from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, from_torch, short_name
-from tsqp.lab.bench.machine import write_results
+from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.raw_echo import TCP_SOCKET, connect
+from tsqp.processes import START_TIMEOUT_S, child, failure, start_service
 
-BLOCK = 50
-SETTLE = 5
+PAYLOADS = (4096, 65536, 1048576)
+BLOCK, SETTLE = 50, 5
 _WIDTH = 2048
 _ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
 _TIMEOUT_MS = 30_000
@@ -76,44 +76,19 @@ TRANSPORTS: dict[str, tuple[str | None, str]] = {
 
 
 @contextmanager
-def running(
-    command: Sequence[str], ready: str, stream: Literal["stdout", "stderr"]
-) -> Iterator[str]:
-    """Start a server, wait for a line with `ready`, and yield the word behind it; end it after."""
-    process = subprocess.Popen(
-        command,
-        text=True,
-        stdout=subprocess.PIPE if stream == "stdout" else subprocess.DEVNULL,
-        stderr=subprocess.PIPE if stream == "stderr" else None,
-    )
-    lines: list[str] = []
-    try:
-        for line in process.stdout or process.stderr or ():
-            lines.append(line)
-            if ready in line:
-                yield line.split(ready, 1)[1].split()[0]
-                break
-        else:
-            raise SettingsError(
-                Path(command[0]).name,
-                got=lines[-1].strip() if lines else "no output",
-                expected=f"a line with {ready.strip()!r}",
-            )
-    finally:
-        process.terminate()
-        process.communicate()
-
-
-@contextmanager
 def raw_pings(
     address: str, request: Sequence[Buffer], reply: Sequence[Buffer], spin_us: float
 ) -> Iterator[Callable[[], object]]:
     """Start an echo server for frames of these sizes, and yield what makes one round trip."""
     sizes = [",".join(str(len(frame)) for frame in frames) for frames in (request, reply)]
     command = [sys.executable, "-m", "tsqp.lab.bench.raw_echo", address, *sizes]
+    command += ["--spin-us", str(spin_us)]
     frames = [bytes(frame) for frame in request]
-    with running([*command, "--spin-us", str(spin_us)], "ready ", "stdout") as bound:
-        end = connect(bound, (sum(map(len, request)), sum(map(len, reply))), spin_us)
+    with child(command, stdout=subprocess.DEVNULL) as (process, said):
+        if (line := said.ready_line(START_TIMEOUT_S)) is None:
+            raise failure("raw_echo", process.poll(), said.last, expected="a line that says ready")
+        lengths = sum(map(len, request)), sum(map(len, reply))
+        end = connect(line.partition(" ready: ")[2], lengths, spin_us)
 
         def round_trip() -> None:
             end.send(frames)
@@ -124,16 +99,6 @@ def raw_pings(
             yield round_trip
         finally:
             end.close()
-
-
-@contextmanager
-def our_service(endpoint: str, folder: Path, device: str, spin_us: float) -> Iterator[str]:
-    """Start a gpu-service for the square module, and yield its endpoint."""
-    program = str(Path(sys.executable).parent / "gpu-service")
-    command = [program, str(folder), "--bind", endpoint, "--device", device]
-    command += ["--arithmetic", "float", "--spin-us", str(spin_us)]
-    with running(command, " ready endpoint=", "stderr") as bound:
-        yield bound
 
 
 @contextmanager
@@ -196,9 +161,9 @@ def measure(
         endpoint = None
         if ours is not None:
             write_random_model(folder, _SETTINGS)
-            endpoint = stack.enter_context(
-                our_service(ours.format(folder=folder), folder, device, spin_us)
-            )
+            service = [str(folder), "--bind", ours.format(folder=folder), "--device", device]
+            service += ["--arithmetic", "float", "--spin-us", str(spin_us)]
+            _, endpoint = start_service(stack, service)
         for payload in payloads:
             hidden = torch.zeros(payload // _ROW_BYTES, _WIDTH, dtype=torch.bfloat16)
             with ExitStack() as of_payload:
@@ -224,43 +189,29 @@ def measure(
     return results
 
 
-def _payload(text: str) -> int:
-    size = int(text)
-    if size <= 0 or size % _ROW_BYTES:
-        raise SettingsError("--payloads", got=text, expected=f"multiples of {_ROW_BYTES}")
-    return size
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--transports", default=",".join(TRANSPORTS))
-    parser.add_argument("--payloads", default="4096,65536,1048576", help="bytes each way")
-    parser.add_argument("--round-trips", type=int, default=1000)
-    parser.add_argument("--device", default="null", help="of our gpu-service")
-    parser.add_argument("--spin-us", type=float, default=0.0, help="on both sides of both")
-    parser.add_argument("--json", type=Path, help="write the result to this file instead")
-    options = parser.parse_args(arguments)
-    try:
-        payloads = [_payload(text) for text in options.payloads.split(",")]
-        found: list[PingPong] = []
-        for name in options.transports.split(","):
-            if name not in TRANSPORTS:
-                known = f"of {', '.join(TRANSPORTS)}"
-                raise SettingsError("--transports", got=repr(name), expected=known)
-            found += measure(
-                name,
-                payloads,
-                round_trips=options.round_trips,
-                device=options.device,
-                spin_us=options.spin_us,
-            )
-    except TsqpError as error:
-        sys.exit(f"ping_pong: error: {error}")
-    write_results(found, options.json)
+def measure_all(options: Any) -> list[PingPong]:
+    """Measure what the command line asks for."""
+    for size in options.payloads:
+        multiple = size > 0 and size % _ROW_BYTES == 0
+        SettingsError.unless(multiple, "--payloads", str(size), f"multiples of {_ROW_BYTES}")
+    names = options.transports.split(",")
+    for name in names:
+        known = f"of {', '.join(TRANSPORTS)}"
+        SettingsError.unless(name in TRANSPORTS, "--transports", repr(name), known)
+    how = {"round_trips": options.round_trips, "device": options.device, "spin_us": options.spin_us}
+    return [found for name in names for found in measure(name, options.payloads, **how)]
 
 
 if __name__ == "__main__":
-    main()
+    # Payloads are bytes each way; the device is that of our service; both sides of both spin.
+    write_results(
+        *script(
+            __doc__,
+            measure_all,
+            transports=",".join(TRANSPORTS),
+            payloads=PAYLOADS,
+            round_trips=1000,
+            device="null",
+            spin_us=0.0,
+        )
+    )

@@ -7,50 +7,41 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
-import pickle
 import shutil
-import signal
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from protocol.errors import ModelError, PolicyError, TsqpError
+from protocol.errors import ModelError, PolicyError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import load_tensor, weight_rows
-from tee_side.model.local_operators import sites_under
-from tee_side.plugins import load_module, loaded_files
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import BATCH_TOKENS
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.end_with_parent import end_with
 from tsqp.lab.bench.job import Plan, Served
 from tsqp.lab.bench.machine import cpu_ns
+from tsqp.lab.bench.memory import pad_layouts
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.random_model import write_random_model
-from tsqp.lab.bench.shapes import find_shape
-from tsqp.processes import failure, start_service
+from tsqp.lab.bench.shapes import Shape
+from tsqp.lab.measure import in_fresh_process
+from tsqp.processes import start_service
 from tsqp.run.bank import BATCH_TOKENS as PAD_BATCH
 
 # Pads made while they are timed, and a few before.
@@ -60,16 +51,13 @@ _CALIBRATION_TOKENS = 24
 _LOADING_TIMEOUT_S = 600.0
 
 
-def random_model(directory: Path, shape: str, *, linear: bool, layers: int | None = None) -> None:
-    """Write a shape with random weights into an empty directory. `layers`: None for all."""
-    in_fresh_process(_write_random_model, str(directory), shape, linear, layers)
+def random_model(directory: Path, shape: Shape, *, linear: bool) -> None:
+    """Write a shape with random weights into an empty directory."""
+    in_fresh_process(_write_random_model, directory, dict(shape.settings), linear)
 
 
-def _write_random_model(directory: str, shape: str, linear: bool, layers: int | None) -> None:
-    found = find_shape(shape)
-    if layers is not None:
-        found = found.with_layers(layers)
-    write_random_model(Path(directory), dict(found.settings), linear=linear)
+def _write_random_model(directory: Path, settings: dict[str, Any], linear: bool) -> None:
+    write_random_model(directory, settings, linear=linear)
 
 
 def endless(model: Path, beside: Path) -> Path:
@@ -85,8 +73,7 @@ def endless(model: Path, beside: Path) -> Path:
         # Names further EOS ids.
         if file.name not in ("config.json", "generation_config.json"):
             _share(file, made / file.name)
-    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    content["eos_token_id"] = None
+    content = read_json(model / "config.json") | {"eos_token_id": None}
     (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return made
 
@@ -98,15 +85,17 @@ def calibration(model: Path, beside: Path) -> Path:
     """
     if (model / CALIBRATION_FILE).exists():
         return model
-    if not Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)):
-        raise ModelError(
-            str(model), got="no linear weights and no calibration", expected="one of them"
-        )
+    ModelError.unless(
+        Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)),
+        str(model),
+        "no linear weights and no calibration",
+        "one of them",
+    )
     calibrated = beside / "calibrated"
     calibrated.mkdir()
     for file in model.iterdir():
         _share(file, calibrated / file.name)
-    in_fresh_process(_calibrate, str(calibrated))
+    in_fresh_process(_calibrate, calibrated)
     return calibrated
 
 
@@ -120,15 +109,13 @@ def hollow(model: Path, beside: Path) -> Path:
     """
     made = beside / "hollow"
     made.mkdir()
-    in_fresh_process(_write_hollow, str(model), str(made))
+    in_fresh_process(_write_hollow, model, made)
     return made
 
 
-def _write_hollow(model: str, made: str) -> None:
-    source, target = Path(model), Path(made)
+def _write_hollow(source: Path, target: Path) -> None:
     config, checkpoint = read_config(source), Checkpoint(source)
-    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    settings["tie_word_embeddings"] = False
+    settings = read_json(source / "config.json") | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     shapes = light_tensors(read_config(target))
     zeros = {name: shapes.pop(name) for name in weight_rows(read_config(target), 0, "lm_head")}
@@ -196,8 +183,7 @@ def _share(file: Path, name: Path) -> None:
         shutil.copyfile(file, name)
 
 
-def _calibrate(model: str) -> None:
-    directory = Path(model)
+def _calibrate(directory: Path) -> None:
     config = read_config(directory)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, config.vocab_size, (1, _CALIBRATION_TOKENS), generator=generator)
@@ -240,18 +226,18 @@ def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -
     masks = [mask for mask in policy.masks if isinstance(mask, AdditiveMask)]
     if not masks or masks[0].arithmetic != "int8":
         return None
-    if len(masks) > 1:
-        raise PolicyError(
-            f"policy {policy.name}",
-            got=f"{len(masks)} masks with pads",
-            expected="one: a bank is made for one",
-        )
-    in_fresh_process(_write_bank, str(model), policy, tokens, str(path), zeros)
+    PolicyError.unless(
+        len(masks) == 1,
+        f"policy {policy.name}",
+        f"{len(masks)} masks with pads",
+        "one: a bank is made for one",
+    )
+    in_fresh_process(_write_bank, model, policy, tokens, path, zeros)
     return path
 
 
-def _write_bank(model: str, policy: Policy, tokens: int, path: str, zeros: bool) -> None:
-    store, maker = _new_bank(Path(model), policy, tokens, Path(path))
+def _write_bank(model: Path, policy: Policy, tokens: int, path: Path, zeros: bool) -> None:
+    store, maker = _new_bank(model, policy, tokens, path)
     with store:
         if not zeros:
             maker.fill(store, tokens)
@@ -267,9 +253,9 @@ def _write_bank(model: str, policy: Policy, tokens: int, path: str, zeros: bool)
 def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[BankFile, PadMaker]:
     """Return an empty bank for a policy's one mask, and what fills it."""
     config, checkpoint = read_config(model), Checkpoint(model)
-    (mask,) = (mask for mask in policy.masks if isinstance(mask, AdditiveMask))
+    ((mask, layout),) = pad_layouts(policy, config).items()
     purpose = Purpose.of(
-        PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)),
+        layout,
         mask=mask.described(),
         model=model.resolve().name,
         model_digest=model_digest(config, checkpoint),
@@ -305,14 +291,7 @@ def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
 
 def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
     """Return about how much room a bank takes on disk."""
-    return (
-        sum(
-            PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)).token_bytes
-            for mask in policy.masks
-            if isinstance(mask, AdditiveMask)
-        )
-        * tokens
-    )
+    return sum(one.token_bytes for one in pad_layouts(policy, config).values()) * tokens
 
 
 def start_services(
@@ -334,55 +313,6 @@ def start_services(
         ]
         found.append(start_service(running, arguments, timeout_s=_LOADING_TIMEOUT_S))
     return found
-
-
-def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a process of its own, which ends with this one.
-
-    Raises ProcessError with what it says if it raises a TsqpError or an OSError, or if it is
-    killed.
-    """
-    name = function.__name__.strip("_").replace("_", " ")
-    context = multiprocessing.get_context("spawn")
-    # Classes from a user's files are found again where the files have been loaded before.
-    work = pickle.dumps((function, arguments))
-    others, own = {*multiprocessing.active_children()}, set[BaseProcess]()
-    try:
-        with ProcessPoolExecutor(1, context, _begin, (os.getpid(), loaded_files())) as pool:
-            try:
-                running = pool.submit(_in_child, work)
-                own = {*multiprocessing.active_children()} - others
-                said = running.result()
-            except BaseException:
-                for process in {*multiprocessing.active_children()} - others:
-                    process.kill()
-                raise
-    except BrokenProcessPool:
-        status = next((process.exitcode for process in own), None)
-        raise failure(name, status, f"exit status {status}", expected="a run to its end") from None
-    if said is not None:
-        raise failure(name, None, said, expected="no error")
-
-
-def _begin(parent: int, plugins: list[Path]) -> None:
-    end_with(parent)
-    # An interrupt from the keyboard is for the parent process, which ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for path in plugins:
-        load_module(path)
-
-
-def _in_child(work: bytes) -> str | None:
-    """Run a function with its arguments; return what it fails with, in one line."""
-    function, arguments = pickle.loads(work)  # noqa: S301 - from our parent
-    try:
-        function(*arguments)
-    except TsqpError as error:
-        return str(error)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        return f"{error.filename or 'a file'}: got {reason}, expected none"
-    return None
 
 
 def remove(path: Path) -> None:

@@ -18,17 +18,15 @@ the vocabulary's from the LM head's reply.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 # Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
@@ -44,23 +42,14 @@ from protocol.errors import (
     ErrorCode,
     ProtocolError,
     ServiceError,
-    TsqpError,
 )
-from tsqp.lab.bench.machine import write_results
+from protocol.prepared import Traffic
+from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
 
 NAME = "published"
 _ONE_THREAD_ROWS = 16
 _WIRE_DTYPE = "torch.float32"
-
-
-@dataclass
-class Counters:
-    """Round trips and bytes of all messages since it was made."""
-
-    round_trips: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
 
 class PublishedClient:
@@ -71,9 +60,8 @@ class PublishedClient:
     """
 
     def __init__(self, endpoint: str, *, timeout_s: float = 120.0) -> None:
-        self.counters = Counters()
-        self._endpoint = endpoint
-        self._timeout_s = timeout_s
+        self.traffic = Traffic()
+        self._endpoint, self._timeout_s = endpoint, timeout_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -86,12 +74,6 @@ class PublishedClient:
             raise EndpointError(
                 "endpoint", got=f"{endpoint!r} ({error})", expected="tcp://HOST:PORT or ipc://PATH"
             ) from None
-
-    def __enter__(self) -> PublishedClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the socket."""
@@ -110,9 +92,9 @@ class PublishedClient:
                 got=f"no reply to {method} within {self._timeout_s:g} s",
                 expected="a gpu-service that answers there",
             ) from None
-        self.counters.round_trips += 1
-        self.counters.bytes_sent += len(sent)
-        self.counters.bytes_received += len(received)
+        self.traffic.round_trips += 1
+        self.traffic.bytes_sent += len(sent)
+        self.traffic.bytes_received += len(received)
         reply = msgpack.unpackb(received, raw=False)
         if reply.get("status") != "success":
             code = reply.get("error")
@@ -123,34 +105,31 @@ class PublishedClient:
 
     def embedding(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Look up float32 [B, T, D] for int64 [B, T]."""
-        request = {"input_ids": _bytes(ids_BT), "input_shape": list(ids_BT.shape)}
-        return self._tensor("Embedding", request)
+        return self._tensor("Embedding", _field(ids_BT, "input_ids", "input_shape"))
 
     def linear(self, layer: int, module: str, hidden: torch.Tensor) -> torch.Tensor:
         """Apply one module."""
-        request = {"layer_idx": layer, "module_name": module, "hidden_states": _bytes(hidden)}
-        return self._tensor("Linear", {**request, "shape": list(hidden.shape)})
+        sent = _field(hidden, "hidden_states", "shape")
+        return self._tensor("Linear", {"layer_idx": layer, "module_name": module, **sent})
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply, in batches."""
-        request = {"a_buffer": _bytes(a), "a_shape": list(a.shape)}
-        return self._tensor("Matmul", {**request, "b_buffer": _bytes(b), "b_shape": list(b.shape)})
+        sent = _field(a, "a_buffer", "a_shape") | _field(b, "b_buffer", "b_shape")
+        return self._tensor("Matmul", sent)
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits."""
-        return self._tensor(
-            "LMHead", {"hidden_states": _bytes(hidden), "shape": list(hidden.shape)}
-        )
+        return self._tensor("LMHead", _field(hidden, "hidden_states", "shape"))
 
     def _tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
         response = self.call(method, {**request, "dtype": _WIRE_DTYPE})
-        if response["dtype"] != _WIRE_DTYPE:
-            raise ProtocolError(
-                method,
-                got=str(response["dtype"])[:20],
-                expected=_WIRE_DTYPE,
-                code=ErrorCode.MALFORMED_MESSAGE,
-            )
+        ProtocolError.unless(
+            response["dtype"] == _WIRE_DTYPE,
+            method,
+            str(response["dtype"])[:20],
+            _WIRE_DTYPE,
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
         return _floats(response["output"], response["shape"])
 
 
@@ -230,9 +209,9 @@ class PublishedModel:
         return self.client.linear(layer, "o_proj", mixed_BTHC.reshape(*h_BTD.shape[:2], -1))
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """View a tensor's bytes, which msgpack copies into its message."""
-    return tensor.contiguous().numpy().data.cast("B")
+def _field(tensor: torch.Tensor, name: str, shape: str) -> dict[str, Any]:
+    """Name a tensor's bytes, of which msgpack copies a view into its message, and its shape."""
+    return {name: tensor.contiguous().numpy().data.cast("B"), shape: list(tensor.shape)}
 
 
 def _floats(data: bytes, shape: list[int]) -> torch.Tensor:
@@ -271,7 +250,7 @@ def measure_forward(
     Runs it `repeats` times, or until `case_s` is over; at least once.
     """
     ids = _prompt(model, tokens)
-    before = Counters(**vars(model.client.counters))
+    before = replace(model.client.traffic)
     times_ms = [_timed_ms(model, ids)]
     while len(times_ms) < repeats and sum(times_ms) < case_s * 1e3:
         times_ms.append(_timed_ms(model, ids))
@@ -300,7 +279,7 @@ def measure_new_tokens(
     `step_ms`: mean of all of them, with the fastest and the slowest that were run.
     """
     lengths = sample_lengths(tokens, new_tokens, sampled)
-    before = Counters(**vars(model.client.counters))
+    before = replace(model.client.traffic)
     times_ms = [_timed_ms(model, _prompt(model, length)) for length in lengths]
     mean_ms = mean_over(lengths, times_ms)
     spread = Spread(median=mean_ms, low=min(times_ms), high=max(times_ms), runs=len(times_ms))
@@ -338,7 +317,7 @@ def mean_over(lengths: Sequence[int], times_ms: Sequence[float]) -> float:
 
 def _baseline(
     model: PublishedModel,
-    before: Counters,
+    before: Traffic,
     passes: int,
     *,
     description: str,
@@ -348,7 +327,7 @@ def _baseline(
     step_ms: Spread,
 ) -> Baseline:
     """Put together a result; round trips and bytes are means of the passes since `before`."""
-    now = model.client.counters
+    now = model.client.traffic
     return Baseline(
         name=NAME,
         description=description,
@@ -389,12 +368,11 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 @torch.inference_mode()
-def measure_all(options: argparse.Namespace) -> list[Baseline]:
+def measure_all(options: Any) -> list[Baseline]:
     """Measure what the command line asks for."""
     torch.set_num_threads(options.threads)
-    lengths = [int(text) for text in options.tokens.split(",")]
-    against = options.against
-    with PublishedClient(options.endpoint, timeout_s=options.timeout_s) as client:
+    lengths, against = options.tokens, options.against
+    with closing(PublishedClient(options.endpoint, timeout_s=options.timeout_s)) as client:
         model = PublishedModel(client)
         model.forward(_prompt(model, 1))  # warms up
         often = {"repeats": options.repeats, "case_s": options.case_s}
@@ -405,28 +383,19 @@ def measure_all(options: argparse.Namespace) -> list[Baseline]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("endpoint", help="of a running gpu-service, over ZeroMQ")
-    parser.add_argument("--tokens", default="1,128,512", help="prompt lengths, with commas")
-    parser.add_argument("--new-tokens", type=int, default=0)
-    parser.add_argument("--sampled", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--case-s", type=float, default=10.0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--against", choices=("null", "cpu", "none"), default="cpu")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="of one RPC")
-    parser.add_argument("--json", type=Path, help="write the result to this file instead")
-    options = parser.parse_args(arguments)
-    try:
-        found = measure_all(options)
-    except TsqpError as error:
-        sys.exit(f"published_client: error: {error}")
-    write_results(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    write_results(
+        *script(
+            __doc__,
+            measure_all,
+            "endpoint",
+            tokens=(1, 128, 512),
+            new_tokens=0,
+            sampled=2,
+            repeats=5,
+            case_s=10.0,
+            threads=torch.get_num_threads(),
+            against=("cpu", "null", "none"),
+            timeout_s=120.0,
+        )
+    )

@@ -2,11 +2,11 @@
 
     python -m tsqp.lab.bench.raw_echo ADDRESS REQUEST_SIZES REPLY_SIZES [--spin-us N]
 
-Answers one client until it is terminated; prints `ready ADDRESS`. An address is an endpoint of
-ours: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and `socket://HOST:PORT` are
-plain stream sockets; `shm://` has one slot of a segment, with the socket to wake up by. Sizes are
-those of the frames, with commas; a stream carries them one behind the other, and both ends know how
-long a message is.
+Answers one client until it is terminated; says `raw_echo ready: ADDRESS` on stderr. An address is
+an endpoint of ours: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
+`socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the socket
+to wake up by. Sizes are those of the frames, with commas; a stream carries them one behind the
+other, and both ends know how long a message is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
@@ -181,7 +182,7 @@ def main() -> None:
         options.address,
         request_bytes,
         options.spin_us,
-        lambda address: print(f"ready {address}", flush=True),
+        lambda address: print(f"raw_echo ready: {address}", file=sys.stderr, flush=True),
     )
     while end.receive() is not None:
         end.send(reply)

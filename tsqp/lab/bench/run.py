@@ -13,8 +13,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
 from protocol.errors import ModelError, SettingsError, TsqpError
@@ -40,11 +38,11 @@ from tsqp.lab.bench.machine import describe_machine, peak_bytes
 from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
 from tsqp.lab.bench.model import Baseline, PingPong, PolicyRun, Report, Setup
 from tsqp.lab.bench.random_model import required_bytes
-from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.measure import Failed, run_job
+from tsqp.lab.bench.shapes import find_shape, require_one
+from tsqp.lab.bench.worker import measure
+from tsqp.lab.measure import run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
-_ANSWER: TypeAdapter[Answer | Failed] = TypeAdapter(Answer | Failed)
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
 
@@ -186,12 +184,12 @@ class Bench:
         settings = self._settings
         given = settings.endpoints
         used = given[: policy.services]
-        if given and (len(used) < policy.services or len(set(used)) < len(used)):
-            raise SettingsError(
-                f"--gpu, for policy {policy.name}",
-                got=" and ".join(used),
-                expected=f"{policy.services} services that do not collude",
-            )
+        SettingsError.unless(
+            not given or len(set(used)) == policy.services,
+            f"--gpu, for policy {policy.name}",
+            " and ".join(used),
+            f"{policy.services} services that do not collude",
+        )
         check_links(
             assign_shares([ServiceSpec.parse(one) for one in used], policy) if used else (),
             [None] * len(used),
@@ -211,22 +209,19 @@ class Bench:
             )
         served = settings.server_model is not None or bool(settings.endpoints)
         if settings.key is None or not served:
-            raise SettingsError(
-                f"policy {policy.name}",
-                got="no --key, or no --server-model",
-                expected=f"both, as tsqp provision MODEL --mask {mask.name} writes them",
-            )
+            expected = f"both, as tsqp provision MODEL --mask {mask.name} writes them"
+            raise SettingsError(f"policy {policy.name}", "no --key, or no --server-model", expected)
         FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)
-            checkpoint = Checkpoint(settings.server_model)
-            checkpoint.require(linear_tensors(served_config, FUSED_MODULES))
-            if served_config.num_hidden_layers != self._config.num_hidden_layers:
-                raise ModelError(
-                    str(settings.server_model),
-                    got=f"{served_config.num_hidden_layers} layers",
-                    expected=f"{self._config.num_hidden_layers}, as {settings.model} has",
-                )
+            tensors = linear_tensors(served_config, FUSED_MODULES)
+            Checkpoint(settings.server_model).require(tensors)
+            ModelError.unless(
+                served_config.num_hidden_layers == self._config.num_hidden_layers,
+                str(settings.server_model),
+                f"{served_config.num_hidden_layers} layers",
+                f"{self._config.num_hidden_layers}, as {settings.model} has",
+            )
 
     def _all_policies(self) -> list[tuple[str, Policy]]:
         found = list(self._settings.policies)
@@ -282,7 +277,7 @@ class Bench:
         directory = folder / "model"
         directory.mkdir()
         self._say(f"making random weights of {self._settings.shape}")
-        shape = self._settings.shape or ""
+        shape = find_shape(self._settings.shape or "")
         prepare.random_model(directory, shape, linear=self._needs_linear())
         return directory
 
@@ -303,23 +298,13 @@ class Bench:
         given = prepare.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
         running.callback(prepare.remove, bank)
         job = Job(
-            model=model,
-            policy=name,
+            # Policies are read again there.
+            replace(settings, policies=()),
+            model,
+            name,
             endpoints=tuple(endpoint for _, endpoint in services),
             service_pids=tuple(pid for pid, _ in services if pid),
-            key=settings.key if policy.feature_mask else None,
             bank=given,
-            kernels=settings.kernels,
-            threads=settings.threads,
-            step_tokens=settings.step_tokens,
-            micro_batches=settings.micro_batches,
-            spin_us=settings.spin_us,
-            link_gbps=settings.link_gbps,
-            link_rtt_us=settings.link_rtt_us,
-            dtype=settings.dtype,
-            # Services of its own get tokens drawn at random, which are no secret.
-            shares_in_the_clear=settings.shares_in_the_clear or not settings.endpoints,
-            plan=settings.plan,
         )
         measured: list[Measured] = []
         finished: Finished | None = None
@@ -341,7 +326,7 @@ class Bench:
 
     def _answers(self, job: Job) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
-        return run_job("tsqp.lab.bench.worker", job, _ANSWER, f"policy {job.policy}")
+        return run_job(f"policy {job.policy}", measure, job)
 
 
 def _policy_run(
@@ -368,12 +353,7 @@ def _policy_run(
 
 
 def _read_config(settings: BenchSettings) -> ModelConfig:
-    if (settings.model is None) == (settings.shape is None):
-        raise SettingsError(
-            "MODEL and --shape",
-            got="both" if settings.model else "neither",
-            expected="one of them",
-        )
+    require_one(settings.model, settings.shape)
     if settings.shape is not None:
         return find_shape(settings.shape).config()
     return read_config(settings.model or Path())
@@ -383,12 +363,9 @@ def _check_names(policies: list[tuple[str, Policy]]) -> None:
     """Refuse two policies of one name: the report could not tell them apart."""
     places: dict[str, str] = {}
     for place, policy in policies:
-        if policy.name in places:
-            raise SettingsError(
-                "--policy",
-                got=f"{places[policy.name]} and {place}, both named {policy.name}",
-                expected="policies of different names",
-            )
+        got = f"{places.get(policy.name)} and {place}, both named {policy.name}"
+        expected = "policies of different names"
+        SettingsError.unless(policy.name not in places, "--policy", got, expected)
         places[policy.name] = place
 
 

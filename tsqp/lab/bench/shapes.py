@@ -210,6 +210,14 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 def find_shape(name: str) -> Shape:
     """Return a shape by its name. Raises SettingsError that lists the names."""
-    if name not in SHAPES:
-        raise SettingsError("--shape", got=repr(name), expected=f"one of {', '.join(SHAPES)}")
+    known = f"one of {', '.join(SHAPES)}"
+    SettingsError.unless(name in SHAPES, "--shape", repr(name), known)
     return SHAPES[name]
+
+
+def require_one(model: object, shape: object) -> None:
+    """Refuse a model and a shape together, and neither. Raises SettingsError."""
+    got = "neither" if model is None else "both"
+    SettingsError.unless(
+        (model is None) != (shape is None), "MODEL and --shape", got, "one of them"
+    )

@@ -26,7 +26,6 @@ from tsqp.lab.bench.summary import (
     case_stages,
     caveats,
     compare,
-    distinct,
     dominant,
     find_case,
     findings,
@@ -326,7 +325,6 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
     """Print a report. `details`: every case and its layers, not one of each phase and policy."""
     from rich.text import Text
 
-    report = distinct(report)
     console.print(Text(_facts(report), style="bold"))
     console.print()
     for sentence in (*caveats(report), *missing(report)):
@@ -365,7 +363,6 @@ def render_html(report: Report) -> str:
     Operators of each layer are listed for the cases by which policies are compared; for the others
     each layer as a whole, to keep the page small. The JSON document has all of them.
     """
-    report = distinct(report)
     chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
     policies = []
     for run in report.policies:

@@ -84,20 +84,6 @@ def kinds(report: Report) -> list[tuple[Phase, CaseKey]]:
     )
 
 
-def distinct(report: Report) -> Report:
-    """Return the report with policies that have one name told apart: `stip`, `stip (2)`."""
-    names: list[str] = []
-    for run in report.policies:
-        name, number = run.policy, 2
-        while name in names:
-            name, number = f"{run.policy} ({number})", number + 1
-        names.append(name)
-    runs = zip(report.policies, names, strict=True)
-    return report.model_copy(
-        update={"policies": tuple(run.model_copy(update={"policy": name}) for run, name in runs)}
-    )
-
-
 def find_case(run: PolicyRun, phase: Phase, key: CaseKey) -> Case | None:
     """Return a policy's case of that kind, None if it has none."""
     return next((c for c in run.cases if c.phase == phase and case_key(c) == key), None)

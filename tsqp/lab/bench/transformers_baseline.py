@@ -12,7 +12,6 @@ computed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -27,13 +26,13 @@ import torch
 import transformers
 
 from protocol.tensors import torch_dtype
-from tsqp.lab.bench.machine import write_results
+from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
 
 NAME = "transformers"
 
 
-def load_model(directory: Path, dtype: str, attention: str) -> Any:
+def load_model(directory: Path | str, dtype: str, attention: str) -> Any:
     """Return the model in eval mode, from a local directory and from nowhere else."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
@@ -110,43 +109,35 @@ def _baseline(
 
 
 @torch.inference_mode()
-def measure_all(options: argparse.Namespace) -> list[Baseline]:
+def measure_all(options: Any) -> list[Baseline]:
     """Measure what the command line asks for."""
     torch.set_num_threads(options.threads)
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
     model = load_model(options.model, options.dtype, options.attention)
-    lengths = [int(text) for text in options.tokens.split(",")]
     how = {"repeats": options.repeats, "case_s": options.case_s, "dtype": options.dtype}
-    found = [measure_prefill(model, n, **how) for n in lengths]
+    found = [measure_prefill(model, n, **how) for n in options.tokens]
     if options.new_tokens:
-        contexts = [int(text) for text in options.context.split(",")] if options.context else []
         found += [
             measure_decode(model, context, options.new_tokens, options.dtype)
-            for context in contexts or [min(lengths)]
+            for context in options.context or [min(options.tokens)]
         ]
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--tokens", default="128,512", help="prompt lengths, with commas")
-    parser.add_argument("--context", help="tokens behind a decoded one, with commas")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--case-s", type=float, default=10.0, help="for one prompt length")
-    parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
-    parser.add_argument("--json", type=Path, help="write the result to this file instead")
-    options = parser.parse_args(arguments)
-    logging: Any = transformers.utils.logging
-    logging.disable_progress_bar()
-    found = measure_all(options)
-    write_results(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    write_results(
+        *script(
+            __doc__,
+            measure_all,
+            "model",
+            dtype=("bfloat16", "float32", "float16"),
+            threads=torch.get_num_threads(),
+            tokens=(128, 512),
+            context=(),
+            new_tokens=32,
+            repeats=5,
+            case_s=10.0,
+            attention=("sdpa", "eager"),
+        )
+    )

@@ -10,10 +10,9 @@ tests, it is run as it is. Prints a list of `tsqp.lab.bench.model.Baseline` as J
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
 from protocol.model.rope import Rope
 from protocol.model.weights import LayerNorms, row_layout
-from tsqp.lab.bench.machine import write_results
+from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
 
 NAME = "unmasked"
@@ -136,22 +135,11 @@ def measure(config: ModelConfig, context: int, steps: int, device: torch.device)
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--context", default="128", help="tokens behind a decoded one, with commas")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="write the result to this file instead")
-    options = parser.parse_args(arguments)
-    config, device = read_config(options.model), torch.device(options.device)
-    contexts = [int(text) for text in options.context.split(",")]
-    found = [measure(config, context, options.steps, device) for context in contexts]
-    write_results(found, options.json)
+def measure_all(options: Any) -> list[Baseline]:
+    """Measure what the command line asks for."""
+    config, device = read_config(Path(options.model)), torch.device(options.device)
+    return [measure(config, context, options.steps, device) for context in options.context]
 
 
 if __name__ == "__main__":
-    main()
+    write_results(*script(__doc__, measure_all, "model", device="cuda", context=(128,), steps=50))

@@ -1,17 +1,10 @@
 """Measures one policy, in a process of its own: the TEE side as `tee-runner` puts it together.
 
-    python -m tsqp.lab.bench.worker < JOB
-
-Reads a `Job` from stdin and prints `Answer`s, one a line. Every case is timed without an observer,
-but for Embedding and LM head; where the time goes is measured in further steps, with one.
+Every case is timed without an observer, but for Embedding and LM head; where the time goes is
+measured in further steps, with one.
 """
 
 from __future__ import annotations
-
-import os
-
-# Read once, when torch is imported; see tsqp/cli/program.py.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import gc
 import operator
@@ -43,7 +36,7 @@ from tsqp.lab.bench.model import (
     Timeline,
 )
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.measure import Collector, Line, serve_job
+from tsqp.lab.measure import Collector, Tell
 from tsqp.run.link import Link
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
@@ -53,9 +46,9 @@ _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
 _LEAST_TIMED = 2
 
 
-def measure(job: Job, tell: Callable[[Line], None]) -> None:
-    """Run a job. Raises TsqpError."""
-    policy = load_policy(job.policy)
+def measure(job: Job, tell: Tell) -> None:
+    """Measure a job, and tell `Answer`s. Raises TsqpError."""
+    given, policy = job.settings, load_policy(job.policy)
     # What is measured here is no secret, and the services are our own: they prove nothing.
     policy = policy.model_copy(update={"service": ServiceTerms(attested="none")})
     settings = RunnerSettings(
@@ -63,23 +56,25 @@ def measure(job: Job, tell: Callable[[Line], None]) -> None:
         policy=policy,
         gpu=job.endpoints,
         masks=MaskSettings(
-            key=job.key, bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None
+            key=given.key if policy.feature_mask else None,
+            bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None,
         ),
-        dtype=job.dtype,
-        kernels=job.kernels,
-        threads=job.threads,
-        engine=EngineSettings(step_tokens=job.step_tokens),
-        micro_batches=job.micro_batches,
-        spin_us=job.spin_us,
-        link=Link.of(job.link_gbps, job.link_rtt_us),
-        shares_in_the_clear=job.shares_in_the_clear,
+        dtype=given.dtype,
+        kernels=given.kernels,
+        threads=given.threads,
+        engine=EngineSettings(step_tokens=given.step_tokens),
+        micro_batches=given.micro_batches,
+        spin_us=given.spin_us,
+        link=Link.of(given.link_gbps, given.link_rtt_us),
+        # Services of its own get tokens drawn at random, which are no secret.
+        shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )
     tell(Progress(doing="loading"))
     with Runner(settings) as runner:
         gc.collect()
         gc.freeze()  # as tee-runner does
         cases = _Cases(runner, job, tell)
-        plan = job.plan
+        plan = given.plan
         for tokens in plan.prefill:
             cases.prefill(tokens, timeline=tokens == max(plan.prefill))
         for context, batch in plan.decode:
@@ -97,7 +92,7 @@ def measure(job: Job, tell: Callable[[Line], None]) -> None:
                 peak_bytes=peak,
                 kv_bytes=kv_bytes(
                     runner.config,
-                    tokens=plan.cached_tokens(job.step_tokens),
+                    tokens=plan.cached_tokens(given.step_tokens),
                     itemsize=itemsize,
                 ),
                 vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
@@ -109,26 +104,25 @@ def measure(job: Job, tell: Callable[[Line], None]) -> None:
 class _Cases:
     """The cases of one policy."""
 
-    def __init__(self, runner: Runner, job: Job, tell: Callable[[Line], None]) -> None:
-        self._runner = runner
-        self._job = job
-        self._tell = tell
+    def __init__(self, runner: Runner, job: Job, tell: Tell) -> None:
+        self._runner, self._job, self._tell = runner, job, tell
+        self._settings, self._plan = job.settings, job.settings.plan
         self._prompts = _prompts(
-            runner.config, job.plan.longest(job.step_tokens), job.plan.sequences
+            runner.config, self._plan.longest(self._settings.step_tokens), self._plan.sequences
         )
 
     def prefill(self, tokens: int, *, timeline: bool) -> None:
         """Run whole prompts of a length, up to the first token."""
         self._tell(Progress(doing=f"prefill {tokens}"))
         self._measure(
-            "prefill", tokens, 1, lambda: self._prompt(tokens), self._job.plan.repeats, timeline
+            "prefill", tokens, 1, lambda: self._prompt(tokens), self._plan.repeats, timeline
         )
 
     def decode(self, context: int, batch: int, *, timeline: bool) -> None:
         """Run decode steps of some sequences, each with so many tokens behind it."""
         self._tell(Progress(doing=f"decode {batch} x {context}"))
-        plan = self._job.plan
-        new_tokens = plan.new_tokens(context, batch, self._job.step_tokens)
+        plan = self._plan
+        new_tokens = plan.new_tokens(context, batch, self._settings.step_tokens)
         running = [self._generate(index, context, new_tokens) for index in range(batch)]
         while any(one.token_count == 0 and not one.arrived for one in running):
             self._runner.step()
@@ -195,7 +189,7 @@ class _Cases:
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
         traffic = self._runner.traffic
-        times = self._job.plan.observed(phase, count)
+        times = self._plan.observed(phase, count)
         observed = self._observe(work, times, timeline=timeline)
         median = statistics.median(times_ms)
         done = batch if phase == "decode" else tokens
@@ -203,7 +197,7 @@ class _Cases:
             phase=phase,
             tokens=tokens,
             batch=batch,
-            micro_batches=self._job.micro_batches,
+            micro_batches=self._settings.micro_batches,
             step_ms=Spread(median=median, low=min(times_ms), high=max(times_ms), runs=count),
             heavy_ms=statistics.median(heavy_ms),
             overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
@@ -259,7 +253,3 @@ def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
         0, config.vocab_size, (count, tokens), generator=generator
     ).tolist()
     return ids
-
-
-if __name__ == "__main__":
-    serve_job(Job, measure)

@@ -10,12 +10,10 @@ from protocol.errors import SettingsError
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
-from tee_side.model.local_operators import sites_under
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import AttentionWindow, Placement, Policy
-from tee_side.protect.masks.mask import AdditiveMask, Kind, Mask
+from tee_side.protect.masks.mask import Kind, Mask
 from tee_side.protect.pads.bank_format import MAX_GROUP, slot_bytes
-from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
@@ -28,8 +26,9 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
+from tsqp.lab.bench.memory import pad_layouts
+from tsqp.lab.bench.model import Document
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
-from tsqp.lab.measure import Line
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
@@ -37,7 +36,7 @@ from tsqp.lab.research.segment_rotation import SegmentRotation
 MAX_TOKENS = 2**20
 
 
-class OperatorRow(Line):
+class OperatorRow(Document):
     """One operator in some layers (None: it belongs to none) and one phase, or both (None).
 
     `sees`: None where nothing leaves the TEE; `verify`: how results are checked; `window`: of a
@@ -57,7 +56,7 @@ class OperatorRow(Line):
     prefill: PhaseCost | None
 
 
-class MaskUse(Line):
+class MaskUse(Document):
     """A mask with the options that the policy gives it, and what its class says of it."""
 
     name: str
@@ -70,7 +69,7 @@ class MaskUse(Line):
     noise: str | None
 
 
-class PadsNeeded(Line):
+class PadsNeeded(Document):
     """Pads that an additive mask uses up: one for each token of these phases.
 
     `memory_bytes`, `bank_bytes`: of one, in memory and in a bank on disk (None: no bank can hold
@@ -85,7 +84,7 @@ class PadsNeeded(Line):
     left_to_decode: float | None = None
 
 
-class Needs(Line):
+class Needs(Document):
     """What a policy needs beside the model: `key`: the feature mask that wants one."""
 
     services: int
@@ -96,7 +95,7 @@ class Needs(Line):
     pads: tuple[PadsNeeded, ...]
 
 
-class Explanation(Line):
+class Explanation(Document):
     """All that `tsqp explain` says. `decode`: of one token, the last of `context` tokens."""
 
     model: str
@@ -281,10 +280,7 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
 def _needs(policy: Policy, config: ModelConfig) -> Needs:
     pads = []
-    for mask in policy.masks:
-        if not isinstance(mask, AdditiveMask):
-            continue
-        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+    for mask, layout in pad_layouts(policy, config).items():
         on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
         phases = tuple(
             phase

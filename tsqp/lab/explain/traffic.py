@@ -16,17 +16,13 @@ import torch
 from gpu_side.encoding import Form, encode_reply
 from protocol.channel import Channel
 from protocol.encoding import encode_request
-from protocol.errors import TsqpError
 from protocol.messages import (
     FUSED_MODULES,
-    EmbeddingRequest,
     LinearRequest,
-    LMHeadRequest,
     MatmulRequest,
     Projection,
     Request,
     RingLinearRequest,
-    RingLMHeadRequest,
     SeededRingLinearRequest,
     SegmentRequest,
     TensorReply,
@@ -34,7 +30,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
-from protocol.prepared import Exchange, Traffic
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache
@@ -55,12 +51,13 @@ from tee_side.protect.verifier import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
-from tsqp.lab.measure import Line
+from tsqp.lab.bench.model import Document
+from tsqp.lab.leak.recording import AtOnce
 from tsqp.lab.research.feature_key import site_transform
 from tsqp.lab.research.operators import embedding_call, lm_head_call, product_call
 
 
-class Cost(Line):
+class Cost(Document):
     """RPCs, and bytes of all their frames, header included."""
 
     rpcs: int = 0
@@ -75,7 +72,7 @@ class Cost(Line):
         )
 
 
-class Message(Line):
+class Message(Document):
     """One RPC. `service`: 1, or 2 for the second one; `modules`: of a linear operator.
 
     `sent`, `received`: dtype and shape of each tensor as it crosses, dummy rows included.
@@ -88,7 +85,7 @@ class Message(Line):
     received: str
 
 
-class PhaseCost(Line):
+class PhaseCost(Document):
     """What an operator costs in a phase: in all its layers together.
 
     `messages`: of one layer; of the first step, where a prompt takes several.
@@ -118,68 +115,36 @@ class _Captured:
     reply: TensorReply
 
 
-class _Recorder(Channel):
-    """A `Channel` that answers every request with zeros of the right shape, and keeps both."""
-
-    endpoint = "nowhere"
+class _Recorder(AtOnce):
+    """Answers every request with zeros of the right shape, and keeps both."""
 
     def __init__(self, config: ModelConfig, service: int, log: list[_Captured]) -> None:
-        self._config = config
-        self._service = service
-        self._log = log
-        self._replies: dict[int, TensorReply] = {}
-        self._last_id = 0
-        self.traffic = Traffic()
+        super().__init__("nowhere")
+        self._config, self._service, self._log = config, service, log
+
+    def start(
+        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+    ) -> int:
+        """Keep a request with the reply that it is prepared for."""
+        request = prepared.request(payload)
+        return self._answered(request, prepared.reply_shape, prepared.reply_dtype)
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """Keep the request with its reply."""
-        shape, dtype = _reply_shape(request, self._config)
+        """Keep a product of attention, or whole layers, with the reply that a service owes."""
+        match request:
+            case MatmulRequest(a=a, b=b):
+                return self._answered(request, (*a.shape[:-1], b.shape[-1]), a.dtype)
+            case SegmentRequest(outputs=outputs, lm_head=head, hidden_states=sent):
+                width = self._config.vocab_size if head else self._config.hidden_size
+                return self._answered(request, (*outputs.shape, width), sent.dtype)
+        raise TypeError(f"an operator sent {type(request).__name__}")
+
+    def _answered(self, request: Request, shape: tuple[int, ...], dtype: str) -> int:
         reply = TensorReply(output=from_torch(torch.zeros(shape, dtype=torch_dtype(dtype))))
         self._log.append(_Captured(self._service, request, reply))
-        self._last_id += 1
-        self._replies[self._last_id] = reply
-        return self._last_id
-
-    def wait(self, request_id: int) -> Exchange:
-        """Return the zeros."""
-        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None, 0, self.endpoint)
-
-    def abandon(self, request_id: int) -> None:
-        """Drop a reply."""
-        self._replies.pop(request_id, None)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """No service lies here, and no other one is left."""
-        raise error
-
-    def close(self) -> None:
-        """There is nothing to disconnect."""
-
-
-def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype of the reply that a service owes."""
-    if isinstance(request, SeededRingLinearRequest):
-        request = request.without_elements()
-    match request:
-        case EmbeddingRequest():
-            return (*request.input_ids.shape, config.hidden_size), request.dtype
-        case LinearRequest():
-            sent = request.hidden_states
-        case RingLinearRequest():
-            sent = request.elements
-        case MatmulRequest():
-            return (*request.a.shape[:-1], request.b.shape[-1]), request.a.dtype
-        case LMHeadRequest():
-            sent = request.hidden_states
-            return (*sent.shape[:-1], config.vocab_size), sent.dtype
-        case RingLMHeadRequest():
-            return (*request.elements.shape[:-1], config.vocab_size), request.elements.dtype
-        case SegmentRequest(outputs=outputs, lm_head=head, hidden_states=sent):
-            return (*outputs.shape, config.vocab_size if head else config.hidden_size), sent.dtype
-        case _:
-            raise TypeError(f"an operator sent {type(request).__name__}")
-    size = sum(config.module_shape(module)[0] for module in request.module_names)
-    return (*sent.shape[:-1], size), sent.dtype
+        self._submitted += 1
+        self._replies[self._submitted] = Exchange(reply, endpoint=self.endpoint)
+        return self._submitted
 
 
 class _ZeroSite:
@@ -215,6 +180,8 @@ class StepTraffic:
         self._ids: list[int] = []
         self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
         self._messages: dict[tuple[Phase, Operator, int], tuple[Message, ...]] = {}
+        # Of the first request of each: how many cross, those that a mask adds included.
+        self.rows: dict[tuple[Phase, Operator, int], int] = {}
 
     def decode(self, context: int) -> None:
         """Measure one decoded token of one sequence."""
@@ -272,6 +239,7 @@ class StepTraffic:
                 called[key] = self._call(*key, rows, context, outputs)
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
+            self.rows.setdefault(at, _rows(called[key][0].request))
             costs = [self._count(captured, layer) for captured in called[key]]
             self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
 
@@ -379,6 +347,12 @@ def _zero_pads(mask: AdditiveMask, config: ModelConfig) -> HideAt:
         return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), size, dtype=dtype)))
 
     return lambda site: partial(hide, site)
+
+
+def _rows(request: Request) -> int:
+    if isinstance(request, SeededRingLinearRequest):
+        return request.rows
+    return next(value.shape[0] for _, value in request if isinstance(value, WireTensor))
 
 
 def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from protocol.errors import InputError
 from protocol.messages import LinearOperator
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, Segment
 from tee_side.words import is_linear
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.trace import Call, Trace, Where, forward_order
@@ -76,6 +76,11 @@ class View:
             return rows_RI.float()
         return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
 
+    @property
+    def segments(self) -> list[Segment]:
+        """The policy's segments of the model."""
+        return self.policy.segments(self.public.config.num_hidden_layers)
+
     def row_places(self) -> list[Where]:
         """Return `linear_places` and segments, whose rows are hidden states before any norm."""
         found = {where for trace in self.traces for where in trace.places}
@@ -110,6 +115,25 @@ class Reading:
     guesses: Mapping[int, tuple[int, ...]]
 
 
+# What an attack may need, as the reason why there is nothing for it otherwise.
+NEEDS: Mapping[str, Callable[[View], object]] = {
+    "integers": lambda view: view.policy.arithmetic != "int8",
+    "weights are not cloaked": lambda view: view.policy.feature_mask is not None,
+    "no cache is at the service": lambda view: view.disks,
+    "layer 0 is in no cache": lambda view: not view.segments[0].first,
+    "layer 0 stays": lambda view: any(
+        where in ((0, "qkv_proj"), (0, "segment")) for where in view.row_places()
+    ),
+    "no session's beginning crossed": lambda view: view.policy.at("qkv_proj", 0, "prefill").leaves,
+    "no public weights to compare with": lambda view: view.public.has_layers,
+    "no token that every prompt begins with": lambda view: view.public.first_id is not None,
+    "no activations crossed": lambda view: view.row_places(),
+    "no keys of layer 0 crossed": lambda view: any(
+        (0, "attn_scores") in trace.places for trace in view.traces
+    ),
+}
+
+
 class Attack(ABC):
     """Base of all attacks.
 
@@ -120,6 +144,8 @@ class Attack(ABC):
       control     policy under which it must work, by name or path, so that failing elsewhere means
                   something; for a policy of integers `integer_control`, if that is another one
       published   the share of tokens that it must read there, 0 to 1
+    Optional:
+      needs       keys of `NEEDS`, without which there is nothing here for it
     """
 
     name: ClassVar[str]
@@ -128,6 +154,7 @@ class Attack(ABC):
     control: ClassVar[str]
     integer_control: ClassVar[str | None] = None
     published: ClassVar[float]
+    needs: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Refuse an attack that does not say what it must, when its file is loaded."""
@@ -139,12 +166,12 @@ class Attack(ABC):
             for attribute in ("reads", "source", "control", "published")
             if not hasattr(cls, attribute)
         ]
-        if missing:
-            raise AttackError(
-                f"attack {cls.__name__}",
-                got=f"no {', '.join(missing)}",
-                expected="what every attack has to say",
-            )
+        AttackError.unless(
+            not missing,
+            f"attack {cls.__name__}",
+            f"no {', '.join(missing)}",
+            "what every attack has to say",
+        )
         if not 0 < cls.published <= 1:
             raise AttackError(
                 f"attack {cls.__name__}",
@@ -152,9 +179,9 @@ class Attack(ABC):
                 expected="a share of tokens above 0, at most 1",
             )
 
-    @abstractmethod
     def refuses(self, view: View) -> str | None:
         """Say why there is nothing here for this attack, in a few words; None: it applies."""
+        return next((reason for reason in self.needs if not NEEDS[reason](view)), None)
 
     @abstractmethod
     def read(self, view: View, work: Work) -> Iterator[Reading]:

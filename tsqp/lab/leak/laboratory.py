@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import as_completed
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from protocol.errors import SettingsError, TsqpError
 from protocol.model.config import read_config
@@ -20,7 +26,7 @@ from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, Policy
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import KEY, SERVED
 from tsqp.lab.leak.settings import LeakProgress, LeakSettings, check_settings
-from tsqp.lab.leak.workers import side_by_side
+from tsqp.lab.measure import passed_on, processes, tell
 from tsqp.lab.research.provisioning import provision
 
 # Tokens behind the decoded token whose cost is measured.
@@ -177,10 +183,12 @@ def _reason(error: BaseException) -> str:
 def read_report(path: Path, model: str) -> BenchReport:
     """Read what `tsqp bench --json` wrote of a model. Raises SettingsError."""
     report = read_recorded(path)
-    if report.setup.model != model:
-        raise SettingsError(
-            str(path), got=f"the cost of {report.setup.model}", expected=f"that of {model}"
-        )
+    SettingsError.unless(
+        report.setup.model == model,
+        str(path),
+        f"the cost of {report.setup.model}",
+        f"that of {model}",
+    )
     return report
 
 
@@ -216,3 +224,44 @@ def cost_in(report: BenchReport, policy: str) -> DecodeCost | None:
         bytes_received=case.bytes_received,
         context=case.tokens,
     )
+
+
+# ---------------------------------------------------------------------------------- side by side
+
+# Of a worker: its attack runner, once `_begin` has made it.
+_runner: list[AttackRunner] = []
+
+
+def side_by_side(settings: LeakSettings, folder: Path, watch: LeakProgress) -> Iterator[Outcome]:
+    """Have every task done by `settings.workers` processes; yields in the order of completion.
+
+    An attack that raises ends its own task. `folder`: an empty one, for what the workers make.
+    Raises ProcessError for a worker that ended early, since its task is lost.
+    """
+
+    def told(what: tuple[str, Any]) -> None:
+        name, value = what
+        getattr(watch, name)(value)
+
+    tasks = range(len(tasks_of(settings)))
+    given, count = replace(settings, cost="none"), min(settings.workers, len(tasks))
+    with processes(count, "a worker", told, _begin, given, folder) as submit:
+        for future in as_completed([submit(_attack, number) for number in tasks]):
+            yield future.result()
+
+
+def _begin(settings: LeakSettings, folder: Path) -> None:
+    """Make the worker's attack runner."""
+    torch.set_num_threads(settings.threads)
+    own = folder / f"worker-{os.getpid()}"
+    own.mkdir()
+    watch = LeakProgress(
+        doing=lambda what: tell(("doing", what)), step=lambda steps: tell(("step", steps))
+    )
+    _runner.append(AttackRunner(settings, own, watch))
+
+
+def _attack(number: int) -> Outcome:
+    (runner,) = _runner
+    found = runner.do(tasks_of(runner.settings)[number])
+    return replace(found, error=passed_on(found.error)) if isinstance(found, Lost) else found

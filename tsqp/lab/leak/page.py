@@ -69,8 +69,12 @@ def write_page(
     text = path.read_text(encoding="utf-8")
     before, begun, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
-    if not begun or not ended:
-        raise SettingsError(str(path), got="no markers", expected=f"{begin} and {end}")
+    SettingsError.unless(
+        begun and ended,
+        str(path),
+        "no markers",
+        f"{begin} and {end}",
+    )
     lines = list(_measured(report))
     path.with_name(_PICTURES).mkdir(exist_ok=True)
     for name, says, made_by, drawn in _pictures(report, costs) if section == PICTURES_OF else ():
@@ -150,12 +154,12 @@ def _measured(report: LeakReport) -> Iterator[str]:
 
 def main(arguments: list[str]) -> None:
     """Write the page. Raises SettingsError."""
-    if len(arguments) not in (3, 4):
-        raise SettingsError(
-            "python -m tsqp.lab.leak.page",
-            got=repr(arguments),
-            expected="REPORT PAGE SECTION, and COSTS or nothing",
-        )
+    SettingsError.unless(
+        len(arguments) in (3, 4),
+        "python -m tsqp.lab.leak.page",
+        repr(arguments),
+        "REPORT PAGE SECTION, and COSTS or nothing",
+    )
     path, target, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
         report = LeakReport.model_validate_json(path.read_bytes())

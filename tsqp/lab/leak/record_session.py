@@ -16,7 +16,7 @@ from protocol.errors import PromptError
 from protocol.messages import Request, RingLinearRequest, SeededRingLinearRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.weights import CPU, row_layout
+from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
@@ -27,11 +27,10 @@ from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import TeeModel, load_tee_model
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import Mask, RowMask
-from tee_side.protect.randomness import Randomness
-from tee_side.words import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
+from tee_side.words import LAYERLESS, PRODUCTS
+from tsqp.lab.explain.traffic import Headers, StepTraffic
 from tsqp.lab.leak.recording import Disk, RecordingChannel
-from tsqp.lab.leak.trace import Added, Trace, TraceError, Where
+from tsqp.lab.leak.trace import Added, Trace, TraceError
 from tsqp.lab.research.provisioning import provision
 
 Progress = Callable[[int, int], None]
@@ -155,42 +154,18 @@ def logits_of(
 def added_rows(policy: Policy, config: ModelConfig) -> Added:
     """Return what a policy sends, and how many rows its masks add: public, as the policy is.
 
-    Found by masking one row, as a mask may call its option what it likes.
+    Found by what crosses for one row, as a mask may call its option what it likes. The rows of
+    products are of heads and tokens, which nothing counts.
     """
-    counts: dict[tuple[Operator, Mask | None], int] = {}
-    found: dict[tuple[Where, Phase], int] = {}
-    segments = policy.segments(config.num_hidden_layers)
-    within = {layer for one in segments for layer in range(one.first, one.last + 1)}
-    head = any(segment.head for segment in segments)
-    for operator in OPERATORS:
-        for layer in (None,) if operator in LAYERLESS else range(config.num_hidden_layers):
-            if layer in within or (operator == "lm_head" and head):
-                continue  # of a segment's request
-            for phase in PHASES:
-                placement = policy.at(operator, layer or 0, phase)
-                if placement.place == "tee":
-                    continue
-                key = operator, placement.mask
-                if key not in counts:
-                    counts[key] = _sent_rows(operator, placement.mask, config) - 1
-                found[(layer, operator), phase] = counts[key]
-    for segment in segments:
-        found |= {((segment.first, "segment"), phase): 0 for phase in PHASES}
-    return found
-
-
-def _sent_rows(operator: Operator, mask: Mask | None, config: ModelConfig) -> int:
-    """Return how many rows cross for one. Only row masks add some."""
-    # The rows of products are of heads and tokens, which nothing counts.
-    if not isinstance(mask, RowMask) or operator in PRODUCTS:
-        return 1
-    randomness = Randomness()
-    if operator == "embedding":
-        ids_1 = torch.zeros(1, dtype=torch.int64)
-        return mask.mask_ids(ids_1, config.vocab_size, randomness).sent[0].shape[0]
-    _, size = row_layout(config, operator)[1] if is_linear(operator) else (0, config.hidden_size)
-    dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
-    return mask.mask(torch.ones(1, size, dtype=dtype), randomness).sent[0].shape[0]
+    one = StepTraffic(policy, config, torch.float32, Headers())
+    one.decode(1)
+    one.prefill(1, 1)
+    return {
+        ((None if operator in LAYERLESS else layer, operator), phase): (
+            0 if operator in PRODUCTS else rows - 1
+        )
+        for (phase, operator, layer), rows in one.rows.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -265,13 +240,13 @@ def _session(
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]
     for channel, trace in zip(channels, traces, strict=True):
-        if trace.tokens != len(positions):
-            raise TraceError(
-                channel.endpoint,
-                got=f"requests about {trace.tokens} tokens, by their rows",
-                expected=f"{len(positions)}, which went through the model: steps of this policy"
-                " cannot be told apart, or what its mask adds cannot",
-            )
+        TraceError.unless(
+            trace.tokens == len(positions),
+            channel.endpoint,
+            f"requests about {trace.tokens} tokens, by their rows",
+            f"{len(positions)}, which went through the model: steps of this policy"
+            " cannot be told apart, or what its mask adds cannot",
+        )
     truth = Truth(
         prompt=tuple(prompt),
         answer=tuple(sequence.token_ids),
@@ -340,10 +315,12 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
             messages.append(tuple(bytes(frame) for frame in summed))
         else:
             messages.append(frames)
-    if shares:
-        raise TraceError(
-            "shares", got=f"{len(shares)} requests to the second service alone", expected="none"
-        )
+    TraceError.unless(
+        not shares,
+        "shares",
+        f"{len(shares)} requests to the second service alone",
+        "none",
+    )
     return tuple(messages)
 
 

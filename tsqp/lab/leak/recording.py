@@ -18,7 +18,6 @@ from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
 from gpu_side.segment_parts import Part, read_parts
 from gpu_side.session_cache import CacheShape, Window
-from gpu_side.sessions import SessionStore
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
@@ -32,16 +31,41 @@ from tsqp.lab.leak.trace import Trace
 _TIMEOUT_MS = 60_000
 
 
-class RecordingChannel(Channel):
-    """A `Channel` to a service's operators in this process. `endpoint`: what it is called."""
+class AtOnce(Channel):
+    """A `Channel` whose replies are there before they are waited for. `endpoint`: its name."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.traffic = endpoint, Traffic()
+        self._replies: dict[int, Exchange] = {}
+        self._submitted = 0
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        exchange = self._replies.pop(request_id)
+        self.traffic.round_trips += 1
+        self.traffic.bytes_sent += exchange.bytes_sent
+        self.traffic.bytes_received += exchange.bytes_received
+        return exchange
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._replies.pop(request_id, None)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`; no other service is left."""
+        raise error
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+
+
+class RecordingChannel(AtOnce):
+    """A `Channel` to a service's operators in this process; keeps all that reached it."""
 
     def __init__(self, weights: ServiceWeights | NullWeights, endpoint: str = "recording") -> None:
-        self.endpoint = endpoint
-        self.traffic = Traffic()
+        super().__init__(endpoint)
         self._handler = RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
-        self._replies: dict[int, Exchange] = {}
         self._recorded: list[tuple[bytes, ...]] = []
-        self._submitted = 0
 
     @property
     def recorded(self) -> int:
@@ -92,28 +116,35 @@ class RecordingChannel(Channel):
         return response
 
     def disk_of(self, trace: Trace, context: int, directory: Path) -> Disk | None:
-        """See `at_rest.disk_of`, of this service's sessions; None where it keeps none."""
+        """Write a trace's session to disk, and return what stands there; None if there is none.
+
+        `context`: of the model, in tokens; `directory`: for the file, which is gone at the end.
+        Raises ProtocolError where the service has lost the session, and OSError.
+        """
+        requests = [
+            read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+            for frames in trace.messages
+        ]
+        segments = [request for request in requests if isinstance(request, SegmentRequest)]
         sessions = self._handler.sessions
-        return None if sessions is None else disk_of(sessions, trace, context, directory)
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        exchange = self._replies.pop(request_id)
-        self.traffic.round_trips += 1
-        self.traffic.bytes_sent += exchange.bytes_sent
-        self.traffic.bytes_received += exchange.bytes_received
-        return exchange
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._replies.pop(request_id, None)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`; no other service is left."""
-        raise error
-
-    def close(self) -> None:
-        """See `Channel.close`."""
+        if sessions is None or not segments:
+            return None
+        last = min(reversed(segments), key=lambda request: request.first_layer)
+        layers = last.first_layer, last.last_layer
+        part = next(part for part in read_parts(last, context) if part.rows)
+        end = part.start + part.rows
+        # The session goes on by a token, as for a request that comes next; that one is not written.
+        parts = [Part(part.session, end, 1, end + 1)]
+        window = Window(last.sinks, last.recent)
+        with sessions.running(b"", layers, parts, _NO_SHAPE, window) as (cache,):
+            kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
+            clear = b"".join(bytes(raw_bytes(tensor)) for tensor in kept)
+            name = SessionName(b"", part.session, *layers)
+            found = _Found(directory, name, cache, SpillKey())
+            try:
+                return Disk(found.contents(), clear)
+            finally:
+                found.close()
 
 
 def _crossed(frames: list[Any]) -> list[memoryview]:
@@ -144,33 +175,3 @@ class _Found(SpilledSession):
     def contents(self) -> bytes:
         self._file.seek(0)
         return bytes(self._file.read())
-
-
-def disk_of(sessions: SessionStore, trace: Trace, context: int, directory: Path) -> Disk | None:
-    """Write a trace's session to disk, and return what stands there; None if no segment crossed.
-
-    `context`: of the model, in tokens; `directory`: for the file, which is gone at the end. Raises
-    ProtocolError where the service has lost the session, and OSError.
-    """
-    requests = [
-        read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
-        for frames in trace.messages
-    ]
-    segments = [request for request in requests if isinstance(request, SegmentRequest)]
-    if not segments:
-        return None
-    last = min(reversed(segments), key=lambda request: request.first_layer)
-    layers = last.first_layer, last.last_layer
-    part = next(part for part in read_parts(last, context) if part.rows)
-    end = part.start + part.rows
-    # The session goes on by a token, as for a request that comes next; that one is not written.
-    parts = [Part(part.session, end, 1, end + 1)]
-    window = Window(last.sinks, last.recent)
-    with sessions.running(b"", layers, parts, _NO_SHAPE, window) as (cache,):
-        clear = b"".join(bytes(raw_bytes(tensor[:, :, : cache.stored])) for tensor in cache.tensors)
-        name = SessionName(b"", part.session, *layers)
-        found = _Found(directory, name, cache, SpillKey())
-        try:
-            return Disk(found.contents(), clear)
-        finally:
-            found.close()

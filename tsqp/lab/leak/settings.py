@@ -171,13 +171,12 @@ def _check_products(policy: Policy, layers: int) -> None:
     for layer in range(layers):
         for phase in PHASES:
             leaves = {op for op in OPERATORS if policy.at(op, layer, phase).leaves}
-            if leaves.intersection(PRODUCTS) and not leaves.issuperset((*PRODUCTS, "qkv_proj")):
-                raise PolicyError(
-                    f"policy {policy.name}, layer {layer}",
-                    got="some of qkv_proj, attn_scores and attn_values on the GPU",
-                    expected="all or none: a product does not say whose it is, the requests around"
-                    " it do",
-                )
+            PolicyError.unless(
+                not leaves.intersection(PRODUCTS) or leaves.issuperset((*PRODUCTS, "qkv_proj")),
+                f"policy {policy.name}, layer {layer}",
+                "some of qkv_proj, attn_scores and attn_values on the GPU",
+                "all or none: a product does not say whose it is, the requests around it do",
+            )
 
 
 # -------------------------------------------------------------------------------------- texts
@@ -217,12 +216,12 @@ def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> lis
     long_enough = [piece[:tokens] for piece in pieces if len(piece) >= _LEAST_TOKENS]
     # Two that are equal would be each other's chance.
     found = [list(piece) for piece in dict.fromkeys(map(tuple, long_enough))]
-    if len(found) < count:
-        raise PromptError(
-            "prompts",
-            got=f"{len(found)} different ones of at least {_LEAST_TOKENS} tokens in the text",
-            expected=f"{count} (--text FILE with more, or fewer --prompts)",
-        )
+    PromptError.unless(
+        len(found) >= count,
+        "prompts",
+        f"{len(found)} different ones of at least {_LEAST_TOKENS} tokens in the text",
+        f"{count} (--text FILE with more, or fewer --prompts)",
+    )
     return found[:count]
 
 

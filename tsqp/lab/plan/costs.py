@@ -5,15 +5,19 @@ Times are microseconds unless a name says otherwise, sizes are bytes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from gpu_side.devices import DeviceProfile
 from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
 from protocol.errors import PolicyError
 from protocol.messages import FloatDtype
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
-from tsqp.lab.bench.model import PadMaking
-from tsqp.lab.measure import Line
+from tsqp.lab.bench.model import Document, PadMaking
+from tsqp.lab.plan.fit import Machine
+from tsqp.run.link import Link
 
 PartName = Literal[
     "TEE weights",
@@ -28,7 +32,7 @@ PartName = Literal[
 PARTS: tuple[PartName, ...] = get_args(PartName)
 
 
-class Asked(Line):
+class Asked(Document):
     """What a request asks a service for; see `gpu_side.tasks.Task`."""
 
     shape: tuple[int, ...]
@@ -41,7 +45,7 @@ class Asked(Line):
         return Task(self.shape, self.dtype, self.work, self.input_bytes)
 
 
-class Rpc(Line):
+class Rpc(Document):
     """One round trip to a service that computes nothing.
 
     `encode_us`, `send_us`, `receive_us` and `decode_us` occupy the TEE; `service_us` is the
@@ -72,14 +76,14 @@ class Rpc(Line):
 RPC_TIMES = tuple(name for name in Rpc.model_fields if name.endswith("_us"))
 
 
-class Segment(Line):
+class Segment(Document):
     """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
 
     work_us: float
     rpcs: tuple[Rpc, ...]
 
 
-class Section(Line):
+class Section(Document):
     """A part of a forward pass: what comes before the layers, one layer, or what comes after.
 
     `after_us`: work behind its last reply. Of all its work, `mask_share` masks, unmasks and checks,
@@ -97,7 +101,7 @@ class Section(Line):
         return sum((segment.work_us for segment in self.segments), start=self.after_us)
 
 
-class Lane(Line):
+class Lane(Document):
     """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
 
     head: Section
@@ -105,14 +109,14 @@ class Lane(Line):
     tail: Section
 
 
-class Step(Line):
+class Step(Document):
     """One step of the engine: `rows` tokens, in as many lanes as it has micro-batches."""
 
     rows: int
     lanes: tuple[Lane, ...]
 
 
-class Costs(Line):
+class Costs(Document):
     """What was measured of one policy and shape.
 
     `order`: which of the kinds of layers each layer of the whole model is. `prefill`: the steps of
@@ -129,32 +133,51 @@ class Costs(Line):
     pads: PadMaking | None = None
 
 
-class Job(Line):
-    """Measure a policy as it is in one layer, on a model of which all layers are alike.
+@dataclass(frozen=True)
+class PlanSettings:
+    """What `tsqp plan` is asked.
 
+    `policies`: with the name or path that each was given by. `model`: a directory, of which only
+    config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
+    which a round trip is measured on this machine, or was on `machine` (None: this one).
     `prompt_tokens`: of the prompt; `context`: behind each token that is decoded, of `batch`
-    sequences together.
+    sequences together. `tensor_parallel`: ranks of each service.
     """
 
+    policies: tuple[tuple[str, Policy], ...]
+    profile: DeviceProfile
+    link: Link
+    cores: int
+    model: Path | None = None
+    shape: str | None = None
+    prompt_tokens: int = 128
+    context: int = 128
+    batch: int = 1
+    micro_batches: int = 1
+    transport: str = "tcp"
+    dtype: FloatDtype | None = None
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    spin_us: float = 0.0
+    machine: Machine | None = None
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """Measure a policy as it is in one layer, on a model of which all layers are alike."""
+
+    settings: PlanSettings
     model: Path
     policy: str
     layer: int
     endpoints: tuple[str, ...]
     bank: Path | None
     threads: int
-    step_tokens: int
-    micro_batches: int
-    spin_us: float
-    dtype: FloatDtype | None
-    prompt_tokens: int
-    context: int
-    batch: int
 
 
-class Measured(Line):
+class Measured(Document):
     """All steps of one prompt, a decode step, and the making of pads where they need any."""
 
-    kind: Literal["measured"] = "measured"
     prefill: tuple[Step, ...]
     decode: Step
     pads: PadMaking | None = None
@@ -170,14 +193,16 @@ def as_in_layer(policy: Policy, layer: int) -> Policy:
         )
         for operator, placements in policy.operators.items()
     }
-    if not all(operators.values()):
-        raise PolicyError(
-            f"policy {policy.name}", got=f"nothing for layer {layer}", expected="placements"
-        )
+    PolicyError.unless(
+        all(operators.values()),
+        f"policy {policy.name}",
+        f"nothing for layer {layer}",
+        "placements",
+    )
     return policy.model_copy(update={"operators": operators})
 
 
-class Part(Line):
+class Part(Document):
     """What one part of a step takes, and how long the whole would take if it cost nothing.
 
     Where micro-batches overlap, parts add up to more than the whole.
@@ -188,7 +213,7 @@ class Part(Line):
     without_us: float
 
 
-class Prediction(Line):
+class Prediction(Document):
     """A prompt up to its first token, or one decode step of all sequences together.
 
     `bottleneck`: the part without which it would be shortest; None if it takes no time.
@@ -202,7 +227,7 @@ class Prediction(Line):
     bottleneck: PartName | None
 
 
-class Crossover(Line):
+class Crossover(Document):
     """Of a product's weight: the size from which several accelerators are faster than one.
 
     `weight_bytes`: None where they never are. `largest_bytes`: of the model's weights that leave.
@@ -212,7 +237,7 @@ class Crossover(Line):
     largest_bytes: int
 
 
-class Several(Line):
+class Several(Document):
     """What more than one accelerator changes. `tpot_alone_ms`, `ttft_alone_ms`: with one.
 
     `decode`, `prefill`: where it pays; None where no product with a weight leaves.
@@ -224,7 +249,7 @@ class Several(Line):
     prefill: Crossover | None
 
 
-class PolicyPlan(Line):
+class PolicyPlan(Document):
     """What is predicted for one policy. `assumptions`: what is neither measured nor described.
 
     `pads`: what making them takes; `sustained_tokens_per_s`: of all sequences, where they are made
@@ -248,7 +273,7 @@ class PolicyPlan(Line):
     several: Several | None = None
 
 
-class PlanReport(Line):
+class PlanReport(Document):
     """All that `tsqp plan` says."""
 
     version: Literal[1] = 1

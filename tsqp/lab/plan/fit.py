@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from gpu_side.devices import DeviceProfile, Microseconds, Rate
 from protocol import native
@@ -29,7 +29,7 @@ from protocol.integer import empty_weight, int8_product, ring_product
 from protocol.model.weights import CPU
 from protocol.validation import validate_file
 from tsqp.lab.bench.baselines import ping_pong
-from tsqp.lab.bench.model import PingPong
+from tsqp.lab.bench.model import Document, PingPong
 
 # The names that `--transport` has, and those of the ping-pong.
 TRANSPORTS = {"tcp": "zeromq-tcp", "ipc": "zeromq-ipc", "unix": "unix", "shm": "shm"}
@@ -39,11 +39,7 @@ _REPEATS = 9
 _SQUARE = 4096
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Transport(_Model):
+class Transport(Document):
     """A round trip of `size` bytes, both ways together, takes `rtt_us` + size / `gb_per_s`.
 
     As a Linear RPC, from tensor to tensor, of a service that computes nothing: `rtt_us` is what
@@ -62,7 +58,7 @@ class Transport(_Model):
 Rates: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-class Machine(_Model):
+class Machine(Document):
     """What was measured. `int8_gops`, `gb_per_s`: with 1, 2, ... threads.
 
     `int8_gops`: 10^9 operations a second of products of hundreds of rows; `gb_per_s`: 10^9 bytes a
@@ -82,12 +78,12 @@ class Machine(_Model):
 
         Raises SettingsError for cores or a transport that were not measured.
         """
-        if cores > len(self.int8_gops):
-            raise SettingsError(
-                "--tee-cores",
-                got=str(cores),
-                expected=f"at most {len(self.int8_gops)}, as measured",
-            )
+        SettingsError.unless(
+            cores <= len(self.int8_gops),
+            "--tee-cores",
+            str(cores),
+            f"at most {len(self.int8_gops)}, as measured",
+        )
         (alone_gops, *_), (*_, gb_per_s) = here
         return Instead(
             alone=alone_gops / self.int8_gops[0],

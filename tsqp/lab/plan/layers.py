@@ -1,20 +1,10 @@
-"""Measures what a few layers cost, in a process of its own: the TEE side of one policy.
-
-    python -m tsqp.lab.plan.layers < JOB
-
-Reads a `Job` from stdin and prints an `Answer`.
-"""
+"""Measures what a few layers cost, in a process of its own: the TEE side of one policy."""
 
 from __future__ import annotations
 
-import os
-
-# Read once, when torch is imported; see tsqp/cli/program.py.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -38,7 +28,7 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase
 from tsqp.lab.bench.model import OperatorCost, PadMaking
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.measure import Collector, Line, serve_job
+from tsqp.lab.measure import Collector, Tell
 from tsqp.lab.plan.costs import Job, Lane, Measured, Section, Step, as_in_layer
 from tsqp.lab.plan.trace import StepTrace, Tracer, typical_lanes, with_round_trips
 
@@ -69,8 +59,8 @@ def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) ->
     return needed + 64
 
 
-def measure(job: Job, tell: Callable[[Line], None]) -> None:
-    """Run a job. Raises TsqpError."""
+def measure(job: Job, tell: Tell) -> None:
+    """Measure a job, and tell what was `Measured`. Raises TsqpError."""
     with ExitStack() as closing:
         layers = _Layers(job, closing)
         gc.collect()
@@ -87,11 +77,11 @@ class _Layers:
     """The engine as `tee_side.runner` puts it together, with events noted instead of observed."""
 
     def __init__(self, job: Job, closing: ExitStack) -> None:
-        self._job = job
+        self._settings = job.settings
         native.set_up(None, job.threads)
         self._policy = policy = as_in_layer(load_policy(job.policy), job.layer)
         self._config = config = read_config(job.model)
-        dtype = torch_dtype(job.dtype or config.dtype)
+        dtype = torch_dtype(job.settings.dtype or config.dtype)
         checkpoint = Checkpoint(job.model)
         self._model = load_tee_model(config, checkpoint, dtype)
         self._assembly = assembly = Assembly(
@@ -100,12 +90,12 @@ class _Layers:
             checkpoint,
             self._model,
             MaskSettings(bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None),
-            step_tokens=job.step_tokens,
+            step_tokens=job.settings.step_tokens,
         )
         closing.callback(assembly.close)
         self._channels: list[Channel] = []
         for endpoint in job.endpoints:
-            channel = open_channel(endpoint, timeout_s=60.0, spin_us=job.spin_us)
+            channel = open_channel(endpoint, timeout_s=60.0, spin_us=job.settings.spin_us)
             closing.callback(channel.close)
             self._channels.append(channel)
         held = ServedModel(
@@ -123,7 +113,7 @@ class _Layers:
                 self._channels,
                 lambda channels: assembly.lanes(lambda _layer: channels)[0],
             )
-            for index in range(job.micro_batches)
+            for index in range(job.settings.micro_batches)
         ]
         self._generator = torch.Generator().manual_seed(0)
 
@@ -131,7 +121,7 @@ class _Layers:
 
     def prefill(self) -> tuple[Step, ...]:
         """Measure the steps of a prompt, up to its first token."""
-        tokens, step_tokens = self._job.prompt_tokens, self._job.step_tokens
+        tokens, step_tokens = self._settings.prompt_tokens, self._settings.step_tokens
         rows = [min(step_tokens, tokens - start) for start in range(0, tokens, step_tokens)]
         together = self._prompts(tokens, self._lanes)
         observed, collector = self._observed()
@@ -152,7 +142,7 @@ class _Layers:
 
     def decode(self) -> Step:
         """Measure a decode step of all sequences."""
-        batch = self._job.batch
+        batch = self._settings.batch
         lanes = typical_lanes(self._steps(batch, self._lanes))
         shares = self._decode_shares(batch)
         if len(lanes) > 1:
@@ -163,7 +153,7 @@ class _Layers:
     # -------------------------------------------------------------------------------- running
 
     def _engine(self, lanes: Lanes) -> Engine:
-        settings = EngineSettings(step_tokens=self._job.step_tokens)
+        settings = EngineSettings(step_tokens=self._settings.step_tokens)
         return Engine(self._model, lanes, settings)
 
     def _ids(self, tokens: int) -> list[int]:
@@ -196,7 +186,7 @@ class _Layers:
 
         But for the last token those are zeros in the cache: what is there makes no difference.
         """
-        engine, config, context = self._engine(lanes), self._config, self._job.context
+        engine, config, context = self._engine(lanes), self._config, self._settings.context
         nothing = torch.zeros(
             context - 1, config.num_key_value_heads, config.head_dim, dtype=self._model.dtype
         )
@@ -271,7 +261,3 @@ def _shared(lane: Lane, shares: Shares) -> Lane:
         layers=tuple(note(section, "layer") for section in lane.layers),
         tail=note(lane.tail, "tail"),
     )
-
-
-if __name__ == "__main__":
-    serve_job(Job, measure)

@@ -5,53 +5,53 @@ Everything is checked before anything is made or measured.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from gpu_side.devices import DeviceProfile
 from gpu_side.parts import check_columns
 from protocol.errors import SettingsError
-from protocol.messages import FloatDtype
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
-from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
-from tee_side.model.local_operators import sites_here, sites_under
+from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import Served
 from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
+from tsqp.lab.bench.memory import (
+    check_disk,
+    check_memory,
+    pad_layouts,
+    service_bytes,
+    tee_parts,
+)
 from tsqp.lab.bench.model import PadMaking
-from tsqp.lab.bench.random_model import required_bytes, write_random_model
-from tsqp.lab.bench.shapes import Shape, find_shape
-from tsqp.lab.measure import Failed, run_job
+from tsqp.lab.bench.random_model import required_bytes
+from tsqp.lab.bench.shapes import Shape, find_shape, require_one
+from tsqp.lab.measure import run_job
 from tsqp.lab.plan.costs import (
     Costs,
     Job,
     Lane,
     Measured,
     PlanReport,
+    PlanSettings,
     PolicyPlan,
     Several,
     Step,
     as_in_layer,
 )
-from tsqp.lab.plan.fit import Instead, Machine, kernel_rates
-from tsqp.lab.plan.layers import DECODED, pads_needed
+from tsqp.lab.plan.fit import Instead, kernel_rates
+from tsqp.lab.plan.layers import DECODED, measure, pads_needed
 from tsqp.lab.plan.predict import (
     GLOO_GB_PER_S,
     GLOO_US,
@@ -62,43 +62,13 @@ from tsqp.lab.plan.predict import (
     rpcs_of,
 )
 from tsqp.run.bank import product_operations
-from tsqp.run.link import Link
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
 LAYERS = 3
 # Weights that stay must not fit into a cache, or they would seem to be read faster than they are.
 _KEPT_BYTES = 256 * 2**20
-_ANSWER: TypeAdapter[Measured | Failed] = TypeAdapter(Measured | Failed)
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """What `tsqp plan` is asked.
-
-    `policies`: with the name or path that each was given by. `model`: a directory, of which only
-    config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
-    which a round trip is measured on this machine, or was on `machine` (None: this one).
-    `tensor_parallel`: ranks of each service.
-    """
-
-    policies: tuple[tuple[str, Policy], ...]
-    profile: DeviceProfile
-    link: Link
-    cores: int
-    model: Path | None = None
-    shape: str | None = None
-    prompt_tokens: int = 128
-    context: int = 128
-    batch: int = 1
-    micro_batches: int = 1
-    transport: str = "tcp"
-    dtype: FloatDtype | None = None
-    step_tokens: int = DEFAULT_STEP_TOKENS
-    spin_us: float = 0.0
-    machine: Machine | None = None
-    tensor_parallel: int = 1
 
 
 class Planning:
@@ -150,25 +120,28 @@ class Planning:
             one = ((1.0,), (1.0,))
             settings.machine.beside(one, settings.cores, settings.transport)
         tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
-        if tokens > config.context_length:
-            raise SettingsError(
-                "--prompt-tokens, --context",
-                got=f"sequences of up to {tokens} tokens while it is measured",
-                expected=f"at most {config.context_length}, the model's context",
-            )
+        SettingsError.unless(
+            tokens <= config.context_length,
+            "--prompt-tokens, --context",
+            f"sequences of up to {tokens} tokens while it is measured",
+            f"at most {config.context_length}, the model's context",
+        )
         needed = 0
         for name, policy in settings.policies:
             policy.check(config.num_hidden_layers)
-            if policy.segments(config.num_hidden_layers):
-                expected = "a policy without: tsqp bench --device model:PROFILE measures segments"
-                raise SettingsError(f"policy {policy.name}", got="segments", expected=expected)
-            if policy.feature_mask is not None:
-                raise SettingsError(
-                    f"policy {policy.name}",
-                    got=f"the feature mask {policy.feature_mask.name}",
-                    expected="a policy without one: its service needs a directory that tsqp"
-                    " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
-                )
+            SettingsError.unless(
+                not policy.segments(config.num_hidden_layers),
+                f"policy {policy.name}",
+                "segments",
+                "a policy without: tsqp bench --device model:PROFILE measures segments",
+            )
+            SettingsError.unless(
+                policy.feature_mask is None,
+                f"policy {policy.name}",
+                f"the feature mask {policy.feature_mask and policy.feature_mask.name}",
+                "a policy without one: its service needs a directory that tsqp"
+                " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
+            )
             for layer in set(self._kinds[name]):
                 alike = as_in_layer(policy, layer)
                 few = self._few_layers(alike, layer).config()
@@ -310,8 +283,7 @@ class Planning:
         self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
         model = folder / "model"
         model.mkdir()
-        linear = _needs_linear(alike, config)
-        prepare.in_fresh_process(_write_model, str(model), dict(shape.settings), linear)
+        prepare.random_model(model, shape, linear=_needs_linear(alike, config))
         if alike.arithmetic == "int8":
             model = prepare.calibration(model, folder)
         if alike.verified:
@@ -323,22 +295,17 @@ class Planning:
         with ExitStack() as running:
             services = prepare.start_services(running, policy, model, folder, served)
             job = Job(
-                model=model,
-                policy=name,
-                layer=layer,
+                # Policies are read again there.
+                replace(settings, policies=()),
+                model,
+                name,
+                layer,
                 endpoints=tuple(endpoint for _, endpoint in services),
                 bank=bank,
                 threads=self._threads,
-                step_tokens=settings.step_tokens,
-                micro_batches=settings.micro_batches,
-                spin_us=settings.spin_us,
-                dtype=settings.dtype,
-                prompt_tokens=settings.prompt_tokens,
-                context=settings.context,
-                batch=settings.batch,
             )
-            (found,) = run_job("tsqp.lab.plan.layers", job, _ANSWER, f"policy {policy.name}")
-        return found
+            found: list[Measured] = list(run_job(f"policy {policy.name}", measure, job))
+        return found[0]
 
     def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
         settings = self._settings
@@ -378,19 +345,13 @@ class Planning:
 
 
 def _shape_of(settings: PlanSettings) -> Shape:
-    if settings.shape is not None and settings.model is None:
+    require_one(settings.model, settings.shape)
+    if settings.shape is not None:
         return find_shape(settings.shape)
-    if settings.model is None or settings.shape is not None:
-        raise SettingsError(
-            "MODEL and --shape",
-            got="both" if settings.model else "neither",
-            expected="one of them",
-        )
-    read_config(settings.model)  # its errors name the directory
-    path = settings.model / "config.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    content["eos_token_id"] = None
-    return Shape(settings.model.name, str(path), content)
+    model = settings.model or Path()
+    read_config(model)  # its errors name the directory
+    path = model / "config.json"
+    return Shape(model.name, str(path), read_json(path) | {"eos_token_id": None})
 
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
@@ -428,12 +389,7 @@ def _alike(
 
 def _pad_operations(policy: Policy, config: ModelConfig) -> int:
     """Return the int8 multiplications and additions behind one token's pads."""
-    layers = config.num_hidden_layers
-    return sum(
-        product_operations(PadLayout.of(config, sites_under(policy, layers, mask)))
-        for mask in policy.masks
-        if isinstance(mask, AdditiveMask)
-    )
+    return sum(map(product_operations, pad_layouts(policy, config).values()))
 
 
 def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
@@ -443,10 +399,6 @@ def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
         or bool(sites_here(policy, config.num_hidden_layers))
         or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
     )
-
-
-def _write_model(directory: str, settings: dict[str, Any], linear: bool) -> None:
-    write_random_model(Path(directory), settings, linear=linear)
 
 
 def _with_kinds(step: Step, steps: list[Step]) -> Step:

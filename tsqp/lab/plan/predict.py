@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from gpu_side.devices import DeviceProfile
 from gpu_side.kernels import request_us
@@ -127,18 +128,25 @@ class Trip:
     receive_us: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
     """What a lane does until it waits: work of its own, then round trips side by side.
 
     `weights_us`: multiplying by weights that stay in the TEE; `tee_us`: the other operators there.
     """
 
-    weights_us: float
-    tee_us: float
-    mask_us: float
-    message_us: float
-    trips: tuple[Trip, ...]
+    weights_us: float = 0.0
+    tee_us: float = 0.0
+    mask_us: float = 0.0
+    message_us: float = 0.0
+    trips: tuple[Trip, ...] = ()
+
+    def add(self, work_us: float, section: Section, weights: float, elsewhere: float) -> None:
+        """Add work of a section, each kind of it times a factor."""
+        weights_us, masks_us = work_us * section.product_share, work_us * section.mask_share
+        self.weights_us += weights_us * weights
+        self.mask_us += masks_us * elsewhere
+        self.tee_us += (work_us - weights_us - masks_us) * elsewhere
 
     @property
     def work_us(self) -> float:
@@ -207,36 +215,18 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
         fewer = instead.weights
         elsewhere = instead.shared if rows >= _SHARED_ROWS else instead.alone
     turns: list[Turn] = []
-    left = _Work()
+    left = Turn()
     for section in _sections(lane, costs.order):
         for segment in section.segments:
             left.add(segment.work_us, section, fewer, elsewhere)
             rpcs = [_there(rpc, hardware) for rpc in segment.rpcs]
             left.message_us += sum(rpc.encode_us for rpc in rpcs)
-            turns.append(left.turn(tuple(_trip(rpc, hardware) for rpc in rpcs)))
+            left.trips = tuple(_trip(rpc, hardware) for rpc in rpcs)
+            turns.append(left)
             # Messages are decoded when the lane has its next turn.
-            left = _Work(message_us=sum(rpc.decode_us for rpc in rpcs))
+            left = Turn(message_us=sum(rpc.decode_us for rpc in rpcs))
         left.add(section.after_us, section, fewer, elsewhere)
-    return [*turns, left.turn(())]
-
-
-@dataclass(slots=True)
-class _Work:
-    weights_us: float = 0.0
-    tee_us: float = 0.0
-    mask_us: float = 0.0
-    message_us: float = 0.0
-
-    def add(self, work_us: float, section: Section, weights: float, elsewhere: float) -> None:
-        """Add work of a section, each kind of it times a factor."""
-        weights_us, masks_us = work_us * section.product_share, work_us * section.mask_share
-        self.weights_us += weights_us * weights
-        self.mask_us += masks_us * elsewhere
-        self.tee_us += (work_us - weights_us - masks_us) * elsewhere
-
-    def turn(self, trips: tuple[Trip, ...]) -> Turn:
-        """Return it, with what it ends with."""
-        return Turn(self.weights_us, self.tee_us, self.mask_us, self.message_us, trips)
+    return [*turns, left]
 
 
 def _there(rpc: Rpc, hardware: Hardware) -> Rpc:
@@ -261,34 +251,27 @@ def _trip(rpc: Rpc, hardware: Hardware) -> Trip:
     )
 
 
+# What each part consists of, of a turn and of each of its trips.
+_OF_TURN: dict[PartName | None, tuple[str, ...]] = {
+    "TEE weights": ("weights_us",),
+    "TEE operators": ("tee_us",),
+    "masks and checks": ("mask_us",),
+    "messages": ("message_us",),
+}
+_OF_TRIP: dict[PartName | None, tuple[str, ...]] = {
+    "messages": ("service_us",),
+    "transport": ("send_us", "wire_us", "receive_us"),
+    "link bandwidth": ("up_us", "down_us"),
+    "GPU": ("gpu_us",),
+}
+
+
 def _without(turn: Turn, part: PartName | None) -> Turn:
     """Return a turn with a part of it free of charge."""
-    trips = tuple(_trip_without(trip, part) for trip in turn.trips)
-    match part:
-        case "TEE weights":
-            return replace(turn, weights_us=0.0)
-        case "TEE operators":
-            return replace(turn, tee_us=0.0)
-        case "masks and checks":
-            return replace(turn, mask_us=0.0)
-        case "messages":
-            return replace(turn, message_us=0.0, trips=trips)
-        case _:
-            return replace(turn, trips=trips)
-
-
-def _trip_without(trip: Trip, part: PartName | None) -> Trip:
-    match part:
-        case "messages":
-            return replace(trip, service_us=0.0)
-        case "transport":
-            return replace(trip, send_us=0.0, wire_us=0.0, receive_us=0.0)
-        case "link bandwidth":
-            return replace(trip, up_us=0.0, down_us=0.0)
-        case "GPU":
-            return replace(trip, gpu_us=0.0)
-        case _:
-            return trip
+    free: dict[str, Any] = dict.fromkeys(_OF_TRIP.get(part, ()), 0.0)
+    trips = tuple(replace(trip, **free) for trip in turn.trips)
+    own: dict[str, Any] = dict.fromkeys(_OF_TURN.get(part, ()), 0.0)
+    return replace(turn, trips=trips, **own)
 
 
 def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:

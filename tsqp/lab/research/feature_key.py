@@ -104,19 +104,19 @@ class FeatureKey(BaseModel):
             text, status = read_text(path, _MAX_BYTES)
         except KeyFileError as error:
             raise FeatureKeyError(error.where, got=error.got, expected=error.expected) from None
-        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise FeatureKeyError(
-                where,
-                got=f"mode {stat.S_IMODE(status.st_mode):04o}",
-                expected=f"{_MODE:04o}: for its owner alone (chmod 600)",
-            )
+        FeatureKeyError.unless(
+            not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO),
+            where,
+            f"mode {stat.S_IMODE(status.st_mode):04o}",
+            f"{_MODE:04o}: for its owner alone (chmod 600)",
+        )
         key = cls._parse(text, where)
-        if key.provision_id != key.derived_id():
-            raise FeatureKeyError(
-                f"{where}: provision_id (the key was changed)",
-                got=key.provision_id,
-                expected=key.derived_id(),
-            )
+        FeatureKeyError.unless(
+            key.provision_id == key.derived_id(),
+            f"{where}: provision_id (the key was changed)",
+            key.provision_id,
+            key.derived_id(),
+        )
         return key
 
     @classmethod
@@ -149,19 +149,21 @@ class FeatureKey(BaseModel):
         pairs = [("model_digest", self.model_digest, model_digest(config, checkpoint))]
         pairs += [("linear_digest", self.linear_digest, linear)] if linear is not None else []
         for name, ours, theirs in pairs:
-            if ours != theirs:
-                raise FeatureKeyError(
-                    f"key: {name}", got=ours, expected=f"{theirs}, of {checkpoint.directory}"
-                )
+            FeatureKeyError.unless(
+                ours == theirs,
+                f"key: {name}",
+                ours,
+                f"{theirs}, of {checkpoint.directory}",
+            )
         self._check_mask(mask)
 
     def _check_mask(self, mask: ProvisionedMask) -> None:
-        if (self.mask, self.options) != (mask.name, mask.model_dump(mode="json")):
-            raise FeatureKeyError(
-                "key: mask",
-                got=describe_mask(self.mask, self.options),
-                expected=f"{mask.described()}, as in the policy",
-            )
+        FeatureKeyError.unless(
+            (self.mask, self.options) == (mask.name, mask.model_dump(mode="json")),
+            "key: mask",
+            describe_mask(self.mask, self.options),
+            f"{mask.described()}, as in the policy",
+        )
 
     def transforms(
         self,

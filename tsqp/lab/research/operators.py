@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import embedding
 
 from protocol.channel import Channel
-from protocol.errors import PolicyError, ReplyError
+from protocol.errors import PolicyError
 from protocol.messages import (
     Columns,
     EmbeddingRequest,
@@ -23,17 +23,17 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
-    TensorReply,
     part_of,
 )
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Exchange, Preparable, PreparedRequest
+from protocol.prepared import Exchange, Preparable, PreparedRequest, reply_tensor
 from protocol.tensors import WireTensor, from_torch, short_name, to_torch
 from tee_side.model.layers import TeeLayer
 from tee_side.model.local_ops import causal_mask
 from tee_side.observer import timed
+from tee_side.policy.placement import Placement
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
@@ -81,11 +81,11 @@ class RemoteEmbedding:
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: int64 [T] -> [T, D]."""
-        placement = self._parts.policy.at("embedding", 0, phase)
-        unverified = placement.verify == "none"
-        check = UNVERIFIED if unverified else EmbeddingCheck(_held(self._table))
-        config, dtype = self._parts.config, self._parts.dtype
-        return embedding_call(config, dtype, layer, placement.mask, check, settings, randomness)
+        parts, placement = self._parts, self._parts.policy.at("embedding", 0, phase)
+        check = _check_of(placement, lambda: EmbeddingCheck(_held(self._table)))
+        return embedding_call(
+            parts.config, parts.dtype, layer, placement.mask, check, settings, randomness
+        )
 
 
 class RemoteLMHead:
@@ -103,16 +103,14 @@ class RemoteLMHead:
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: [N, D] -> [N, V]."""
-        parts = self._parts
-        placement = parts.policy.at("lm_head", 0, phase)
-        tolerance = Tolerance.of(parts.dtype, placement.mask)
-        unverified = placement.verify == "none"
-        check: ResultCheck | Unverified = UNVERIFIED
-        if not unverified:
-            blocks = partial(_lm_head, parts)
-            check = FloatProductCheck(_held(self._check), tolerance, blocks)
-        config, dtype = parts.config, parts.dtype
-        return lm_head_call(config, dtype, layer, placement.mask, check, settings, randomness)
+        parts, placement = self._parts, self._parts.policy.at("lm_head", 0, phase)
+        tolerance, blocks = Tolerance.of(parts.dtype, placement.mask), partial(_lm_head, parts)
+        check = _check_of(
+            placement, lambda: FloatProductCheck(_held(self._check), tolerance, blocks)
+        )
+        return lm_head_call(
+            parts.config, parts.dtype, layer, placement.mask, check, settings, randomness
+        )
 
 
 class RemoteAttention:
@@ -163,8 +161,7 @@ class RemoteAttention:
         if placement.place == "tee":
             return product_here(operator, layer, settings)
         tolerance = Tolerance.of(self._parts.dtype, placement.mask)
-        unverified = placement.verify == "none"
-        check = UNVERIFIED if unverified else ProductCheck(tolerance, Randomness())
+        check = _check_of(placement, lambda: ProductCheck(tolerance, Randomness()))
         return product_call(operator, layer, placement.mask, check, settings, randomness)
 
 
@@ -427,19 +424,7 @@ class _PreparedProduct:
         return MatmulRequest(a=from_torch(a), b=from_torch(b))
 
     def output(self, exchange: Exchange) -> Tensor:
-        reply = exchange.response
-        if not isinstance(reply, TensorReply):
-            got = type(reply).__name__
-        else:
-            output = reply.output
-            if output.shape == self._shape and output.dtype == self._dtype:
-                return to_torch(output)
-            got = f"{output.dtype} {list(output.shape)}"
-        raise ReplyError(
-            f"Matmul reply from {exchange.endpoint}",
-            got=got,
-            expected=f"{self._dtype} {list(self._shape)}",
-        )
+        return reply_tensor(exchange, "Matmul", self._shape, self._dtype)
 
 
 def _prepared_product(a: Tensor, b: Tensor) -> PreparedRequest:
@@ -520,6 +505,10 @@ def _verified(parts: RunParts, operator: Operator) -> bool:
 def _tensor(parts: RunParts, name: str) -> Tensor:
     shape = light_tensors(parts.config)[name]
     return load_tensor(parts.checkpoint, name, shape, dtype=parts.dtype)
+
+
+def _check_of(placement: Placement, make: Callable[[], ResultCheck]) -> ResultCheck | Unverified:
+    return UNVERIFIED if placement.verify == "none" else make()
 
 
 def _held(secret: Any) -> Any:

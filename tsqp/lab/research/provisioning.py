@@ -345,12 +345,12 @@ def as_stored(checkpoint: Checkpoint, mask: Mask, name: str, made: torch.Tensor)
     held = checkpoint.holds([name])
     dtype = checkpoint.rows(name, 0, 1).dtype if held else torch.float32
     stored = made.to(dtype).contiguous()
-    if not bool(stored.isfinite().all()):
-        raise ModelError(
-            f"{checkpoint.directory}: {name}",
-            got="values that are not finite, transformed",
-            expected=f"weights that mask {mask.name} leaves within {dtype}",
-        )
+    ModelError.unless(
+        bool(stored.isfinite().all()),
+        f"{checkpoint.directory}: {name}",
+        "values that are not finite, transformed",
+        f"weights that mask {mask.name} leaves within {dtype}",
+    )
     return stored
 
 

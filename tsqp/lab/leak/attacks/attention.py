@@ -97,12 +97,10 @@ class AttentionKeys(Attack):
     source: ClassVar[str] = "the key cache crosses at every step; TSQP's covers of Q K^T leave it"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """Refuse traces without keys, and public models without the weights that make them."""
-        if not any(step.at(_FIRST) for trace in view.traces for step in trace.steps):
-            return "no keys of layer 0 crossed"
-        return None if view.public.has_layers else "no public weights to compare with"
+    needs: ClassVar[tuple[str, ...]] = (
+        "no keys of layer 0 crossed",
+        "no public weights to compare with",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up what each step appends: of all sessions together, a position at a time."""
@@ -187,14 +185,11 @@ class CacheAtRest(Attack):
     source: ClassVar[str] = "first-layer values by token; control: the file without encryption"
     control: ClassVar[str] = "clear-segment"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """Refuse services without sessions, caches without layer 0, and unknown weights."""
-        if not view.disks:
-            return "no cache is at the service"
-        if view.policy.segments(view.public.config.num_hidden_layers)[0].first:
-            return "layer 0 stays"
-        return None if view.public.has_layers else "no public weights to compare with"
+    needs: ClassVar[tuple[str, ...]] = (
+        "no cache is at the service",
+        "layer 0 is in no cache",
+        "no public weights to compare with",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look every value up."""
@@ -220,7 +215,7 @@ def _values(view: View) -> int:
 def _first_values(view: View, session: int, disk: bytes) -> torch.Tensor:
     """Take a file for plain numbers, keys of layer 0 first; return its values: [T, X]."""
     _, K, C = view.public.config.heads
-    first = view.policy.segments(view.public.config.num_hidden_layers)[0]
+    first = view.segments[0]
     dtype = view.traces[session].calls[-1].rows.dtype
     layers = first.last + 1 - first.first
     tokens = len(disk) // (2 * layers * K * C * dtype.itemsize)

@@ -112,10 +112,7 @@ class NearestEmbedding(Attack):
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.99
-
-    def refuses(self, view: View) -> str | None:
-        """No inputs of the first layer crossed."""
-        return "layer 0 stays" if first_place(view) is None else None
+    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays",)
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look every row up."""
@@ -172,8 +169,7 @@ def _first_sampled(steps: tuple[TraceStep, ...]) -> int:
 def has_head(view: View) -> bool:
     """Whether the LM head is within a segment that crossed."""
     crossed = any(call.operator == "segment" for trace in view.traces for call in trace.calls)
-    segments = view.policy.segments(view.public.config.num_hidden_layers)
-    return crossed and any(segment.head for segment in segments)
+    return crossed and any(segment.head for segment in view.segments)
 
 
 def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:

@@ -93,14 +93,11 @@ class NormDictionary(Attack):
     source: ClassVar[str] = "norms under an orthogonal map; in layer 0 every token of a 4B model"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """Refuse integers, and where there are no rows or no weights."""
-        if view.policy.arithmetic == "int8":
-            return "integers"
-        if not view.public.has_layers:
-            return "no public weights to compare with"
-        return None if view.row_places() else "no activations crossed"
+    needs: ClassVar[tuple[str, ...]] = (
+        "integers",
+        "no public weights to compare with",
+        "no activations crossed",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer, search at every other place."""
@@ -131,20 +128,13 @@ class GramDictionary(Attack):
     source: ClassVar[str] = "X X^T under an orthogonal map"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """Refuse integers, sessions whose beginning does not cross, and prompts without BOS."""
-        if view.policy.arithmetic == "int8":
-            return "integers"
-        if first_place(view) is None:
-            return "layer 0 stays"
-        if view.policy.at("qkv_proj", 0, "prefill").place == "tee":
-            return "no session's beginning crossed"
-        if not view.public.has_layers:
-            return "no public weights to compare with"
-        if view.public.first_id is None:
-            return "no token that every prompt begins with"
-        return None
+    needs: ClassVar[tuple[str, ...]] = (
+        "integers",
+        "layer 0 stays",
+        "no session's beginning crossed",
+        "no public weights to compare with",
+        "no token that every prompt begins with",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Read each session from its beginning on."""

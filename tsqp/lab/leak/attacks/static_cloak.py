@@ -282,16 +282,14 @@ class Coordinates(FeatureMatcher):
 class _StaticCloak(Attack):
     source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
     published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = (
+        "weights are not cloaked",
+        "no public weights to compare with",
+        "no activations crossed",
+    )
+
     # Made with `PublicAndServed` weights.
     matcher: ClassVar[type[Reordered | Coordinates]]
-
-    def refuses(self, view: View) -> str | None:
-        """Refuse weights that are not cloaked, or have no public ones beside them."""
-        if view.policy.feature_mask is None:
-            return "weights are not cloaked"
-        if not view.public.has_layers:
-            return "no public weights to compare with"
-        return None if view.row_places() else "no activations crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Undo the cloak of each place; look up in the first layer, search in the others."""

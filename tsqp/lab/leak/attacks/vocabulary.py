@@ -41,11 +41,8 @@ class _VocabularyMatching(Attack):
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
     ordered: ClassVar[bool]
+    needs: ClassVar[tuple[str, ...]] = ("no activations crossed",)
     matcher: ClassVar[type[FeatureMatcher]]
-
-    def refuses(self, view: View) -> str | None:
-        """No activations crossed."""
-        return None if view.row_places() else "no activations crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer, search at every other place."""
