@@ -166,13 +166,18 @@ class Calibration:
         layer, operator = site
         where, scales = f"{operator} in layer {layer}", self.sites[site]
         limit = norm_limit(max_norm)
-        if not scales.norm_limit <= limit:
-            where = f"{where}: norm limit of these weights"
-            got, expected = f"{scales.norm_limit:.6g}", f"at most {limit:.6g} (calibrate again)"
-            raise CalibrationError(where, got, expected)
-        if not torch.equal(scales.weight_scale, weight_scale):
-            got, expected = "others than those of these weights", "the same (calibrate again)"
-            raise CalibrationError(f"{where}: weight scales", got, expected)
+        CalibrationError.unless(
+            scales.norm_limit <= limit,
+            f"{where}: norm limit of these weights",
+            f"{scales.norm_limit:.6g}",
+            f"at most {limit:.6g} (calibrate again)",
+        )
+        CalibrationError.unless(
+            torch.equal(scales.weight_scale, weight_scale),
+            f"{where}: weight scales",
+            "others than those of these weights",
+            "the same (calibrate again)",
+        )
 
     @staticmethod
     def load(
@@ -192,11 +197,9 @@ class Calibration:
         ManifestError.
         """
         metadata, tensors = _read(path, config, manifest)
-        compared = {"model_digest": model_digest, "linear_digest": linear_digest}
-        for name, digest in compared.items():
-            if digest is not None and metadata[name] != digest:
-                expected = f"{digest}, the digest of this model"
-                raise CalibrationError(f"{path}: {name}", metadata[name], expected)
+        for name, digest in {"model_digest": model_digest, "linear_digest": linear_digest}.items():
+            same, expected = digest in (None, metadata[name]), f"{digest}, the digest of this model"
+            CalibrationError.unless(same, f"{path}: {name}", metadata[name], expected)
         order: list[Site] = [
             (layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES
         ]
@@ -231,10 +234,9 @@ def calibration_path(model: Path, given: Path | None) -> Path:
     ModelError for a link out of the model's directory.
     """
     path = require_inside(model / CALIBRATION_FILE) if given is None else given
-    if not path.is_file():
-        option = "" if given is None else f" --output {given}"
-        expected = f"one made by: tsqp calibrate {model}{option}"
-        raise CalibrationError(f"activation scales {path}", "no such file", expected)
+    option = "" if given is None else f" --output {given}"
+    expected = f"one made by: tsqp calibrate {model}{option}"
+    CalibrationError.unless(path.is_file(), f"activation scales {path}", "no such file", expected)
     return path
 
 
@@ -273,19 +275,16 @@ def _read(
         tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
     if extra := sorted(header.entries.keys() - tensors.keys()):
         where, got = f"{path}: {describe(extra[0])}", "a tensor that the model does not explain"
-        expected = f"the sites of {config.num_hidden_layers} layers"
-        raise CalibrationError(where, got, expected)
+        raise CalibrationError(where, got, f"the sites of {config.num_hidden_layers} layers")
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
         positive = tensor >= 0 if name == "max_norm" else tensor > 0
-        bad = tensor[~(positive & tensor.isfinite())]
-        if len(bad):
+        if len(bad := tensor[~(positive & tensor.isfinite())]):
             got = f"{bad[0].item():g}"
             raise CalibrationError(f"{path}: {name}", got, "positive finite numbers")
     # A column of weights that is not all zero has a norm of at least 1.
-    if (largest := tensors["norm_limit"].max().item()) > MAX_SUM:
-        expected = f"at most {MAX_SUM}: the ring's"
-        raise CalibrationError(f"{path}: norm_limit", f"{largest:g}", expected)
+    largest, expected = tensors["norm_limit"].max().item(), f"at most {MAX_SUM}: the ring's"
+    CalibrationError.unless(largest <= MAX_SUM, f"{path}: norm_limit", f"{largest:g}", expected)
     return header.metadata, tensors
 
 

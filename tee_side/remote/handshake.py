@@ -74,9 +74,8 @@ class ServiceCheck:
             raise ReplyError(f"Init reply from {endpoint}", got, "InitReply")
 
         def require(holds: bool, field: str, got: object, expected: object) -> None:
-            if not holds:
-                where = f"model at {endpoint}: {field}"
-                raise ModelMismatchError(where, str(got), str(expected))
+            where = f"model at {endpoint}: {field}"
+            ModelMismatchError.unless(holds, where, str(got), str(expected))
 
         said = {**reply.config.model_dump(), **{name: getattr(reply, name) for name in _DIGESTS}}
         for name, ours in self._expected.items():
