@@ -73,6 +73,8 @@ class BackgroundEngine:
         self.state: State = "starting"
         self._tell, self._waits = tell, waits
         self._engine, self._call, self._totals = engine, call, totals
+        # Each is made when it is first asked for: here, before there is a second thread.
+        self._waiting, self._prefixes = engine.waiting, engine.prefixes
         self._filling = filling
         self._tell_load: TellLoad = _unheard
         # Sequences that cannot go on, and why: their requests end with the step.
@@ -111,12 +113,12 @@ class BackgroundEngine:
         with self._changed:
             if self._died or self._closing:
                 raise EngineError("engine", "one that has ended", "one that runs")
-            displaced = self._engine.waiting.add(request.owner, request)
+            displaced = self._waiting.add(request.owner, request)
             self._tickets[request] = ticket
             self._changed.notify()
             other = None if displaced is None else self._tickets.pop(displaced)
         if other is not None:
-            refusal = Delivery(error=self._engine.waiting.full(), ended=True)
+            refusal = Delivery(error=self._waiting.full(), ended=True)
             self._call(lambda: other.deliver(refusal))
         return ticket
 
@@ -126,7 +128,7 @@ class BackgroundEngine:
         with self._changed:
             if self._tickets.pop(ticket.request, None) is None:
                 return
-            self._engine.waiting.remove(ticket.request.owner, ticket.request)
+            self._waiting.remove(ticket.request.owner, ticket.request)
             self._cancelled.append(ticket)
             self._changed.notify()
 
@@ -142,13 +144,13 @@ class BackgroundEngine:
         traffic, pads = totals.traffic, totals.pads
         return EngineStats(
             running=len(engine.running),
-            waiting=len(engine.waiting),
+            waiting=len(self._waiting),
             kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
             steps=counts.steps,
             prompt_tokens=counts.prompt,
             generation_tokens=counts.generated,
-            prefix_queries=engine.prefixes.queries,
-            prefix_hits=engine.prefixes.hits,
+            prefix_queries=self._prefixes.queries,
+            prefix_hits=self._prefixes.hits,
             draft_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
             pads_ready=None if pads is None else pads.available,
@@ -198,8 +200,8 @@ class BackgroundEngine:
         self._hand_out()
 
     def _has_work(self) -> bool:
-        engine = self._engine
-        return bool(self._closing or self._cancelled or engine.running or len(engine.waiting))
+        under_way = self._engine.running or len(self._waiting)
+        return bool(self._closing or self._cancelled or under_way)
 
     def _probe(self) -> bool:
         """Say whether a token can be made: by making one, which belongs to nobody."""
@@ -236,7 +238,7 @@ class BackgroundEngine:
             try:
                 admitted = self._engine.admit_waiting()
             except TsqpError as error:
-                request = self._engine.waiting.pop()
+                request = self._waiting.pop()
                 self._end(self._tickets[request], error)
                 return
             for sequences in admitted:
@@ -257,7 +259,7 @@ class BackgroundEngine:
             tokens[request].append(new)
         with self._changed:
             for request, found in tokens.items():
-                self._engine.waiting.serve(request.owner, len(found))
+                self._waiting.serve(request.owner, len(found))
             for ticket in list(self._tickets.values()):
                 if not ticket.sequences:
                     continue
@@ -325,7 +327,7 @@ class BackgroundEngine:
     def _end(self, ticket: Ticket, error: TsqpError) -> None:
         request = ticket.request
         del self._tickets[request]
-        self._engine.waiting.remove(request.owner, request)
+        self._waiting.remove(request.owner, request)
         for sequence in ticket.sequences:
             self._engine.remove(sequence)
         self._out[ticket].append(Delivery(error=error, ended=True))

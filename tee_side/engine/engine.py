@@ -129,28 +129,23 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
-        require_known_ids(request.sampling, self._model.config.vocab_size)
+        require, most, new = PromptError.unless, self.max_sequences, request.max_new_tokens
         prompt, context = len(request.prompt_ids), self.context
         vocabulary = self._model.config.vocab_size
-        if not prompt:
-            raise PromptError("prompt", "no tokens", "at least one")
-        if not all(0 <= token_id < vocabulary for token_id in request.prompt_ids):
-            got, expected = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
-            raise PromptError("prompt token ids", got, expected)
-        if prompt >= context + (request.max_new_tokens == 0):
-            expected = f"fewer than the context of {context} tokens"
-            raise PromptError("prompt", f"{prompt} tokens", expected)
-        if request.max_new_tokens < (not _reads(request)):
-            got = str(request.max_new_tokens)
-            raise PromptError("max_new_tokens", got, "at least 1")
-        if not 1 <= request.samples <= self.max_sequences:
-            got, most = str(request.samples), self.max_sequences
-            raise PromptError("samples", got, f"1 to {most}, which run at a time")
-        if request.prompt_logprobs is not None and request.pooling is not None:
-            got = "both"
-            raise PromptError("log-probabilities and pooling", got, "one of them")
-        if request.stop and self.tokenizer is None:
-            raise PromptError("stop strings", "no tokenizer", "one to compare text")
+        require_known_ids(request.sampling, vocabulary)
+        require(prompt, "prompt", "no tokens", "at least one")
+        known = all(0 <= token_id < vocabulary for token_id in request.prompt_ids)
+        outside = "an id outside the vocabulary"
+        require(known, "prompt token ids", outside, f"0 to {vocabulary - 1}")
+        expected = f"fewer than the context of {context} tokens"
+        require(prompt < context + (new == 0), "prompt", f"{prompt} tokens", expected)
+        require(new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1")
+        fits, expected = 1 <= request.samples <= most, f"1 to {most}, which run at a time"
+        require(fits, "samples", str(request.samples), expected)
+        one = request.prompt_logprobs is None or request.pooling is None
+        require(one, "log-probabilities and pooling", "both", "one of them")
+        readable = not request.stop or self.tokenizer is not None
+        require(readable, "stop strings", "no tokenizer", "one to compare text")
         self._require_kv(request, self.max_kv_bytes)
 
     def add(
