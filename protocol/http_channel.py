@@ -81,13 +81,13 @@ class HttpChannel(PendingChannel):
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         access: HttpAccess | None = None,
     ) -> None:
-        if not parse_endpoint(endpoint).is_http:
-            raise EndpointError(endpoint, "no URL", "http(s)://HOST:PORT")
+        is_http = parse_endpoint(endpoint).is_http
+        EndpointError.unless(is_http, endpoint, "no URL", "http(s)://HOST:PORT")
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         access = access or HttpAccess()
-        if access.token is not None and is_exposed(endpoint):
-            expected = "https://: the token is a secret"
-            raise SettingsError("--http-token", f"{endpoint}, in the clear", expected)
+        safe = access.token is None or not is_exposed(endpoint)
+        got, expected = f"{endpoint}, in the clear", "https://: the token is a secret"
+        SettingsError.unless(safe, "--http-token", got, expected)
         self._url = endpoint.rstrip("/") + RPC_PATH
         self._headers: dict[bytes | str, bytes | str] = {
             CHANNEL_HEADER: secrets.token_hex(16),
