@@ -92,10 +92,9 @@ def require_inside(path: Path) -> Path:
         return path
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
     in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-    if in_cache or target.is_relative_to(root):
-        return target
-    got = "a link that leads out of the directory"
-    raise ModelError(str(path), got=got, expected="a file in it, or a copy")
+    inside, got = in_cache or target.is_relative_to(root), "a link that leads out of the directory"
+    ModelError.unless(inside, str(path), got, "a file in it, or a copy")
+    return target
 
 
 @contextmanager
@@ -125,9 +124,8 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
         descriptor = os.open(target, flags)
     try:
         mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-            raise ModelError(str(path), got=kind, expected="a regular file")
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        ModelError.unless(stat.S_ISREG(mode), str(path), kind, "a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -151,9 +149,8 @@ def read_start(descriptor: int, limit: int, path: Path) -> bytes:
         return content.getvalue()
     with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
         start = file.read(limit)
-    if start.startswith(SEALED_MAGIC):
-        expected = "a plain one, or its key (tee-runner --seal-key)"
-        raise SealError(str(path), got="a sealed file", expected=expected)
+    plain, expected = not start.startswith(SEALED_MAGIC), "a plain one, or its key"
+    SealError.unless(plain, str(path), "a sealed file", f"{expected} (tee-runner --seal-key)")
     return start
 
 
@@ -185,9 +182,8 @@ def fill(
                 n := os.preadv(descriptor, [buffer[done:]], offset + done)
             ):
                 done += n
-    if done < len(buffer):
-        expected = f"{offset + len(buffer)}"
-        raise ModelError(str(path), got=f"{offset + done} bytes", expected=expected)
+    expected = f"{offset + len(buffer)}"
+    ModelError.unless(done == len(buffer), str(path), f"{offset + done} bytes", expected)
 
 
 def limit_structure(
@@ -199,8 +195,7 @@ def limit_structure(
     """
     for what, most in limits.items():
         count = sum(map(content.count, _STRUCTURE[what]))
-        if count > most:
-            raise error(where, got=f"{count} {what}", expected=f"at most {most}")
+        error.unless(count <= most, where, f"{count} {what}", f"at most {most}")
 
 
 def parse_object(

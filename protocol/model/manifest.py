@@ -133,10 +133,9 @@ class Manifest(BaseModel):
         except ModelError as error:
             raise ManifestError(error.where, got=error.got, expected=error.expected) from None
         found = hashlib.sha256(content).hexdigest()
-        if digest is not None and found != digest.lower():
-            raise ManifestError(
-                f"{path}: SHA-256", got=found, expected=f"{shown(digest)}, as was asked for"
-            )
+        wanted = found if digest is None else digest
+        expected = f"{shown(wanted)}, as was asked for"
+        ManifestError.unless(found == wanted.lower(), f"{path}: SHA-256", found, expected)
         limit_structure(content, str(path), ManifestError, **_LIMITS)
         parsed = parse_object(content, str(path), ManifestError)
         manifest = validate_file(Manifest, parsed, str(path), ManifestError)
@@ -158,12 +157,12 @@ class Manifest(BaseModel):
     def check_also(self, option: str, path: Path, content: bytes) -> None:
         """Check a file that `option` led to, by its name and the bytes that will be used."""
         pin, found = self.also.get(path.name), FilePin.of(content)
-        if pin != found:
-            raise ManifestError(
-                f"{option}: {path}",
-                got=f"a file that {self._source} does not pin" if pin is None else str(found),
-                expected=f"{pin or 'a pinned one'}: tsqp manifest MODEL --also {path} pins it",
-            )
+        ManifestError.unless(
+            pin == found,
+            f"{option}: {path}",
+            f"a file that {self._source} does not pin" if pin is None else str(found),
+            f"{pin or 'a pinned one'}: tsqp manifest MODEL --also {path} pins it",
+        )
 
     def check_tensor(self, where: str, name: str, dtype: str, shape: tuple[int, ...]) -> TensorPin:
         """Check that a tensor is pinned with this dtype and shape, and return its pin."""
@@ -191,9 +190,8 @@ class Manifest(BaseModel):
         return None if digest is None else f"SHA-256 {digest}"
 
     def _compare(self, where: str, found: str, pinned: str) -> None:
-        if found != pinned:
-            expected = f"{pinned}, as in {self._source}, or the manifest of this model"
-            raise ManifestError(where, got=found, expected=expected)
+        expected = f"{pinned}, as in {self._source}, or the manifest of this model"
+        ManifestError.unless(found == pinned, where, found, expected)
 
 
 def _sha256(content: bytes | memoryview) -> str:
