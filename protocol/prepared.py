@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy
 
 from protocol import native
-from protocol.encoding import reply_template, request_template
+from protocol.encoding import REPLY, REQUEST, HeaderLayout, reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
-from protocol.header_numbers import REPLY, REQUEST, HeaderLayout
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
