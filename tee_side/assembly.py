@@ -64,7 +64,7 @@ from tee_side.protect.sites import (
     load_biases,
     tensors_of,
 )
-from tee_side.protect.verifier import (
+from tee_side.protect.verification import (
     UNVERIFIED,
     Checks,
     LinearCheck,

@@ -26,7 +26,7 @@ from tee_side.engine.engine import Engine
 from tee_side.engine.generation import EngineStats, Totals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.protect.pads.background_maker import Load, TellLoad
+from tee_side.protect.pads.maker import Load, TellLoad
 
 log = logging.getLogger("tee_side")
 

@@ -12,8 +12,7 @@ import torch
 
 from protocol.errors import PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
-from tee_side.protect.pads.background_maker import BackgroundMaker, Load, TellLoad
-from tee_side.protect.pads.maker import PadMaker
+from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, TellLoad
 from tee_side.protect.pads.store import Draw, PadStore, Words
 
 WhenOut = Literal["wait", "tee", "fail"]

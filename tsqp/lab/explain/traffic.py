@@ -51,7 +51,7 @@ from tee_side.protect.masks.mask import (
 )
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite
-from tee_side.protect.verifier import UNVERIFIED
+from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection

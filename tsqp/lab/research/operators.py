@@ -38,7 +38,7 @@ from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verifier import (
+from tee_side.protect.verification import (
     UNVERIFIED,
     Blocks,
     Claim,

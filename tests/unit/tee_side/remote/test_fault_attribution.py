@@ -32,8 +32,7 @@ from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import ExactCheck
-from tee_side.protect.verifier import Claim, LinearCheck, Weights, rows_of_part
+from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution
 from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
 from tee_side.remote.overlap import run
