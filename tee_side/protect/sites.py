@@ -34,11 +34,9 @@ class LinearSite(Protocol):
 
     def encode(self, x_TI: torch.Tensor, /) -> torch.Tensor:
         """Return what the weight is multiplied by."""
-        ...
 
     def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> torch.Tensor:
         """Return the output for an input, in the model's dtype and with its bias."""
-        ...
 
 
 class FloatSite:

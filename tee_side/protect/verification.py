@@ -145,7 +145,6 @@ class ResultCheck(Protocol):
 
         Raises ActivationRangeError for an input that is not finite.
         """
-        ...
 
     def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """Return which claims of a refused result are wrong, by computing each once more.
@@ -153,7 +152,6 @@ class ResultCheck(Protocol):
         Raises what `in_time` raises; ModelError and ManifestError for weights that cannot be read
         again; ActivationRangeError where what was sent is not finite.
         """
-        ...
 
 
 class Unverified:
@@ -243,14 +241,12 @@ class Checks(Protocol):
     @staticmethod
     def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Checks:
         """Draw the secret vectors of all sites, once a run. Raises ModelError."""
-        ...
 
     def check(self, site: Site, mask: Mask | None) -> ResultCheck:
         """Return what checks a site's results under a mask.
 
         Raises KeyError for a site that the policy does not verify.
         """
-        ...
 
 
 def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
