@@ -46,8 +46,9 @@ def open_channel(
             # It need not be installed where no service has a URL.
             from protocol.http_channel import HttpChannel
         except ModuleNotFoundError:
-            expected = "it installed: pip install '.[http]'"
-            raise SettingsError(endpoint, "no httpcore2", expected) from None
+            raise SettingsError(
+                endpoint, "no httpcore2", "it installed: pip install '.[http]'"
+            ) from None
         return HttpChannel(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, access=http
         )

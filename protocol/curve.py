@@ -177,8 +177,9 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
             KeyFileError.unless(plain, where, "no regular file", "a file of keys")
             content = file.read(limit + 1)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise KeyFileError(where, reason, "a file of keys") from None
+        raise KeyFileError(
+            where, error.strerror or type(error).__name__, "a file of keys"
+        ) from None
     expected = f"at most {limit} bytes of keys"
     KeyFileError.unless(len(content) <= limit, where, "a larger file", expected)
     check(path, content)

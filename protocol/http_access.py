@@ -37,6 +37,9 @@ def read_token(path: Path) -> str:
     require_only_we_read(path, status)
     token = text.removesuffix("\n")
     if not _TOKEN.fullmatch(token):
-        got = f"{len(token)} characters that are no token"
-        raise KeyFileError(str(path), got, "one line of 32 or more of A-Z a-z 0-9 ._~+/-")
+        raise KeyFileError(
+            str(path),
+            f"{len(token)} characters that are no token",
+            "one line of 32 or more of A-Z a-z 0-9 ._~+/-",
+        )
     return token

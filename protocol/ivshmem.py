@@ -57,8 +57,9 @@ class IvshmemChannel(ShmChannel):
         except BlockingIOError:
             raise EndpointError(path, "another client", "one at a time") from None
         except OSError as error:
-            got = os.strerror(error.errno or 0)
-            raise EndpointError(path, got, "a file to map (resource2)") from None
+            raise EndpointError(
+                path, os.strerror(error.errno or 0), "a file to map (resource2)"
+            ) from None
         ours = mapped[: len(MAGIC)] in (MAGIC, bytes(len(MAGIC)))
         EndpointError.unless(ours, path, "something else in it", "zeros, or a segment")
         session = os.urandom(SESSION_BYTES)

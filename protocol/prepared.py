@@ -192,5 +192,4 @@ def reply_tensor(
         if (output.shape, output.dtype) == (shape, dtype):
             return to_torch(output)
         got = f"{output.dtype} {list(output.shape)}"
-    where = f"{method} reply from {exchange.endpoint}"
-    raise ReplyError(where, got, f"{dtype} {list(shape)}")
+    raise ReplyError(f"{method} reply from {exchange.endpoint}", got, f"{dtype} {list(shape)}")

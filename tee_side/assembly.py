@@ -409,8 +409,9 @@ def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> 
 
 def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> TransformKey:
     if path is None:
-        expected = f"the key that tsqp provision --mask {mask.name} wrote"
-        raise SettingsError("--key", "none", expected)
+        raise SettingsError(
+            "--key", "none", f"the key that tsqp provision --mask {mask.name} wrote"
+        )
     from tee_side.protect.masks.keyed import load_key
 
     key = load_key(path)

@@ -99,8 +99,9 @@ def load_module(path: Path) -> ModuleType:
     try:
         content = read_checked(path)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise PluginError(str(path), reason, "a readable file") from None
+        raise PluginError(
+            str(path), error.strerror or type(error).__name__, "a readable file"
+        ) from None
     loader = _CheckedSource(str(resolved), content)
     module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
     module.__file__ = str(resolved)
@@ -198,10 +199,12 @@ class Kind(Generic[Base]):
             found = load_entry_point(entry)
             if _is_one(found, self.base):
                 return found
-            expected = f"a subclass of {self.words}"
-            raise self.error(f"entry point {entry.value}", describe(found), expected)
-        expected = f"one of {', '.join(self.names())}, or a path to a .py file"
-        raise self.error(self.word, repr(name), expected)
+            raise self.error(
+                f"entry point {entry.value}", describe(found), f"a subclass of {self.words}"
+            )
+        raise self.error(
+            self.word, repr(name), f"one of {', '.join(self.names())}, or a path to a .py file"
+        )
 
 
 def _failure(where: str, error: Exception, expected: str) -> PluginError:

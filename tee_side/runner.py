@@ -137,8 +137,11 @@ class Runner:
         allowed = settings.shares_in_the_clear
         appraise = settings.appraise_service
         if policy.services and policy.service.attested != "none" and appraise is None:
-            expected = f"what services must be: policy {policy.name} asks them for evidence"
-            raise SettingsError("--service-appraisal", "none", expected)
+            raise SettingsError(
+                "--service-appraisal",
+                "none",
+                f"what services must be: policy {policy.name} asks them for evidence",
+            )
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))

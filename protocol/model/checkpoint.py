@@ -191,7 +191,7 @@ class Checkpoint:
                 found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
                 # Passes NaN on, and is many times as fast as isfinite.
                 if not all(math.isfinite(extreme) for extreme in found.aminmax()):
-                    raise ModelError(where, got="NaN or infinity", expected="finite weights")
+                    raise ModelError(where, "NaN or infinity", "finite weights")
                 yield rows, found
 
     def _pin(self, name: str) -> TensorPin | None:
@@ -215,8 +215,9 @@ class Checkpoint:
         index = self._contents
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            where, expected = f"{index}: weight_map", "an object of file names"
-            raise ModelError(where, got=describe(weight_map), expected=expected)
+            raise ModelError(
+                f"{index}: weight_map", describe(weight_map), "an object of file names"
+            )
         expected = "the name of a file in the same directory"
         for name, file in weight_map.items():
             where, plain = f"{index}: {shown(name)}", _is_plain(file)
@@ -229,15 +230,19 @@ class Checkpoint:
             if not is_there(path):
                 self._missing[name] = path
             elif name not in self._found or self._found[name].path != path:
-                where, expected = f"{path}: {shown(name)}", f"one, as {INDEX_FILE} says"
-                raise ModelError(where, got="no such tensor", expected=expected)
+                raise ModelError(
+                    f"{path}: {shown(name)}", "no such tensor", f"one, as {INDEX_FILE} says"
+                )
 
     def _add_file(self, path: Path) -> None:
         file = TensorFile(path)
         for name in file.header.entries:
             if (other := self._found.setdefault(name, file)) is not file:
-                got = f"a tensor that {other.path.name} holds too"
-                raise ModelError(f"{path}: {shown(name)}", got=got, expected="every tensor once")
+                raise ModelError(
+                    f"{path}: {shown(name)}",
+                    f"a tensor that {other.path.name} holds too",
+                    "every tensor once",
+                )
 
 
 def _no_weights(directory: Path) -> ModelError:

@@ -217,10 +217,10 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     ManifestError for files that are not those of the manifest.
     """
     if not directory.is_dir():
-        raise ModelError(str(directory), got="no such directory", expected="a model directory")
+        raise ModelError(str(directory), "no such directory", "a model directory")
     path = find_file(directory, "config.json", manifest)
     if path is None:
-        raise ModelError(str(directory), got="no config.json", expected="a Hugging Face directory")
+        raise ModelError(str(directory), "no config.json", "a Hugging Face directory")
     file = _read_known(_ConfigFile, path, manifest)
     # As in transformers: generation_config.json decides where it names any.
     eos = file.eos_token_id
@@ -277,6 +277,7 @@ def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
     known = {"sliding_attention": window, "full_attention": None}
     fits = isinstance(types, list) and len(types) == layers
     if not fits or any(not isinstance(t, str) or t not in known for t in types):
-        expected = f"{layers} times {' or '.join(known)}"
-        raise ModelError(f"{path}: layer_types", got=describe(types), expected=expected)
+        raise ModelError(
+            f"{path}: layer_types", describe(types), f"{layers} times {' or '.join(known)}"
+        )
     return tuple(known[t] for t in types)

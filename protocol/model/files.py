@@ -105,8 +105,11 @@ def _readable(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         # A ValueError is of a name that no file can have.
         reason = getattr(error, "strerror", None) or "no name of a file"
-        got = "no such file" if isinstance(error, FileNotFoundError) else reason
-        raise ModelError(str(path), got=got, expected="a readable file") from None
+        raise ModelError(
+            str(path),
+            "no such file" if isinstance(error, FileNotFoundError) else reason,
+            "a readable file",
+        ) from None
 
 
 @contextmanager
@@ -160,7 +163,7 @@ def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
         size = size_of(descriptor, path)
         content = b"" if size > limit else read_start(descriptor, limit + 1, path)
     if (size := max(size, len(content))) > limit:
-        raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {limit}")
+        raise ModelError(str(path), f"{size} bytes", f"at most {limit}")
     return content
 
 
@@ -207,15 +210,18 @@ def parse_object(
         found = dict(pairs)
         if len(found) != len(pairs):  # two readers may take different ones
             key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise error(f"{where}: {shown(key)}", got="this key twice", expected="it once")
+            raise error(f"{where}: {shown(key)}", "this key twice", "it once")
         return found
 
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as wrong:
         deep = isinstance(wrong, RecursionError)
-        got = "nested too deeply" if deep else f"{type(wrong).__name__}: {wrong}"[:120]
-        raise error(where, got=got, expected="a JSON object") from None
+        raise error(
+            where,
+            "nested too deeply" if deep else f"{type(wrong).__name__}: {wrong}"[:120],
+            "a JSON object",
+        ) from None
     if not isinstance(value, dict):
-        raise error(where, got=describe(value), expected="a JSON object")
+        raise error(where, describe(value), "a JSON object")
     return value

@@ -131,7 +131,7 @@ class Manifest(BaseModel):
         try:
             content = read_bytes(path, MAX_MANIFEST_BYTES, inside=False)
         except ModelError as error:
-            raise ManifestError(error.where, got=error.got, expected=error.expected) from None
+            raise ManifestError(error.where, error.got, error.expected) from None
         found = hashlib.sha256(content).hexdigest()
         wanted = found if digest is None else digest
         expected = f"{shown(wanted)}, as was asked for"
@@ -149,8 +149,8 @@ class Manifest(BaseModel):
         if pinned is None:
             raise ManifestError(
                 str(path),
-                got=f"a file that {self._source} does not name",
-                expected=f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
+                f"a file that {self._source} does not name",
+                f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
             )
         self._compare(str(path), _sha256(content), pinned)
 
@@ -168,8 +168,9 @@ class Manifest(BaseModel):
         """Check that a tensor is pinned with this dtype and shape, and return its pin."""
         pin = self.tensors.get(name)
         if pin is None:
-            got = f"a tensor that {self._source} does not name"
-            raise ManifestError(where, got=got, expected="a manifest of this model")
+            raise ManifestError(
+                where, f"a tensor that {self._source} does not name", "a manifest of this model"
+            )
         self._compare(where, f"{dtype} {list(shape)}", f"{pin.dtype} {list(pin.shape)}")
         return pin
 

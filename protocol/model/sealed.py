@@ -144,13 +144,12 @@ class SealedModel:
             try:
                 plain = cipher.open(chunk, sealed)
             except InvalidTag:
-                where = f"{path}: chunk {chunk}"
-                raise SealError(where, got=_CHANGED, expected=_AS_SEALED) from None
+                raise SealError(f"{path}: chunk {chunk}", _CHANGED, _AS_SEALED) from None
             yield memoryview(plain)[max(0, start - first) : stop - first]
 
     def _cipher(self, path: Path) -> ChunkCipher:
         if (found := self._files.get(path.name)) is None:
-            raise SealError(str(path), got="a file that was not sealed", expected="one that was")
+            raise SealError(str(path), "a file that was not sealed", "one that was")
         return found
 
 
@@ -171,7 +170,7 @@ def unwrap(content: bytes, key: bytes, where: str) -> tuple[bytes, bytes]:
     """Return the content key of an index, and what follows the first line. Raises SealError."""
     line, _, body = content.partition(b"\n")
     if (found := _FIRST_LINE.fullmatch(line)) is None:
-        raise SealError(where, got="another first line", expected=f"'{_LINE} ...'")
+        raise SealError(where, "another first line", f"'{_LINE} ...'")
     sealed_for, nonce, wrapped = (part.decode() for part in found.groups())
     got, expected = f"a seal for key {sealed_for}", f"one for the key that was given, {key_id(key)}"
     SealError.unless(sealed_for == key_id(key), where, got, expected)
@@ -179,7 +178,7 @@ def unwrap(content: bytes, key: bytes, where: str) -> tuple[bytes, bytes]:
         bound = hashlib.sha256(body).digest()
         return AESGCM(key).decrypt(bytes.fromhex(nonce), bytes.fromhex(wrapped), bound), body
     except InvalidTag:
-        raise SealError(where, got=_CHANGED, expected=_AS_SEALED) from None
+        raise SealError(where, _CHANGED, _AS_SEALED) from None
 
 
 def key_id(key: bytes) -> str:
@@ -209,4 +208,4 @@ def _as_seal_error() -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise SealError(error.where, got=error.got, expected=_AS_SEALED) from None
+        raise SealError(error.where, error.got, _AS_SEALED) from None

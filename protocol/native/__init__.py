@@ -115,17 +115,14 @@ def _choose(wanted: str) -> Choice:
     if wanted == TORCH or (wanted == AUTO and not found):
         return Choice(TORCH, (), library is not None)
     if wanted != AUTO and wanted not in found:
-        expected = f"one of {', '.join([AUTO, TORCH, *found])}"
-        raise KernelError("kernels", got=repr(wanted), expected=expected)
+        raise KernelError("kernels", repr(wanted), f"one of {', '.join([AUTO, TORCH, *found])}")
     refused: list[str] = []
     for name in reversed(found) if wanted == AUTO else [wanted]:
         if not _differs(library, name):
             library.use(name)
             return Choice(name, tuple(refused), True)
         refused.append(name)
-    raise KernelError(
-        f"kernels {wanted}", got="wrong results", expected="those of the portable ones"
-    )
+    raise KernelError(f"kernels {wanted}", "wrong results", "those of the portable ones")
 
 
 # A processor does not change its mind: found out once.

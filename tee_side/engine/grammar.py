@@ -73,14 +73,16 @@ class GrammarCompiler:
         except (ValueError, TypeError, AttributeError, RecursionError):  # their words may quote it
             raise PromptError(where, f"a {kind} of another form", form) from None
         if size > MAX_GRAMMAR_BYTES:
-            expected = f"at most {MAX_GRAMMAR_BYTES}"
-            raise PromptError(where, f"a {kind} of {size} bytes", expected)
+            raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
         # In this process only what a process of its own could compile.
         fits = not costly or self._is_affordable(owner, grammar)
         matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
         if matcher is None or matcher.is_error():
-            expected = "one that llguidance supports, within its limits"
-            raise PromptError(where, f"a {kind} that is not compiled", expected)
+            raise PromptError(
+                where,
+                f"a {kind} that is not compiled",
+                "one that llguidance supports, within its limits",
+            )
         return CompiledGrammar(matcher, where)
 
     def _is_affordable(self, owner: str, grammar: str) -> bool:
@@ -102,8 +104,9 @@ class GrammarCompiler:
         try:
             return LLTokenizer(self._raw.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
         except ValueError as error:
-            got, expected = str(error)[:160], "one that llguidance can read, and an EOS token"
-            raise ModelError("tokenizer", got, expected) from None
+            raise ModelError(
+                "tokenizer", str(error)[:160], "one that llguidance can read, and an EOS token"
+            ) from None
 
 
 class CompiledGrammar:
@@ -141,8 +144,9 @@ class GrammarMatcher:
 
     def _require(self, well: bool) -> None:
         if not well:
-            got = "a grammar that cannot go on"
-            raise PromptError(self._where, got, "one within the limits of a token")
+            raise PromptError(
+                self._where, "a grammar that cannot go on", "one within the limits of a token"
+            )
 
 
 def _is_affordable(grammar: str) -> bool:

@@ -28,8 +28,7 @@ def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettin
 def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:
     """Refuse a bias for a token that the model has not. Raises PromptError."""
     if any(token_id >= vocab_size for token_id in settings.logit_bias):
-        got, expected = "an id outside the vocabulary", f"0 to {vocab_size - 1}"
-        raise PromptError("logit_bias", got, expected)
+        raise PromptError("logit_bias", "an id outside the vocabulary", f"0 to {vocab_size - 1}")
 
 
 class Sampler:

@@ -68,8 +68,9 @@ class Tokenizer:
         self._manifest = manifest
         path = find_file(directory, TOKENIZER_FILE, manifest)
         if path is None:
-            expected = "one (or a prompt given as token ids)"
-            raise ModelError(str(directory), f"no {TOKENIZER_FILE}", expected)
+            raise ModelError(
+                str(directory), f"no {TOKENIZER_FILE}", "one (or a prompt given as token ids)"
+            )
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
         limit_structure(content, str(path), lists=_MAX_LISTS, items=_MAX_ITEMS)
         self._path = path
@@ -89,8 +90,7 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            got = "bytes that are not UTF-8"
-            raise PromptError("prompt", got, "UTF-8 text") from None
+            raise PromptError("prompt", "bytes that are not UTF-8", "UTF-8 text") from None
         with _library_errors(self._path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
             (found,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -184,15 +184,16 @@ class Tokenizer:
             template, special = self._chat_template
             return _in_time(lambda: _joined(template.generate(values | special)))
         except _EndlessTemplate as error:
-            expected = "a template that ends, with a prompt"
-            raise ModelError(where, str(error), expected) from None
+            raise ModelError(where, str(error), "a template that ends, with a prompt") from None
         except TsqpError:
             raise
         except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
             # Its message may hold the prompt.
-            got = f"{type(error).__name__} (a template's own words are not shown)"
-            expected = "a conversation that the template accepts"
-            raise PromptError(where, got, expected) from None
+            raise PromptError(
+                where,
+                f"{type(error).__name__} (a template's own words are not shown)",
+                "a conversation that the template accepts",
+            ) from None
 
     def _config(self) -> tuple[Path | None, dict[str, Any]]:
         path = find_file(self._directory, CONFIG_FILE, self._manifest)
@@ -203,8 +204,11 @@ class Tokenizer:
         """The template, and the special tokens for it: compiling takes longer than rendering."""
         path, template, special = self._find_template()
         if path is None or not isinstance(template, str):
-            expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
-            raise ModelError(str(self._directory), "no chat template", expected)
+            raise ModelError(
+                str(self._directory),
+                "no chat template",
+                f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)",
+            )
         return _compiled(path, template), special
 
     def _find_template(self) -> tuple[Path | None, object, dict[str, Any]]:
@@ -219,8 +223,7 @@ class Tokenizer:
             try:
                 template = content.decode("utf-8")
             except UnicodeDecodeError:
-                got = "bytes that are not UTF-8"
-                raise ModelError(str(path), got, "a template") from None
+                raise ModelError(str(path), "bytes that are not UTF-8", "a template") from None
         special = {name: config.get(name) for name in _SPECIAL_TOKENS}
         texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
         return path, template, {name: text for name, text in texts.items() if text is not None}
@@ -239,9 +242,11 @@ def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
         raise
     except BaseException as error:  # noqa: BLE001 - see above; `from error` would quote it
         name = type(error).__name__
-        got = f"{name}: {error}"[:160] if quoted else f"{name} on use"
-        expected = "a tokenizer" if quoted else "a tokenizer that takes any text"
-        raise ModelError(str(path), got, expected) from None
+        raise ModelError(
+            str(path),
+            f"{name}: {error}"[:160] if quoted else f"{name} on use",
+            "a tokenizer" if quoted else "a tokenizer that takes any text",
+        ) from None
 
 
 class _EndlessTemplate(BaseException):
@@ -265,9 +270,9 @@ def _compiled(path: Path, template: str) -> Template:
     try:
         return _in_time(lambda: environment.from_string(template))
     except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
-        got = f"{type(error).__name__}: {error}"[:160]
-        expected = "a chat template without mistakes"
-        raise ModelError(str(path), got, expected) from None
+        raise ModelError(
+            str(path), f"{type(error).__name__}: {error}"[:160], "a chat template without mistakes"
+        ) from None
 
 
 def _joined(found: Iterable[str]) -> str:

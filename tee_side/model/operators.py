@@ -212,5 +212,5 @@ async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.T
         # A service may send anything, and float16 may overflow. A sum is a tenth of the work of
         # looking at each. It refuses finite logits, too, whose sum overflows float32; those are
         # larger than 1e33 on average, and no model's.
-        raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
+        raise ReplyError("logits", "values that are not finite", "finite numbers")
     return logits_NV

@@ -516,12 +516,18 @@ def load_policy(name_or_path: str) -> Policy:
         try:
             return _parse(plugins.read_checked(path).decode("utf-8"), str(path), path.parent)
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "text that is not UTF-8"
-            raise PolicyError(str(path), reason, "a policy file") from None
+            raise PolicyError(
+                str(path),
+                getattr(error, "strerror", None) or "text that is not UTF-8",
+                "a policy file",
+            ) from None
     if (entry := plugins.one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
         return _checked(plugins.load_entry_point(entry), f"entry point {entry.value}")
-    expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"
-    raise PolicyError("policy", repr(name_or_path), expected)
+    raise PolicyError(
+        "policy",
+        repr(name_or_path),
+        f"one of {', '.join(policy_names())}, or a path to a .toml or .py file",
+    )
 
 
 def _checked(found: object, where: str) -> Policy:
@@ -534,8 +540,7 @@ def _parse(text: str, where: str, folder: Path | None) -> Policy:
     try:
         return Policy.model_validate(tomllib.loads(text), context={_FOLDER: folder})
     except PolicyError as error:
-        inner = f"{where}: {error.where}"
-        raise PolicyError(inner, error.got, error.expected) from None
+        raise PolicyError(f"{where}: {error.where}", error.got, error.expected) from None
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError
         raise PolicyError(where, f"invalid TOML ({error})", "a policy") from None
 

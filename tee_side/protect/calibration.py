@@ -126,9 +126,11 @@ class SiteScales:
         # In whole multiples: an exact norm would name the token to a reader of the log.
         times = norm / self.row_limit
         finite = math.isfinite(times)
-        got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
-        expected = "at most once what cannot wrap in the ring"
-        raise ActivationRangeError("length of an input row", got, expected)
+        raise ActivationRangeError(
+            "length of an input row",
+            f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
+            "at most once what cannot wrap in the ring",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +156,9 @@ class Calibration:
         # 1e-6: what rounding may take from a scale that uses the ring up.
         if not headroom >= HEADROOM * (1 - 1e-6):
             bits = math.log2(MAX_SUM * HEADROOM / headroom)
-            got = f"2^{bits:.1f} for {operator} in layer {layer}"
-            raise CalibrationError("ring Z_2^32", got, "at most 2^31")
+            raise CalibrationError(
+                "ring Z_2^32", f"2^{bits:.1f} for {operator} in layer {layer}", "at most 2^31"
+            )
 
     def check_weights(self, site: Site, weight_scale: torch.Tensor, max_norm: float) -> None:
         """Check a site against the quantised weights that are in use.
@@ -268,20 +271,27 @@ def _read(
     for name, (shape, dtype) in layout.items():
         found = header.entries.get(name)
         if found is None or (found.shape, found.dtype) != (shape, dtype):
-            got = f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor"
-            raise CalibrationError(f"{path}: {name}", got, f"{dtype} {list(shape)}")
+            raise CalibrationError(
+                f"{path}: {name}",
+                f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor",
+                f"{dtype} {list(shape)}",
+            )
         begin, end = (header.data_begin + offset for offset in found.data_offsets)
         raw = bytearray(content[begin:end])
         tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
     if extra := sorted(header.entries.keys() - tensors.keys()):
-        where, got = f"{path}: {describe(extra[0])}", "a tensor that the model does not explain"
-        raise CalibrationError(where, got, f"the sites of {config.num_hidden_layers} layers")
+        raise CalibrationError(
+            f"{path}: {describe(extra[0])}",
+            "a tensor that the model does not explain",
+            f"the sites of {config.num_hidden_layers} layers",
+        )
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
         positive = tensor >= 0 if name == "max_norm" else tensor > 0
         if len(bad := tensor[~(positive & tensor.isfinite())]):
-            got = f"{bad[0].item():g}"
-            raise CalibrationError(f"{path}: {name}", got, "positive finite numbers")
+            raise CalibrationError(
+                f"{path}: {name}", f"{bad[0].item():g}", "positive finite numbers"
+            )
     # A column of weights that is not all zero has a norm of at least 1.
     largest, expected = tensors["norm_limit"].max().item(), f"at most {MAX_SUM}: the ring's"
     CalibrationError.unless(largest <= MAX_SUM, f"{path}: norm_limit", f"{largest:g}", expected)
@@ -297,16 +307,17 @@ def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[byt
             manifest.check_file(path, content, CALIBRATION_FILE)
         return content, parse_header(content, len(content), str(path))
     except ModelError as error:
-        expected = "a file made by tsqp calibrate"
-        raise CalibrationError(error.where, error.got, expected) from None
+        raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None
 
 
 def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
     for name, (pattern, expected) in _METADATA.items():
         value = metadata.get(name)
         if value is None or not re.fullmatch(pattern, value):
-            got = "nothing" if value is None else describe(value)
-            raise CalibrationError(f"{path}: {name}", got, expected)
+            raise CalibrationError(
+                f"{path}: {name}", "nothing" if value is None else describe(value), expected
+            )
     if extra := sorted(metadata.keys() - _METADATA.keys()):
-        where = f"{path}: metadata {describe(extra[0])}"
-        raise CalibrationError(where, "an unknown key", "no such key")
+        raise CalibrationError(
+            f"{path}: metadata {describe(extra[0])}", "an unknown key", "no such key"
+        )

@@ -177,8 +177,9 @@ class IntegerSites:
         if site[1] != "lm_head":
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
         elif self._head_scale_V is not None and not weights.scale.equal(self._head_scale_V):
-            expected = "those that were read at the start"
-            raise CalibrationError("lm_head: weight scales", "others", expected)
+            raise CalibrationError(
+                "lm_head: weight scales", "others", "those that were read at the start"
+            )
 
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":

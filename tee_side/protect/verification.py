@@ -177,8 +177,8 @@ def check_verifiable(
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise PolicyError(
             f'policy {policy}: verify = "freivalds"',
-            got=f"no {missing[0]}{more} in {checkpoint.directory}",
-            expected="the weights whose products are to be verified",
+            f"no {missing[0]}{more} in {checkpoint.directory}",
+            "the weights whose products are to be verified",
         )
     checkpoint.require(tensors)
 
@@ -261,8 +261,8 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
     if (entry := one_entry_point(GROUP, arithmetic)) is None:
         raise PolicyError(
             f'policy {policy}: verify = "freivalds"',
-            got="products of floats, without a package that checks them",
-            expected=f"an installed package that registers {arithmetic!r} in the entry points"
+            "products of floats, without a package that checks them",
+            f"an installed package that registers {arithmetic!r} in the entry points"
             f' {GROUP}, as tsqp does, or arithmetic = "int8"',
         )
     found: type[Checks] = load_entry_point(entry)

@@ -40,8 +40,7 @@ class ServiceAppraisal:
         """
         where = f"service {endpoint}"
         if not statement:
-            expected = f"{self._attested} evidence (gpu-service --attest)"
-            raise EvidenceError(where, "none", expected)
+            raise EvidenceError(where, "none", f"{self._attested} evidence (gpu-service --attest)")
         stated = Statement.decode(statement)
         found = appraise(stated, self._policy, Expected(nonce, None, self._utc(), "service"))
         if not found.passed or found.claims is None:

@@ -70,8 +70,7 @@ class ServiceCheck:
         naming the field, and ReplyError for an Init reply that is none.
         """
         if not isinstance(reply, InitReply):
-            got = type(reply).__name__
-            raise ReplyError(f"Init reply from {endpoint}", got, "InitReply")
+            raise ReplyError(f"Init reply from {endpoint}", type(reply).__name__, "InitReply")
 
         def require(holds: bool, field: str, got: object, expected: object) -> None:
             where = f"model at {endpoint}: {field}"
