@@ -136,12 +136,12 @@ class Runner:
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
         allowed = settings.shares_in_the_clear
         appraise = settings.appraise_service
-        if policy.services and policy.service.attested != "none" and appraise is None:
-            raise SettingsError(
-                "--service-appraisal",
-                "none",
-                f"what services must be: policy {policy.name} asks them for evidence",
-            )
+        SettingsError.unless(
+            not policy.services or policy.service.attested == "none" or appraise is not None,
+            "--service-appraisal",
+            "none",
+            f"what services must be: policy {policy.name} asks them for evidence",
+        )
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))

@@ -99,37 +99,38 @@ class SiteScales:
         # A file may hold any positive numbers, also such as are too small to divide by.
         return max(self.norm_limit / largest, _SMALLEST) if largest else math.inf
 
-    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def encode(self, x_TI: torch.Tensor, where: str = "") -> torch.Tensor:
         """Quantise a float input [T, I] to int32 [T, I]: round(x / input_scale), ties to even.
 
         Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
-        ActivationRangeError for a row whose product could wrap, and for values that are not finite.
+        ActivationRangeError for a row whose product could wrap, and for values that are not finite;
+        `where`: how its message begins.
 
         GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
         """
         if compiled_for(x_TI.dtype):
             elements_TI, _, norm, *_ = compiled.encode(x_TI, self.input_scale, None)
-            self._check_norm(norm)
+            self._check_norm(norm, where)
             return elements_TI
         # Whole numbers from here on: a float32 that has been rounded converts exactly.
         scaled_TI = x_TI.to(torch.float32).div(self.input_scale).round_()
         # A norm that is NaN is the largest of all, and is refused.
-        self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item())
+        self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item(), where)
         return scaled_TI.to(torch.int32)
 
-    def _check_norm(self, largest: float) -> None:
+    def _check_norm(self, largest: float, where: str) -> None:
         if not largest <= self.row_limit:
-            self.refuse(largest)
+            self.refuse(largest, where)
 
-    def refuse(self, norm: float) -> NoReturn:
-        """Raise ActivationRangeError for a row with this norm."""
+    def refuse(self, norm: float, where: str = "") -> NoReturn:
+        """Raise ActivationRangeError for a row with this norm. `where`: as in `encode`."""
         # In whole multiples: an exact norm would name the token to a reader of the log.
         times = norm / self.row_limit
         finite = math.isfinite(times)
         raise ActivationRangeError(
-            "length of an input row",
+            f"{where}length of an input row",
             f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
-            "at most once what cannot wrap in the ring",
+            "at most once what cannot wrap in the ring (calibrate with text more like this one)",
         )
 
 

@@ -213,9 +213,9 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
 
 
 def _require_time(is_over: Callable[[], bool]) -> None:
-    if is_over():
-        raise DeadlineExceededError(
-            "finding out who computed wrongly",
-            "the end of the request's time",
-            "time to compute the product once more",
-        )
+    DeadlineExceededError.unless(
+        not is_over(),
+        "finding out which service computed wrongly",
+        "the end of the request's time",
+        "time to compute the product once more",
+    )

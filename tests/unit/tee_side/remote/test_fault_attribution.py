@@ -292,7 +292,7 @@ def test_finding_out_ends_at_the_next_block_once_the_time_is_up(model: SavedMode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fault_attribution, "_MULTIPLICATIONS", 1)
             patch.setattr(Checkpoint, "blocks", lambda *a: read.append(a) or blocks(*a))
-            with pytest.raises(DeadlineExceededError, match="finding out who computed wrongly"):
+            with pytest.raises(DeadlineExceededError, match="finding out which service computed"):
                 find_liars([claim], check, lambda said=said: next(said, True))
         assert next(said, None) is None
         assert len(read) == (looks > 0)
