@@ -19,7 +19,6 @@ from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from protocol.model.manifest import Manifest
 from protocol.pending import PendingChannel
 from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
@@ -49,6 +48,7 @@ from tee_side.words import Operator
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
     from protocol.http_access import HttpAccess
+    from protocol.model.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -19,8 +19,16 @@ from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
 from protocol.model.config import ModelConfig, read_json
 from protocol.model.files import is_there, shown
-from protocol.model.manifest import Manifest, TensorPin, rows_per_block
-from protocol.model.tensor_file import TORCH_DTYPES, Entry, TensorFile, bytes_of
+from protocol.model.tensor_file import (
+    TORCH_DTYPES,
+    Entry,
+    TensorFile,
+    bytes_of,
+    rows_per_block,
+)
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest, TensorPin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

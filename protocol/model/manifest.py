@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from protocol.errors import ManifestError, ModelError
 from protocol.messages import Digest
 from protocol.model.files import is_there, limit_structure, parse_object, read_bytes, shown
+from protocol.model.tensor_file import rows_per_block
 from protocol.validation import validate_file
 
 MANIFEST_FILE = "manifest.json"
@@ -32,7 +33,6 @@ MANIFEST_VERSION = 1
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 # That one has 3414 lists and objects, 4557 keys and 197,571 items.
 _LIMITS = {"lists": 20_000, "items": 300_000, "keys": 20_000}
-BLOCK_BYTES = 4 * 1024 * 1024
 
 # Everything that the trusted side reads but tensors and the index, which says only where they are.
 PinnedFile = Literal[
@@ -52,11 +52,6 @@ _Size = Annotated[int, Field(ge=1, le=2**24)]
 _UNREAD = "the manifest"
 # A manifest is often made too early.
 _AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
-
-
-def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
-    """Return how many rows a block has: those of about 4 MiB; a vector's rows are elements."""
-    return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 class TensorPin(BaseModel):
@@ -197,25 +192,3 @@ class Manifest(BaseModel):
 
 def _sha256(content: bytes | memoryview) -> str:
     return f"SHA-256 {hashlib.sha256(content).hexdigest()}"
-
-
-def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
-    """Return the path of a file that may be missing, or None.
-
-    With a manifest, what it does not name is missing. Raises ManifestError for what it names and
-    that is gone.
-    """
-    path = directory / name
-    if manifest is not None:
-        return manifest.find(path)
-    return path if is_there(path) else None
-
-
-def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
-    """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
-    if manifest is not None:
-        manifest.find(path)
-    content = read_bytes(path, limit)
-    if manifest is not None:
-        manifest.check_file(path, content)
-    return content

@@ -25,6 +25,8 @@ from protocol.validation import validate_file
 
 # The largest models that we run have some thousand tensors, at 150 bytes each.
 MAX_HEADER_BYTES = 2 * 1024 * 1024
+# Of a tensor, as it is read and pinned (`protocol.model.manifest`).
+BLOCK_BYTES = 4 * 1024 * 1024
 
 TORCH_DTYPES = {
     "F16": torch.float16,
@@ -36,6 +38,11 @@ _METADATA = "__metadata__"
 _PICKLE_MAGICS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
+    """Return how many rows a block has: those of about 4 MiB; a vector's rows are elements."""
+    return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 class Entry(BaseModel):

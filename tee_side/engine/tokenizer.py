@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenizers import Tokenizer as RawTokenizer
 
 from protocol.errors import ModelError, PromptError, TsqpError
-from protocol.model.config import MAX_JSON_BYTES, read_json
+from protocol.model.config import MAX_JSON_BYTES, find_file, read_file, read_json
 from protocol.model.files import limit_structure
-from protocol.model.manifest import Manifest, find_file, read_file
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from protocol.model.manifest import Manifest
 
 T = TypeVar("T")
 
