@@ -24,7 +24,7 @@ from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.generation import Generation, PadTotals, Totals
+from tee_side.engine.generation import Generation, PadTotals
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from protocol.curve import ClientKeys
     from protocol.http_access import HttpAccess
     from protocol.model.manifest import Manifest
+    from tee_side.engine.background import Totals
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,8 @@ class Runner:
 
     def totals(self) -> Totals:
         """Return what services and pads have done, for the stats of an engine."""
+        from tee_side.engine.background import Totals  # of a run that serves many
+
         pads = list(self._assembly.pads.values())
         return Totals(
             self.traffic,
