@@ -314,14 +314,14 @@ class Assembly:
         else:
             linear = FloatSite(None if bias_leaves else self._biases.get(site))
         check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
-        hide_at = linear_masking(mask, randomness, pads=pads, transforms=self._transforms)
+        hide = linear_masking(mask, site, randomness, pads=pads, transforms=self._transforms)
         padded = None
         # What a subclass of `Pad` sends is its own affair.
         if pads is not None and type(mask) is Pad and isinstance(linear, IntegerSite | DynamicSite):
             exact = check.exact if isinstance(check, LinearCheck) else None
             if linear.compiled:
                 padded = PaddedSite(linear, site_number(*site), pads, exact)
-        return SitePlan(site, linear, hide_at(site), MaskRules(mask), check, bias_leaves, padded)
+        return SitePlan(site, linear, hide, MaskRules(mask), check, bias_leaves, padded)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
