@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 from protocol.errors import (
     ActivationRangeError,
     EngineError,
+    LimitError,
     MaskError,
     ReplyError,
     TsqpError,
@@ -27,6 +28,7 @@ from tee_side.engine.engine import Engine
 from tee_side.engine.generation import PadTotals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
+from tee_side.engine.waiting import WaitingQueue
 from tee_side.protect.pads.maker import Load, TellLoad
 
 log = logging.getLogger("tee_side")
@@ -115,8 +117,9 @@ class BackgroundEngine:
         self.state: State = "starting"
         self._tell, self._waits = tell, waits
         self._engine, self._call, self._totals = engine, call, totals
-        # Each is made when it is first asked for: here, before there is a second thread.
-        self._waiting, self._prefixes = engine.waiting, engine.prefixes
+        # Made when it is first asked for: here, before there is a second thread.
+        self._prefixes = engine.prefixes
+        self._waiting = WaitingQueue[Request](engine.settings.max_waiting)
         self._filling = filling
         self._tell_load: TellLoad = _unheard
         # Sequences that cannot go on, and why: their requests end with the step.
@@ -275,16 +278,23 @@ class BackgroundEngine:
             self._call(lambda: self._tell(state))
 
     def _admit(self) -> None:
+        """Admit requests that wait, in the order of their turns, while there is room for them."""
+        engine = self._engine
         with self._changed:
             self._drop_cancelled()
-            try:
-                admitted = self._engine.admit_waiting()
-            except TsqpError as error:
-                request = self._waiting.pop()
-                self._end(self._tickets[request], error)
-                return
-            for sequences in admitted:
-                self._tickets[sequences[0].request].sequences = sequences
+            while (request := self._waiting.first()) is not None:
+                running, ticket = len(engine.running), self._tickets[request]
+                if running and running + request.samples > engine.max_sequences:
+                    break
+                try:
+                    ticket.sequences = engine.admit(request)
+                except TsqpError as error:
+                    if running and isinstance(error, LimitError):
+                        break
+                    self._end(ticket, error)
+                else:
+                    self._waiting.pop()
+                    self._waiting.serve(request.owner, len(request.prompt_ids))
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, []

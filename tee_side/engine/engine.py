@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tee_side.engine.drafts import Drafts
     from tee_side.engine.prefix_pool import PrefixPool
     from tee_side.engine.reading import PromptReader
-    from tee_side.engine.waiting import WaitingQueue
 
 DEFAULT_STEP_TOKENS = 512
 
@@ -106,13 +105,6 @@ class Engine:
         # All of them may have a row in each step.
         self.max_sequences = min(self.settings.max_sequences, self.settings.step_tokens)
         self._running: list[Sequence] = []
-
-    @cached_property
-    def waiting(self) -> WaitingQueue[Request]:
-        """Requests that `admit_waiting` takes in, where this serves many."""
-        from tee_side.engine.waiting import WaitingQueue
-
-        return WaitingQueue(self.settings.max_waiting)
 
     @cached_property
     def prefixes(self) -> PrefixPool:
@@ -270,23 +262,6 @@ class Engine:
         for sequence in tuple(self._running):
             if sequence.finish_reason is not None:
                 self.remove(sequence)
-
-    def admit_waiting(self) -> list[list[Sequence]]:
-        """Admit requests that wait, in the order of their turns, while there is room for them."""
-        admitted = []
-        while (request := self.waiting.first()) is not None:
-            if len(self.running) + request.samples > self.max_sequences and self.running:
-                break
-            try:
-                admitted.append(self.admit(request))
-            except TsqpError as error:
-                # Of those before it somebody has to be told first.
-                if admitted or (isinstance(error, LimitError) and self._running):
-                    break
-                raise
-            self.waiting.pop()
-            self.waiting.serve(request.owner, len(request.prompt_ids))
-        return admitted
 
     def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
