@@ -37,7 +37,7 @@ from benchmarks.harness import (
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.verifier import Secrets
+from tee_side.protect.verification import Secrets
 from tee_side.runner import RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape

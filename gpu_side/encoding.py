@@ -22,10 +22,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.codec import MAX_HEADER_BYTES, MAX_REQUEST_CONTAINERS, pack, unpack
-from protocol.encoding import reply_template
+from protocol.encoding import REPLY, REQUEST, UNTIMED_REPLY, read_framed, reply_template
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
-from protocol.framed import read_framed
-from protocol.header_numbers import REPLY, REQUEST, UNTIMED_REPLY
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     PROTOCOL_VERSION,

@@ -22,7 +22,6 @@ class ChannelWrapper(Protocol):
 
     def __call__(self, channel: Channel, timeout_s: float) -> Channel:
         """Return the channel to use instead. `timeout_s`: of a request that names no deadline."""
-        ...
 
 
 class Channel(Protocol):
@@ -33,7 +32,6 @@ class Channel(Protocol):
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""
-        ...
 
     def start(
         self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
@@ -53,7 +51,6 @@ class Channel(Protocol):
         error reply), ProtocolError (undecodable, or an id that was never sent) and ReplyError (a
         reply to another operator).
         """
-        ...
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Submit and wait."""
@@ -61,7 +58,6 @@ class Channel(Protocol):
 
     def abandon(self, request_id: int) -> None:
         """Stop waiting for a submitted request; its reply is dropped. Unknown ids do nothing."""
-        ...
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """Ask the service that sent this no more: a wrong result, or one of a wrong form.
@@ -69,8 +65,6 @@ class Channel(Protocol):
         Raises `error` where no other service is left to ask; else the same request may be submitted
         again.
         """
-        ...
 
     def close(self) -> None:
         """Disconnect; pending requests are dropped."""
-        ...

@@ -31,8 +31,7 @@ def open_channel(
     """Connect to a service.
 
     `timeout_s`: deadline of a request that names none. `spin_us`: see `protocol.spin`. `keys`: ours
-    and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only
-    ZeroMQ has any.
+    and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any.
     `http`: of use for URLs alone. Raises EndpointError, and SettingsError for keys where the
     endpoint has no use for them, and without the extra `http` where it needs it.
     """
@@ -46,8 +45,9 @@ def open_channel(
             # It need not be installed where no service has a URL.
             from protocol.http_channel import HttpChannel
         except ModuleNotFoundError:
-            expected = "it installed: pip install '.[http]'"
-            raise SettingsError(endpoint, "no httpcore2", expected) from None
+            raise SettingsError(
+                endpoint, "no httpcore2", "it installed: pip install '.[http]'"
+            ) from None
         return HttpChannel(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, access=http
         )

@@ -61,10 +61,8 @@ class ClientKeys:
 
 def require_curve() -> None:
     """Raise SettingsError where this ZeroMQ was built without CURVE."""
-    if not zmq.has("curve"):
-        raise SettingsError(
-            "keys", f"libzmq {zmq.zmq_version()} without CURVE", "one built with it"
-        )
+    got = f"libzmq {zmq.zmq_version()} without CURVE"
+    SettingsError.unless(zmq.has("curve"), "keys", got, "one built with it")
 
 
 def read_secret_key(path: Path) -> bytes:
@@ -98,14 +96,10 @@ def public_key(value_or_path: str, check: FileCheck = _unchecked) -> bytes:
 def require_zmq_keys(endpoint: str) -> None:
     """Raise SettingsError for an endpoint that cannot have keys, and where CURVE is missing."""
     parsed = parse_endpoint(endpoint, for_bind=True)
-    if not parsed.is_zmq:
-        stream = "a plain stream, which has neither encryption nor keys"
-        http = "a URL, which has tokens and certificates instead (--http-token)"
-        raise SettingsError(
-            f"keys for {endpoint}",
-            stream if parsed.is_stream else http,
-            "tcp://HOST:PORT or ipc://PATH",
-        )
+    stream = "a plain stream, which has neither encryption nor keys"
+    http = "a URL, which has tokens and certificates instead (--http-token)"
+    got, expected = stream if parsed.is_stream else http, "tcp://HOST:PORT or ipc://PATH"
+    SettingsError.unless(parsed.is_zmq, f"keys for {endpoint}", got, expected)
     require_curve()
 
 
@@ -113,27 +107,24 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
     text, status = read_text(path, MAX_KEY_FILE_BYTES, check)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
-    lines = text.split("\n")
+    where, lines = str(path), text.split("\n")
     # Before its mode: a public key in the place of a secret one is world-readable, rightly.
-    if lines[0] == other:
-        got = f"a {'public' if secret else 'secret'} key"
-        raise KeyFileError(str(path), got, wants)
+    got = f"a {'public' if secret else 'secret'} key"
+    KeyFileError.unless(lines[0] != other, where, got, wants)
     (require_only_we_read if secret else require_only_we_write)(path, status)
-    if lines[0] != wanted:
-        got = "another first line" if text else "an empty file"
-        raise KeyFileError(str(path), got, f"{wants}, {wanted!r} in its first line")
-    if len(lines) < 2 or any(lines[2:]):
-        got = f"{len(lines) - 1} lines after the first"
-        raise KeyFileError(str(path), got, f"one: {_A_KEY}")
+    got, expected = "another first line", f"{wants}, {wanted!r} in its first line"
+    KeyFileError.unless(lines[0] == wanted, where, got if text else "an empty file", expected)
+    one, got = len(lines) > 1 and not any(lines[2:]), f"{len(lines) - 1} lines after the first"
+    KeyFileError.unless(one, where, got, f"one: {_A_KEY}")
     return checked_key(lines[1], f"{path}: line 2")
 
 
 def require_only_we_read(path: Path, status: os.stat_result) -> None:
     """Refuse a secret that group or others may use at all. Raises as `require_only_we_write`."""
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        got = f"mode {stat.S_IMODE(status.st_mode):04o}"
-        wants = f"{SECRET_MODE:04o}: for its owner alone (chmod 600)"
-        raise KeyFileError(str(path), got, wants)
+    ours = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    got = f"mode {stat.S_IMODE(status.st_mode):04o}"
+    wants = f"{SECRET_MODE:04o}: for its owner alone (chmod 600)"
+    KeyFileError.unless(ours, str(path), got, wants)
     require_only_we_write(path, status)
 
 
@@ -142,18 +133,15 @@ def require_only_we_write(path: Path, status: os.stat_result) -> None:
 
     `status`: of the file as it was read. Raises KeyFileError.
     """
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KeyFileError(
-            str(path), f"mode {mode:04o}", "a file that only its owner can change (chmod go-w)"
-        )
-    # Root can change every file.
-    if status.st_uid not in (0, os.geteuid()):
-        raise KeyFileError(
-            str(path),
-            f"a file of user {status.st_uid}",
-            f"one of root or of user {os.geteuid()}, who reads it",
-        )
+    mode, expected = stat.S_IMODE(status.st_mode), "a file that only its owner can change"
+    kept = not mode & (stat.S_IWGRP | stat.S_IWOTH)
+    KeyFileError.unless(kept, str(path), f"mode {mode:04o}", f"{expected} (chmod go-w)")
+    KeyFileError.unless(
+        status.st_uid in (0, os.geteuid()),  # root can change every file
+        str(path),
+        f"a file of user {status.st_uid}",
+        f"one of root or of user {os.geteuid()}, who reads it",
+    )
 
 
 def checked_key(text: str, where: str) -> bytes:
@@ -161,13 +149,12 @@ def checked_key(text: str, where: str) -> bytes:
 
     Raises KeyFileError, whose beginning is `where`.
     """
-    if not _KEY_TEXT.fullmatch(text):
-        got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
-        raise KeyFileError(where, got, _A_KEY)
+    got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
+    KeyFileError.unless(_KEY_TEXT.fullmatch(text), where, got, _A_KEY)
     key = text.encode("ascii")
     # Five characters can say more than four bytes hold.
-    if any(_value(key[start : start + 5]) >= 2**32 for start in range(0, 40, 5)):
-        raise KeyFileError(where, "five characters beyond 32 bits", _A_KEY)
+    fits = all(_value(key[start : start + 5]) < 2**32 for start in range(0, 40, 5))
+    KeyFileError.unless(fits, where, "five characters beyond 32 bits", _A_KEY)
     return key
 
 
@@ -186,14 +173,15 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise KeyFileError(where, "no regular file", "a file of keys")
+            plain = stat.S_ISREG(status.st_mode)
+            KeyFileError.unless(plain, where, "no regular file", "a file of keys")
             content = file.read(limit + 1)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise KeyFileError(where, reason, "a file of keys") from None
-    if len(content) > limit:
-        raise KeyFileError(where, "a larger file", f"at most {limit} bytes of keys")
+        raise KeyFileError(
+            where, error.strerror or type(error).__name__, "a file of keys"
+        ) from None
+    expected = f"at most {limit} bytes of keys"
+    KeyFileError.unless(len(content) <= limit, where, "a larger file", expected)
     check(path, content)
     try:
         return content.decode("utf-8").replace("\r\n", "\n"), status

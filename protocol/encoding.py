@@ -6,22 +6,25 @@ A multipart message. Frame 0 is a small msgpack map
     reply    {request_id, timing, version, method, status, response | error}
 
 in which every tensor is `{dtype, shape, frame}`, pointing at a raw frame of its own that is never
-copied (`protocol.framed`). The order is free; in ours the numbers come first and the rest, the
-*template*, is the same for every request of its kind (`protocol.header_numbers`). The service's
-half, and the other encoding of the same schema, are in `gpu_side.encoding`.
+copied: a sent frame aliases the tensor's memory, a received one the transport's. The order is free.
+In ours the numbers come first, each a msgpack uint64: a header is a head of known length with the
+numbers in it, and a *template*, the bytes behind it, which is the same for every request of its
+kind (`protocol.prepared`). msgpack of any other spelling and order is read too. The service's half,
+and the other encoding of the same schema, are in `gpu_side.encoding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.codec import MAX_REPLY_CONTAINERS, unpack
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.framed import read_framed, to_framed
-from protocol.header_numbers import REQUEST, pack_template
+from protocol.codec import MAX_REPLY_CONTAINERS, pack, unpack
+from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
     PROTOCOL_VERSION,
     REQUEST_TYPES,
@@ -30,12 +33,112 @@ from protocol.messages import (
     Timing,
     response_type,
 )
-from protocol.tensors import Buffer
-from protocol.validation import validate
+from protocol.tensors import Buffer, WireTensor
+from protocol.validation import M, validate
 
 DEFAULT_MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 MAX_REPLY_HEADER_BYTES = 2 * 1024 * 1024
 MAX_REPLY_FRAMES = 2 * 4096 + 4
+# Longer templates are not worth remembering: those of all repeated messages are far below it.
+MAX_TEMPLATE_BYTES = 512
+_FIELD_NAME = re.compile("[a-z0-9_]{1,40}")
+
+
+class HeaderLayout:
+    """A head of known length: numbers, each behind the msgpack of what precedes it.
+
+    `places`: where the numbers stand, 8 bytes each, big-endian.
+    """
+
+    def __init__(self, *keys: bytes) -> None:
+        self._keys = tuple(key + b"\xcf" for key in keys)  # the mark of a uint64
+        self._head = struct.Struct(">" + "".join(f"{len(key)}sQ" for key in self._keys))
+        self.head_bytes = self._head.size
+        # Where the numbers stand.
+        keyed = accumulate(len(key) + 8 for key in self._keys)
+        self.places = tuple(end - 8 for end in keyed)
+        self._max_bytes = self.head_bytes + MAX_TEMPLATE_BYTES
+
+    def header(self, template: bytes, *numbers: int) -> bytes:
+        """Put the numbers before a template."""
+        keyed = chain.from_iterable(zip(self._keys, numbers, strict=True))
+        return self._head.pack(*keyed) + template
+
+    def split(self, header: Buffer) -> tuple[tuple[int, ...], bytes] | None:
+        """Return the numbers and the template, or None where a header is not laid out so."""
+        if not self.head_bytes < len(header) <= self._max_bytes:
+            return None
+        found = self._head.unpack_from(header)
+        if found[::2] != self._keys:
+            return None
+        return found[1::2], bytes(header[self.head_bytes :])
+
+
+REQUEST = HeaderLayout(b"\x85\xaarequest_id", b"\xaatimeout_ms")
+REPLY = HeaderLayout(b"\x86\xaarequest_id", b"\xa6timing\x82\xa8queue_us", b"\xaacompute_us")
+# An error reply that says nothing of its time has one field less.
+UNTIMED_REPLY = HeaderLayout(b"\x85\xaarequest_id")
+
+
+def pack_template(fields: dict[str, Any]) -> bytes:
+    """Encode the fields behind the numbers, without the head of their map."""
+    return pack(fields)[1:]
+
+
+def to_framed(value: Any, frames: list[Buffer]) -> Any:
+    """Replace every tensor by a description that points at the frame appended for it."""
+    if isinstance(value, WireTensor):
+        frames.append(value.data)
+        return {"dtype": value.dtype, "shape": list(value.shape), "frame": len(frames) - 1}
+    if isinstance(value, BaseModel):
+        return {name: to_framed(getattr(value, name), frames) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {name: to_framed(item, frames) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer], where: str) -> M:
+    """Build a message model from a header's map and the frames that it points at.
+
+    Raises ProtocolError; every frame must be named exactly once.
+    """
+    unused = set(range(1, len(frames)))
+    fields = _resolve_frames(body, frames, unused, where)
+    got, code = f"{len(unused)} frames that no field points at", ErrorCode.MALFORMED_MESSAGE
+    ProtocolError.unless(not unused, where, got, "every frame used once", code=code)
+    return validate(cls, fields, where)
+
+
+def _resolve_frames(
+    body: Mapping[str, Any], frames: Sequence[Buffer], unused: set[int], where: str
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in body.items():
+        # Names of ours are lower-case words; anything else is not repeated in messages.
+        path = f"{where}.{name if _FIELD_NAME.fullmatch(name) else 'a field'}"
+        if not isinstance(value, dict):
+            fields[name] = value
+        elif "frame" in value:
+            fields[name] = _framed_tensor(value, frames, unused, path)
+        else:
+            fields[name] = _resolve_frames(value, frames, unused, path)
+    return fields
+
+
+def _framed_tensor(
+    value: dict[str, Any], frames: Sequence[Buffer], unused: set[int], path: str
+) -> WireTensor:
+    index = value["frame"]
+    known = set(value) == {"dtype", "shape", "frame"}
+    ProtocolError.unless(
+        known and type(index) is int and index in unused,
+        path,
+        f"{len(value)} keys, frame {describe_untrusted(index)}",
+        "dtype, shape and a frame of its own",
+        code=ErrorCode.INVALID_FIELD,
+    )
+    unused.remove(index)
+    return WireTensor.checked(value["dtype"], value["shape"], frames[index], path)
 
 
 class _ReplyHeader(BaseModel):
@@ -85,13 +188,9 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
-    if not 1 <= len(frames) <= MAX_REPLY_FRAMES:
-        raise ProtocolError(
-            "reply",
-            f"{len(frames)} frames",
-            f"1 to {MAX_REPLY_FRAMES}",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
+    malformed, few = ErrorCode.MALFORMED_MESSAGE, 1 <= len(frames) <= MAX_REPLY_FRAMES
+    got, expected = f"{len(frames)} frames", f"1 to {MAX_REPLY_FRAMES}"
+    ProtocolError.unless(few, "reply", got, expected, code=malformed)
     envelope = unpack(
         frames[0],
         where="reply",
@@ -99,21 +198,21 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
         max_containers=MAX_REPLY_CONTAINERS,
     )
     header = validate(_ReplyHeader, envelope, "reply")
-    if header.version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            "reply.version",
-            str(header.version),
-            str(PROTOCOL_VERSION),
-            code=ErrorCode.UNSUPPORTED_VERSION,
-        )
+    ProtocolError.unless(
+        header.version == PROTOCOL_VERSION,
+        "reply.version",
+        str(header.version),
+        str(PROTOCOL_VERSION),
+        code=ErrorCode.UNSUPPORTED_VERSION,
+    )
     good = header.status == "success"
-    if (header.response is not None) != good or (header.error is not None) == good:
-        raise ProtocolError(
-            "reply",
-            f"status {header.status} with {len(envelope)} keys",
-            "response with success, error with error",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
+    ProtocolError.unless(
+        (header.response is not None) == good and (header.error is not None) != good,
+        "reply",
+        f"status {header.status} with {len(envelope)} keys",
+        "response with success, error with error",
+        code=malformed,
+    )
     response: Response | None = None
     if header.response is not None:
         # A name of ours, or none: what a service calls its reply is not repeated in messages.

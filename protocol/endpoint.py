@@ -119,10 +119,9 @@ def _network_host(endpoint: str, for_bind: bool) -> str:
 
 def _is_path(endpoint: str, path: str, limit: int) -> bool:
     size = len(os.fsencode(path))
-    if size > limit:
-        raise EndpointError(endpoint, f"a path of {size} bytes", f"at most {limit}")
-    if path.startswith(("@", "\0")):
-        raise EndpointError(endpoint, "an abstract socket, which any process can bind", "a path")
+    EndpointError.unless(size <= limit, endpoint, f"a path of {size} bytes", f"at most {limit}")
+    named, got = not path.startswith(("@", "\0")), "an abstract socket, which any process can bind"
+    EndpointError.unless(named, endpoint, got, "a path")
     return path != "" and "\0" not in path
 
 
@@ -165,11 +164,11 @@ def one_for_each(
     """
     keyed = [not endpoint.startswith(("http://", "https://")) for endpoint in endpoints]
     needed = sum(keyed)
-    if len(keys) != needed and (len(keys) > 1 or (keys and not needed)):
-        raise SettingsError(
-            option,
-            f"{len(keys)} for {needed} endpoints",
-            "one for all of them, or one for each in order",
-        )
+    SettingsError.unless(
+        len(keys) == needed or not keys or (len(keys) == 1 and needed),
+        option,
+        f"{len(keys)} for {needed} endpoints",
+        "one for all of them, or one for each in order",
+    )
     in_order = iter(keys if len(keys) == needed else list(keys) * needed)
     return [next(in_order, None) if has_key else None for has_key in keyed]

@@ -36,7 +36,10 @@ def read_token(path: Path) -> str:
     text, status = read_text(path, MAX_KEY_FILE_BYTES)
     require_only_we_read(path, status)
     token = text.removesuffix("\n")
-    if not _TOKEN.fullmatch(token):
-        got = f"{len(token)} characters that are no token"
-        raise KeyFileError(str(path), got, "one line of 32 or more of A-Z a-z 0-9 ._~+/-")
+    KeyFileError.unless(
+        _TOKEN.fullmatch(token),
+        str(path),
+        f"{len(token)} characters that are no token",
+        "one line of 32 or more of A-Z a-z 0-9 ._~+/-",
+    )
     return token

@@ -81,13 +81,13 @@ class HttpChannel(PendingChannel):
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         access: HttpAccess | None = None,
     ) -> None:
-        if not parse_endpoint(endpoint).is_http:
-            raise EndpointError(endpoint, "no URL", "http(s)://HOST:PORT")
+        is_http = parse_endpoint(endpoint).is_http
+        EndpointError.unless(is_http, endpoint, "no URL", "http(s)://HOST:PORT")
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         access = access or HttpAccess()
-        if access.token is not None and is_exposed(endpoint):
-            expected = "https://: the token is a secret"
-            raise SettingsError("--http-token", f"{endpoint}, in the clear", expected)
+        safe = access.token is None or not is_exposed(endpoint)
+        got, expected = f"{endpoint}, in the clear", "https://: the token is a secret"
+        SettingsError.unless(safe, "--http-token", got, expected)
         self._url = endpoint.rstrip("/") + RPC_PATH
         self._headers: dict[bytes | str, bytes | str] = {
             CHANNEL_HEADER: secrets.token_hex(16),
@@ -192,8 +192,11 @@ class HttpChannel(PendingChannel):
                 return await self._post(body, connection, most_bytes)
             except httpcore2.ConnectError as error:
                 if (reason := _tls_reason(error)) is not None:
-                    expected = "a certificate of a trusted CA for this host (--http-ca)"
-                    raise EndpointError(self.endpoint, reason, expected) from None
+                    raise EndpointError(
+                        self.endpoint,
+                        reason,
+                        "a certificate of a trusted CA for this host (--http-ca)",
+                    ) from None
                 status = 0
             except _LostError as lost:
                 if not lost.is_absent or self._instance is not None:
@@ -236,8 +239,11 @@ class HttpChannel(PendingChannel):
         if status != 200 or instance is None:
             got = f"HTTP status {status}" + (" of another server" if status == 200 else "")
             refused = "a token that the service lists (--http-token)"
-            expected = refused if status in _REFUSES_TOKEN else "gpu-service --http at this URL"
-            raise EndpointError(self.endpoint, got, expected)
+            raise EndpointError(
+                self.endpoint,
+                got,
+                refused if status in _REFUSES_TOKEN else "gpu-service --http at this URL",
+            )
         if self._one_connection and self._instance not in (None, instance):
             raise _LostError(connection)
         self._instance = instance
@@ -248,8 +254,7 @@ def _context(access: HttpAccess) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cadata=access.ca)
     except (ssl.SSLError, ValueError):
-        expected = "certificates of CAs, as PEM"
-        raise SettingsError("--http-ca", "something else", expected) from None
+        raise SettingsError("--http-ca", "something else", "certificates of CAs, as PEM") from None
 
 
 def _tls_reason(error: BaseException | None) -> str | None:

@@ -178,12 +178,12 @@ def _check_product(elements: torch.Tensor, weight: torch.Tensor, product: RingPr
         digit = to_digits(elements, 1)[0]
         exact_digit = (digit.double() @ exact_weight).long().to(torch.int32)
         right &= torch.equal(int8_product(digit, weight), exact_digit)
-    if not right:
-        raise KernelError(
-            f"int8 products on {elements.device}",
-            f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
-            "those of exact arithmetic",
-        )
+    KernelError.unless(
+        right,
+        f"int8 products on {elements.device}",
+        f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
+        "those of exact arithmetic",
+    )
 
 
 def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:

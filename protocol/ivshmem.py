@@ -51,17 +51,17 @@ class IvshmemChannel(ShmChannel):
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             size = os.fstat(self._file).st_size
-            if size < SMALLEST:
-                raise EndpointError(path, f"{size} bytes", f"{SMALLEST} or more")
+            EndpointError.unless(size >= SMALLEST, path, f"{size} bytes", f"{SMALLEST} or more")
             areas = areas_for(self._max_message_bytes, self._max_reply_bytes, size)
             mapped = mmap.mmap(self._file, areas.total)
         except BlockingIOError:
             raise EndpointError(path, "another client", "one at a time") from None
         except OSError as error:
-            got = os.strerror(error.errno or 0)
-            raise EndpointError(path, got, "a file to map (resource2)") from None
-        if mapped[: len(MAGIC)] not in (MAGIC, bytes(len(MAGIC))):
-            raise EndpointError(path, "something else in it", "zeros, or a segment")
+            raise EndpointError(
+                path, os.strerror(error.errno or 0), "a file to map (resource2)"
+            ) from None
+        ours = mapped[: len(MAGIC)] in (MAGIC, bytes(len(MAGIC)))
+        EndpointError.unless(ours, path, "something else in it", "zeros, or a segment")
         session = os.urandom(SESSION_BYTES)
         self._offered = lay_out(mapped, areas, session), mapped, session
         connection.sendall(ATTACH + session)

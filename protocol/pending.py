@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from protocol.encoding import Reply, decode_reply, encode_request
+from protocol.encoding import REPLY, REQUEST, Reply, decode_reply, encode_request
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -22,7 +22,6 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.header_numbers import REPLY, REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     MAX_TIMING_US,

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy
 
 from protocol import native
-from protocol.encoding import reply_template, request_template
+from protocol.encoding import REPLY, REQUEST, HeaderLayout, reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
-from protocol.header_numbers import REPLY, REQUEST, HeaderLayout
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -193,5 +192,4 @@ def reply_tensor(
         if (output.shape, output.dtype) == (shape, dtype):
             return to_torch(output)
         got = f"{output.dtype} {list(output.shape)}"
-    where = f"{method} reply from {exchange.endpoint}"
-    raise ReplyError(where, got, f"{dtype} {list(shape)}")
+    raise ReplyError(f"{method} reply from {exchange.endpoint}", got, f"{dtype} {list(shape)}")

@@ -134,17 +134,14 @@ def adopt(file: int, owner: int) -> Lane:
         page = os.fstatvfs(file).f_bsize
     except OSError as error:
         raise _refused(os.strerror(error.errno or 0), "a memfd") from None
-    if seals & _SEALS != _SEALS:
-        raise _refused("a file that may change its size", "one sealed against it")
+    sealed = seals & _SEALS == _SEALS
+    _require(sealed, "a file that may change its size", "one sealed against it")
     # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
     # of transparent ones as well, which do no harm.)
-    if page != mmap.PAGESIZE:
-        raise _refused(f"pages of {page} bytes", f"{mmap.PAGESIZE}")
-    if found.st_uid != owner:
-        raise _refused("a file of another user than the peer", "one of its own")
-    if not _HEAD.size <= found.st_size <= LARGEST:
-        limit = ErrorCode.LIMIT_EXCEEDED
-        raise _refused(f"{found.st_size} bytes", f"{_HEAD.size} to {LARGEST}", limit)
+    _require(page == mmap.PAGESIZE, f"pages of {page} bytes", f"{mmap.PAGESIZE}")
+    _require(found.st_uid == owner, "a file of another user than the peer", "one of its own")
+    fits, limit = _HEAD.size <= found.st_size <= LARGEST, ErrorCode.LIMIT_EXCEEDED
+    _require(fits, f"{found.st_size} bytes", f"{_HEAD.size} to {LARGEST}", limit)
     try:
         mapped = mmap.mmap(file, found.st_size)
     except (OSError, ValueError):
@@ -165,8 +162,8 @@ def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
         fits = areas.total == len(mapped)
     else:
         fits = areas.total <= len(mapped) and named == session
-    if magic != MAGIC or not (0 < areas.slots <= SLOTS and whole and fits):
-        raise _refused("another head", f"{MAGIC.decode()}, whose areas fill the file")
+    good = magic == MAGIC and 0 < areas.slots <= SLOTS and whole and fits
+    _require(good, "another head", f"{MAGIC.decode()}, whose areas fill the file")
     return areas
 
 
@@ -176,10 +173,16 @@ def _refused(
     return ProtocolError("shared memory", got, expected, code=code)
 
 
+def _require(
+    holds: object, got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE
+) -> None:
+    ProtocolError.unless(holds, "shared memory", got, expected, code=code)
+
+
 def require_library() -> None:
     """Raise EndpointError where the library that orders reads and writes is not compiled."""
-    if native.library is None:
-        raise EndpointError("shm://", "no compiled kernels", "them (tsqp doctor says how)")
+    there, expected = native.library is not None, "them (tsqp doctor says how)"
+    EndpointError.unless(there, "shm://", "no compiled kernels", expected)
 
 
 class SlotMemory(NamedTuple):

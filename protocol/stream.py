@@ -17,10 +17,9 @@ import numpy
 import torch
 
 from protocol import native
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES, REQUEST
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError, TsqpError
-from protocol.header_numbers import REQUEST
 from protocol.liveness import PROBE_AFTER_S, LivenessProbe
 from protocol.memory_pool import MemoryPool
 from protocol.pending import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received

@@ -158,10 +158,10 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def require_little_endian() -> None:
     """Refuse a big-endian machine: the wire is little-endian and never byte-swapped."""
-    if sys.byteorder != "little":
-        raise ProtocolError(
-            "this machine",
-            f"{sys.byteorder}-endian byte order",
-            "little-endian",
-            code=ErrorCode.INTERNAL,
-        )
+    ProtocolError.unless(
+        sys.byteorder == "little",
+        "this machine",
+        f"{sys.byteorder}-endian byte order",
+        "little-endian",
+        code=ErrorCode.INTERNAL,
+    )

@@ -49,36 +49,28 @@ def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
         raise ProtocolError(f"{where}{path}", got, expected, code=ErrorCode.INVALID_FIELD) from None
 
 
-class Fault(NamedTuple):
-    """What is wrong with one field. `kind` and `context`: pydantic's type of error, and details."""
+class Problem(NamedTuple):
+    """The first thing that was refused. `path`: keys and indices that lead to it.
+
+    `where`: beyond that; `kind`: pydantic's type of error.
+    """
 
     path: tuple[str | int, ...]
-    kind: str
+    where: str
     got: str
     expected: str
-    context: Mapping[str, Any]
+    kind: str
 
     @property
     def field(self) -> str:
-        """Keys and indices that lead to the field, with dots in between."""
+        """Keys and indices with dots in between."""
         return ".".join(shown(str(part)) for part in self.path if part != "[key]")
-
-
-def first_fault(error: ValidationError) -> Fault:
-    """Return the first of several faults, which may be quoted: not for what came from the wire."""
-    faults = error.errors(include_url=False)
-    # A misspelt key is a missing one, too; it says more by its own name.
-    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    kind = first["type"]
-    got = "nothing" if kind == "missing" else describe(first["input"])
-    expected = expectation(kind, first["msg"])
-    return Fault(first["loc"], kind, got, expected, first.get("ctx", {}))
 
 
 def validate_file(
     cls: type[M], value: object, where: str, error: type[InputError] = ModelError
 ) -> M:
-    """Build a model from the content of a file. Raises `error`, naming `where` and the first fault.
+    """Build a model from the content of a file. Raises `error`, naming `where` and what is wrong.
 
     Of unknown keys only the first is looked at: pydantic would take some kilobytes for each.
     """
@@ -89,24 +81,9 @@ def validate_file(
     try:
         return cls.model_validate(value)
     except ValidationError as refused:
-        fault = first_fault(refused)
-        raise error(
-            f"{where}: {fault.field}" if fault.field else where, fault.got, fault.expected
-        ) from None
-
-
-class Problem(NamedTuple):
-    """The first thing that was refused. `path`: keys and indices that lead to it."""
-
-    path: tuple[str | int, ...]
-    where: str
-    got: str
-    expected: str
-
-    @property
-    def field(self) -> str:
-        """Keys and indices with dots in between."""
-        return ".".join(map(str, self.path))
+        problem = first_problem(refused)
+        place = ": ".join(filter(None, (where, problem.field, problem.where)))
+        raise error(place, problem.got, problem.expected) from None
 
 
 def refusal(got: str, expected: str, where: str = "") -> PydanticCustomError:
@@ -119,23 +96,29 @@ def refusal(got: str, expected: str, where: str = "") -> PydanticCustomError:
 
 
 def first_problem(error: ValidationError, known: Iterable[str] = ()) -> Problem:
-    """Return the first problem of several. `known`: what an unknown key may have meant."""
-    fault = first_fault(error)
-    context = fault.context
-    if fault.kind == _OURS:
-        return Problem(fault.path, context["where"], context["got"], context["expected"])
-    key = fault.path[-1] if fault.path else ""
+    """Return the first problem of several, which may be quoted: not for what came from the wire.
+
+    `known`: what an unknown key may have meant.
+    """
+    problems = error.errors(include_url=False)
+    # A misspelt key is a missing one, too; it says more by its own name.
+    first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    kind, path, context = first["type"], first["loc"], first.get("ctx", {})
+    if kind == _OURS:
+        return Problem(path, context["where"], context["got"], context["expected"], kind)
+    plain = expectation(kind, first["msg"])
     expected = {
         "dict_type": "a table",
         "model_type": "a table",
         "too_short": f"at least {context.get('min_length')} of them",
-        "extra_forbidden": fault.expected + did_you_mean(key, known),
+        "extra_forbidden": plain + did_you_mean(path[-1] if path else "", known),
         "int_parsing": "an integer",
         "float_parsing": "a number",
         "string_too_long": f"at most {context.get('max_length')} characters",
         "string_pattern_mismatch": f"text that matches {context.get('pattern')}",
-    }.get(fault.kind, fault.expected)
-    return Problem(fault.path, "", fault.got, expected)
+    }.get(kind, plain)
+    got = "nothing" if kind == "missing" else describe(first["input"])
+    return Problem(path, "", got, expected, kind)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -155,5 +155,5 @@ def bytes_received(descriptor: int) -> int | None:
 
 def require_zmq(endpoint: Endpoint) -> None:
     """Raise EndpointError for a stream's endpoint."""
-    if not endpoint.is_zmq:
-        raise EndpointError(endpoint.text, "a stream", "tcp://HOST:PORT or ipc://PATH")
+    expected = "tcp://HOST:PORT or ipc://PATH"
+    EndpointError.unless(endpoint.is_zmq, endpoint.text, "a stream", expected)

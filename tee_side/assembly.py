@@ -64,7 +64,7 @@ from tee_side.protect.sites import (
     load_biases,
     tensors_of,
 )
-from tee_side.protect.verifier import (
+from tee_side.protect.verification import (
     UNVERIFIED,
     Checks,
     LinearCheck,
@@ -314,14 +314,14 @@ class Assembly:
         else:
             linear = FloatSite(None if bias_leaves else self._biases.get(site))
         check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
-        hide_at = linear_masking(mask, randomness, pads=pads, transforms=self._transforms)
+        hide = linear_masking(mask, site, randomness, pads=pads, transforms=self._transforms)
         padded = None
         # What a subclass of `Pad` sends is its own affair.
         if pads is not None and type(mask) is Pad and isinstance(linear, IntegerSite | DynamicSite):
             exact = check.exact if isinstance(check, LinearCheck) else None
             if linear.compiled:
                 padded = PaddedSite(linear, site_number(*site), pads, exact)
-        return SitePlan(site, linear, hide_at(site), MaskRules(mask), check, bias_leaves, padded)
+        return SitePlan(site, linear, hide, MaskRules(mask), check, bias_leaves, padded)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
@@ -389,28 +389,31 @@ def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> 
         "--calibration": (settings.calibration, policy.arithmetic == "int8", "int8"),
     }
     for option, (given, used, what) in uses.items():
-        if given is not None and not used:
-            raise SettingsError(option, str(given), f"nothing: {name} runs without {what}")
+        expected = f"nothing: {name} runs without {what}"
+        SettingsError.unless(given is None or used, option, str(given), expected)
     for mask, sites in padded.items():
-        where, got, expected = f"{name}: mask {mask.name}", "", ""
-        if bank is None and not parts.checkpoint.holds(tensors_of(sites, parts.config)):
-            got = f"no --bank, and not all linear weights in {parts.checkpoint.directory}"
-            expected = "one of them: pads are made from the weights"
+        PolicyError.unless(
+            bank is not None or parts.checkpoint.holds(tensors_of(sites, parts.config)),
+            f"{name}: mask {mask.name}",
+            f"no --bank, and not all linear weights in {parts.checkpoint.directory}",
+            "one of them: pads are made from the weights",
+        )
         if bank is not None:
-            where = f"{name}: pad bank {bank.bank}"
-            if mask.arithmetic != "int8":
-                got, expected = f"mask {mask.name}", "mask pad: a bank holds ring elements"
-            elif len(padded) > 1:
-                got = f"masks {' and '.join(other.described() for other in padded)}"
-                expected = "one mask with pads: a bank is made for one"
-        if got:
-            raise PolicyError(where, got, expected)
+            where, expected = (
+                f"{name}: pad bank {bank.bank}",
+                "mask pad: a bank holds ring elements",
+            )
+            PolicyError.unless(mask.arithmetic == "int8", where, f"mask {mask.name}", expected)
+            masks = " and ".join(other.described() for other in padded)
+            expected = "one mask with pads: a bank is made for one"
+            PolicyError.unless(len(padded) == 1, where, f"masks {masks}", expected)
 
 
 def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> TransformKey:
     if path is None:
-        expected = f"the key that tsqp provision --mask {mask.name} wrote"
-        raise SettingsError("--key", "none", expected)
+        raise SettingsError(
+            "--key", "none", f"the key that tsqp provision --mask {mask.name} wrote"
+        )
     from tee_side.protect.masks.keyed import load_key
 
     key = load_key(path)

@@ -27,7 +27,6 @@ class Observer(Protocol):
 
     def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
         """Count a call of an operator, and note where it runs."""
-        ...
 
     def spent(
         self,
@@ -38,13 +37,11 @@ class Observer(Protocol):
         ended_ns: int,
     ) -> None:
         """Count a stretch of time in the TEE."""
-        ...
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
     ) -> None:
         """Take note of round trips made side by side: one, or one a service."""
-        ...
 
 
 class Observers(Protocol):
@@ -52,7 +49,6 @@ class Observers(Protocol):
 
     def lane(self, index: int) -> Observer:
         """Return the observer of a micro-batch."""
-        ...
 
 
 def timed(

@@ -94,13 +94,14 @@ def load_module(path: Path) -> ModuleType:
     if name in sys.modules:
         _check.get()(path, _sources[name])
         return sys.modules[name]
-    if resolved.suffix != ".py" or not resolved.is_file():
-        raise PluginError(str(path), "no such file", "a Python file (.py)")
+    there = resolved.suffix == ".py" and resolved.is_file()
+    PluginError.unless(there, str(path), "no such file", "a Python file (.py)")
     try:
         content = read_checked(path)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise PluginError(str(path), reason, "a readable file") from None
+        raise PluginError(
+            str(path), error.strerror or type(error).__name__, "a readable file"
+        ) from None
     loader = _CheckedSource(str(resolved), content)
     module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
     module.__file__ = str(resolved)
@@ -128,8 +129,7 @@ def loaded_files() -> list[Path]:
 def load_object(path: str, name: str) -> object:
     """Return a module-level object of a Python file. Raises PluginError."""
     module = load_module(Path(path))
-    if not hasattr(module, name):
-        raise PluginError(path, f"nothing named {name}", f"{name} = ...")
+    PluginError.unless(hasattr(module, name), path, f"nothing named {name}", f"{name} = ...")
     found: object = getattr(module, name)
     return found
 
@@ -140,11 +140,9 @@ def one_entry_point(group: str, name: str) -> EntryPoint | None:
     Raises PluginError for two: which one runs in the TEE must not depend on their order.
     """
     found = [entry for entry in installed(group) if entry.name == name]
-    if len(found) > 1:
-        owners = " and ".join(sorted(entry.value for entry in found))
-        raise PluginError(
-            f"entry points {group}", f"{owners} for {name!r}", "one of them: uninstall the others"
-        )
+    owners = " and ".join(sorted(entry.value for entry in found))
+    where, expected = f"entry points {group}", "one of them: uninstall the others"
+    PluginError.unless(len(found) <= 1, where, f"{owners} for {name!r}", expected)
     return next(iter(found), None)
 
 
@@ -201,10 +199,12 @@ class Kind(Generic[Base]):
             found = load_entry_point(entry)
             if _is_one(found, self.base):
                 return found
-            expected = f"a subclass of {self.words}"
-            raise self.error(f"entry point {entry.value}", describe(found), expected)
-        expected = f"one of {', '.join(self.names())}, or a path to a .py file"
-        raise self.error(self.word, repr(name), expected)
+            raise self.error(
+                f"entry point {entry.value}", describe(found), f"a subclass of {self.words}"
+            )
+        raise self.error(
+            self.word, repr(name), f"one of {', '.join(self.names())}, or a path to a .py file"
+        )
 
 
 def _failure(where: str, error: Exception, expected: str) -> PluginError:

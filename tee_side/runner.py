@@ -19,19 +19,18 @@ from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from protocol.model.manifest import Manifest
 from protocol.pending import PendingChannel
 from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.generation import Generation, PadTotals, Totals
+from tee_side.engine.generation import Generation, PadTotals
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
-from tee_side.protect.pads.background_maker import Load, TellLoad
+from tee_side.protect.pads.maker import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
 from tee_side.remote.handshake import ServiceCheck
@@ -49,6 +48,8 @@ from tee_side.words import Operator
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
     from protocol.http_access import HttpAccess
+    from protocol.model.manifest import Manifest
+    from tee_side.engine.background import Totals
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,12 @@ class Runner:
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
         allowed = settings.shares_in_the_clear
         appraise = settings.appraise_service
-        if policy.services and policy.service.attested != "none" and appraise is None:
-            expected = f"what services must be: policy {policy.name} asks them for evidence"
-            raise SettingsError("--service-appraisal", "none", expected)
+        SettingsError.unless(
+            not policy.services or policy.service.attested == "none" or appraise is not None,
+            "--service-appraisal",
+            "none",
+            f"what services must be: policy {policy.name} asks them for evidence",
+        )
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
@@ -241,6 +245,8 @@ class Runner:
 
     def totals(self) -> Totals:
         """Return what services and pads have done, for the stats of an engine."""
+        from tee_side.engine.background import Totals  # of a run that serves many
+
         pads = list(self._assembly.pads.values())
         return Totals(
             self.traffic,

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
-from tee_side.engine.background import BackgroundEngine, Ticket
-from tee_side.engine.generation import EngineStats
+from tee_side.engine.background import BackgroundEngine, EngineStats, Ticket
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import (
     Delivery,

@@ -20,9 +20,9 @@ from protocol.endpoint import is_exposed, one_for_each
 from protocol.errors import ReplyError, TsqpError
 from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, find_file, read_config
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.manifest import Manifest, find_file
+from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy

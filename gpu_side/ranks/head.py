@@ -23,9 +23,8 @@ from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transfer import Kernel, Result, Working
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
-from protocol.encoding import request_template
+from protocol.encoding import REQUEST, request_template
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.header_numbers import REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     WHOLE,

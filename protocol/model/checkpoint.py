@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -19,8 +19,16 @@ from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
 from protocol.model.config import ModelConfig, read_json
 from protocol.model.files import is_there, shown
-from protocol.model.manifest import Manifest, TensorPin, rows_per_block
-from protocol.model.tensor_file import TORCH_DTYPES, Entry, TensorFile, bytes_of
+from protocol.model.tensor_file import (
+    TORCH_DTYPES,
+    Entry,
+    TensorFile,
+    bytes_of,
+    rows_per_block,
+)
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest, TensorPin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -107,19 +115,15 @@ class Checkpoint:
         Raises ModelError, ManifestError.
         """
         for name, shape in tensors.items():
-            if (path := self._missing.get(name)) is not None:
-                expected = f"one, as {INDEX_FILE} says"
-                raise ModelError(f"{path}: {name}", got="no such file", expected=expected)
-            if name not in self._found:
-                where = f"{self._contents}: {name}"
-                raise ModelError(where, got="no such tensor", expected=f"{list(shape)}")
+            path, expected = self._missing.get(name), f"one, as {INDEX_FILE} says"
+            ModelError.unless(path is None, f"{path}: {name}", "no such file", expected)
+            where, found = f"{self._contents}: {name}", name in self._found
+            ModelError.unless(found, where, "no such tensor", f"{list(shape)}")
             entry, where = self._entry(name), self._where(name)
-            if entry.shape != shape:
-                got = f"shape {describe(list(entry.shape))}"
-                raise ModelError(where, got=got, expected=f"{list(shape)}")
-            if entry.dtype not in _DTYPES:
-                expected = f"one of {', '.join(_DTYPES)}"
-                raise ModelError(where, got=f"dtype {entry.dtype}", expected=expected)
+            got = f"shape {describe(list(entry.shape))}"
+            ModelError.unless(entry.shape == shape, where, got, f"{list(shape)}")
+            known, expected = entry.dtype in _DTYPES, f"one of {', '.join(_DTYPES)}"
+            ModelError.unless(known, where, f"dtype {entry.dtype}", expected)
             self._pin(name)
 
     def refuse_extra(self, config: ModelConfig, also: Iterable[str] = ()) -> None:
@@ -130,13 +134,11 @@ class Checkpoint:
         tensors that the caller explains.
         """
         known = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+        got = "a tensor that config.json does not explain"
+        expected = f"only those of a {config.architecture} with these settings"
         for name in sorted(set(self._found) - set(known) - {"lm_head.weight", *also}):
-            if not name.endswith("rotary_emb.inv_freq"):
-                raise ModelError(
-                    self._where(name),
-                    got="a tensor that config.json does not explain",
-                    expected=f"only those of a {config.architecture} with these settings",
-                )
+            buffer = name.endswith("rotary_emb.inv_freq")
+            ModelError.unless(buffer, self._where(name), got, expected)
 
     def copy_into(self, name: str, destination: torch.Tensor) -> None:
         """Copy a tensor into memory that we own, converting to its dtype and device.
@@ -153,9 +155,9 @@ class Checkpoint:
         Each is valid until the next is asked for. Raises ModelError, ManifestError.
         """
         entry = self._entry(name)
-        if entry.shape != shape:  # copy_ would broadcast
-            got = f"{describe(list(entry.shape))} since the file was checked"
-            raise ModelError(self._where(name), got=got, expected=f"{list(shape)}")
+        same = entry.shape == shape  # copy_ would broadcast
+        got = f"{describe(list(entry.shape))} since the file was checked"
+        ModelError.unless(same, self._where(name), got, f"{list(shape)}")
         yield from self._read(name, range(shape[0]))
 
     def rows(self, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
@@ -197,7 +199,7 @@ class Checkpoint:
                 found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
                 # Passes NaN on, and is many times as fast as isfinite.
                 if not all(math.isfinite(extreme) for extreme in found.aminmax()):
-                    raise ModelError(where, got="NaN or infinity", expected="finite weights")
+                    raise ModelError(where, "NaN or infinity", "finite weights")
                 yield rows, found
 
     def _pin(self, name: str) -> TensorPin | None:
@@ -221,13 +223,13 @@ class Checkpoint:
         index = self._contents
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            where, expected = f"{index}: weight_map", "an object of file names"
-            raise ModelError(where, got=describe(weight_map), expected=expected)
+            raise ModelError(
+                f"{index}: weight_map", describe(weight_map), "an object of file names"
+            )
+        expected = "the name of a file in the same directory"
         for name, file in weight_map.items():
-            if not _is_plain(file):
-                where = f"{index}: {shown(name)}"
-                expected = "the name of a file in the same directory"
-                raise ModelError(where, got=describe(file), expected=expected)
+            where, plain = f"{index}: {shown(name)}", _is_plain(file)
+            ModelError.unless(plain, where, describe(file), expected)
         for file in sorted(set(weight_map.values())):
             if is_there(self.directory / file):
                 self._add_file(self.directory / file)
@@ -236,16 +238,19 @@ class Checkpoint:
             if not is_there(path):
                 self._missing[name] = path
             elif name not in self._found or self._found[name].path != path:
-                where, expected = f"{path}: {shown(name)}", f"one, as {INDEX_FILE} says"
-                raise ModelError(where, got="no such tensor", expected=expected)
+                raise ModelError(
+                    f"{path}: {shown(name)}", "no such tensor", f"one, as {INDEX_FILE} says"
+                )
 
     def _add_file(self, path: Path) -> None:
         file = TensorFile(path)
         for name in file.header.entries:
-            if name in self._found:
-                got = f"a tensor that {self._found[name].path.name} holds too"
-                raise ModelError(f"{path}: {shown(name)}", got=got, expected="every tensor once")
-            self._found[name] = file
+            if (other := self._found.setdefault(name, file)) is not file:
+                raise ModelError(
+                    f"{path}: {shown(name)}",
+                    f"a tensor that {other.path.name} holds too",
+                    "every tensor once",
+                )
 
 
 def _no_weights(directory: Path) -> ModelError:

@@ -7,16 +7,18 @@ ignored; keys that do not change the forward pass are skipped.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
 from protocol.model.architecture import ARCHITECTURES, Architecture, ArchitectureName, Width
-from protocol.model.files import parse_object
-from protocol.model.manifest import Manifest, find_file, read_file
+from protocol.model.files import is_there, parse_object, read_bytes
 from protocol.validation import validate_file
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest
 
 # An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
 MAX_JSON_BYTES = 2 * 1024 * 1024
@@ -204,6 +206,28 @@ class _ConfigFile(_Sizes, _EndOfText):
     original_max_position_embeddings: Any = None
 
 
+def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
+    """Return the path of a file that may be missing, or None.
+
+    With a manifest, what it does not name is missing. Raises ManifestError for what it names and
+    that is gone.
+    """
+    path = directory / name
+    if manifest is not None:
+        return manifest.find(path)
+    return path if is_there(path) else None
+
+
+def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
+    """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
+    if manifest is not None:
+        manifest.find(path)
+    content = read_bytes(path, limit)
+    if manifest is not None:
+        manifest.check_file(path, content)
+    return content
+
+
 def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
     return parse_object(read_file(path, MAX_JSON_BYTES, manifest), str(path))
@@ -217,10 +241,10 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     ManifestError for files that are not those of the manifest.
     """
     if not directory.is_dir():
-        raise ModelError(str(directory), got="no such directory", expected="a model directory")
+        raise ModelError(str(directory), "no such directory", "a model directory")
     path = find_file(directory, "config.json", manifest)
     if path is None:
-        raise ModelError(str(directory), got="no config.json", expected="a Hugging Face directory")
+        raise ModelError(str(directory), "no config.json", "a Hugging Face directory")
     file = _read_known(_ConfigFile, path, manifest)
     # As in transformers: generation_config.json decides where it names any.
     eos = file.eos_token_id
@@ -277,6 +301,7 @@ def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
     known = {"sliding_attention": window, "full_attention": None}
     fits = isinstance(types, list) and len(types) == layers
     if not fits or any(not isinstance(t, str) or t not in known for t in types):
-        expected = f"{layers} times {' or '.join(known)}"
-        raise ModelError(f"{path}: layer_types", got=describe(types), expected=expected)
+        raise ModelError(
+            f"{path}: layer_types", describe(types), f"{layers} times {' or '.join(known)}"
+        )
     return tuple(known[t] for t in types)

@@ -92,10 +92,9 @@ def require_inside(path: Path) -> Path:
         return path
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
     in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-    if in_cache or target.is_relative_to(root):
-        return target
-    got = "a link that leads out of the directory"
-    raise ModelError(str(path), got=got, expected="a file in it, or a copy")
+    inside, got = in_cache or target.is_relative_to(root), "a link that leads out of the directory"
+    ModelError.unless(inside, str(path), got, "a file in it, or a copy")
+    return target
 
 
 @contextmanager
@@ -106,8 +105,11 @@ def _readable(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         # A ValueError is of a name that no file can have.
         reason = getattr(error, "strerror", None) or "no name of a file"
-        got = "no such file" if isinstance(error, FileNotFoundError) else reason
-        raise ModelError(str(path), got=got, expected="a readable file") from None
+        raise ModelError(
+            str(path),
+            "no such file" if isinstance(error, FileNotFoundError) else reason,
+            "a readable file",
+        ) from None
 
 
 @contextmanager
@@ -125,9 +127,8 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
         descriptor = os.open(target, flags)
     try:
         mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-            raise ModelError(str(path), got=kind, expected="a regular file")
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        ModelError.unless(stat.S_ISREG(mode), str(path), kind, "a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -151,9 +152,8 @@ def read_start(descriptor: int, limit: int, path: Path) -> bytes:
         return content.getvalue()
     with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
         start = file.read(limit)
-    if start.startswith(SEALED_MAGIC):
-        expected = "a plain one, or its key (tee-runner --seal-key)"
-        raise SealError(str(path), got="a sealed file", expected=expected)
+    plain, expected = not start.startswith(SEALED_MAGIC), "a plain one, or its key"
+    SealError.unless(plain, str(path), "a sealed file", f"{expected} (tee-runner --seal-key)")
     return start
 
 
@@ -163,7 +163,7 @@ def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
         size = size_of(descriptor, path)
         content = b"" if size > limit else read_start(descriptor, limit + 1, path)
     if (size := max(size, len(content))) > limit:
-        raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {limit}")
+        raise ModelError(str(path), f"{size} bytes", f"at most {limit}")
     return content
 
 
@@ -185,9 +185,8 @@ def fill(
                 n := os.preadv(descriptor, [buffer[done:]], offset + done)
             ):
                 done += n
-    if done < len(buffer):
-        expected = f"{offset + len(buffer)}"
-        raise ModelError(str(path), got=f"{offset + done} bytes", expected=expected)
+    expected = f"{offset + len(buffer)}"
+    ModelError.unless(done == len(buffer), str(path), f"{offset + done} bytes", expected)
 
 
 def limit_structure(
@@ -199,8 +198,7 @@ def limit_structure(
     """
     for what, most in limits.items():
         count = sum(map(content.count, _STRUCTURE[what]))
-        if count > most:
-            raise error(where, got=f"{count} {what}", expected=f"at most {most}")
+        error.unless(count <= most, where, f"{count} {what}", f"at most {most}")
 
 
 def parse_object(
@@ -212,15 +210,18 @@ def parse_object(
         found = dict(pairs)
         if len(found) != len(pairs):  # two readers may take different ones
             key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise error(f"{where}: {shown(key)}", got="this key twice", expected="it once")
+            raise error(f"{where}: {shown(key)}", "this key twice", "it once")
         return found
 
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as wrong:
         deep = isinstance(wrong, RecursionError)
-        got = "nested too deeply" if deep else f"{type(wrong).__name__}: {wrong}"[:120]
-        raise error(where, got=got, expected="a JSON object") from None
+        raise error(
+            where,
+            "nested too deeply" if deep else f"{type(wrong).__name__}: {wrong}"[:120],
+            "a JSON object",
+        ) from None
     if not isinstance(value, dict):
-        raise error(where, got=describe(value), expected="a JSON object")
+        raise error(where, describe(value), "a JSON object")
     return value

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from protocol.errors import ManifestError, ModelError
 from protocol.messages import Digest
 from protocol.model.files import is_there, limit_structure, parse_object, read_bytes, shown
+from protocol.model.tensor_file import rows_per_block
 from protocol.validation import validate_file
 
 MANIFEST_FILE = "manifest.json"
@@ -32,7 +33,6 @@ MANIFEST_VERSION = 1
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 # That one has 3414 lists and objects, 4557 keys and 197,571 items.
 _LIMITS = {"lists": 20_000, "items": 300_000, "keys": 20_000}
-BLOCK_BYTES = 4 * 1024 * 1024
 
 # Everything that the trusted side reads but tensors and the index, which says only where they are.
 PinnedFile = Literal[
@@ -52,11 +52,6 @@ _Size = Annotated[int, Field(ge=1, le=2**24)]
 _UNREAD = "the manifest"
 # A manifest is often made too early.
 _AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
-
-
-def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
-    """Return how many rows a block has: those of about 4 MiB; a vector's rows are elements."""
-    return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 class TensorPin(BaseModel):
@@ -131,12 +126,11 @@ class Manifest(BaseModel):
         try:
             content = read_bytes(path, MAX_MANIFEST_BYTES, inside=False)
         except ModelError as error:
-            raise ManifestError(error.where, got=error.got, expected=error.expected) from None
+            raise ManifestError(error.where, error.got, error.expected) from None
         found = hashlib.sha256(content).hexdigest()
-        if digest is not None and found != digest.lower():
-            raise ManifestError(
-                f"{path}: SHA-256", got=found, expected=f"{shown(digest)}, as was asked for"
-            )
+        wanted = found if digest is None else digest
+        expected = f"{shown(wanted)}, as was asked for"
+        ManifestError.unless(found == wanted.lower(), f"{path}: SHA-256", found, expected)
         limit_structure(content, str(path), ManifestError, **_LIMITS)
         parsed = parse_object(content, str(path), ManifestError)
         manifest = validate_file(Manifest, parsed, str(path), ManifestError)
@@ -150,27 +144,28 @@ class Manifest(BaseModel):
         if pinned is None:
             raise ManifestError(
                 str(path),
-                got=f"a file that {self._source} does not name",
-                expected=f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
+                f"a file that {self._source} does not name",
+                f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
             )
         self._compare(str(path), _sha256(content), pinned)
 
     def check_also(self, option: str, path: Path, content: bytes) -> None:
         """Check a file that `option` led to, by its name and the bytes that will be used."""
         pin, found = self.also.get(path.name), FilePin.of(content)
-        if pin != found:
-            raise ManifestError(
-                f"{option}: {path}",
-                got=f"a file that {self._source} does not pin" if pin is None else str(found),
-                expected=f"{pin or 'a pinned one'}: tsqp manifest MODEL --also {path} pins it",
-            )
+        ManifestError.unless(
+            pin == found,
+            f"{option}: {path}",
+            f"a file that {self._source} does not pin" if pin is None else str(found),
+            f"{pin or 'a pinned one'}: tsqp manifest MODEL --also {path} pins it",
+        )
 
     def check_tensor(self, where: str, name: str, dtype: str, shape: tuple[int, ...]) -> TensorPin:
         """Check that a tensor is pinned with this dtype and shape, and return its pin."""
         pin = self.tensors.get(name)
         if pin is None:
-            got = f"a tensor that {self._source} does not name"
-            raise ManifestError(where, got=got, expected="a manifest of this model")
+            raise ManifestError(
+                where, f"a tensor that {self._source} does not name", "a manifest of this model"
+            )
         self._compare(where, f"{dtype} {list(shape)}", f"{pin.dtype} {list(pin.shape)}")
         return pin
 
@@ -191,32 +186,9 @@ class Manifest(BaseModel):
         return None if digest is None else f"SHA-256 {digest}"
 
     def _compare(self, where: str, found: str, pinned: str) -> None:
-        if found != pinned:
-            expected = f"{pinned}, as in {self._source}, or the manifest of this model"
-            raise ManifestError(where, got=found, expected=expected)
+        expected = f"{pinned}, as in {self._source}, or the manifest of this model"
+        ManifestError.unless(found == pinned, where, found, expected)
 
 
 def _sha256(content: bytes | memoryview) -> str:
     return f"SHA-256 {hashlib.sha256(content).hexdigest()}"
-
-
-def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
-    """Return the path of a file that may be missing, or None.
-
-    With a manifest, what it does not name is missing. Raises ManifestError for what it names and
-    that is gone.
-    """
-    path = directory / name
-    if manifest is not None:
-        return manifest.find(path)
-    return path if is_there(path) else None
-
-
-def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
-    """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
-    if manifest is not None:
-        manifest.find(path)
-    content = read_bytes(path, limit)
-    if manifest is not None:
-        manifest.check_file(path, content)
-    return content

@@ -111,9 +111,10 @@ class SealedModel:
         path = directory / SEAL_FILE
         content_key, body = unwrap(read_index(path), key, str(path))
         self.digest = hashlib.sha256(body).hexdigest()
-        if digest is not None and self.digest != digest.lower():
-            expected = f"{shown(digest)}, as was asked for: another seal, or an older one"
-            raise SealError(f"{path}: SHA-256 of the seal", got=self.digest, expected=expected)
+        wanted = self.digest if digest is None else digest
+        where, same = f"{path}: SHA-256 of the seal", self.digest == wanted.lower()
+        expected = f"{shown(wanted)}, as was asked for: another seal, or an older one"
+        SealError.unless(same, where, self.digest, expected)
         parsed = parse_object(body, str(path), SealError)
         index = validate_file(SealIndex, parsed, str(path), SealError)
         self._files = {
@@ -143,13 +144,12 @@ class SealedModel:
             try:
                 plain = cipher.open(chunk, sealed)
             except InvalidTag:
-                where = f"{path}: chunk {chunk}"
-                raise SealError(where, got=_CHANGED, expected=_AS_SEALED) from None
+                raise SealError(f"{path}: chunk {chunk}", _CHANGED, _AS_SEALED) from None
             yield memoryview(plain)[max(0, start - first) : stop - first]
 
     def _cipher(self, path: Path) -> ChunkCipher:
         if (found := self._files.get(path.name)) is None:
-            raise SealError(str(path), got="a file that was not sealed", expected="one that was")
+            raise SealError(str(path), "a file that was not sealed", "one that was")
         return found
 
 
@@ -170,16 +170,15 @@ def unwrap(content: bytes, key: bytes, where: str) -> tuple[bytes, bytes]:
     """Return the content key of an index, and what follows the first line. Raises SealError."""
     line, _, body = content.partition(b"\n")
     if (found := _FIRST_LINE.fullmatch(line)) is None:
-        raise SealError(where, got="another first line", expected=f"'{_LINE} ...'")
+        raise SealError(where, "another first line", f"'{_LINE} ...'")
     sealed_for, nonce, wrapped = (part.decode() for part in found.groups())
-    if sealed_for != key_id(key):
-        expected = f"one for the key that was given, {key_id(key)}"
-        raise SealError(where, got=f"a seal for key {sealed_for}", expected=expected)
+    got, expected = f"a seal for key {sealed_for}", f"one for the key that was given, {key_id(key)}"
+    SealError.unless(sealed_for == key_id(key), where, got, expected)
     try:
         bound = hashlib.sha256(body).digest()
         return AESGCM(key).decrypt(bytes.fromhex(nonce), bytes.fromhex(wrapped), bound), body
     except InvalidTag:
-        raise SealError(where, got=_CHANGED, expected=_AS_SEALED) from None
+        raise SealError(where, _CHANGED, _AS_SEALED) from None
 
 
 def key_id(key: bytes) -> str:
@@ -193,13 +192,13 @@ def _checked(path: Path, file: FileSeal, content_key: bytes) -> ChunkCipher:
     with _as_seal_error(), opened(path, inside=False) as descriptor:
         stored = os.fstat(descriptor).st_size
         fill(descriptor, memoryview(header), 0, path, stored=True)
-    if hashlib.sha256(header).hexdigest() != file.header:
-        got = "the header of another file, or of another seal"
-        raise SealError(str(path), got=got, expected=_AS_SEALED)
+    same = hashlib.sha256(header).hexdigest() == file.header
+    got = "the header of another file, or of another seal"
+    SealError.unless(same, str(path), got, _AS_SEALED)
     cipher = ChunkCipher(content_key, bytes(header), file.size)
     wanted = HEADER_BYTES + file.size + cipher.chunks * TAG_BYTES
-    if stored != wanted:
-        raise SealError(str(path), got=f"{stored} bytes", expected=f"{wanted}, as were sealed")
+    expected = f"{wanted}, as were sealed"
+    SealError.unless(stored == wanted, str(path), f"{stored} bytes", expected)
     return cipher
 
 
@@ -209,4 +208,4 @@ def _as_seal_error() -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise SealError(error.where, got=error.got, expected=_AS_SEALED) from None
+        raise SealError(error.where, error.got, _AS_SEALED) from None

@@ -25,6 +25,8 @@ from protocol.validation import validate_file
 
 # The largest models that we run have some thousand tensors, at 150 bytes each.
 MAX_HEADER_BYTES = 2 * 1024 * 1024
+# Of a tensor, as it is read and pinned (`protocol.model.manifest`).
+BLOCK_BYTES = 4 * 1024 * 1024
 
 TORCH_DTYPES = {
     "F16": torch.float16,
@@ -36,6 +38,11 @@ _METADATA = "__metadata__"
 _PICKLE_MAGICS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
+    """Return how many rows a block has: those of about 4 MiB; a vector's rows are elements."""
+    return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 class Entry(BaseModel):
@@ -80,34 +87,32 @@ def parse_header(start: bytes, size: int, where: str) -> Header:
     """
     length = int.from_bytes(start[:8], "little")
     begin = 8 + length
-    if length > MAX_HEADER_BYTES and size >= 8:
-        pickled = start.startswith(_PICKLE_MAGICS)
-        raise ModelError(
-            where if pickled else f"{where}: header length",
-            got="a pickle, which can run code when it is loaded" if pickled else str(length),
-            expected=f"a safetensors file, whose header has at most {MAX_HEADER_BYTES} bytes",
-        )
-    if len(start) < begin:
-        got = f"{size} bytes that do not parse (header length {length})"
-        raise ModelError(where, got=got, expected="a complete safetensors file")
+    pickled = start.startswith(_PICKLE_MAGICS)
+    ModelError.unless(
+        length <= MAX_HEADER_BYTES or size < 8,
+        where if pickled else f"{where}: header length",
+        "a pickle, which can run code when it is loaded" if pickled else str(length),
+        f"a safetensors file, whose header has at most {MAX_HEADER_BYTES} bytes",
+    )
+    whole, got = len(start) >= begin, f"{size} bytes that do not parse (header length {length})"
+    ModelError.unless(whole, where, got, "a complete safetensors file")
     raw = parse_object(start[8:begin], f"{where}: header")
     metadata = raw.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ModelError(f"{where}: {_METADATA}", got=describe(metadata), expected="texts by name")
+    texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    ModelError.unless(texts, f"{where}: {_METADATA}", describe(metadata), "texts by name")
     # One by one, so that the first fault ends the reading.
     entries = {name: validate_file(Entry, raw[name], f"{where}: {shown(name)}") for name in raw}
     covered = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        if entry.data_offsets[0] != covered:
-            raise ModelError(
-                f"{where}: {shown(name)}: data_offsets",
-                got=str(list(entry.data_offsets)),
-                expected=f"to begin at {covered}, where the tensor before it ends",
-            )
+        ModelError.unless(
+            entry.data_offsets[0] == covered,
+            f"{where}: {shown(name)}: data_offsets",
+            str(list(entry.data_offsets)),
+            f"to begin at {covered}, where the tensor before it ends",
+        )
         covered = entry.data_offsets[1]
-    if begin + covered != size:
-        expected = f"{begin + covered}, to which the last tensor's data_offsets lead"
-        raise ModelError(where, got=f"{size} bytes", expected=expected)
+    expected = f"{begin + covered}, to which the last tensor's data_offsets lead"
+    ModelError.unless(begin + covered == size, where, f"{size} bytes", expected)
     return Header(entries, metadata, begin)
 
 
@@ -125,10 +130,9 @@ class TensorFile:
     def reading(self, name: str) -> Iterator[int]:
         """Open the file again for a tensor. Raises ModelError if it is another file by now."""
         with opened(self.path) as descriptor:
-            if _stamp(descriptor) != self._stamp:
-                where = f"{self.path}: {shown(name)}"
-                got = "another content since the file was checked"
-                raise ModelError(where, got=got, expected="the same")
+            where, same = f"{self.path}: {shown(name)}", _stamp(descriptor) == self._stamp
+            got = "another content since the file was checked"
+            ModelError.unless(same, where, got, "the same")
             yield descriptor
 
     def read_rows(self, descriptor: int, entry: Entry, start: int, into: torch.Tensor) -> None:

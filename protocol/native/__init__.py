@@ -11,16 +11,19 @@ what they pass.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import logging
 import os
+import struct
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from protocol.errors import KernelError
-from protocol.native.loading import load
 from protocol.native.proof import differs
 
 log = logging.getLogger("protocol")
@@ -33,6 +36,35 @@ SPIN_US = 20
 
 # Types of activations that kernels are compiled for, by their numbers in kernels.h.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def load(name: str) -> tuple[Any, str]:
+    """Import a compiled module by its name: itself and "", or None and what is wrong with it.
+
+    None and "" where there is none.
+    """
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        return None, ""
+    try:
+        if not _is_whole(Path(found.origin)):
+            return None, "cut short, or no library"
+        return importlib.import_module(name), ""
+    except OSError:
+        return None, "cannot be read"
+    except ImportError:  # its text is the system's: a loader that quotes the file
+        return None, "built for another processor or system"
+
+
+def _is_whole(path: Path) -> bool:
+    """Say whether an ELF file is as long as its header says: one cut short kills its process."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or not head.startswith(b"\x7fELF\x02"):
+        return False
+    sections, size, count = struct.unpack_from("=40xQ10x2H", head)
+    return bool(path.stat().st_size >= sections + size * count)
+
 
 # `unusable`: what is wrong with a library that is there; "" for nothing, or none.
 library: Any
@@ -83,17 +115,14 @@ def _choose(wanted: str) -> Choice:
     if wanted == TORCH or (wanted == AUTO and not found):
         return Choice(TORCH, (), library is not None)
     if wanted != AUTO and wanted not in found:
-        expected = f"one of {', '.join([AUTO, TORCH, *found])}"
-        raise KernelError("kernels", got=repr(wanted), expected=expected)
+        raise KernelError("kernels", repr(wanted), f"one of {', '.join([AUTO, TORCH, *found])}")
     refused: list[str] = []
     for name in reversed(found) if wanted == AUTO else [wanted]:
         if not _differs(library, name):
             library.use(name)
             return Choice(name, tuple(refused), True)
         refused.append(name)
-    raise KernelError(
-        f"kernels {wanted}", got="wrong results", expected="those of the portable ones"
-    )
+    raise KernelError(f"kernels {wanted}", "wrong results", "those of the portable ones")
 
 
 # A processor does not change its mind: found out once.

@@ -18,15 +18,18 @@ from typing import Literal, TypeAlias
 from protocol.errors import (
     ActivationRangeError,
     EngineError,
+    LimitError,
     MaskError,
     ReplyError,
     TsqpError,
 )
+from protocol.prepared import Traffic
 from tee_side.engine.engine import Engine
-from tee_side.engine.generation import EngineStats, Totals
+from tee_side.engine.generation import PadTotals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.protect.pads.background_maker import Load, TellLoad
+from tee_side.engine.waiting import WaitingQueue
+from tee_side.protect.pads.maker import Load, TellLoad
 
 log = logging.getLogger("tee_side")
 
@@ -37,6 +40,47 @@ Deliver: TypeAlias = Callable[[Delivery], None]
 _OF_ONE = (ActivationRangeError, MaskError, ReplyError)
 # Between two attempts to make a token, while none can be made.
 _PROBE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How the engine stands, and what it has done since its start.
+
+    `kv_usage`: 0 to 1. Prefix queries and hits, drafts, what was accepted of them, and pads: in
+    tokens; but steps waited for pads, or were computed in the TEE. `pads_ready`: None where no
+    operator is under pads.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    draft_tokens: int
+    accepted_tokens: int
+    pads_ready: int | None
+    pads_made: int
+    pads_used: int
+    pads_waited: int
+    pads_in_tee: int
+    round_trips: int
+    bytes_sent: int
+    bytes_received: int
+    services: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What the rest of the run has done: see `EngineStats`."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    pads: PadTotals | None = None
+    pads_made: int = 0
+    pads_used: int = 0
+    services: int = 0
 
 
 @dataclass(eq=False)
@@ -73,6 +117,9 @@ class BackgroundEngine:
         self.state: State = "starting"
         self._tell, self._waits = tell, waits
         self._engine, self._call, self._totals = engine, call, totals
+        # Made when it is first asked for: here, before there is a second thread.
+        self._prefixes = engine.prefixes
+        self._waiting = WaitingQueue[Request](engine.settings.max_waiting)
         self._filling = filling
         self._tell_load: TellLoad = _unheard
         # Sequences that cannot go on, and why: their requests end with the step.
@@ -111,12 +158,12 @@ class BackgroundEngine:
         with self._changed:
             if self._died or self._closing:
                 raise EngineError("engine", "one that has ended", "one that runs")
-            displaced = self._engine.waiting.add(request.owner, request)
+            displaced = self._waiting.add(request.owner, request)
             self._tickets[request] = ticket
             self._changed.notify()
             other = None if displaced is None else self._tickets.pop(displaced)
         if other is not None:
-            refusal = Delivery(error=self._engine.waiting.full(), ended=True)
+            refusal = Delivery(error=self._waiting.full(), ended=True)
             self._call(lambda: other.deliver(refusal))
         return ticket
 
@@ -126,7 +173,7 @@ class BackgroundEngine:
         with self._changed:
             if self._tickets.pop(ticket.request, None) is None:
                 return
-            self._engine.waiting.remove(ticket.request.owner, ticket.request)
+            self._waiting.remove(ticket.request.owner, ticket.request)
             self._cancelled.append(ticket)
             self._changed.notify()
 
@@ -142,13 +189,13 @@ class BackgroundEngine:
         traffic, pads = totals.traffic, totals.pads
         return EngineStats(
             running=len(engine.running),
-            waiting=len(engine.waiting),
+            waiting=len(self._waiting),
             kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
             steps=counts.steps,
             prompt_tokens=counts.prompt,
             generation_tokens=counts.generated,
-            prefix_queries=engine.prefixes.queries,
-            prefix_hits=engine.prefixes.hits,
+            prefix_queries=self._prefixes.queries,
+            prefix_hits=self._prefixes.hits,
             draft_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
             pads_ready=None if pads is None else pads.available,
@@ -198,8 +245,8 @@ class BackgroundEngine:
         self._hand_out()
 
     def _has_work(self) -> bool:
-        engine = self._engine
-        return bool(self._closing or self._cancelled or engine.running or len(engine.waiting))
+        under_way = self._engine.running or len(self._waiting)
+        return bool(self._closing or self._cancelled or under_way)
 
     def _probe(self) -> bool:
         """Say whether a token can be made: by making one, which belongs to nobody."""
@@ -231,16 +278,23 @@ class BackgroundEngine:
             self._call(lambda: self._tell(state))
 
     def _admit(self) -> None:
+        """Admit requests that wait, in the order of their turns, while there is room for them."""
+        engine = self._engine
         with self._changed:
             self._drop_cancelled()
-            try:
-                admitted = self._engine.admit_waiting()
-            except TsqpError as error:
-                request = self._engine.waiting.pop()
-                self._end(self._tickets[request], error)
-                return
-            for sequences in admitted:
-                self._tickets[sequences[0].request].sequences = sequences
+            while (request := self._waiting.first()) is not None:
+                running, ticket = len(engine.running), self._tickets[request]
+                if running and running + request.samples > engine.max_sequences:
+                    break
+                try:
+                    ticket.sequences = engine.admit(request)
+                except TsqpError as error:
+                    if running and isinstance(error, LimitError):
+                        break
+                    self._end(ticket, error)
+                else:
+                    self._waiting.pop()
+                    self._waiting.serve(request.owner, len(request.prompt_ids))
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, []
@@ -257,7 +311,7 @@ class BackgroundEngine:
             tokens[request].append(new)
         with self._changed:
             for request, found in tokens.items():
-                self._engine.waiting.serve(request.owner, len(found))
+                self._waiting.serve(request.owner, len(found))
             for ticket in list(self._tickets.values()):
                 if not ticket.sequences:
                     continue
@@ -325,7 +379,7 @@ class BackgroundEngine:
     def _end(self, ticket: Ticket, error: TsqpError) -> None:
         request = ticket.request
         del self._tickets[request]
-        self._engine.waiting.remove(request.owner, request)
+        self._waiting.remove(request.owner, request)
         for sequence in ticket.sequences:
             self._engine.remove(sequence)
         self._out[ticket].append(Delivery(error=error, ended=True))

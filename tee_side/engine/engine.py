@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
-from tee_side.engine.composer import Composed, Rows, compose
 from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
 from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.engine.step import PartResult, run_step
+from tee_side.engine.step import Composed, PartResult, Rows, compose, run_step
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from tee_side.engine.drafts import Drafts
     from tee_side.engine.prefix_pool import PrefixPool
     from tee_side.engine.reading import PromptReader
-    from tee_side.engine.waiting import WaitingQueue
 
 DEFAULT_STEP_TOKENS = 512
 
@@ -109,13 +107,6 @@ class Engine:
         self._running: list[Sequence] = []
 
     @cached_property
-    def waiting(self) -> WaitingQueue[Request]:
-        """Requests that `admit_waiting` takes in, where this serves many."""
-        from tee_side.engine.waiting import WaitingQueue
-
-        return WaitingQueue(self.settings.max_waiting)
-
-    @cached_property
     def prefixes(self) -> PrefixPool:
         """Caches that are kept for later prompts, where `prefix_reuse` is set."""
         from tee_side.engine.prefix_pool import PrefixPool
@@ -129,28 +120,23 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
-        require_known_ids(request.sampling, self._model.config.vocab_size)
+        require, most, new = PromptError.unless, self.max_sequences, request.max_new_tokens
         prompt, context = len(request.prompt_ids), self.context
         vocabulary = self._model.config.vocab_size
-        if not prompt:
-            raise PromptError("prompt", "no tokens", "at least one")
-        if not all(0 <= token_id < vocabulary for token_id in request.prompt_ids):
-            got, expected = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
-            raise PromptError("prompt token ids", got, expected)
-        if prompt >= context + (request.max_new_tokens == 0):
-            expected = f"fewer than the context of {context} tokens"
-            raise PromptError("prompt", f"{prompt} tokens", expected)
-        if request.max_new_tokens < (not _reads(request)):
-            got = str(request.max_new_tokens)
-            raise PromptError("max_new_tokens", got, "at least 1")
-        if not 1 <= request.samples <= self.max_sequences:
-            got, most = str(request.samples), self.max_sequences
-            raise PromptError("samples", got, f"1 to {most}, which run at a time")
-        if request.prompt_logprobs is not None and request.pooling is not None:
-            got = "both"
-            raise PromptError("log-probabilities and pooling", got, "one of them")
-        if request.stop and self.tokenizer is None:
-            raise PromptError("stop strings", "no tokenizer", "one to compare text")
+        require_known_ids(request.sampling, vocabulary)
+        require(prompt, "prompt", "no tokens", "at least one")
+        known = all(0 <= token_id < vocabulary for token_id in request.prompt_ids)
+        outside = "an id outside the vocabulary"
+        require(known, "prompt token ids", outside, f"0 to {vocabulary - 1}")
+        expected = f"fewer than the context of {context} tokens"
+        require(prompt < context + (new == 0), "prompt", f"{prompt} tokens", expected)
+        require(new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1")
+        fits, expected = 1 <= request.samples <= most, f"1 to {most}, which run at a time"
+        require(fits, "samples", str(request.samples), expected)
+        one = request.prompt_logprobs is None or request.pooling is None
+        require(one, "log-probabilities and pooling", "both", "one of them")
+        readable = not request.stop or self.tokenizer is not None
+        require(readable, "stop strings", "no tokenizer", "one to compare text")
         self._require_kv(request, self.max_kv_bytes)
 
     def add(
@@ -276,23 +262,6 @@ class Engine:
         for sequence in tuple(self._running):
             if sequence.finish_reason is not None:
                 self.remove(sequence)
-
-    def admit_waiting(self) -> list[list[Sequence]]:
-        """Admit requests that wait, in the order of their turns, while there is room for them."""
-        admitted = []
-        while (request := self.waiting.first()) is not None:
-            if len(self.running) + request.samples > self.max_sequences and self.running:
-                break
-            try:
-                admitted.append(self.admit(request))
-            except TsqpError as error:
-                # Of those before it somebody has to be told first.
-                if admitted or (isinstance(error, LimitError) and self._running):
-                    break
-                raise
-            self.waiting.pop()
-            self.waiting.serve(request.owner, len(request.prompt_ids))
-        return admitted
 
     def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.

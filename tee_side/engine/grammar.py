@@ -10,7 +10,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,14 +73,16 @@ class GrammarCompiler:
         except (ValueError, TypeError, AttributeError, RecursionError):  # their words may quote it
             raise PromptError(where, f"a {kind} of another form", form) from None
         if size > MAX_GRAMMAR_BYTES:
-            expected = f"at most {MAX_GRAMMAR_BYTES}"
-            raise PromptError(where, f"a {kind} of {size} bytes", expected)
+            raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
         # In this process only what a process of its own could compile.
         fits = not costly or self._is_affordable(owner, grammar)
         matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
         if matcher is None or matcher.is_error():
-            expected = "one that llguidance supports, within its limits"
-            raise PromptError(where, f"a {kind} that is not compiled", expected)
+            raise PromptError(
+                where,
+                f"a {kind} that is not compiled",
+                "one that llguidance supports, within its limits",
+            )
         return CompiledGrammar(matcher, where)
 
     def _is_affordable(self, owner: str, grammar: str) -> bool:
@@ -102,8 +104,9 @@ class GrammarCompiler:
         try:
             return LLTokenizer(self._raw.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
         except ValueError as error:
-            got, expected = str(error)[:160], "one that llguidance can read, and an EOS token"
-            raise ModelError("tokenizer", got, expected) from None
+            raise ModelError(
+                "tokenizer", str(error)[:160], "one that llguidance can read, and an EOS token"
+            ) from None
 
 
 class CompiledGrammar:
@@ -140,9 +143,8 @@ class GrammarMatcher:
         self._require(self._matcher.consume_token(token_id))
 
     def _require(self, well: bool) -> None:
-        if not well:
-            got = "a grammar that cannot go on"
-            raise PromptError(self._where, got, "one within the limits of a token")
+        expected = "one within the limits of a token"
+        PromptError.unless(well, self._where, "a grammar that cannot go on", expected)
 
 
 def _is_affordable(grammar: str) -> bool:
@@ -166,18 +168,10 @@ def _read_schema(source: Any) -> tuple[int, str, bool]:
     return len(text), grammar, any(word in text for word in _COSTLY)
 
 
-def _read_object(_source: Any) -> tuple[int, str, bool]:
-    return _read_schema({"type": "object"})
-
-
 def _read_regex(source: Any) -> tuple[int, str, bool]:
     from llguidance import LLMatcher
 
     return len(source.encode()), LLMatcher.grammar_from_regex(source), True
-
-
-def _read_lark(source: Any) -> tuple[int, str, bool]:
-    return len(source.encode()), _lark(source), True
 
 
 def _read_choice(source: Any) -> tuple[int, str, bool]:
@@ -193,10 +187,10 @@ def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-_READERS = {
+_READERS: dict[Kind, tuple[Callable[[Any], tuple[int, str, bool]], str]] = {
     "json_schema": (_read_schema, "a JSON object"),
-    "json_object": (_read_object, "anything"),
+    "json_object": (lambda _source: _read_schema({"type": "object"}), "anything"),
     "regex": (_read_regex, "Unicode text"),
-    "grammar": (_read_lark, "Unicode text"),
+    "grammar": (lambda text: (len(text.encode()), _lark(text), True), "Unicode text"),
     "choice": (_read_choice, "a list of Unicode texts"),
 }

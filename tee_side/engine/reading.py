@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from tee_side.engine.request import Logprob, PromptRead, Request
-from tee_side.model.forward import logits
 from tee_side.model.layers import TeeModel
-from tee_side.model.operators import Operators
+from tee_side.model.operators import Operators, logits
 from tee_side.remote.overlap import run
 
 MAX_TOP = 20

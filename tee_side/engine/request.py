@@ -26,11 +26,9 @@ class Matcher(Protocol):
 
     def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for every token that the grammar does not allow next."""
-        ...
 
     def advance(self, token_id: int) -> None:
         """Take a token that was sampled."""
-        ...
 
 
 class Grammar(Protocol):
@@ -38,7 +36,6 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher:
         """Start at the beginning."""
-        ...
 
 
 class SamplingSettings(BaseModel):

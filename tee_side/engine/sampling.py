@@ -27,9 +27,8 @@ def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettin
 
 def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:
     """Refuse a bias for a token that the model has not. Raises PromptError."""
-    if any(token_id >= vocab_size for token_id in settings.logit_bias):
-        got, expected = "an id outside the vocabulary", f"0 to {vocab_size - 1}"
-        raise PromptError("logit_bias", got, expected)
+    known, got = max(settings.logit_bias, default=0) < vocab_size, "an id outside the vocabulary"
+    PromptError.unless(known, "logit_bias", got, f"0 to {vocab_size - 1}")
 
 
 class Sampler:

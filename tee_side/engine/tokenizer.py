@@ -1,33 +1,28 @@
 """Text to token ids and back, with the `tokenizers` library alone.
 
 Reads `tokenizer.json`, and for chat the template in `chat_template.jinja` or
-`tokenizer_config.json`, which runs in Jinja's immutable sandbox, for a limited time.
+`tokenizer_config.json` (`tee_side.engine.chat_template`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from protocol.errors import ModelError, PromptError, TsqpError
-from protocol.model.config import MAX_JSON_BYTES, read_json
+from protocol.errors import ModelError, PromptError
+from protocol.model.config import MAX_JSON_BYTES, find_file, read_file, read_json
 from protocol.model.files import limit_structure
-from protocol.model.manifest import Manifest, find_file, read_file
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
-T = TypeVar("T")
+    from protocol.model.manifest import Manifest
+    from tee_side.engine.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -40,13 +35,6 @@ MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
 # knows what it reads; those of the supported architectures have up to 300,000 and 700,000.
 _MAX_LISTS = 600_000
 _MAX_ITEMS = 2_000_000
-
-# A template that takes a second renders ten thousand messages; the largest context has 4 MB.
-_TEMPLATE_SECONDS = 10.0
-_MAX_TEXT = 16 * 1024 * 1024
-# Of a number that a template computes, in bits; arithmetic on larger ones is one step of Python's
-# that may last for hours.
-_MAX_BITS = 4096
 
 # How byte-level BPE writes bytes: those that print as themselves, the others from U+0100 on.
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -68,8 +56,9 @@ class Tokenizer:
         self._manifest = manifest
         path = find_file(directory, TOKENIZER_FILE, manifest)
         if path is None:
-            expected = "one (or a prompt given as token ids)"
-            raise ModelError(str(directory), f"no {TOKENIZER_FILE}", expected)
+            raise ModelError(
+                str(directory), f"no {TOKENIZER_FILE}", "one (or a prompt given as token ids)"
+            )
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
         limit_structure(content, str(path), lists=_MAX_LISTS, items=_MAX_ITEMS)
         self._path = path
@@ -89,8 +78,7 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            got = "bytes that are not UTF-8"
-            raise PromptError("prompt", got, "UTF-8 text") from None
+            raise PromptError("prompt", "bytes that are not UTF-8", "UTF-8 text") from None
         with _library_errors(self._path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
             (found,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -178,49 +166,41 @@ class Tokenizer:
         Raises ModelError if the model has no chat template, a damaged one, or one that does not end
         in time, PromptError if it refuses the messages.
         """
-        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        where = f"{self._directory}: chat template"
-        try:
-            template, special = self._chat_template
-            return _in_time(lambda: _joined(template.generate(values | special)))
-        except _EndlessTemplate as error:
-            expected = "a template that ends, with a prompt"
-            raise ModelError(where, str(error), expected) from None
-        except TsqpError:
-            raise
-        except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
-            # Its message may hold the prompt.
-            got = f"{type(error).__name__} (a template's own words are not shown)"
-            expected = "a conversation that the template accepts"
-            raise PromptError(where, got, expected) from None
+        template, special = self._chat_template
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return template.render(given | special)
 
     def _config(self) -> tuple[Path | None, dict[str, Any]]:
         path = find_file(self._directory, CONFIG_FILE, self._manifest)
         return path, {} if path is None else read_json(path, self._manifest)
 
     @cached_property
-    def _chat_template(self) -> tuple[Template, dict[str, Any]]:
+    def _chat_template(self) -> tuple[ChatTemplate, dict[str, Any]]:
         """The template, and the special tokens for it: compiling takes longer than rendering."""
         path, template, special = self._find_template()
         if path is None or not isinstance(template, str):
-            expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
-            raise ModelError(str(self._directory), "no chat template", expected)
-        return _compiled(path, template), special
+            raise ModelError(
+                str(self._directory),
+                "no chat template",
+                f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)",
+            )
+        from tee_side.engine.chat_template import ChatTemplate
+
+        return ChatTemplate(template, path, f"{self._directory}: chat template"), special
 
     def _find_template(self) -> tuple[Path | None, object, dict[str, Any]]:
         path, config = self._config()
         template = config.get("chat_template")
         if isinstance(template, list):
             # Several named templates, of which "default" is the one for chat.
-            named = [entry for entry in template if isinstance(entry, dict)]
-            template = {e.get("name"): e.get("template") for e in named}.get("default")
+            named = [entry for entry in reversed(template) if isinstance(entry, dict)]
+            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if own := find_file(self._directory, TEMPLATE_FILE, self._manifest):
             path, content = own, read_file(own, MAX_JSON_BYTES, self._manifest)
             try:
                 template = content.decode("utf-8")
             except UnicodeDecodeError:
-                got = "bytes that are not UTF-8"
-                raise ModelError(str(path), got, "a template") from None
+                raise ModelError(str(path), "bytes that are not UTF-8", "a template") from None
         special = {name: config.get(name) for name in _SPECIAL_TOKENS}
         texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
         return path, template, {name: text for name, text in texts.items() if text is not None}
@@ -239,83 +219,8 @@ def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
         raise
     except BaseException as error:  # noqa: BLE001 - see above; `from error` would quote it
         name = type(error).__name__
-        got = f"{name}: {error}"[:160] if quoted else f"{name} on use"
-        expected = "a tokenizer" if quoted else "a tokenizer that takes any text"
-        raise ModelError(str(path), got, expected) from None
-
-
-class _EndlessTemplate(BaseException):
-    """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
-
-
-def _compiled(path: Path, template: str) -> Template:
-    """Raise ModelError where it cannot be compiled, and _EndlessTemplate."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.intercepted_binops = frozenset({"*", "**"})
-    environment.binop_table |= {"*": _times, "**": _power}
-    try:
-        return _in_time(lambda: environment.from_string(template))
-    except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
-        got = f"{type(error).__name__}: {error}"[:160]
-        expected = "a chat template without mistakes"
-        raise ModelError(str(path), got, expected) from None
-
-
-def _joined(found: Iterable[str]) -> str:
-    pieces, size = [], 0
-    for piece in found:
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MAX_TEXT:
-            raise _EndlessTemplate(f"more than {_MAX_TEXT} characters")
-    return "".join(pieces)
-
-
-def _in_time(work: Callable[[], T]) -> T:
-    """Do what a template does; raise _EndlessTemplate when it goes on for too long.
-
-    Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
-    at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
-    one of 15 ms. One step inside of Python's own C code is not interrupted.
-    """
-    end = time.monotonic() + _TEMPLATE_SECONDS
-
-    def watch(_frame: FrameType, _event: str, _argument: object) -> Any:
-        if time.monotonic() > end:
-            raise _EndlessTemplate(f"no end after {_TEMPLATE_SECONDS:g} s")
-        return watch
-
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
-        return work()
-    finally:
-        sys.settrace(before)
-
-
-def _times(left: Any, right: Any) -> Any:
-    """Multiply, within limits."""
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, str | list | tuple) and isinstance(other, int):
-            if len(one) * other > _MAX_TEXT:
-                raise OverflowError("a repetition that is too long")
-        elif isinstance(one, int) and one.bit_length() > _MAX_BITS:
-            raise OverflowError("a number that is too large")
-    return left * right
-
-
-def _power(left: Any, right: Any) -> Any:
-    """Raise to a power, within limits."""
-    whole = isinstance(left, int) and isinstance(right, int)
-    if whole and left.bit_length() * right > _MAX_BITS:
-        raise OverflowError("a number that is too large")
-    return left**right
+        raise ModelError(
+            str(path),
+            f"{name}: {error}"[:160] if quoted else f"{name} on use",
+            "a tokenizer" if quoted else "a tokenizer that takes any text",
+        ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from protocol.model.forward import Layer, Norm, bound
 from protocol.model.rope import Rope
 from protocol.model.weights import LayerNorms, load_tensor
 from protocol.native import compiled_for
-from tee_side.model import local_ops
 from tee_side.model.kv_cache import KVCache
-from tee_side.native import local_ops as compiled_ops
 from tee_side.observer import Observer, timed
 
 
@@ -54,7 +53,9 @@ class TeeModel:
     norm: Norm = field(init=False)
 
     def __post_init__(self) -> None:
-        ops: Any = compiled_ops if compiled_for(self.dtype) else local_ops
+        # One of the two is imported: a run does not trust the code of the other.
+        folder = "native" if compiled_for(self.dtype) else "model"
+        ops: Any = import_module(f"tee_side.{folder}.local_ops")
         self.layers = tuple(self._layer(index, ops) for index in range(len(self.norms)))
         norm = partial(ops.rms_norm, weight=self.final_norm, eps=self.config.rms_norm_eps)
         self.norm = timed(norm, self.observer, "rms_norm", None)

@@ -1,4 +1,4 @@
-"""The operators that a policy places, as the forward pass calls them.
+"""The TEE's forward pass: `protocol.model.forward`, over operators that a policy has placed.
 
 `Operators` is the table of one phase: where each operator of each layer runs was decided when the
 run was assembled, so that a call costs nothing more than the call. Shape suffixes as in
@@ -7,15 +7,17 @@ run was assembled, so that a call costs nothing more than the call. Shape suffix
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from protocol.errors import ReplyError
 from protocol.messages import FUSED_MODULES
 from protocol.model.forward import Call, Ops, staying
+from protocol.model.forward import forward as run_layers
 from tee_side.model.batch import Batch
 from tee_side.model.layers import TeeLayer, TeeModel
 from tee_side.model.local_operators import not_here
@@ -182,3 +184,33 @@ def yielding(function: Callable[[Tensor], Tensor]) -> Call:
         return function(x)
 
     return call
+
+
+def forward(batch: Batch, model: TeeModel, ops: Operators) -> Coroutine[Any, Any, torch.Tensor]:
+    """Run the layers of one step, or of a micro-batch of it; return [N + R, D].
+
+    The hidden states of `batch.wanted_rows`, for `logits`; these themselves, [N, V], where the LM
+    head is part of a segment. The caches hold the new rows but do not count them before the caller
+    commits the batch. Errors of `ops` pass through.
+    """
+    parts = [(chunk.start, chunk.context, chunk.known_length) for chunk in batch.chunks]
+    # A segment that ends with the last layer returns the wanted rows alone.
+    chosen = len(model.layers) - 1 in ops.segments
+    wanted = None if chosen else batch.wanted_rows
+    # No coroutine of its own: each resumption would enter one frame more.
+    return run_layers(batch.token_ids_T, model.layers, model.rope.of(parts), ops, batch, wanted)
+
+
+async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.Tensor:
+    """Return the logits [N, V] of rows behind the last layer; ReplyError if they are not finite."""
+    if not h_ND.shape[0]:
+        return h_ND.new_empty(0, 0)
+    logits_NV = h_ND if ops.head_in_segment else await ops.lm_head(model.norm(h_ND))
+    # Of bfloat16 in its own range, which is float32's: a copy of that would cost more than the sum.
+    wide = logits_NV.dtype if logits_NV.dtype == torch.bfloat16 else torch.float32
+    if not logits_NV.sum(dtype=wide).isfinite():
+        # A service may send anything, and float16 may overflow. A sum is a tenth of the work of
+        # looking at each. It refuses finite logits, too, whose sum overflows float32; those are
+        # larger than 1e33 on average, and no model's.
+        raise ReplyError("logits", "values that are not finite", "finite numbers")
+    return logits_NV

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -207,8 +207,8 @@ Placements: TypeAlias = Annotated[
 # Of those in a policy, services know `Arithmetic` alone.
 PolicyArithmetic: TypeAlias = Literal["float", "int8", "int8-dynamic"]
 
-# Where, got and expected of an error.
-_Conflicts: TypeAlias = Iterator[tuple[str, str, str]]
+# A rule: whether it is broken, and where, got and expected of the error that says so.
+_Row: TypeAlias = tuple[object, str, str, str]
 
 
 class ServiceTerms(BaseModel):
@@ -253,69 +253,94 @@ class Policy(BaseModel):
         policy._raise_first(policy._conflicts())
         return policy
 
-    def _raise_first(self, conflicts: _Conflicts) -> None:
-        for where, got, expected in conflicts:
-            raise PolicyError(f"policy {self.name}: {where}", got, expected)
+    def _raise_first(self, rows: Iterable[_Row]) -> None:
+        """Raise PolicyError for the first conflict that is there."""
+        for wrong, where, got, expected in rows:
+            PolicyError.unless(not wrong, f"policy {self.name}: {where}", got, expected)
 
-    def _conflicts(self) -> _Conflicts:
+    def _conflicts(self) -> Iterator[_Row]:
+        """Yield what does not go together, whatever the model is."""
         needed = LAYERLESS if "segment" in self.operators else OPERATORS
-        if missing := [name for name in needed if name not in self.operators]:
-            yield "operators", f"nothing for {', '.join(missing)}", "every operator placed"
-        if self.prefill == "stock" and (self.arithmetic != "int8" or not self._pads_in_prefill):
-            expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
-            yield "prefill", "'stock'", expected
-        if self.prefill == "always" and self.decode_share is not None:
-            yield "decode_share", 'without prefill = "stock"', "both or none"
+        missing = [name for name in needed if name not in self.operators]
+        yield missing, "operators", f"nothing for {', '.join(missing)}", "every operator placed"
+        unfit = self.arithmetic != "int8" or not self._pads_in_prefill
+        expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
+        yield self.prefill == "stock" and unfit, "prefill", "'stock'", expected
+        alone = self.prefill == "always" and self.decode_share is not None
+        yield alone, "decode_share", 'without prefill = "stock"', "both or none"
         for operator, placements in self._placed():
-            for placement in placements:
-                where = _joined(operator, placement.scope)
-                for got, expected in self._conflicts_of(operator, placement):
-                    yield where, got, expected
+            for placed in placements:
+                where = _joined(operator, placed.scope)
+                for wrong, got, expected in self._conflicts_of(operator, placed):
+                    yield wrong, where, got, expected
 
     def _placed(self) -> Iterator[tuple[Operator, tuple[Placement, ...]]]:
         """Yield how each operator is placed, in the order of a forward pass; a segment last."""
         for operator in (*OPERATORS, _SEGMENT):
             yield operator, self.operators.get(operator, ())
 
-    def _conflicts_of(self, operator: Operator, placed: Placement) -> Iterator[tuple[str, str]]:
-        """Yield what does not go together in a placement, and what would."""
-        mask, in_tee = placed.mask, not placed.leaves
-        if placed.place == "attested" and self.service.attested == "none":
-            yield 'place = "attested"', 'attested in [service], such as "snp+nvidia"'
-        if operator == "segment":
-            yield from self._conflicts_of_segment(placed)
-        elif placed.window is not None:
-            yield "window", "none: a segment has one alone"
-        if placed.layers is not None and operator in LAYERLESS:
-            yield f"layers {placed.layers}", "no layers, as it belongs to none"
-        if placed.verify != "none" and in_tee:
-            got = f'verify = "{placed.verify}" with place = "tee"'
-            yield got, "none: nothing comes back that could be wrong"
-        if mask is not None and in_tee:
-            yield f'mask {mask.name} with place = "tee"', "no mask in the TEE"
-        if mask is not None and placed.verify != "none" and not mask.verifiable:
-            got = f'verify = "{placed.verify}" under {mask.described()}'
-            yield got, "a mask whose results are the plain ones, within its tolerance"
-        if mask is not None and not mask.supports(operator):
+    def _conflicts_of(
+        self, operator: Operator, placed: Placement
+    ) -> Iterator[tuple[object, str, str]]:
+        """Yield, for each rule of a placement, whether it is broken, by what, and what would do."""
+        in_tee, segment, checked = not placed.leaves, operator == "segment", placed.verify != "none"
+        verify, arithmetic = f'verify = "{placed.verify}"', f'arithmetic = "{self.arithmetic}"'
+        proven = placed.place != "attested" or self.service.attested != "none"
+        yield from (
+            (not proven, 'place = "attested"', 'attested in [service], such as "snp+nvidia"'),
+            (
+                segment and in_tee,
+                'place = "tee"',
+                "its operators placed one by one: a segment is a service's",
+            ),
+            (segment and checked, verify, '"none": whole layers have no check'),
+            (
+                segment and placed.phase is not None,
+                f"phase {placed.phase}",
+                "both phases: its KV cache is the service's",
+            ),
+            (
+                segment and self.arithmetic != "float",
+                arithmetic,
+                '"float", in which services compute layers',
+            ),
+            (not segment and placed.window is not None, "window", "none: a segment has one alone"),
+            (
+                placed.layers is not None and operator in LAYERLESS,
+                f"layers {placed.layers}",
+                "no layers, as it belongs to none",
+            ),
+            (
+                checked and in_tee,
+                f'{verify} with place = "tee"',
+                "none: nothing comes back that could be wrong",
+            ),
+        )
+        if (mask := placed.mask) is not None:
             able = ", ".join(name for name in (*OPERATORS, _SEGMENT) if mask.supports(name))
-            expected = f"one that works on {operator}; {mask.name} works on {able}"
-            yield f"mask {mask.name}", expected
-        if mask is not None and mask.arithmetic != self.arithmetic and is_projection(operator):
-            needed = f'"{mask.arithmetic}", which mask {mask.name} needs'
-            yield f'arithmetic = "{self.arithmetic}"', needed
-        if self.arithmetic == "int8-dynamic" and not in_tee:
-            expected = 'place = "tee": the scale of a row says how large it is'
-            yield 'place = "gpu" with arithmetic = "int8-dynamic"', expected
-
-    def _conflicts_of_segment(self, placed: Placement) -> Iterator[tuple[str, str]]:
-        if not placed.leaves:
-            yield 'place = "tee"', "its operators placed one by one: a segment is a service's"
-        if placed.verify != "none":
-            yield f'verify = "{placed.verify}"', '"none": whole layers have no check'
-        if placed.phase is not None:
-            yield f"phase {placed.phase}", "both phases: its KV cache is the service's"
-        if self.arithmetic != "float":
-            yield f'arithmetic = "{self.arithmetic}"', '"float", in which services compute layers'
+            yield from (
+                (in_tee, f'mask {mask.name} with place = "tee"', "no mask in the TEE"),
+                (
+                    checked and not mask.verifiable,
+                    f"{verify} under {mask.described()}",
+                    "a mask whose results are the plain ones, within its tolerance",
+                ),
+                (
+                    not mask.supports(operator),
+                    f"mask {mask.name}",
+                    f"one that works on {operator}; {mask.name} works on {able}",
+                ),
+                (
+                    mask.arithmetic != self.arithmetic and is_projection(operator),
+                    arithmetic,
+                    f'"{mask.arithmetic}", which mask {mask.name} needs',
+                ),
+            )
+        yield (
+            self.arithmetic == "int8-dynamic" and not in_tee,
+            f'place = "gpu" with {arithmetic}',
+            'place = "tee": the scale of a row says how large it is',
+        )
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -338,47 +363,46 @@ class Policy(BaseModel):
         """
         self._raise_first(self._misfits(num_hidden_layers))
 
-    def _misfits(self, num_layers: int) -> _Conflicts:
-        for operator, placement in self.leaving():
+    def _misfits(self, num_layers: int) -> Iterator[_Row]:
+        """Yield what does not go together with a model of so many layers."""
+        for operator, placed in self.leaving():
             # Validated when it was made; a copy that pydantic did not validate may say less.
             for key, expected in _STATED.items():
-                if key not in placement.model_fields_set:
-                    yield _joined(operator, key), "nothing", expected
-        covered = {
-            layer for one in self.segments(num_layers) for layer in range(one.first, one.last + 1)
-        }
+                missing = key not in placed.model_fields_set
+                yield missing, _joined(operator, key), "nothing", expected
+        segments = self.segments(num_layers)
+        covered = {layer for one in segments for layer in range(one.first, one.last + 1)}
         for operator, placements in self._placed():
             for layers in (placement.layers for placement in placements):
-                if layers is not None and (layers.last or layers.first) >= num_layers:
-                    expected = f"layers within 0-{num_layers - 1}, which is what the model has"
-                    yield operator, f"layers {layers}", expected
+                beyond = layers is not None and (layers.last or layers.first) >= num_layers
+                expected = f"layers within 0-{num_layers - 1}, which is what the model has"
+                yield beyond, operator, f"layers {layers}", expected
             for layer in range(1 if operator in LAYERLESS else num_layers):
                 for phase in PHASES:
                     found = [p for p in placements if p.covers(layer, phase)]
                     within = operator not in LAYERLESS and layer in covered
                     wanted = int(within == (operator == "segment"))
-                    if len(found) != wanted:
-                        where = "" if operator in LAYERLESS else f"layer {layer}"
-                        got = f"{len(found)} placements in {phase}"
-                        got += f" ({'; '.join(map(str, found))})" if found else ""
-                        expected = "exactly one" if wanted else "none, within a segment"
-                        yield _joined(operator, where), got, expected
+                    where = _joined(operator, "" if operator in LAYERLESS else f"layer {layer}")
+                    got = f"{len(found)} placements in {phase}"
+                    got += f" ({'; '.join(map(str, found))})" if found else ""
+                    expected = "exactly one" if wanted else "none, within a segment"
+                    yield len(found) != wanted, where, got, expected
         heads = [p.mask for p in self.operators["lm_head"] if isinstance(p.mask, SegmentMask)]
-        in_segment = any(segment.head for segment in self.segments(num_layers))
-        if heads and not in_segment:
-            got = f"mask {heads[0].name} behind no segment of the last layers under the same"
-            yield "lm_head", got, "one, in whose call it is"
+        behind = any(segment.head for segment in segments)
+        for head in heads:
+            got = f"mask {head.name} behind no segment of the last layers under the same"
+            yield not behind, "lm_head", got, "one, in whose call it is"
         # A clear product beside a feature mask: the server has no clear weights then.
-        feature = self.feature_mask
-        for operator, placed in self.leaving() if feature else ():
-            if placed.mask != feature and operator not in PRODUCTS:
-                mask = placed.mask.described() if placed.mask else "no mask"
-                expected = (
-                    "in the TEE, or under the same mask with the same options: a provisioned server"
-                    " holds transformed linear weights and nothing else"
-                )
-                where = _joined(operator, placed.scope)
-                yield where, f"{mask} beside {feature and feature.described()}", expected
+        if (feature := self.feature_mask) is not None:
+            expected = (
+                "in the TEE, or under the same mask with the same options: a provisioned server"
+                " holds transformed linear weights and nothing else"
+            )
+            for operator, placed in self.leaving():
+                under = placed.mask.described() if placed.mask else "no mask"
+                apart = placed.mask != feature and operator not in PRODUCTS
+                got = f"{under} beside {feature.described()}"
+                yield apart, _joined(operator, placed.scope), got, expected
 
     def at(self, operator: Operator, layer: int, phase: Phase) -> Placement:
         """Return the placement of an operator in a layer (0 where it has none) and a phase.
@@ -500,8 +524,11 @@ def load_policy(name_or_path: str) -> Policy:
         raise PolicyError("policy", repr(name_or_path), f"its new name, {_RENAMED[name_or_path]!r}")
     if (entry := plugins.one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
         return _checked(plugins.load_entry_point(entry), f"entry point {entry.value}")
-    expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"
-    raise PolicyError("policy", repr(name_or_path), expected)
+    raise PolicyError(
+        "policy",
+        repr(name_or_path),
+        f"one of {', '.join(policy_names())}, or a path to a .toml or .py file",
+    )
 
 
 def _checked(found: object, where: str) -> Policy:
@@ -514,8 +541,7 @@ def _parse(text: str, where: str, folder: Path | None) -> Policy:
     try:
         return Policy.model_validate(tomllib.loads(text), context={_FOLDER: folder})
     except PolicyError as error:
-        inner = f"{where}: {error.where}"
-        raise PolicyError(inner, error.got, error.expected) from None
+        raise PolicyError(f"{where}: {error.where}", error.got, error.expected) from None
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError
         raise PolicyError(where, f"invalid TOML ({error})", "a policy") from None
 

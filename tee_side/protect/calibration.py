@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -27,12 +27,14 @@ from protocol.errors import ActivationRangeError, CalibrationError, ModelError, 
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
 from protocol.model.files import read_bytes, require_inside
-from protocol.model.manifest import Manifest
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.weights import row_layout
 from protocol.native import compiled_for
 from tee_side.native import sites as compiled
 from tee_side.words import Site
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest
 
 log = logging.getLogger("tee_side")
 
@@ -99,36 +101,39 @@ class SiteScales:
         # A file may hold any positive numbers, also such as are too small to divide by.
         return max(self.norm_limit / largest, _SMALLEST) if largest else math.inf
 
-    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def encode(self, x_TI: torch.Tensor, where: str = "") -> torch.Tensor:
         """Quantise a float input [T, I] to int32 [T, I]: round(x / input_scale), ties to even.
 
         Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
-        ActivationRangeError for a row whose product could wrap, and for values that are not finite.
+        ActivationRangeError for a row whose product could wrap, and for values that are not finite;
+        `where`: how its message begins.
 
         GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
         """
         if compiled_for(x_TI.dtype):
             elements_TI, _, norm, *_ = compiled.encode(x_TI, self.input_scale, None)
-            self._check_norm(norm)
+            self._check_norm(norm, where)
             return elements_TI
         # Whole numbers from here on: a float32 that has been rounded converts exactly.
         scaled_TI = x_TI.to(torch.float32).div(self.input_scale).round_()
         # A norm that is NaN is the largest of all, and is refused.
-        self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item())
+        self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item(), where)
         return scaled_TI.to(torch.int32)
 
-    def _check_norm(self, largest: float) -> None:
+    def _check_norm(self, largest: float, where: str) -> None:
         if not largest <= self.row_limit:
-            self.refuse(largest)
+            self.refuse(largest, where)
 
-    def refuse(self, norm: float) -> NoReturn:
-        """Raise ActivationRangeError for a row with this norm."""
+    def refuse(self, norm: float, where: str = "") -> NoReturn:
+        """Raise ActivationRangeError for a row with this norm. `where`: as in `encode`."""
         # In whole multiples: an exact norm would name the token to a reader of the log.
         times = norm / self.row_limit
         finite = math.isfinite(times)
-        got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
-        expected = "at most once what cannot wrap in the ring"
-        raise ActivationRangeError("length of an input row", got, expected)
+        raise ActivationRangeError(
+            f"{where}length of an input row",
+            f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
+            "at most once what cannot wrap in the ring (calibrate with text more like this one)",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +159,9 @@ class Calibration:
         # 1e-6: what rounding may take from a scale that uses the ring up.
         if not headroom >= HEADROOM * (1 - 1e-6):
             bits = math.log2(MAX_SUM * HEADROOM / headroom)
-            got = f"2^{bits:.1f} for {operator} in layer {layer}"
-            raise CalibrationError("ring Z_2^32", got, "at most 2^31")
+            raise CalibrationError(
+                "ring Z_2^32", f"2^{bits:.1f} for {operator} in layer {layer}", "at most 2^31"
+            )
 
     def check_weights(self, site: Site, weight_scale: torch.Tensor, max_norm: float) -> None:
         """Check a site against the quantised weights that are in use.
@@ -166,13 +172,18 @@ class Calibration:
         layer, operator = site
         where, scales = f"{operator} in layer {layer}", self.sites[site]
         limit = norm_limit(max_norm)
-        if not scales.norm_limit <= limit:
-            where = f"{where}: norm limit of these weights"
-            got, expected = f"{scales.norm_limit:.6g}", f"at most {limit:.6g} (calibrate again)"
-            raise CalibrationError(where, got, expected)
-        if not torch.equal(scales.weight_scale, weight_scale):
-            got, expected = "others than those of these weights", "the same (calibrate again)"
-            raise CalibrationError(f"{where}: weight scales", got, expected)
+        CalibrationError.unless(
+            scales.norm_limit <= limit,
+            f"{where}: norm limit of these weights",
+            f"{scales.norm_limit:.6g}",
+            f"at most {limit:.6g} (calibrate again)",
+        )
+        CalibrationError.unless(
+            torch.equal(scales.weight_scale, weight_scale),
+            f"{where}: weight scales",
+            "others than those of these weights",
+            "the same (calibrate again)",
+        )
 
     @staticmethod
     def load(
@@ -192,11 +203,9 @@ class Calibration:
         ManifestError.
         """
         metadata, tensors = _read(path, config, manifest)
-        compared = {"model_digest": model_digest, "linear_digest": linear_digest}
-        for name, digest in compared.items():
-            if digest is not None and metadata[name] != digest:
-                expected = f"{digest}, the digest of this model"
-                raise CalibrationError(f"{path}: {name}", metadata[name], expected)
+        for name, digest in {"model_digest": model_digest, "linear_digest": linear_digest}.items():
+            same, expected = digest in (None, metadata[name]), f"{digest}, the digest of this model"
+            CalibrationError.unless(same, f"{path}: {name}", metadata[name], expected)
         order: list[Site] = [
             (layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES
         ]
@@ -231,10 +240,9 @@ def calibration_path(model: Path, given: Path | None) -> Path:
     ModelError for a link out of the model's directory.
     """
     path = require_inside(model / CALIBRATION_FILE) if given is None else given
-    if not path.is_file():
-        option = "" if given is None else f" --output {given}"
-        expected = f"one made by: tsqp calibrate {model}{option}"
-        raise CalibrationError(f"activation scales {path}", "no such file", expected)
+    option = "" if given is None else f" --output {given}"
+    expected = f"one made by: tsqp calibrate {model}{option}"
+    CalibrationError.unless(path.is_file(), f"activation scales {path}", "no such file", expected)
     return path
 
 
@@ -266,26 +274,30 @@ def _read(
     for name, (shape, dtype) in layout.items():
         found = header.entries.get(name)
         if found is None or (found.shape, found.dtype) != (shape, dtype):
-            got = f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor"
-            raise CalibrationError(f"{path}: {name}", got, f"{dtype} {list(shape)}")
+            raise CalibrationError(
+                f"{path}: {name}",
+                f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor",
+                f"{dtype} {list(shape)}",
+            )
         begin, end = (header.data_begin + offset for offset in found.data_offsets)
         raw = bytearray(content[begin:end])
         tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
     if extra := sorted(header.entries.keys() - tensors.keys()):
-        where, got = f"{path}: {describe(extra[0])}", "a tensor that the model does not explain"
-        expected = f"the sites of {config.num_hidden_layers} layers"
-        raise CalibrationError(where, got, expected)
+        raise CalibrationError(
+            f"{path}: {describe(extra[0])}",
+            "a tensor that the model does not explain",
+            f"the sites of {config.num_hidden_layers} layers",
+        )
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
         positive = tensor >= 0 if name == "max_norm" else tensor > 0
-        bad = tensor[~(positive & tensor.isfinite())]
-        if len(bad):
-            got = f"{bad[0].item():g}"
-            raise CalibrationError(f"{path}: {name}", got, "positive finite numbers")
+        if len(bad := tensor[~(positive & tensor.isfinite())]):
+            raise CalibrationError(
+                f"{path}: {name}", f"{bad[0].item():g}", "positive finite numbers"
+            )
     # A column of weights that is not all zero has a norm of at least 1.
-    if (largest := tensors["norm_limit"].max().item()) > MAX_SUM:
-        expected = f"at most {MAX_SUM}: the ring's"
-        raise CalibrationError(f"{path}: norm_limit", f"{largest:g}", expected)
+    largest, expected = tensors["norm_limit"].max().item(), f"at most {MAX_SUM}: the ring's"
+    CalibrationError.unless(largest <= MAX_SUM, f"{path}: norm_limit", f"{largest:g}", expected)
     return header.metadata, tensors
 
 
@@ -298,16 +310,17 @@ def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[byt
             manifest.check_file(path, content, CALIBRATION_FILE)
         return content, parse_header(content, len(content), str(path))
     except ModelError as error:
-        expected = "a file made by tsqp calibrate"
-        raise CalibrationError(error.where, error.got, expected) from None
+        raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None
 
 
 def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
     for name, (pattern, expected) in _METADATA.items():
         value = metadata.get(name)
         if value is None or not re.fullmatch(pattern, value):
-            got = "nothing" if value is None else describe(value)
-            raise CalibrationError(f"{path}: {name}", got, expected)
+            raise CalibrationError(
+                f"{path}: {name}", "nothing" if value is None else describe(value), expected
+            )
     if extra := sorted(metadata.keys() - _METADATA.keys()):
-        where = f"{path}: metadata {describe(extra[0])}"
-        raise CalibrationError(where, "an unknown key", "no such key")
+        raise CalibrationError(
+            f"{path}: metadata {describe(extra[0])}", "an unknown key", "no such key"
+        )

@@ -32,52 +32,43 @@ from tee_side.words import Operator, Site, is_linear
 
 # Hides the input of one linear operator.
 Hide: TypeAlias = Callable[[torch.Tensor], Masked]
-# Returns how the input of a site is hidden.
-HideAt: TypeAlias = Callable[[Site], Hide]
 
 _MORE_ROWS = 4096
 
 
 def linear_masking(
     mask: Mask | None,
+    site: Site,
     randomness: Randomness,
     *,
     pads: PadLane | None = None,
     transforms: Mapping[Site, KeyedTransform] | None = None,
-) -> HideAt:
-    """Return how a mask hides the inputs of linear operators, by site.
+) -> Hide:
+    """Return how a mask hides the input of a linear operator.
 
     Raises PolicyError for an additive mask without factors, or a feature mask without its key.
     """
     match mask:
         case None:
-            return lambda _site: lambda x_TI: Masked((x_TI,), as_it_is)
+            return lambda x_TI: Masked((x_TI,), as_it_is)
         case RowMask() | SharingMask():
-            return lambda _site: lambda x_TI: mask.mask(x_TI, randomness)
+            return lambda x_TI: mask.mask(x_TI, randomness)
         case FeatureMask():
             if transforms is None:
                 raise PolicyError(
                     f"mask {mask.name}", "no key", "--key, as tsqp provision wrote it"
                 )
-            return lambda site: lambda x_TI: transforms[site].mask(x_TI, randomness)
+            return lambda x_TI: transforms[site].mask(x_TI, randomness)
         case AdditiveMask():
             if pads is None:
                 raise PolicyError(f"mask {mask.name}", "no factors", "pads made in advance")
-            return lambda site: _padding(mask, pads, site)
+            number = site_number(*site)
+            return lambda x_TI: mask.mask(x_TI, pads.draw(number, x_TI.shape[0]))
     raise PolicyError(
         f"mask {mask.name}",
         type(mask).__name__,
         "a RowMask, FeatureMask, AdditiveMask or SharingMask",
     )
-
-
-def _padding(mask: AdditiveMask, pads: PadLane, site: Site) -> Hide:
-    number = site_number(*site)
-
-    def hide(x_TI: torch.Tensor) -> Masked:
-        return mask.mask(x_TI, pads.draw(number, x_TI.shape[0]))
-
-    return hide
 
 
 def most_rows(mask: Mask | None, rows: int) -> int:

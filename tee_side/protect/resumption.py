@@ -53,8 +53,11 @@ class ResumeWatch:
                         self._got = "resumed from a snapshot"
             if self._got:
                 os.eventfd_write(self._ended, 1)  # it is not read: there is something to check
-                expected = "to run on: pads and keys of this run may be used twice (start it again)"
-                raise ResumedError("this VM", self._got, expected)
+                raise ResumedError(
+                    "this VM",
+                    self._got,
+                    "to run on: pads and keys of this run may be used twice (start it again)",
+                )
 
 
 def has_generation_id() -> bool:

@@ -34,11 +34,9 @@ class LinearSite(Protocol):
 
     def encode(self, x_TI: torch.Tensor, /) -> torch.Tensor:
         """Return what the weight is multiplied by."""
-        ...
 
     def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> torch.Tensor:
         """Return the output for an input, in the model's dtype and with its bias."""
-        ...
 
 
 class FloatSite:
@@ -65,32 +63,18 @@ class IntegerSite:
         self.row_limit = self.scales.row_limit
         self.bias_O = sites.biases.get(site)
         self.dtype = sites.dtype
-        self._site = site
+        self._where = f"{site[1]} in layer {site[0]}: "
         # How many digits hold what `encode` returns, whatever the input is.
         self.digits = digits_below(self.scales.norm_limit)
         self.compiled = compiled_for(sites.dtype)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Quantise to int32 [T, I]. Raises ActivationRangeError rather than let a sum wrap."""
-        try:
-            return self.scales.encode(x_TI)
-        except ActivationRangeError as error:
-            raise self._out_of_range(error) from None
+        return self.scales.encode(x_TI, self._where)
 
     def refuse(self, norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row with this norm."""
-        try:
-            self.scales.refuse(norm)
-        except ActivationRangeError as error:
-            raise self._out_of_range(error) from None
-
-    def _out_of_range(self, error: ActivationRangeError) -> ActivationRangeError:
-        layer, operator = self._site
-        return ActivationRangeError(
-            f"{operator} in layer {layer}: {error.where}",
-            error.got,
-            f"{error.expected} (calibrate with text more like this one)",
-        )
+        self.scales.refuse(norm, self._where)
 
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
@@ -179,8 +163,9 @@ class IntegerSites:
         if site[1] != "lm_head":
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
         elif self._head_scale_V is not None and not weights.scale.equal(self._head_scale_V):
-            expected = "those that were read at the start"
-            raise CalibrationError("lm_head: weight scales", "others", expected)
+            raise CalibrationError(
+                "lm_head: weight scales", "others", "those that were read at the start"
+            )
 
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":

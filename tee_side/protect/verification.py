@@ -11,20 +11,46 @@ for any other entries of s, one of its values at most makes both sides equal: a 
 one vector with probability 2^-32 at most, and both with 2^-64 (docs/verification.md).
 
 A service learns one bit from a check, accepted or refused, and refused ends its part in the run.
+
+`Secrets` are drawn once a run, for all linear operators that the policy verifies. A `ResultCheck`
+is what the results of one operator under one mask are checked with. Products of integers are
+checked here; an installed package registers what checks products of floats.
+
 Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from protocol.integer import LARGEST_OF_DIGITS, int8_product, to_digits
+from protocol.errors import PolicyError
+from protocol.integer import LARGEST_OF_DIGITS, exact_product, int8_product, to_digits
+from protocol.messages import (
+    WHOLE,
+    Arithmetic,
+    Columns,
+    ModuleName,
+    Request,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    SeededRingLinearRequest,
+    part_of,
+)
+from protocol.model.checkpoint import Checkpoint, module_name
+from protocol.model.config import ModelConfig
+from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
+from protocol.model.weights import row_layout, weight_rows
 from protocol.native import choice
+from protocol.tensors import to_torch
 from tee_side.native import sites
+from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import IntegerSites, tensors_of
+from tee_side.words import Site
 
 # How many secret vectors: what the compiled kernels take.
 VECTORS = 2
@@ -90,3 +116,237 @@ class ExactCheck:
         if not choice().compiled:
             return torch.equal(y_TO.long() @ self.vectors_kO.t().long(), expected_Tk)
         return sites.same(y_TO, self.vectors_kO, expected_Tk)
+
+
+GROUP = "tsqp.checks"
+
+# Blocks of a weight, and the columns of a product that each makes.
+Blocks: TypeAlias = Iterator[tuple[slice, torch.Tensor]]
+# Hands blocks on while there is time to multiply so many rows by each.
+InTime: TypeAlias = Callable[[Blocks, int], Blocks]
+
+
+class Claim(NamedTuple):
+    """What a service was asked, and what it says that the whole output is.
+
+    `columns`: the part of the output that is checked: the columns of one rank, or all of them.
+    """
+
+    request: Request
+    output: torch.Tensor
+    columns: Columns = WHOLE
+
+
+class ResultCheck(Protocol):
+    """Checks the results of one operator under one mask."""
+
+    def holds(self, x: Any, y: torch.Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether y is the plain result for x. `sent`: what crossed instead of x.
+
+        Raises ActivationRangeError for an input that is not finite.
+        """
+
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """Return which claims of a refused result are wrong, by computing each once more.
+
+        Raises what `in_time` raises; ModelError and ManifestError for weights that cannot be read
+        again; ActivationRangeError where what was sent is not finite.
+        """
+
+
+class Unverified:
+    """Stands where a `ResultCheck` would, for what a policy sends with verify = "none"."""
+
+    __slots__ = ()
+
+
+# Said by name: nothing that is missing by mistake looks like it.
+UNVERIFIED = Unverified()
+
+
+def check_verifiable(
+    policy: str, sites: Iterable[Site], config: ModelConfig, checkpoint: Checkpoint
+) -> None:
+    """Check that the directory has the weights behind all sites that a policy verifies.
+
+    Raises PolicyError that names what is missing, ModelError for a tensor of another shape.
+    """
+    tensors = tensors_of(sites, config)
+    missing = [name for name in tensors if not checkpoint.holds([name])]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise PolicyError(
+            f'policy {policy}: verify = "freivalds"',
+            f"no {missing[0]}{more} in {checkpoint.directory}",
+            "the weights whose products are to be verified",
+        )
+    checkpoint.require(tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """What is known of a model's weights: integers in memory (`held`), and the model directory.
+
+    `dtype`: that services hold floats in. `integers`: where the policy computes with them.
+    """
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    held: Mapping[Site, QuantizedLinear]
+    integers: IntegerSites | None = None
+
+    def integer_blocks(
+        self, site: Site, modules: Sequence[ModuleName], part: Columns = WHOLE
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the integers of some modules side by side, int8 [n, I], and their columns.
+
+        `modules`: of the site's operator; none for the LM head. `part`: of each module's columns.
+        Never all of them at once, where they are not held. Raises ModelError, ManifestError.
+        """
+        layer, operator = site
+        held, (_, in_features) = self.held.get(site), row_layout(self.config, operator)[1]
+        tensors = weight_rows(self.config, layer, operator)
+        wanted = [
+            f"{module_name(self.config, layer, module)}.weight" for module in modules
+        ] or list(tensors)
+        start = 0
+        for name in wanted:
+            rows = tensors[name]
+            size = rows.stop - rows.start
+            if held is not None:
+                mine = part_of(size, *part)
+                yield slice(start + mine.start, start + mine.stop), held.weight[rows][mine]
+            else:
+                shape = (size, in_features)
+                for columns, block in rows_of_part(self.checkpoint, name, shape, part, start):
+                    yield columns, quantize_rows(block, name)[0]
+            start += size
+
+
+def rows_of_part(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Columns, start: int = 0
+) -> Blocks:
+    """Yield a part of a tensor's rows in blocks, whose columns count from `start`."""
+    mine = part_of(shape[0], *part)
+    for rows, block in checkpoint.blocks(name, shape):
+        first, last = max(rows.start, mine.start), min(rows.stop, mine.stop)
+        if first < last:
+            yield slice(start + first, start + last), block[first - rows.start : last - rows.start]
+
+
+class Checks(Protocol):
+    """What the linear operators that a policy verifies are checked with."""
+
+    @staticmethod
+    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Checks:
+        """Draw the secret vectors of all sites, once a run. Raises ModelError."""
+
+    def check(self, site: Site, mask: Mask | None) -> ResultCheck:
+        """Return what checks a site's results under a mask.
+
+        Raises KeyError for a site that the policy does not verify.
+        """
+
+
+def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
+    """Return how products are checked: of integers here, of floats by an installed package.
+
+    Raises PolicyError that says what to install, and PluginError for a package that does not load.
+    """
+    if arithmetic == "int8":
+        return Secrets
+    from tee_side.plugins import load_entry_point, one_entry_point
+
+    if (entry := one_entry_point(GROUP, arithmetic)) is None:
+        raise PolicyError(
+            f'policy {policy}: verify = "freivalds"',
+            "products of floats, without a package that checks them",
+            f"an installed package that registers {arithmetic!r} in the entry points"
+            f' {GROUP}, as tsqp does, or arithmetic = "int8"',
+        )
+    found: type[Checks] = load_entry_point(entry)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Secrets:
+    """The `Checks` of integers; drawn once a run."""
+
+    weights: Weights
+    vectors: Mapping[Site, ExactCheck] = field(repr=False)
+
+    @staticmethod
+    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Secrets:
+        """Read every weight of `sites` that is not held, one at a time, and draw its vectors.
+
+        Norms of weights and scales are compared, which the bounds rest on. Raises ModelError,
+        CalibrationError, KernelError.
+        """
+        if weights.integers is None:
+            raise LookupError("integers without their scales")
+        vectors = {}
+        for site in sites:
+            found = weights.held.get(site)
+            if found is None:  # those that are held were checked when they were loaded
+                found = load_quantized(weights.checkpoint, weights.config, *site)
+                weights.integers.check_weights(site, found)
+            vectors[site] = ExactCheck.draw(found.weight, randomness)
+        return Secrets(weights, vectors)
+
+    def check(self, site: Site, mask: Mask | None) -> LinearCheck:
+        """See `Checks.check`."""
+        return LinearCheck(self.vectors[site], self.weights, site)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearCheck:
+    """A `ResultCheck` of one site in integers, whose products have no bias.
+
+    `exact`: what x [T, I] and y [T, O] are checked with.
+    """
+
+    exact: ExactCheck = field(repr=False)
+    weights: Weights
+    site: Site
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor, sent: Sequence[torch.Tensor] = ()) -> bool:
+        """See `ResultCheck.holds`."""
+        return self.exact.holds(x, y)
+
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`."""
+        # Shares of one product meet each block together: it is read once for all of them.
+        products: dict[
+            tuple[tuple[ModuleName, ...], Columns], dict[int, tuple[torch.Tensor, torch.Tensor]]
+        ] = {}
+        for index, (request, y, part) in enumerate(claims):
+            whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+            if not isinstance(whole, RingLinearRequest | RingLMHeadRequest):
+                raise LookupError(f"an answer to {request.method} of a product of integers")
+            modules = whole.module_names if isinstance(whole, RingLinearRequest) else ()
+            products.setdefault((modules, part), {})[index] = to_torch(whole.elements), y
+        wrong: set[int] = set()
+        for (modules, part), pairs in products.items():
+            rows = max(len(x) for x, _ in pairs.values())
+            blocks = self.weights.integer_blocks(self.site, modules, part)
+            wrong |= _wrong_products(pairs, in_time(blocks, rows))
+        return sorted(wrong)
+
+
+def _wrong_products(
+    pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]], blocks: Blocks
+) -> set[int]:
+    """Return whose elements, int32 [T, I], times the blocks are not its output, int32 [T, O].
+
+    Stops where all of them are wrong.
+    """
+    wrong: set[int] = set()
+    for columns, weight_nI in blocks:
+        for index in pairs.keys() - wrong:
+            elements_TI, output_TO = pairs[index]
+            if not torch.equal(exact_product(elements_TI, weight_nI), output_TO[:, columns]):
+                wrong.add(index)
+        if len(wrong) == len(pairs):
+            break
+    return wrong

@@ -39,9 +39,8 @@ class ServiceAppraisal:
         `keys`: of the link that it came by. Raises EvidenceError.
         """
         where = f"service {endpoint}"
-        if not statement:
-            expected = f"{self._attested} evidence (gpu-service --attest)"
-            raise EvidenceError(where, "none", expected)
+        expected = f"{self._attested} evidence (gpu-service --attest)"
+        EvidenceError.unless(statement, where, "none", expected)
         stated = Statement.decode(statement)
         found = appraise(stated, self._policy, Expected(nonce, None, self._utc(), "service"))
         if not found.passed or found.claims is None:
@@ -49,8 +48,8 @@ class ServiceAppraisal:
             raise EvidenceError(f"{where}: {step.name}", step.got, step.expected)
         evidence = Evidence.decode(stated.evidence)
         given = f"{evidence.kind}{'+nvidia' if evidence.gpus else ''}"
-        if given != self._attested:
-            raise EvidenceError(f"{where}: evidence", given, self._attested)
+        EvidenceError.unless(given == self._attested, f"{where}: evidence", given, self._attested)
         # Alone: what names others as well is the evidence of a runner.
-        if keys is None or found.claims.curve_keys != {"service": z85.decode(keys.service)}:
-            raise EvidenceError(f"{where}: key", "another", "that of its link, alone")
+        own = keys and {"service": z85.decode(keys.service)}
+        alone = own is not None and found.claims.curve_keys == own
+        EvidenceError.unless(alone, f"{where}: key", "another", "that of its link, alone")

@@ -22,7 +22,7 @@ from tee_side.observer import StageClock, Untimed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Masked, Seed
 from tee_side.protect.padded import Padded, PaddedSite
-from tee_side.protect.verifier import ResultCheck, Unverified
+from tee_side.protect.verification import ResultCheck, Unverified
 from tee_side.remote.overlap import ask, time_left
 from tee_side.words import Operator
 

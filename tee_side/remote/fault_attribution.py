@@ -27,7 +27,7 @@ from protocol.errors import (
 from protocol.messages import EmbeddingRequest
 from protocol.prepared import Exchange, PreparedRequest
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.verifier import Blocks, Claim, ResultCheck, Unverified
+from tee_side.protect.verification import Blocks, Claim, ResultCheck, Unverified
 from tee_side.remote.overlap import time_left
 from tee_side.remote.services.replicas import Replicas
 from tee_side.words import Operator
@@ -213,9 +213,9 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
 
 
 def _require_time(is_over: Callable[[], bool]) -> None:
-    if is_over():
-        raise DeadlineExceededError(
-            "finding out who computed wrongly",
-            "the end of the request's time",
-            "time to compute the product once more",
-        )
+    DeadlineExceededError.unless(
+        not is_over(),
+        "finding out which service computed wrongly",
+        "the end of the request's time",
+        "time to compute the product once more",
+    )

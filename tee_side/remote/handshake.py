@@ -70,13 +70,11 @@ class ServiceCheck:
         naming the field, and ReplyError for an Init reply that is none.
         """
         if not isinstance(reply, InitReply):
-            got = type(reply).__name__
-            raise ReplyError(f"Init reply from {endpoint}", got, "InitReply")
+            raise ReplyError(f"Init reply from {endpoint}", type(reply).__name__, "InitReply")
 
         def require(holds: bool, field: str, got: object, expected: object) -> None:
-            if not holds:
-                where = f"model at {endpoint}: {field}"
-                raise ModelMismatchError(where, str(got), str(expected))
+            where = f"model at {endpoint}: {field}"
+            ModelMismatchError.unless(holds, where, str(got), str(expected))
 
         said = {**reply.config.model_dump(), **{name: getattr(reply, name) for name in _DIGESTS}}
         for name, ours in self._expected.items():

@@ -22,7 +22,7 @@ from tee_side.protect.masking import Hide, MaskRules
 from tee_side.protect.masks.mask import Masked
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.sites import LinearSite
-from tee_side.protect.verifier import ResultCheck, Unverified
+from tee_side.protect.verification import ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.words import Operator, Site, layer_of
 

@@ -25,7 +25,6 @@ class RegisteredOperator(Protocol):
 
     def __init__(self, parts: RunParts) -> None:
         """Read what is needed, and draw the secrets of checks; once a run."""
-        ...
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -34,7 +33,6 @@ class RegisteredOperator(Protocol):
 
         `embedding` and `lm_head` get a tensor, `attention` what `RemoteAttention` does.
         """
-        ...
 
 
 def find_registered(

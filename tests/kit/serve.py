@@ -17,8 +17,7 @@ from starlette.requests import Request as HttpRequest
 
 from protocol.errors import EndpointError, PromptError
 from protocol.model.config import read_config
-from tee_side.engine.background import State
-from tee_side.engine.generation import EngineStats
+from tee_side.engine.background import EngineStats, State
 from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app

@@ -260,7 +260,7 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     """Make a mask from `key=value` texts. Raises SettingsError."""
     from pydantic import ValidationError
 
-    from protocol.validation import first_fault
+    from protocol.validation import first_problem
 
     values: dict[str, str] = {}
     for option in options:
@@ -273,17 +273,17 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     try:
         return mask(**values)
     except ValidationError as error:
-        fault = first_fault(error)
-        field = fault.field or "--option"
-        if fault.kind == "extra_forbidden":
+        problem = first_problem(error)
+        field = problem.field or "--option"
+        if problem.kind == "extra_forbidden":
             known = ", ".join(mask.model_fields) or "none: the mask has no options"
             raise SettingsError(
                 f"--option {field}", got=f"no option of mask {mask.name}", expected=known
             ) from None
         raise SettingsError(
             f"--option {field} of mask {mask.name}",
-            got=fault.got,
-            expected=fault.expected,
+            got=problem.got,
+            expected=problem.expected,
         ) from None
 
 

@@ -55,8 +55,7 @@ def load(settings: RunSettings, *, text_needed: bool, release: Release | None = 
     so they are read before the seal is open. Raises SealError, and ModelError for a directory that
     is missing, or for a tokenizer that is missing and needed.
     """
-    from protocol.model.config import read_config
-    from protocol.model.manifest import find_file
+    from protocol.model.config import find_file, read_config
     from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 
     directory = model_directory(settings.model)

@@ -34,21 +34,17 @@ class TransformKey(Protocol):
     @property
     def provision_id(self) -> str:
         """The name that the server repeats, SHA-256 in hex."""
-        ...
 
     @property
     def server_linear_digest(self) -> str:
         """The digest of the weights that the server got, SHA-256 in hex."""
-        ...
 
     @classmethod
     def load(cls, path: Path) -> TransformKey:
         """Read a key. Raises FeatureKeyError."""
-        ...
 
     def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
         """Check that the key is one of this model and mask. Raises FeatureKeyError."""
-        ...
 
     def transforms(
         self,
@@ -61,11 +57,9 @@ class TransformKey(Protocol):
         `gains`: of each layer, the weights [D] of `input_layernorm` and `post_attention_layernorm`.
         Raises FeatureKeyError for another mask, MaskError for a gain that the mask cannot fold.
         """
-        ...
 
     def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
         """Make the residual stream's map. Raises FeatureKeyError for another mask."""
-        ...
 
 
 def load_key(path: Path) -> TransformKey:

@@ -132,26 +132,23 @@ class Mask(BaseModel):
             return  # one of the kinds
         required = ("kind", "hides", "known_break", "broken", "source", "tolerance", "cost")
         missing = [attribute for attribute in required if not hasattr(cls, attribute)]
-        if missing := [*missing, *sorted(cls.__abstractmethods__)]:
-            raise MaskError(
-                f"mask {cls.__name__}",
-                got=f"no {', '.join(missing)}",
-                expected="what every mask of its kind has to say and do",
-            )
-        if not isinstance(cls.broken, bool) or not cls.tolerance >= 0:
-            raise MaskError(
-                f"mask {cls.__name__}",
-                got=f"broken = {cls.broken!r}, tolerance = {cls.tolerance!r}",
-                expected="True or False, and a number from 0",
-            )
+        where, missing = f"mask {cls.__name__}", [*missing, *sorted(cls.__abstractmethods__)]
+        expected = "what every mask of its kind has to say and do"
+        MaskError.unless(not missing, where, f"no {', '.join(missing)}", expected)
+        MaskError.unless(
+            isinstance(cls.broken, bool) and cls.tolerance >= 0,
+            where,
+            f"broken = {cls.broken!r}, tolerance = {cls.tolerance!r}",
+            "True or False, and a number from 0",
+        )
         # Not inherited: a subclass that sends something else would claim it without a word.
         cls.uniform = bool(cls.__dict__.get("uniform", False))
-        if cls.uniform and cls.broken:
-            raise MaskError(
-                f"mask {cls.__name__}",
-                got="uniform = True and broken = True",
-                expected="one of them: uniform numbers tell nothing",
-            )
+        MaskError.unless(
+            not (cls.uniform and cls.broken),
+            where,
+            "uniform = True and broken = True",
+            "one of them: uniform numbers tell nothing",
+        )
 
     @property
     def verifiable(self) -> bool:

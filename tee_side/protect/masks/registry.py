@@ -48,11 +48,11 @@ def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
     path = (folder or Path()) / path_text
     masks = classes_in(load_module(path), Mask)
     found = [mask for mask in masks if wanted in ("", mask.__name__)]
-    if len(found) != 1:
-        names = ", ".join(mask.__name__ for mask in found) or "none"
-        raise MaskError(
-            str(path),
-            f"{len(found)} masks ({names})",
-            f"one named {wanted}" if wanted else "one (FILE.py:Class picks one)",
-        )
+    names = ", ".join(mask.__name__ for mask in found) or "none"
+    MaskError.unless(
+        len(found) == 1,
+        str(path),
+        f"{len(found)} masks ({names})",
+        f"one named {wanted}" if wanted else "one (FILE.py:Class picks one)",
+    )
     return found[0]

@@ -196,8 +196,7 @@ class BankFile(PadStore):
             place.index: State(0, 0, 0).encode(keys),
         }
         for file in contents:
-            if os.path.lexists(file):
-                raise PadBankError(str(file), "an existing file", "none")
+            PadBankError.unless(not os.path.lexists(file), str(file), "an existing file", "none")
         with ExitStack() as made:
             for file, content in contents.items():
                 with refusing(file):
@@ -234,12 +233,12 @@ class BankFile(PadStore):
 
     def _starting(self, indices: range) -> None:
         sealed = self._state.sealed + len(indices) // self.group * len(self.layout.sites)
-        if sealed > MAX_RECORDS:
-            raise PadBankError(
-                f"{self._path}: records ever encrypted",
-                f"{sealed} with these",
-                f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
-            )
+        PadBankError.unless(
+            sealed <= MAX_RECORDS,
+            f"{self._path}: records ever encrypted",
+            f"{sealed} with these",
+            f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
+        )
         # Counted even if writing the count fails: the next one that succeeds has it.
         self._state = self._state._replace(sealed=sealed)
         self._persist(self._reserved, self._filled)
@@ -409,8 +408,10 @@ def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
     bank, key = descriptors
     header, keys, start = read_header(bank, place.bank, read_key(key, place.key), place.key)
     expected = start + header.capacity // header.group * slot_bytes(header.layout, header.group)
-    if (size := os.fstat(bank).st_size) != expected:
-        raise PadBankError(f"{place.bank}: size", f"{size} bytes", f"{expected} bytes")
+    size = os.fstat(bank).st_size
+    PadBankError.unless(
+        size == expected, f"{place.bank}: size", f"{size} bytes", f"{expected} bytes"
+    )
 
     def state_in(file: Path, *, private: bool = False) -> State:
         content = read_file(file, STATE_BYTES + 1, private=private)
@@ -421,29 +422,27 @@ def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
     seen = state_in(witness, private=True) if os.path.lexists(witness) else State(0, 0, 0)
     state = state_in(place.index)
     # `filled` may go back: a batch whose last write failed is made again.
-    if state.reserved < seen.reserved or state.sealed < seen.sealed:
-        raise PadBankError(
-            f"{place.index}: an older copy, put back",
-            f"pads {state.reserved} .. {state.filled}",
-            f"from {seen.reserved} on, as {witness} says: pads would be used"
-            " twice; delete the bank and make another",
-        )
+    PadBankError.unless(
+        state.reserved >= seen.reserved and state.sealed >= seen.sealed,
+        f"{place.index}: an older copy, put back",
+        f"pads {state.reserved} .. {state.filled}",
+        f"from {seen.reserved} on, as {witness} says: pads would be used"
+        " twice; delete the bank and make another",
+    )
     return _Opened(place, bank, header, keys, witness, state, start)
 
 
 def check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
     """Raise PadBankError, which says what differs, for a bank that was made for something else."""
     got, expected = ((p.model_digest, p.linear_digest) for p in (made_for, wanted))
-    if got != expected:
-        same = made_for.model == wanted.model
-        raise PadBankError(
-            f"{path}: model",
-            f"pads for {made_for.model or 'another model'}"
-            + (", whose files have changed since" if same else ""),
-            f"pads for {wanted.model}: its own --bank, or a new one by pads make",
-        )
-    if made_for.mask != wanted.mask:
-        raise PadBankError(f"{path}: mask", made_for.mask, wanted.mask)
+    changed = ", whose files have changed since" if made_for.model == wanted.model else ""
+    PadBankError.unless(
+        got == expected,
+        f"{path}: model",
+        f"pads for {made_for.model or 'another model'}{changed}",
+        f"pads for {wanted.model}: its own --bank, or a new one by pads make",
+    )
+    PadBankError.unless(made_for.mask == wanted.mask, f"{path}: mask", made_for.mask, wanted.mask)
     found, needed = made_for.layout, wanted.layout
     if differing := set(found.sites) ^ set(needed.sites):
         site = min(differing, key=lambda site: site.number)

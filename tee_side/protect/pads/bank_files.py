@@ -61,40 +61,39 @@ class BankPlace:
         for option, path in (("--bank-key", self.key), ("--bank-index", self.index)):
             with refusing(path):
                 shared = _devices(path) & _devices(self.bank)
-                if shared and not all(map(_in_memory, shared)):
-                    raise PadBankError(
-                        str(path),
-                        f"the file system of the bank {self.bank}: a copy of it, with recorded"
-                        " traffic, gives every row away",
-                        f"another, best one in memory: {option} FILE, as in /dev/shm"
-                        " (--bank-key-beside-bank allows this one)",
-                    )
+                PadBankError.unless(
+                    all(map(_in_memory, shared)),
+                    str(path),
+                    f"the file system of the bank {self.bank}: a copy of it, with recorded"
+                    " traffic, gives every row away",
+                    f"another, best one in memory: {option} FILE, as in /dev/shm"
+                    " (--bank-key-beside-bank allows this one)",
+                )
 
     def witness_file(self, bank_id: str) -> Path:
         """Return where the witness of a bank is; its directory is this user's own."""
         if self.witness is not None:
             with refusing(self.witness):
                 folder = self.witness.parent.resolve(strict=True)
-                taken = _devices(self.bank) | _devices(self.index)
                 found = folder.stat().st_dev
-                if found in taken and not _in_memory(found):
-                    raise PadBankError(
-                        f"--bank-witness {self.witness}",
-                        "the file system of bank or index, with which it could be put back",
-                        "another, best one in memory",
-                    )
+                PadBankError.unless(
+                    found not in _devices(self.bank) | _devices(self.index) or _in_memory(found),
+                    f"--bank-witness {self.witness}",
+                    "the file system of bank or index, with which it could be put back",
+                    "another, best one in memory",
+                )
                 return _own(folder) / self.witness.name
         # One place whatever the environment is: two runs of one boot must find the same witness.
-        if WITNESSES.is_dir() and _in_memory(WITNESSES.stat().st_dev):
-            folder = WITNESSES / f"tsqp-{os.geteuid()}"
-            with refusing(folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                return _own(folder) / f"{bank_id}.witness"
-        raise PadBankError(
+        PadBankError.unless(
+            WITNESSES.is_dir() and _in_memory(WITNESSES.stat().st_dev),
             "--bank-witness",
             f"no file system in memory at {WITNESSES}",
             "FILE on one, or on a disk that neither bank nor index is on",
         )
+        folder = WITNESSES / f"tsqp-{os.geteuid()}"
+        with refusing(folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return _own(folder) / f"{bank_id}.witness"
 
 
 def _devices(path: Path) -> set[int]:
@@ -119,14 +118,14 @@ def _in_memory(device: int) -> bool:
 def _own(folder: Path) -> Path:
     """Return a directory that no other user can write to."""
     found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
-        raise PadBankError(str(folder), "a link or another user's", "a directory")
-    if found.st_mode & 0o022:
-        raise PadBankError(
-            str(folder),
-            stat.filemode(found.st_mode),
-            "a directory of this user alone, as mkdir -m 700 makes it",
-        )
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (0, os.geteuid())
+    PadBankError.unless(ours, str(folder), "a link or another user's", "a directory")
+    PadBankError.unless(
+        not found.st_mode & 0o022,
+        str(folder),
+        stat.filemode(found.st_mode),
+        "a directory of this user alone, as mkdir -m 700 makes it",
+    )
     return folder
 
 
@@ -153,12 +152,12 @@ def read_file(path: Path, most: int, *, private: bool = False) -> bytes:
     descriptor = open_file(path, os.O_RDONLY | (os.O_NOFOLLOW if private else 0))
     with refusing(path), os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
-            raise PadBankError(
-                f"{path}: owner and mode",
-                f"user {found.st_uid}, {stat.filemode(found.st_mode)}",
-                f"user {os.geteuid()}, -rw-------",
-            )
+        PadBankError.unless(
+            not private or (found.st_uid == os.geteuid() and not found.st_mode & 0o077),
+            f"{path}: owner and mode",
+            f"user {found.st_uid}, {stat.filemode(found.st_mode)}",
+            f"user {os.geteuid()}, -rw-------",
+        )
         return file.read(most)
 
 

@@ -139,24 +139,28 @@ class State(NamedTuple):
     @classmethod
     def decode(cls, content: bytes, path: Path, capacity: int, keys: Keys) -> State:
         """Check the content of an index file. Raises PadBankError that names it."""
-        if len(content) != STATE_BYTES or not content.startswith(_STATE_MAGIC):
-            raise PadBankError(
-                str(path), f"{len(content)} bytes", f"an index of {STATE_BYTES} bytes"
-            )
+        PadBankError.unless(
+            len(content) == STATE_BYTES and content.startswith(_STATE_MAGIC),
+            str(path),
+            f"{len(content)} bytes",
+            f"an index of {STATE_BYTES} bytes",
+        )
         _, version, header_hash, *numbers = _STATE.unpack_from(content)
         _check_version(path, version)
-        if header_hash != keys.header_hash:
-            raise PadBankError(
-                f"{path}: bank",
-                header_hash.hex()[:16],
-                f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
-            )
+        PadBankError.unless(
+            header_hash == keys.header_hash,
+            f"{path}: bank",
+            header_hash.hex()[:16],
+            f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
+        )
         state = cls(*numbers)
         _check_written(str(path), content, state.encode(keys))
-        if not state.reserved <= state.filled <= min(state.reserved + capacity, _MAX_INDEX):
-            raise PadBankError(
-                str(path), f"pads {state.reserved} .. {state.filled}", f"at most {capacity} pads"
-            )
+        PadBankError.unless(
+            state.reserved <= state.filled <= min(state.reserved + capacity, _MAX_INDEX),
+            str(path),
+            f"pads {state.reserved} .. {state.filled}",
+            f"at most {capacity} pads",
+        )
         return state
 
 
@@ -171,18 +175,18 @@ def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
 def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Header, Keys, int]:
     """Return header, keys and where the records start. Raises PadBankError that names the file."""
     preamble = os.pread(file, _PREAMBLE.size, 0)
-    if len(preamble) < _PREAMBLE.size or not preamble.startswith(_MAGIC):
-        raise PadBankError(str(path), "no magic bytes", "a pad bank")
+    whole = len(preamble) == _PREAMBLE.size and preamble.startswith(_MAGIC)
+    PadBankError.unless(whole, str(path), "no magic bytes", "a pad bank")
     _, version, key_id, length = _PREAMBLE.unpack(preamble)
     _check_version(path, version)
-    if key_id != _key_id(key):
-        raise PadBankError(
-            f"{path}: key id",
-            f"{_key_id(key).hex()} from {key_path}",
-            f"{key_id.hex()}, the key that this bank was created with",
-        )
-    if not 0 < length <= _MAX_HEADER_BYTES:
-        raise PadBankError(f"{path}: header", f"{length} bytes", f"1 .. {_MAX_HEADER_BYTES}")
+    PadBankError.unless(
+        key_id == _key_id(key),
+        f"{path}: key id",
+        f"{_key_id(key).hex()} from {key_path}",
+        f"{key_id.hex()}, the key that this bank was created with",
+    )
+    fits, limit = 0 < length <= _MAX_HEADER_BYTES, f"1 .. {_MAX_HEADER_BYTES}"
+    PadBankError.unless(fits, f"{path}: header", f"{length} bytes", limit)
     body = os.pread(file, _PREAMBLE.size + length, 0)
     keys = Keys.derive(key, body)
     written = _whole_pages(body, keys)
@@ -205,12 +209,12 @@ def encode_key(key: bytes) -> bytes:
 def read_key(file: int, path: Path) -> bytes:
     """Read a key from an open file. Raises PadBankError: others may read it, or it is no key."""
     status = os.fstat(file)
-    if status.st_mode & 0o077:
-        raise PadBankError(
-            f"{path}: mode",
-            stat.filemode(status.st_mode),
-            "-rw------- (a key is for its owner alone)",
-        )
+    PadBankError.unless(
+        not status.st_mode & 0o077,
+        f"{path}: mode",
+        stat.filemode(status.st_mode),
+        "-rw------- (a key is for its owner alone)",
+    )
     line = os.pread(file, 256, 0).decode("ascii", "replace")
     found = re.fullmatch(f"{_KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n", line)
     if found is None:
@@ -230,9 +234,8 @@ def slot_bytes(layout: PadLayout, group: int) -> int:
 
 
 def _check_version(path: Path, version: int) -> None:
-    if version != VERSION:
-        expected = f"{VERSION} (make a new bank: tee-runner pads make)"
-        raise PadBankError(f"{path}: version", f"{version}", expected)
+    expected = f"{VERSION} (make a new bank: tee-runner pads make)"
+    PadBankError.unless(version == VERSION, f"{path}: version", f"{version}", expected)
 
 
 def _key_id(key: bytes) -> bytes:
@@ -251,5 +254,5 @@ def _whole_pages(body: bytes, keys: Keys) -> bytes:
 
 
 def _check_written(where: str, found: bytes, written: bytes) -> None:
-    if not hmac.compare_digest(found, written):
-        raise PadBankError(where, "another content than was written", "its HMAC to match")
+    same = hmac.compare_digest(found, written)
+    PadBankError.unless(same, where, "another content than was written", "its HMAC to match")

@@ -12,8 +12,7 @@ import torch
 
 from protocol.errors import PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
-from tee_side.protect.pads.background_maker import BackgroundMaker, Load, TellLoad
-from tee_side.protect.pads.maker import PadMaker
+from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, TellLoad
 from tee_side.protect.pads.store import Draw, PadStore, Words
 
 WhenOut = Literal["wait", "tee", "fail"]
@@ -142,23 +141,23 @@ class Pads:
             raise PadsExhaustedError(
                 "pads", "no linear weights to make more from", f"{rows} in the bank"
             )
-        if rows > self._store.capacity:
-            raise PadsExhaustedError(
-                "pads",
-                f"room for {self._store.capacity} tokens",
-                f"{rows} (fewer --step-tokens need fewer at once)",
-            )
+        PadsExhaustedError.unless(
+            rows <= self._store.capacity,
+            "pads",
+            f"room for {self._store.capacity} tokens",
+            f"{rows} (fewer --step-tokens need fewer at once)",
+        )
         with self._background.held_off():
             while (missing := rows - self._store.available) > 0:
                 if self._on_wait is not None:
                     self._on_wait(missing)
                 wanted = min(self._store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
-                if wanted < 1:
-                    raise PadsExhaustedError(
-                        "pads",
-                        f"room for {self._store.capacity} tokens, used by this step",
-                        f"{missing} more (fewer --step-tokens need fewer at once)",
-                    )
+                PadsExhaustedError.unless(
+                    wanted > 0,
+                    "pads",
+                    f"room for {self._store.capacity} tokens, used by this step",
+                    f"{missing} more (fewer --step-tokens need fewer at once)",
+                )
                 self._maker.fill(self._store, wanted)
                 self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 

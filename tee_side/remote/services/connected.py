@@ -38,21 +38,20 @@ class Services:
         self, groups: Sequence[ReplicaGroup], num_layers: int, options: ConnectOptions
     ) -> None:
         self.traffic = Traffic()
-        self._options = options
-        instances = Instances()
-        self._groups = tuple(self._replicas(group, instances) for group in groups)
+        instances, timeout_s = Instances(), options.timeout_s
+        self._groups = tuple(
+            Replicas(
+                [Member(one, group, options, instances, self.traffic) for one in group.endpoints],
+                timeout_s=timeout_s,
+                traffic=self.traffic,
+            )
+            for group in groups
+        )
         by_share = sorted(zip(groups, self._groups, strict=True), key=lambda pair: pair[0].share)
         self._at: tuple[tuple[Channel, ...], ...] = tuple(
             tuple(channel for group, channel in by_share if group.first <= layer <= group.last)
             for layer in range(num_layers)
         )
-
-    def _replicas(self, group: ReplicaGroup, instances: Instances) -> Replicas:
-        members = [
-            Member(endpoint, group, self._options, instances, self.traffic)
-            for endpoint in group.endpoints
-        ]
-        return Replicas(members, timeout_s=self._options.timeout_s, traffic=self.traffic)
 
     @property
     def connected(self) -> int:

@@ -30,10 +30,10 @@ class ConnectOptions:
     """How every service is reached and checked.
 
     `open` returns a fresh channel; `verify` compares an Init reply from an endpoint with what is
-    asked of it for some layers, and raises ModelMismatchError or ReplyError. `link`:
-    what each channel is wrapped in. `timeout_s`: deadline of a request that names none. `appraise`:
-    takes an endpoint, its statement and the nonce that it is of, and raises EvidenceError; None:
-    services need not prove what they are.
+    asked of it for some layers, and raises ModelMismatchError or ReplyError. `link`: what each
+    channel is wrapped in. `timeout_s`: deadline of a request that names none. `appraise`: takes an
+    endpoint, its statement and the nonce that it is of, and raises EvidenceError; None: services
+    need not prove what they are.
     """
 
     open: Callable[[str], PendingChannel]

@@ -40,8 +40,8 @@ _RING_ITEMSIZE = 4
 _NO_PATH = ("tcp", "vsock", "http", "https")
 
 
-def _refused(got: object, expected: str) -> SettingsError:
-    return SettingsError("--gpu", str(got), expected)
+def _require(holds: object, got: object, expected: str) -> None:
+    SettingsError.unless(holds, "--gpu", str(got), expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,16 @@ class ServiceSpec:
         """
         match = _SUFFIXES.fullmatch(text)
         endpoint, layers, share = match.groups() if match else (text, None, None)
-        if ",columns" in endpoint:
-            raise _refused(repr(text), WITHOUT_COLUMNS)
-        scheme = endpoint.partition("://")[0]
-        odd = "=,"  # neither is in a host, a port, a number or a path of ours
-        if ",share" in endpoint or (scheme in _NO_PATH and set(odd) & set(endpoint)):
-            raise _refused(repr(text), GRAMMAR)
+        _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
+        # Neither = nor , is in a host, a port, a number or a path of ours.
+        odd = endpoint.partition("://")[0] in _NO_PATH and set("=,") & set(endpoint)
+        _require(not odd and ",share" not in endpoint, repr(text), GRAMMAR)
         parse_endpoint(endpoint)
         try:
-            return ServiceSpec(
-                endpoint,
-                LayerRange.parse(layers) if layers else None,
-                int(share) if share else None,
-            )
+            found = LayerRange.parse(layers) if layers else None
         except ValueError:
-            raise _refused(repr(text), "a range that runs forwards") from None
+            raise SettingsError("--gpu", repr(text), "a range that runs forwards") from None
+        return ServiceSpec(endpoint, found, int(share) if share else None)
 
     def __str__(self) -> str:
         layers = "" if self.layers is None else f"={self.layers}"
@@ -109,25 +104,24 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
         return ()
     uses = f"{needed}, because policy {policy.name} uses"
     uses += " a gpu-service" if needed == 1 else f" {needed} that do not collude"
-    if len(specs) < needed:
-        raise _refused("no endpoint" if not specs else "one endpoint", uses)
+    _require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
     seen: dict[str, ServiceSpec] = {}
     for spec in specs:
         if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
             raise one_service(other, spec, needed)
-        if needed == 1 and spec.share == 2:
-            raise _refused(spec, f"no share: policy {policy.name} uses one")
+        shared = needed > 1 or spec.share != 2
+        _require(shared, spec, f"no share: policy {policy.name} uses one")
     said = [spec for spec in specs if spec.share is not None]
     if needed == 1:
         return tuple(specs)
     if not said:
         return _by_position(specs)
     for spec in specs:
-        if spec.share is None:
-            raise _refused(f"{said[0]} and {spec}", "share= for all of them, or for none")
+        expected = "share= for all of them, or for none"
+        _require(spec.share is not None, f"{said[0]} and {spec}", expected)
     for share in range(1, needed + 1):
-        if not any(spec.share == share for spec in specs):
-            raise _refused(f"no service for share {share} beside {said[0]}", uses)
+        there = any(spec.share == share for spec in specs)
+        _require(there, f"no service for share {share} beside {said[0]}", uses)
     return tuple(specs)
 
 
@@ -136,18 +130,21 @@ def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
     found: list[ServiceSpec] = []
     for spec in specs:
         alike = [other for other in specs if _overlap(spec.layers, other.layers)]
-        if len(alike) > 2:
-            expected = "share=1 or share=2 for each: services with the same share stand in for each"
-            got = f"{' and '.join(map(str, alike))} without share="
-            raise _refused(got, f"{expected} other, and belong to one owner")
+        _require(
+            len(alike) <= 2,
+            f"{' and '.join(map(str, alike))} without share=",
+            "share=1 or share=2 for each: services with the same share stand in for each other,"
+            " and belong to one owner",
+        )
         given = replace(spec, share=1 if alike[0] is spec else 2)
         found.append(given)
         if is_beyond_loopback(spec.endpoint):
             other = hosts.setdefault(parse_endpoint(spec.endpoint).host.lower(), given)
-            if other.share != given.share:
-                expected = "hosts of two owners, or share= for each where that host is no owner's"
-                got = f"{other.endpoint} and {spec.endpoint} on one host, with a share each"
-                raise _refused(got, f"{expected} (a gateway)")
+            _require(
+                other.share == given.share,
+                f"{other.endpoint} and {spec.endpoint} on one host, with a share each",
+                "hosts of two owners, or share= for each where that host is no owner's (a gateway)",
+            )
     return tuple(found)
 
 
@@ -166,8 +163,8 @@ def plan_services(
     for spec in assign_shares(specs, policy):
         layers = spec.layers or LayerRange(0, None)
         last = num_layers - 1 if layers.last is None else layers.last
-        if max(layers.first, last) >= num_layers:
-            raise _refused(spec, f"layers within 0-{num_layers - 1}, the model's")
+        within = max(layers.first, last) < num_layers
+        _require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
         groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
     ordered = sorted(groups.items())
     for share in range(1, policy.services + 1):
@@ -184,14 +181,13 @@ def _check_cover(parts: Mapping[tuple[int, int], ServiceSpec], num_layers: int) 
     begin, before = 0, "the model's first layer"
     ends = {(num_layers, num_layers): "the model's end"}
     for (first, last), named in [*parts.items(), *ends.items()]:
-        if first > begin:
-            gap = f"layers {LayerRange(begin, first - 1)}, between {before} and {named}"
-            raise _refused(
-                f"no service for {gap}", f"each of the layers 0-{num_layers - 1}, for each share"
-            )
-        if first < begin:
-            got = f"{before} and {named}, which overlap"
-            raise _refused(got, "the same layers, or none in common")
+        _require(
+            first <= begin,
+            f"no service for layers {LayerRange(begin, first - 1)}, between {before} and {named}",
+            f"each of the layers 0-{num_layers - 1}, for each share",
+        )
+        overlap = f"{before} and {named}, which overlap"
+        _require(first >= begin, overlap, "the same layers, or none in common")
         begin, before = last + 1, str(named)
 
 
@@ -209,17 +205,23 @@ def check_links(
     shares. `shares_in_the_clear`: allow links without keys that do not leave this machine. Raises
     SettingsError, also for keys of a stream, and for none where services have to be attested.
     """
+    attested = policy.service.attested != "none"
     for spec, own in zip(specs, keys, strict=True):
         if own is not None:
             from protocol.curve import require_zmq_keys
 
             require_zmq_keys(spec.endpoint)
-        elif policy.service.attested != "none":
-            expected = "--identity and --service-key: the key of its link is in its evidence"
-            raise _refused(f"{spec.endpoint} without keys", expected)
-    if policy.service.attested != "none" and len({own and own.service for own in keys}) < len(keys):
-        expected = "one --service-key for each --gpu: each attested service makes its own"
-        raise SettingsError("--service-key", "one for several services", expected)
+        _require(
+            own is not None or not attested,
+            f"{spec.endpoint} without keys",
+            "--identity and --service-key: the key of its link is in its evidence",
+        )
+    SettingsError.unless(
+        not attested or len({own and own.service for own in keys}) == len(keys),
+        "--service-key",
+        "one for several services",
+        "one --service-key for each --gpu: each attested service makes its own",
+    )
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}
@@ -229,24 +231,23 @@ def check_links(
             secured[number] = True
             # What ends TLS there has one key, however many paths and services are behind it.
             ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
-            if (other := holders.setdefault(ends_at, spec)).share != spec.share:
-                got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS, a share each"
-                raise _refused(got, "hosts of two owners")
-            continue
-        if own is not None:
+            other = holders.setdefault(ends_at, spec)
+            got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS, a share each"
+            _require(other.share == spec.share, got, "hosts of two owners")
+        elif own is not None:
             other = holders.setdefault(own.service, spec)
-            if other.share != spec.share:
-                raise SettingsError(
-                    "--service-key",
-                    f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
-                    "one --service-key for each --gpu, and different keys for different"
-                    " shares: services that do not collude share no key",
-                )
-            continue
-        to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
-        leaves = is_beyond_loopback(spec.endpoint) or to_host
-        if leaves or not shares_in_the_clear:
-            raise _refused(
+            SettingsError.unless(
+                other.share == spec.share,
+                "--service-key",
+                f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                "one --service-key for each --gpu, and different keys for different"
+                " shares: services that do not collude share no key",
+            )
+        else:
+            to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
+            leaves = is_beyond_loopback(spec.endpoint) or to_host
+            _require(
+                shares_in_the_clear and not leaves,
                 f"{spec.endpoint} without keys",
                 "--identity and --service-key (tcp:// and ipc:// can have them): an observer of all"
                 f" links of policy {policy.name} adds the shares and reads prompt and answer"
@@ -262,7 +263,8 @@ def one_service(first: object, second: object, shares: int = 2) -> SettingsError
     """
     same = str(first) == str(second)
     twice = f"{first} twice" if same else f"{first} and {second}, one and the same"
-    return _refused(twice, "each service once" if shares == 1 else "two that do not collude")
+    expected = "each service once" if shares == 1 else "two that do not collude"
+    return SettingsError("--gpu", twice, expected)
 
 
 def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: torch.dtype) -> int:

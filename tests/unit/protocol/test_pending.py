@@ -19,6 +19,7 @@ from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from protocol import native
 from protocol.connect import open_channel
+from protocol.encoding import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
 from protocol.errors import (
     EndpointError,
     ErrorCode,
@@ -27,7 +28,6 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.header_numbers import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
 from protocol.messages import MAX_TIMING_US, LMHeadRequest, RingLinearRequest, TensorReply, Timing
 from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest

@@ -36,7 +36,7 @@ from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
-from tee_side.protect.masking import HideAt, MaskRules, linear_masking
+from tee_side.protect.masking import Hide, MaskRules, linear_masking
 from tee_side.protect.masks.mask import (
     AdditiveMask,
     Factors,
@@ -47,7 +47,7 @@ from tee_side.protect.masks.mask import (
 )
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite
-from tee_side.protect.verifier import UNVERIFIED
+from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
@@ -302,11 +302,11 @@ class StepTraffic:
         return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
 
     def _linear(self, operator: Projection, mask: Mask | None, verify: Verify) -> RemoteLinear:
-        integers = self._policy.arithmetic == "int8"
+        integers, site = self._policy.arithmetic == "int8", (0, operator)
         plan = SitePlan(
-            (0, operator),
+            site,
             _ZeroSite(self._dtype) if integers else FloatSite(),
-            self._hide(mask)((0, operator)),
+            self._hide(mask, site),
             MaskRules(mask),
             UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
             bias_leaves=not integers and mask is None and verify == "none",
@@ -319,11 +319,12 @@ class StepTraffic:
         channels: list[Channel] = [_Recorder(self._config, n, self._log) for n in services]
         return CallSettings(lambda _layer: channels, None, None)
 
-    def _hide(self, mask: Mask | None) -> HideAt:
+    def _hide(self, mask: Mask | None, site: Site) -> Hide:
         if isinstance(mask, AdditiveMask):
-            return _zero_pads(mask, self._config)
+            _, (outputs, _) = row_layout(self._config, site[1])
+            return partial(_under_zeros, mask, outputs)
         transforms = self._transforms(mask) if isinstance(mask, FeatureMask) else None
-        return linear_masking(mask, Randomness(), transforms=transforms)
+        return linear_masking(mask, site, Randomness(), transforms=transforms)
 
     def _transforms(self, mask: FeatureMask) -> dict[Site, KeyedTransform]:
         """Make maps from a key that is not kept; operators are called as those of layer 0."""
@@ -338,15 +339,10 @@ class StepTraffic:
         return torch.zeros(shape, dtype=self._dtype)
 
 
-def _zero_pads(mask: AdditiveMask, config: ModelConfig) -> HideAt:
+def _under_zeros(mask: AdditiveMask, outputs: int, x_TI: torch.Tensor) -> Masked:
     dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
-
-    def hide(site: Site, x_TI: torch.Tensor) -> Masked:
-        _, (size, _) = row_layout(config, site[1])
-        r_TI = mask.draw(torch.zeros(x_TI.shape, dtype=torch.int32))
-        return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), size, dtype=dtype)))
-
-    return lambda site: partial(hide, site)
+    r_TI = mask.draw(torch.zeros(x_TI.shape, dtype=torch.int32))
+    return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), outputs, dtype=dtype)))
 
 
 def _rows(request: Request) -> int:

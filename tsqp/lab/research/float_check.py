@@ -23,7 +23,7 @@ from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import FeatureMask, Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verifier import Blocks, Claim, InTime, Weights, rows_of_part
+from tee_side.protect.verification import Blocks, Claim, InTime, Weights, rows_of_part
 from tee_side.words import Site
 
 FLOAT_VECTORS = 8

@@ -37,7 +37,7 @@ from tee_side.policy.placement import Placement
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verifier import (
+from tee_side.protect.verification import (
     UNVERIFIED,
     Blocks,
     Claim,

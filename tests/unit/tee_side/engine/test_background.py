@@ -188,6 +188,25 @@ def test_owners_take_turns_by_the_tokens_that_they_were_given(tee: Tee) -> None:
     assert ends == ["a0", "b0", "b1", "a1"]
 
 
+def test_one_waits_until_all_its_samples_have_a_row_in_each_step(tee: Tee) -> None:
+    engine, ran = Engine(tee.model, tee.lanes, EngineSettings(step_tokens=2)), list[int]()
+    requests = [_request(seed, 2, samples=samples) for seed, samples in enumerate((1, 2, 1))]
+    step = engine.step
+
+    def counting(only: Iterable[Sequence] | None = None) -> list[Sampled]:
+        ran.append(len(engine.running))
+        return step(only)
+
+    engine.step = counting  # type: ignore[method-assign]
+    with _running(engine, start=False) as running:
+        clients = [running.ask(request) for request in requests]
+        running.background.start()
+        running.finish(clients)
+    assert max(ran) == 2
+    for request, client in zip(requests, clients, strict=True):
+        _assert_same(tee, request, client)
+
+
 def test_one_that_is_cancelled_gives_its_place_back_or_is_never_run(tee: Tee) -> None:
     engine = _engine(tee, max_sequences=2)
     with _running(engine, start=False) as running:

@@ -13,7 +13,7 @@ import torch
 
 from protocol.errors import LimitError, PromptError
 from tee_side.engine import reading
-from tee_side.engine.engine import Engine, EngineSettings, Sequence
+from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.prefix_pool import PrefixPool
 from tee_side.engine.request import PromptRead, Request, SamplingSettings
 from tee_side.model.kv_cache import KVCache, kv_bytes
@@ -177,14 +177,6 @@ def test_no_more_sequences_run_than_have_a_row_in_each_step(tee: Tee) -> None:
     engine = tee.engine(step_tokens=2)
     with pytest.raises(PromptError, match="samples: got 3, expected 1 to 2"):
         engine.check(Request(prompt_ids=tuple(PROMPT[:2]), max_new_tokens=1, samples=3))
-    for samples in (1, 2, 1):
-        request = Request(prompt_ids=tuple(PROMPT[:2]), max_new_tokens=2, samples=samples)
-        engine.waiting.add("", request)
-    admitted: list[list[Sequence]] = engine.admit_waiting()
-    assert [len(sequences) for sequences in admitted] == [1]
-    assert (engine.admit_waiting(), len(engine.waiting)) == ([], 2)
-    finish(engine)
-    assert [len(sequences) for sequences in engine.admit_waiting()] == [2]
 
 
 def test_a_kept_prefix_is_its_owners_and_salts_alone(tee: Tee) -> None:

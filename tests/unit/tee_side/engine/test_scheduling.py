@@ -12,15 +12,14 @@ import torch
 
 from protocol.errors import DeadlineExceededError, LimitError, PadsExhaustedError
 from tee_side.engine import step
-from tee_side.engine.composer import Composed, compose
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
 from tee_side.engine.sequence import Sequence
-from tee_side.engine.step import Part, run_step
+from tee_side.engine.step import Composed, Part, compose, run_step
 from tee_side.engine.waiting import WaitingQueue
 from tee_side.model.batch import Batch
-from tee_side.model.forward import forward
+from tee_side.model.operators import forward
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import Pads
 from tests.kit.model import LoopbackChannel, Models, Tee, token_ids

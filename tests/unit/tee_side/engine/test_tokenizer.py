@@ -21,7 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
-from tee_side.engine import tokenizer as module
+from tee_side.engine import chat_template
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
@@ -154,7 +154,7 @@ def test_what_a_template_may_do(
         assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == said
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_TEMPLATE_SECONDS", 0.2 if said == _ENDLESS else 10.0)
+        patch.setattr(chat_template, "_TEMPLATE_SECONDS", 0.2 if said == _ENDLESS else 10.0)
         with pytest.raises(error, match=said) as caught:
             tokenizer.apply_chat_template(messages)
     assert str(tmp_path) in str(caught.value)

@@ -19,9 +19,8 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from tee_side.model import local_ops
-from tee_side.model.forward import logits
 from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
-from tee_side.model.operators import Operators, place
+from tee_side.model.operators import Operators, logits, place
 from tee_side.native import local_ops as compiled_ops
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration

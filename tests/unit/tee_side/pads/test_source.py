@@ -20,9 +20,8 @@ from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads import maker as maker_module
-from tee_side.protect.pads.background_maker import BackgroundMaker, Load
 from tee_side.protect.pads.layout import PadLayout, SiteShape
-from tee_side.protect.pads.maker import PadMaker, read_weights
+from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, read_weights
 from tee_side.protect.pads.source import BACKGROUND_BATCH_TOKENS, MANY_ROWS, PadLane, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream

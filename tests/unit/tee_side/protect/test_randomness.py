@@ -152,11 +152,11 @@ X = torch.arange(12.0).reshape(3, 4)
 
 
 def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
-    masked = linear_masking(None, Randomness())((0, "o_proj"))(X)
+    masked = linear_masking(None, (0, "o_proj"), Randomness())(X)
     assert masked.sent[0] is masked.unmask(X) is X
     pads = Mock()
     pads.draw.return_value = Factors(torch.full((3, 4), 7).int(), torch.ones(3, 2).int())
-    masked = linear_masking(Pad(), Randomness(), pads=pads)((5, "down_proj"))(X.int())
+    masked = linear_masking(Pad(), (5, "down_proj"), Randomness(), pads=pads)(X.int())
     assert torch.equal(cast("Tensor", masked.sent[0]), X.int() + 7)
     assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
     pads.draw.assert_called_once_with(site_number(5, "down_proj"), 3)
@@ -167,11 +167,14 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
         )
         for layer in range(2)
     }
-    hide = linear_masking(mask, Randomness(), transforms=transforms)
-    first, second = (cast("Tensor", hide((layer, "o_proj"))(X).sent[0]) for layer in range(2))
+    hides = [
+        linear_masking(mask, (layer, "o_proj"), Randomness(), transforms=transforms)
+        for layer in range(3)
+    ]
+    first, second = (cast("Tensor", hide(X).sent[0]) for hide in hides[:2])
     assert not torch.equal(first, second)
     with pytest.raises(KeyError):
-        hide((2, "o_proj"))(X)
+        hides[2](X)
 
 
 def test_a_mask_that_lacks_what_it_needs_is_refused() -> None:
@@ -182,7 +185,7 @@ def test_a_mask_that_lacks_what_it_needs_is_refused() -> None:
     }
     for got, one in lacking.items():
         with pytest.raises(PolicyError, match=f"got {got}"):
-            linear_masking(one, Randomness())
+            linear_masking(one, (0, "o_proj"), Randomness())
 
 
 def _same(y: Tensor) -> Tensor:

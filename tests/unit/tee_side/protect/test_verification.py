@@ -24,8 +24,15 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites
-from tee_side.protect.verification import SECURITY_BITS, VECTORS, ExactCheck
-from tee_side.protect.verifier import Unverified, Weights, check_verifiable, find_checks
+from tee_side.protect.verification import (
+    SECURITY_BITS,
+    VECTORS,
+    ExactCheck,
+    Unverified,
+    Weights,
+    check_verifiable,
+    find_checks,
+)
 from tee_side.remote.call import CallPlan
 from tee_side.words import Operator
 from tests.kit.kernels import KERNELS, using_kernels

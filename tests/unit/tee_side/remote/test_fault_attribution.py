@@ -32,8 +32,7 @@ from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import ExactCheck
-from tee_side.protect.verifier import Claim, LinearCheck, Weights, rows_of_part
+from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution
 from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
 from tee_side.remote.overlap import run
@@ -293,7 +292,7 @@ def test_finding_out_ends_at_the_next_block_once_the_time_is_up(model: SavedMode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fault_attribution, "_MULTIPLICATIONS", 1)
             patch.setattr(Checkpoint, "blocks", lambda *a: read.append(a) or blocks(*a))
-            with pytest.raises(DeadlineExceededError, match="finding out who computed wrongly"):
+            with pytest.raises(DeadlineExceededError, match="finding out which service computed"):
                 find_liars([claim], check, lambda said=said: next(said, True))
         assert next(said, None) is None
         assert len(read) == (looks > 0)
