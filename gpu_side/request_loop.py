@@ -163,9 +163,10 @@ class RequestLoop:
             if stop.list_changed:
                 stop.list_changed = False
                 stop.forget_wakeup()
-                if sessions is not None:
-                    sessions.forget_revoked(listener.is_allowed)
-            kept = sessions is not None and sessions.look_at_s < math.inf
+                sessions.forget_revoked(listener.is_allowed)
+                # What woke the loop may also have been the signal to stop.
+                continue
+            kept = sessions.look_at_s < math.inf
             expires_ms = self._handler.expire_sessions() if kept else None
             if queue.requests and len(underway) < MAX_UNDERWAY:
                 self._answer(listener, queue.take())
