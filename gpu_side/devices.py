@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -192,6 +193,13 @@ def _read_profile(path: Path) -> DeviceProfile:
             str(path), got=f"invalid TOML ({error})"[:160], expected="TOML"
         ) from None
     return validate_file(DeviceProfile, content, str(path), SettingsError)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Say whether this processor multiplies bfloat16 by itself (AVX512-BF16)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
+    return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
 
 
 _EXPECTED = "cpu, cuda, cuda:N, null or model:PROFILE"

@@ -308,13 +308,13 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
 
     Raises EnvelopeError, or another ProtocolError for what is no message at all.
     """
-    if not 1 <= len(frames) <= MAX_REQUEST_FRAMES:
-        raise ProtocolError(
-            "request",
-            got=f"{len(frames)} frames",
-            expected=f"1 to {MAX_REQUEST_FRAMES}",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
+    ProtocolError.unless(
+        1 <= len(frames) <= MAX_REQUEST_FRAMES,
+        "request",
+        f"{len(frames)} frames",
+        f"1 to {MAX_REQUEST_FRAMES}",
+        code=ErrorCode.MALFORMED_MESSAGE,
+    )
     limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
     envelope = unpack(
         frames[0], where="request", max_bytes=limit, max_containers=MAX_REQUEST_CONTAINERS

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import SegmentRequest
-from protocol.tensors import WireTensor
 
 NO_SESSION = bytes(16)
 PART_NUMBERS = 7
@@ -52,7 +51,9 @@ def read_parts(request: SegmentRequest, context_length: int) -> list[Part]:
         if ends.setdefault(session, start) != start:
             raise _refuse("parts", f"a part from {start}", "one that follows its session's last")
         ends[session] = start + rows
-    _check_sum(parts, request.hidden_states)
+    rows, total = request.hidden_states.shape[0], sum(part.rows for part in parts)
+    if total != rows:
+        raise _refuse("parts", f"{total} rows", f"{rows}, as hidden_states has")
     return parts
 
 
@@ -64,12 +65,6 @@ def read_outputs(request: SegmentRequest) -> Sequence[int] | None:
     if not rising or wanted[0] < 0 or wanted[-1] >= rows:
         raise _refuse("outputs", "other numbers", f"rising ones, from 0 to {rows - 1}")
     return None if len(wanted) == rows else wanted
-
-
-def _check_sum(parts: Sequence[Part], hidden_states: WireTensor) -> None:
-    rows, total = hidden_states.shape[0], sum(part.rows for part in parts)
-    if total != rows:
-        raise _refuse("parts", f"{total} rows", f"{rows}, as hidden_states has")
 
 
 def _refuse(field: str, got: str, expected: str) -> ProtocolError:

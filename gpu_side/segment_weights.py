@@ -101,11 +101,9 @@ def _read_either(
     """Read a small tensor that has one of these shapes. Raises ModelError."""
     expected = " or ".join(str(list(shape)) for shape in shapes)
     where = f"{checkpoint.directory}: {name}"
-    if not checkpoint.holds([name]):
-        raise ModelError(where, got="no such tensor", expected=expected)
+    ModelError.unless(checkpoint.holds([name]), where, "no such tensor", expected)
     found = checkpoint.rows(name, 0, max(shape[0] for shape in shapes) + 1)
-    if tuple(found.shape) not in shapes:
-        raise ModelError(where, got=f"shape {list(found.shape)}", expected=expected)
+    ModelError.unless(tuple(found.shape) in shapes, where, f"shape {list(found.shape)}", expected)
     return found
 
 
@@ -115,7 +113,11 @@ def _read_order(checkpoint: Checkpoint, layer: int, heads: int, pairs: int) -> t
     if not checkpoint.holds([name]):
         return None
     found = _read_either(checkpoint, name, ((heads, pairs),))
-    if not torch.equal(found.sort().values, torch.arange(pairs).to(found.dtype).expand(heads, -1)):
-        where = f"{checkpoint.directory}: {name}"
-        raise ModelError(where, got="other numbers", expected=f"each of 0-{pairs - 1} in each head")
+    usual = torch.arange(pairs).to(found.dtype).expand(heads, -1)
+    ModelError.unless(
+        torch.equal(found.sort().values, usual),
+        f"{checkpoint.directory}: {name}",
+        "other numbers",
+        f"each of 0-{pairs - 1} in each head",
+    )
     return found.to(torch.int64)

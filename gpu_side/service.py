@@ -17,10 +17,9 @@ from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights, Served
-from gpu_side.parts import check_columns
 from gpu_side.ranks.processes import OPTION, RankPlace, by_torchrun, place_of
 from gpu_side.request_loop import RequestLoop, StopSignal
-from gpu_side.served_model import BOTH, ServedModel, read_served_model
+from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
 from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.bind import open_listener
@@ -111,18 +110,18 @@ class ServiceSettings:
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
             of_http = self.bind.startswith("http")
-            if self.http_tokens is not None and self.allow_anyone:
-                got = "--http-tokens and --allow-anyone"
-                raise SettingsError("keys", got=got, expected="one of them")
-            open_to_all = self.http_tokens is None and not self.allow_anyone
-            if is_beyond_loopback(self.bind) and open_to_all:
-                keys = "--identity and --allow (tsqp keys new makes keys)"
-                tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
-                raise SettingsError(
-                    f"--bind {self.bind}",
-                    got="an address that other machines reach, open to all of them",
-                    expected=f"{tokens if of_http else keys}, or --allow-anyone",
-                )
+            got = "--http-tokens and --allow-anyone"
+            alone = self.http_tokens is None or not self.allow_anyone
+            SettingsError.unless(alone, "keys", got, "one of them")
+            keys = "--identity and --allow (tsqp keys new makes keys)"
+            tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
+            closed = self.http_tokens is not None or self.allow_anyone
+            SettingsError.unless(
+                not is_beyond_loopback(self.bind) or closed,
+                f"--bind {self.bind}",
+                "an address that other machines reach, open to all of them",
+                f"{tokens if of_http else keys}, or --allow-anyone",
+            )
             return None
         if self.identity is None or self.allow is None or self.allow_anyone:
             given = {"--identity": self.identity, "--allow": self.allow}
@@ -215,10 +214,10 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             ranks = None if place is None else _ranks(settings, place, device, stop, beside)
             operators = _load(settings, device, state, stop, attest, ranks)
             if operators is not None:
-                state.sessions = operators.session_totals
+                state.sessions = lambda: operators.sessions.totals
                 if isinstance(listener, StreamListener):
                     # Other transports do not know, or know a client by more than a connection.
-                    listener.on_gone = operators.forget_client
+                    listener.on_gone = operators.sessions.forget_client
                 log.info(
                     "ready",
                     endpoint=listener.endpoint,
@@ -306,6 +305,7 @@ def _load(
     began = time.monotonic()
     config = read_config(settings.model)
     dtype, layers = settings.dtype or config.dtype, settings.layers
+    several: dict[str, Any] = {} if ranks is None else {"ranks": settings.tensor_parallel}
     log.info(
         "loading",
         model=settings.model.name,
@@ -313,7 +313,7 @@ def _load(
         layers=config.num_hidden_layers if layers is None else f"{layers[0]}-{layers[1]}",
         device=str(device),
         dtype=dtype,
-        **({"ranks": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}),
+        **several,
     )
     limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic

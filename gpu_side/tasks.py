@@ -156,8 +156,7 @@ class RequestChecker:
         layers = self._config.num_hidden_layers
         where, layer = f"{request.method}.layer_idx", request.layer_idx
         _require(layer < layers, where, str(layer), f"0 to {layers - 1}")
-        if request.layer_idx not in self._layers:
-            raise self._unavailable(request.method, f"layer {request.layer_idx}")
+        self._require_held(layer in self._layers, request.method, f"layer {layer}")
         names, method = request.module_names, request.method
         modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
         expected = f"one module, or {_TOGETHER}"
@@ -168,8 +167,7 @@ class RequestChecker:
         return self._product(method, tensor, in_features, out_features, integer=integer)
 
     def _lm_head(self, method: str, tensor: WireTensor, *, integer: bool) -> Task:
-        if not self._held.has_lm_head:
-            raise self._unavailable(method, "an LM head")
+        self._require_held(self._held.has_lm_head, method, "an LM head")
         if integer:  # the float one is there whatever the linear weights are
             self._require_weights(method, integer=True)
         config = self._part
@@ -177,8 +175,7 @@ class RequestChecker:
 
     def _require_weights(self, method: str, *, integer: bool) -> None:
         kind = "int8" if integer else "float"
-        if kind not in self._held.arithmetic:
-            raise self._unavailable(method, f"{kind} weights")
+        self._require_held(kind in self._held.arithmetic, method, f"{kind} weights")
 
     def _product(
         self, method: str, tensor: WireTensor, in_features: int, out_features: int, *, integer: bool
@@ -196,8 +193,7 @@ class RequestChecker:
         return Task((*shape[:-1], out_features), dtype, work, size)
 
     def _embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Task:
-        if not self._held.has_embedding:
-            raise self._unavailable("Embedding", "an embedding")
+        self._require_held(self._held.has_embedding, "Embedding", "an embedding")
         _require(ids_dtype == "int64", "Embedding.input_ids", ids_dtype, "int64")
         expected = "[T] or [batch, T]"
         _require(len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", expected)
@@ -209,17 +205,16 @@ class RequestChecker:
     def _segment(self, request: SegmentRequest) -> Task:
         """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_parts`)."""
         config, hidden = self._config, request.hidden_states
-        if not self._held.has_segments:
-            raise self._unavailable("Segment", "whole layers")
+        self._require_held(self._held.has_segments, "Segment", "whole layers")
         first, last, behind = request.first_layer, request.last_layer, config.num_hidden_layers
         got, expected = f"layers {first} to {last}", f"one from the first on, below {behind}"
         _require(first <= last < behind, "Segment.last_layer", got, expected)
-        if first not in self._layers or last not in self._layers:
-            raise self._unavailable("Segment", f"layers {first} to {last}")
+        held = first in self._layers and last in self._layers
+        self._require_held(held, "Segment", f"layers {first} to {last}")
         fits, got = not request.lm_head or last + 1 == behind, f"an LM head behind layer {last}"
         _require(fits, "Segment.lm_head", got, f"one behind layer {behind - 1}")
-        if request.lm_head and not self._held.has_segment_head:
-            raise self._unavailable("Segment", "an LM head")
+        held = not request.lm_head or self._held.has_segment_head
+        self._require_held(held, "Segment", "an LM head")
         where, D = "Segment.hidden_states", config.hidden_size
         fits = hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D
         got, expected = f"{hidden.dtype} {list(hidden.shape)}", f"a float dtype, [rows, {D}]"
@@ -262,16 +257,17 @@ class RequestChecker:
         size = (math.prod(a) + math.prod(b)) * ITEMSIZE[a_dtype]
         return Task((*leading, M, N), a_dtype, MatmulWork(batch, M, K, N), size)
 
-    def _unavailable(self, method: str, needed: str) -> ProtocolError:
+    def _require_held(self, holds: bool, method: str, needed: str) -> None:
         held = " and ".join(self._held.arithmetic)
         provision, layers = self._held.provision, ""
         if self._held.layers is not None:
             layers = f" of layers {self._layers[0]} to {self._layers[-1]}"
         mask = "" if provision is None else f", for the mask {provision.mask} alone"
-        return ProtocolError(
+        ProtocolError.unless(
+            holds,
             method,
-            got=f"a request that needs {needed}",
-            expected=f"one that {held} linear weights{layers} can answer{mask}",
+            f"a request that needs {needed}",
+            f"one that {held} linear weights{layers} can answer{mask}",
             code=ErrorCode.UNAVAILABLE,
         )
 
@@ -292,8 +288,7 @@ def _require(
     expected: str,
     code: ErrorCode = ErrorCode.INVALID_FIELD,
 ) -> None:
-    if not condition:
-        raise ProtocolError(where, got=got, expected=expected, code=code)
+    ProtocolError.unless(condition, where, got, expected, code=code)
 
 
 def _require_form(where: str, tensor: WireTensor, dtype: str, shape: Shape) -> None:

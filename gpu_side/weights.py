@@ -6,19 +6,18 @@ the int8 weights, too, are made block by block from the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from gpu_side.cuda.products import check_ring
-from gpu_side.parts import PartCheckpoint
 from gpu_side.segment_weights import SegmentWeights, load_segment_weights
 from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model
-from protocol.errors import KernelError
+from protocol.errors import KernelError, ModelError, describe
 from protocol.integer import MAX_IN_FEATURES, check_kernels
-from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator
+from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator, part_of
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
@@ -71,6 +70,29 @@ class ServiceWeights(ServedModel):
         if self.lm_head is None and self.segment is not None and self.segment.lm_head is not None:
             tensors.append(self.segment.lm_head)
         return sum(tensor.nbytes for tensor in tensors)
+
+
+class PartCheckpoint(Checkpoint):
+    """A checkpoint that has of every tensor the rows of a part, and reads no others."""
+
+    def __init__(self, directory: Path, columns: Columns) -> None:
+        super().__init__(directory)
+        self._columns = columns
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """See `Checkpoint.blocks`; `shape` is that of the part, whose first row is 0."""
+        whole = self._entry(name).shape
+        part = part_of(whole[0], *self._columns)
+        ModelError.unless(
+            (part.stop - part.start, *whole[1:]) == shape,
+            self._where(name),
+            f"{describe(list(whole))} since the file was checked",
+            f"such that part {self._columns} is {list(shape)}",
+        )
+        for rows, found in self._read(name, range(part.start, part.stop)):
+            first, last = max(rows.start, part.start), min(rows.stop, part.stop)
+            inside = found[first - rows.start : last - rows.start]
+            yield slice(first - part.start, last - part.start), inside
 
 
 def load_weights(
@@ -149,12 +171,8 @@ def check_integers(config: ModelConfig, device: torch.device | None) -> None:
     `device`: None for a null one, which has no products: then only the widths must fit.
     """
     widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
-    if widest > MAX_IN_FEATURES:
-        raise KernelError(
-            "int8 weights of this model",
-            got=f"{widest} in_features",
-            expected=f"at most {MAX_IN_FEATURES}",
-        )
+    got, expected = f"{widest} in_features", f"at most {MAX_IN_FEATURES}"
+    KernelError.unless(widest <= MAX_IN_FEATURES, "int8 weights of this model", got, expected)
     if device is not None:
         (check_ring if device.type == "cuda" else check_kernels)(device)
 

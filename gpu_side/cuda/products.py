@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 
-from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, Event, Graph, InPlaceJob
+from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, Event, InPlaceJob
 from gpu_side.event_log import log
 from gpu_side.transfer import Queued, Working, wait_until
 from protocol import native
@@ -54,12 +54,10 @@ class Product(Protocol):
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the result [T, N] for rows [T, K], both on the device."""
-        ...
 
     @property
     def in_place(self) -> Callable[[InPlaceJob, int], None] | None:
         """What does a job of at most so many rows without copies; None where nothing does."""
-        ...
 
 
 class _Flag:
@@ -132,7 +130,7 @@ class DeviceProducts:
         self._workspaces: list[_Workspace] = []
         self._made = 0
         # By what they were made for, `_run`. None: not made, to be done piece by piece.
-        self._graphs: dict[tuple[Hashable, ...], Graph | None] = {}
+        self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
         self._came_once: set[tuple[Hashable, ...]] = set()
         # Slots by their address: whether the device reaches them; how many of each client's.
         self._slots: dict[int, bool] = {}

@@ -75,7 +75,8 @@ class Group:
                 timeout=timeout,
                 device_id=own,
             )
-        self._others = [rank for rank in range(place.ranks) if rank != place.rank]
+        # All ranks but this one.
+        self.others = [rank for rank in range(place.ranks) if rank != place.rank]
         memory = bytearray(MESSAGE_BYTES)
         self._memory, self._view = bytes_tensor(memory), memoryview(memory)
 
@@ -114,13 +115,8 @@ class Group:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
             _there(dist.irecv(_flat(buffer), rank))
-            for rank, buffer in zip(self._others, buffers, strict=True)
+            for rank, buffer in zip(self.others, buffers, strict=True)
         ]
-
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return self._others
 
     @staticmethod
     def leave() -> None:

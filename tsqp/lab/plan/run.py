@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gpu_side.devices import DeviceProfile
-from gpu_side.parts import check_columns
+from gpu_side.served_model import check_columns
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
 from protocol.model.config import ModelConfig, read_config
