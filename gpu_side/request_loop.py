@@ -419,8 +419,8 @@ class RequestLoop:
             log.warning("drain_ended", refused_requests=len(left) + self._queue.requests)
         for incoming, opened, *_ in left:
             self._send(listener, incoming, opened, ErrorCode.SHUTTING_DOWN)
-        for incoming in self._queue.drain():
-            self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
+        while self._queue:
+            self._refuse(listener, self._queue.take(), ErrorCode.SHUTTING_DOWN)
         # Not a part of the time since the last request, which may be hours.
         self._began_ns = time.perf_counter_ns()
         until = time.monotonic() + _STOPPING_S

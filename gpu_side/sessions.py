@@ -308,12 +308,6 @@ class SessionStore:
             self.look_at_s = min(used_s, self._files.oldest_s()) + self._ttl_s
         return self.look_at_s - now_s
 
-    def close(self) -> None:
-        """Forget all."""
-        for name in list(self._held):
-            self._forget(name)
-        self._files.close()
-
 
 def _unknown(start: int) -> ProtocolError:
     return ProtocolError(

@@ -293,11 +293,6 @@ class SessionFiles:
         """Return when the session was used that was used least recently; inf if there is none."""
         return min((used_s for _, used_s in self._files.values()), default=float("inf"))
 
-    def close(self) -> None:
-        """Forget all."""
-        for name in list(self._files):
-            self.forget(name)
-
     def _oldest(self) -> SessionName | None:
         """Return what goes first: of a client that has more than half, where there is one."""
         self._large = {client for client in self._large if self._is_large(client)}

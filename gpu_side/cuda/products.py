@@ -128,7 +128,7 @@ class DeviceProducts:
         self._row_bytes = row_bytes
         self._spin_us = spin_us
         self._workspaces: list[_Workspace] = []
-        self._made = 0
+        self._numbers = count()
         # By what they were made for, `_run`. None: not made, to be done piece by piece.
         self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
         self._came_once: set[tuple[Hashable, ...]] = set()
@@ -189,11 +189,11 @@ class DeviceProducts:
         lie; used in place if the device reaches it. Raises RuntimeError where the device fails.
         """
         slot = slot if self.reach(slot) else None
-        if self._workspaces:
-            workspace = self._workspaces.pop()
-        else:
-            workspace = _Workspace(self._device, self._row_bytes, self._made)
-            self._made += 1
+        workspace = (
+            self._workspaces.pop()
+            if self._workspaces
+            else _Workspace(self._device, self._row_bytes, next(self._numbers))
+        )
         try:
             many = len(rows) > GRAPH_ROWS[-1]
             give = self._give_many if many else self._give_few

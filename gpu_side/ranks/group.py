@@ -62,19 +62,12 @@ class Group:
         # They would listen at the address that the host's name has.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        if file is None:
-            dist.init_process_group(backend, timeout=timeout, device_id=own)
-        else:
+        found: dict[str, Any] = {}
+        if file is not None:
             store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
             _meet(store, place, gone)
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=place.rank,
-                world_size=place.ranks,
-                timeout=timeout,
-                device_id=own,
-            )
+            found = {"store": store, "rank": place.rank, "world_size": place.ranks}
+        dist.init_process_group(backend, timeout=timeout, device_id=own, **found)
         # All ranks but this one.
         self.others = [rank for rank in range(place.ranks) if rank != place.rank]
         memory = bytearray(MESSAGE_BYTES)
