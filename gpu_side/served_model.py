@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
-from gpu_side.segment_weights import order_name, transformed_tensors
 from gpu_side.state import QueueLimits
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
@@ -48,6 +47,8 @@ from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch
 
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
+# A transformed directory has the head under this name, tied or not.
+TRANSFORMED_HEAD = "lm_head.weight"
 
 # Which fused operator a module belongs to.
 OPERATOR_OF: dict[ModuleName, LinearOperator] = {
@@ -190,6 +191,25 @@ class ServedModel:
             max_queued_bytes=limits.bytes,
             ranks=self.ranks,
         )
+
+
+def order_name(layer: int) -> str:
+    """Return the name of the tensor that says in which order RoPE's pairs stand."""
+    return f"model.layers.{layer}.self_attn.rope_order"
+
+
+def transformed_tensors(config: ModelConfig, *, head: bool) -> dict[str, tuple[int, ...]]:
+    """Return what a directory of transformed whole layers has beside linear weights, and shapes.
+
+    Without the norms of queries and keys, which may have one of two. `head`: with the final norm
+    and the LM head.
+    """
+    D = config.hidden_size
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer in range(config.num_hidden_layers):
+        names = norm_names(config, layer)
+        tensors |= {names[name]: (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return tensors | ({FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)} if head else {})
 
 
 def read_served_model(
