@@ -17,7 +17,7 @@ from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights, Served
-from gpu_side.ranks.processes import OPTION, RankPlace, by_torchrun, place_of
+from gpu_side.ranks.processes import OPTION, RankJob, RankPlace, by_torchrun, place_of
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
@@ -37,7 +37,6 @@ from protocol.tensors import require_little_endian, torch_dtype
 
 if TYPE_CHECKING:
     from gpu_side.ranks.head import Ranks
-    from gpu_side.ranks.processes import RankJob
 
 
 @dataclass(frozen=True)
@@ -315,20 +314,23 @@ def _load(
         dtype=dtype,
         **several,
     )
-    limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
+
+    def answering(served: ServiceWeights | NullWeights | Served) -> RequestHandler:
+        return RequestHandler(
+            served,
+            settings.max_message_bytes,
+            state.queue.limits,
+            settings.spin_us,
+            attest,
+            settings.sessions,
+        )
 
     if isinstance(device, NullDevice):
         held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         _log_loaded(held, 0, time.monotonic() - began)
-        return RequestHandler(
-            NullWeights(held, device, torch_dtype(dtype)),
-            limit,
-            state.queue.limits,
-            attest=attest,
-            sessions=settings.sessions,
-        )
+        return answering(NullWeights(held, device, torch_dtype(dtype)))
     if ranks is not None and not ranks.join():
         return None
     logged = time.monotonic()
@@ -354,17 +356,11 @@ def _load(
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    served: ServiceWeights | Served = weights
-    if ranks is not None:
-        served = ranks.served(weights)
-    limits, spin_us = state.queue.limits, settings.spin_us
-    return RequestHandler(served, limit, limits, spin_us, attest, settings.sessions)
+    return answering(weights if ranks is None else ranks.served(weights))
 
 
 def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob:
     """Return what a rank is told."""
-    from gpu_side.ranks.processes import RankJob
-
     config = read_config(settings.model)
     return RankJob(
         place=place,
