@@ -112,8 +112,12 @@ def rereads_list(
     changes nothing, and the log says so. Without a list the signal is ignored.
     """
     if path is None:
-        with _ignores_the_signal():
+        # By default the signal ends the process, and what waits is lost.
+        previous = signal.signal(signal.SIGHUP, _log_ignored)
+        try:
             yield
+        finally:
+            signal.signal(signal.SIGHUP, previous)
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -132,16 +136,6 @@ def rereads_list(
         signal.signal(signal.SIGHUP, previous)
         writer.close()
         thread.join(_ENDING_S)
-
-
-@contextmanager
-def _ignores_the_signal() -> Iterator[None]:
-    """Ignore the signal: by default it ends the process, and what waits is lost."""
-    previous = signal.signal(signal.SIGHUP, _log_ignored)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, previous)
 
 
 def _log_ignored(_number: int, _frame: FrameType | None) -> None:

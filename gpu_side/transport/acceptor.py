@@ -115,7 +115,14 @@ class Acceptor:
 
     def _run(self) -> None:
         try:
-            self._attend_all()
+            while not self._stopping:
+                for file, _ in self._epoll.poll(self._left_s()):
+                    try:
+                        self._attend(file)
+                    except MemoryError:
+                        self.pause_accepting()
+                # After those that have spoken by now were listened to.
+                self._make_room()
         except Exception:
             log.exception("acceptor_failed", lets_in="nobody")
             self._close_connections()
@@ -126,16 +133,6 @@ class Acceptor:
             if not self._stopping:
                 self.failed = True
                 os.eventfd_write(self.ready_fd, 1)
-
-    def _attend_all(self) -> None:
-        while not self._stopping:
-            for file, _ in self._epoll.poll(self._left_s()):
-                try:
-                    self._attend(file)
-                except MemoryError:
-                    self.pause_accepting()
-            # After those that have spoken by now were listened to.
-            self._make_room()
 
     def _left_s(self) -> float | None:
         """Return how long no client is let in; None where that is not a matter of time."""

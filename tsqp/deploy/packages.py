@@ -38,8 +38,6 @@ def call(
     command: Sequence[str | Path],
     *,
     settings: Mapping[str, str] | None = None,
-    content: bytes | None = None,
-    directory: Path | None = None,
 ) -> bytes:
     """Run a program and return its stdout. Raises SettingsError with the end of its stderr.
 
@@ -50,9 +48,7 @@ def call(
         done = subprocess.run(
             [str(word) for word in command],
             env=_FIXED | dict(settings or {}),
-            input=content,
             capture_output=True,
-            cwd=directory,
             check=False,
         )
     except FileNotFoundError:
@@ -115,11 +111,11 @@ Acquire::ForceHash "SHA256";
 class Archive:
     """A suite of Debian and its security updates, as they are today, read into a directory."""
 
-    def __init__(self, suite: Suite, directory: Path, mirror: str = ARCHIVE) -> None:
+    def __init__(self, suite: Suite, directory: Path) -> None:
         for name in ("state/lists/partial", "cache/archives/partial", "etc"):
             (directory / name).mkdir(parents=True)
         (directory / "status").touch()
-        signed = f"deb [signed-by={KEYRING}] {mirror}"
+        signed = f"deb [signed-by={KEYRING}] {ARCHIVE}"
         (directory / "etc" / "sources.list").write_text(
             f"{signed}/debian {suite} main\n{signed}/debian-security {suite}-security main\n"
         )
@@ -138,9 +134,9 @@ class Archive:
         return tuple(sorted(found, key=lambda artifact: artifact.name))
 
 
-def newest_kernel(directory: Path, mirror: str = ARCHIVE) -> Artifact:
+def newest_kernel(directory: Path) -> Artifact:
     """Return the package of today's kernel for virtual machines."""
-    for artifact in Archive(_KERNEL_SUITE, directory, mirror).resolve([_KERNEL]):
+    for artifact in Archive(_KERNEL_SUITE, directory).resolve([_KERNEL]):
         if re.match(r"linux-image-\d", artifact.name):
             return artifact
     raise SettingsError(_KERNEL, got="no kernel", expected="a package that depends on one")
