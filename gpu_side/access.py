@@ -181,7 +181,7 @@ _PEM = "a certificate and its key, as PEM, without a passphrase"
 
 @dataclass(frozen=True)
 class HttpKeys:
-    """`tokens`: digests of those that are let in, None: everybody is. `certificate`, `key`: PEM."""
+    """`tokens`: digests of those that are let in, None: of all. `certificate`, `key`: PEM files."""
 
     tokens: frozenset[bytes] | None = None
     certificate: Path | None = None

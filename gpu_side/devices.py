@@ -1,12 +1,12 @@
 """What `--device` names: a processor that computes, or a null device that only answers.
 
-`null` answers at once, so that what remains of a run's time is everybody else's. `model:PROFILE`
-answers no earlier than the described accelerator would.
+`null` answers at once: what remains of a run's time is not the device's. `model:PROFILE` answers
+no earlier than the described accelerator would.
 
 A profile describes an accelerator by a few numbers, and says how long each operator takes on it.
 The roofline: a product takes as long as its arithmetic at the full rate or as the bytes that it
 moves at the full bandwidth, whichever is more, and every kernel and every copy has to be launched.
-Nothing real is faster than this, and little comes close; what it says is a lower bound.
+What it says is a lower bound: real devices take longer, most of them much longer.
 `gpu-service --device model:PROFILE` waits as long as it says, and `tsqp plan` adds it up.
 """
 

@@ -50,7 +50,7 @@ class StateCollector:
         for name, text, total in (
             ("tsqp_received_bytes", "Bytes of requests.", state.counters.received_bytes),
             ("tsqp_sent_bytes", "Bytes of replies.", state.counters.sent_bytes),
-            ("tsqp_dropped_replies", "Replies nobody got.", state.counters.dropped_replies),
+            ("tsqp_dropped_replies", "Replies not delivered.", state.counters.dropped_replies),
             ("tsqp_refused_clients", "Clients turned away or cut off.", state.clients_refused()),
         ):
             yield CounterMetricFamily(name, text, total)

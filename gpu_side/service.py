@@ -53,7 +53,7 @@ class ServiceSettings:
     client may wait, in bytes None: one message as large as allowed; and of all together, None: as
     much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
     `identity`: our secret key (or `secret`: itself, made in this process), and `allow`: the list of
-    the clients that are let in, which SIGHUP reads again; without them everybody is let in, and
+    the clients that are let in, which SIGHUP reads again; without them every client is let in, and
     other machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
     `protocol.zmq_sockets`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
     use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP reads the tokens again.

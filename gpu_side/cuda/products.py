@@ -289,8 +289,8 @@ class InPlaceProof:
     """Compares products in place with others, in memory as a client shares it.
 
     A slot of our own segment: a device that does not reach it at our addresses fails here, and not
-    at a client's request. `row_bytes`: see `DeviceProducts`. Without compiled kernels nobody shares
-    memory; then kernels are compared alone, as where the driver lets no memory be reached.
+    at a client's request. `row_bytes`: see `DeviceProducts`. Without compiled kernels no client
+    shares memory; then kernels are compared alone, as where the driver lets none be reached.
     """
 
     def __init__(self, products: DeviceProducts, row_bytes: tuple[int, int]) -> None:

@@ -77,7 +77,7 @@ class Gateway:
     """An ASGI application. `deliver`: takes a message that has come.
 
     `cut`: cuts the connection of a request, because its client does not read the answer.
-    `tokens`: digests of those that are let in; None: everybody is.
+    `tokens`: digests of those that are let in; None: every client is.
     """
 
     def __init__(

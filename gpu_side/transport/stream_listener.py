@@ -191,7 +191,7 @@ class StreamListener:
         raise RuntimeError("a list of clients for a listener without keys")
 
     def is_allowed(self, key: bytes) -> bool:
-        """See `Listener.is_allowed`: a stream has no keys, and everybody is."""
+        """See `Listener.is_allowed`: a stream has no keys, and every client is."""
         return True
 
     def close(self) -> None:

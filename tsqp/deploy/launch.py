@@ -37,8 +37,8 @@ from tsqp.processes import END_TIMEOUT_S, child, ending_with_us
 # Of x86's kernel, with the zero that ends it.
 MAX_COMMAND_LINE = 2047
 
-# Nobody but the measured command line sets up the guest: no credentials and variables of the host's
-# firmware.
+# Only the measured command line sets up the guest: it takes no credentials and no variables of the
+# host's firmware.
 _ALWAYS = (
     "console=ttyS0",
     "efi=noruntime",

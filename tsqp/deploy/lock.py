@@ -60,7 +60,7 @@ _Digest: TypeAlias = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class Artifact(BaseModel):
-    """A file of somebody else's, whose content is known before it is fetched."""
+    """A package or wheel of another project, whose content is known before it is fetched."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -307,7 +307,7 @@ def _tracked(source: Path) -> list[str]:
 
 
 def _git(source: Path, *words: str) -> str:
-    # Whoever owns the checkout, as root reads it here.
+    # Root reads the checkout here, and another user may own it.
     command = ["git", "-C", str(source), "-c", "safe.directory=*", *words]
     return call(command, settings=own_environment()).decode()
 
