@@ -19,7 +19,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -111,31 +111,25 @@ def rereads_list(
     that have a list look up a few times a second. A list that is empty or cannot be read
     changes nothing, and the log says so. Without a list the signal is ignored.
     """
-    if path is None:
+    with ExitStack() as stack:
         # By default the signal ends the process, and what waits is lost.
-        previous = signal.signal(signal.SIGHUP, _log_ignored)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGHUP, previous)
-        return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    # The socket is full only when the thread has enough to read.
-    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    previous = signal.signal(signal.SIGHUP, _ignore)
-    # On a thread: a signal must not interrupt the loop that answers requests.
-    thread = threading.Thread(
-        target=_read_signals, args=(reader, allow, path, read), name="allow-list", daemon=True
-    )
-    thread.start()
-    try:
+        handler = _log_ignored if path is None else _ignore
+        stack.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, handler))
+        if path is not None:
+            reader, writer = socket.socketpair()
+            writer.setblocking(False)
+            # On a thread: a signal must not interrupt the loop that answers requests.
+            given = reader, allow, path, read
+            thread = threading.Thread(
+                target=_read_signals, args=given, name="allow-list", daemon=True
+            )
+            thread.start()
+            stack.callback(thread.join, _ENDING_S)
+            stack.callback(writer.close)
+            # The socket is full only when the thread has enough to read.
+            previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            stack.callback(signal.set_wakeup_fd, previous)
         yield
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        signal.signal(signal.SIGHUP, previous)
-        writer.close()
-        thread.join(_ENDING_S)
 
 
 def _log_ignored(_number: int, _frame: FrameType | None) -> None:

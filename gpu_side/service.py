@@ -276,16 +276,11 @@ def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitSt
 @contextmanager
 def _stop_signals() -> Iterator[StopSignal]:
     stop = StopSignal()
-    previous = {n: signal.signal(n, stop.request) for n in (signal.SIGTERM, signal.SIGINT)}
-    previous_fd = signal.set_wakeup_fd(stop.writer.fileno())
-    try:
+    with stop.reader, stop.writer, ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, stop.request))
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(stop.writer.fileno()))
         yield stop
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        stop.reader.close()
-        stop.writer.close()
 
 
 class _StoppedWhileLoadingError(Exception):
