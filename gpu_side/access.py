@@ -217,9 +217,12 @@ def read_tokens(path: Path) -> frozenset[bytes]:
         digest = line.partition("#")[0].strip()
         if not digest:
             continue
-        got = f"{len(digest)} characters that are no digest"
-        expected = "SHA-256 of a token, as 64 lower-case hexadecimal digits"
-        KeyFileError.unless(_DIGEST.fullmatch(digest), f"{path}: line {number}", got, expected)
+        KeyFileError.unless(
+            _DIGEST.fullmatch(digest),
+            f"{path}: line {number}",
+            f"{len(digest)} characters that are no digest",
+            "SHA-256 of a token, as 64 lower-case hexadecimal digits",
+        )
         allowed.add(digest.encode())
     KeyFileError.unless(allowed, str(path), "no digest", "one of a client's token a line")
     return frozenset(allowed)

@@ -130,13 +130,23 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
     fields = dict(body)
     consumed: set[str] = set()
     for name, keys in _INLINE_TENSORS.get(cls, {}).items():
-        known, code = name == keys.data or name not in body, ErrorCode.INVALID_FIELD
-        ProtocolError.unless(known, f"{where}.{name}", "an unknown field", keys.data, code=code)
+        ProtocolError.unless(
+            name == keys.data or name not in body,
+            f"{where}.{name}",
+            "an unknown field",
+            keys.data,
+            code=ErrorCode.INVALID_FIELD,
+        )
         fixed = keys.dtype.startswith("=")
         needed = [keys.data, keys.shape] + ([] if fixed else [keys.dtype])
         missing = [key for key in needed if key not in body]
-        got, expected = f"no {''.join(missing[:1])}", f"the fields {', '.join(needed)}"
-        ProtocolError.unless(not missing, where, got, expected, code=code)
+        ProtocolError.unless(
+            not missing,
+            where,
+            f"no {''.join(missing[:1])}",
+            f"the fields {', '.join(needed)}",
+            code=ErrorCode.INVALID_FIELD,
+        )
         dtype = keys.dtype[1:] if fixed else body[keys.dtype]
         consumed.update(needed)
         fields.pop(keys.data)

@@ -140,16 +140,21 @@ class RequestHandler:
         if not request.nonce or self._attest is None:
             return reply, None
         began_s = time.monotonic()
-        got, expected = "one soon after another", "a pause, in which others are answered"
         ProtocolError.unless(
-            began_s >= self._attest_from_s, "evidence", got, expected, code=ErrorCode.QUEUE_FULL
+            began_s >= self._attest_from_s,
+            "evidence",
+            "one soon after another",
+            "a pause, in which others are answered",
+            code=ErrorCode.QUEUE_FULL,
         )
         try:
             statement = self._attest(request.nonce, self._model.model_digest)
         except EvidenceError as error:
-            code = ErrorCode.UNAVAILABLE
             raise ProtocolError(
-                error.where, got=error.got, expected=error.expected, code=code
+                error.where,
+                got=error.got,
+                expected=error.expected,
+                code=ErrorCode.UNAVAILABLE,
             ) from None
         finally:
             ended_s = time.monotonic()

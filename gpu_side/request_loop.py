@@ -368,8 +368,12 @@ class RequestLoop:
     def _drop(self, incoming: Incoming, opened: OpenedRequest) -> None:
         """Take note of a request that gets no reply: its client's key has been revoked."""
         self._counters.dropped_replies += 1
-        detail = "the key has been revoked"
-        log.warning("dropped", **_fields(incoming, opened, reason="revoked_key", detail=detail))
+        log.warning(
+            "dropped",
+            **_fields(incoming, opened),
+            reason="revoked_key",
+            detail="the key has been revoked",
+        )
 
     def _send_refusal(
         self, listener: Listener, incoming: Incoming, opened: OpenedRequest, error: ProtocolError

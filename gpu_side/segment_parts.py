@@ -46,8 +46,11 @@ def read_parts(request: SegmentRequest, context_length: int) -> list[Part]:
             ends[session] = -1
             continue
         if min(start, rows) < 0 or not start + rows <= length <= context_length:
-            got, most = f"a part of rows {start} + {rows} of {length}", f"{context_length} tokens"
-            raise _refuse("parts", got, f"numbers that add up, within {most}")
+            raise _refuse(
+                "parts",
+                f"a part of rows {start} + {rows} of {length}",
+                f"numbers that add up, within {context_length} tokens",
+            )
         if ends.setdefault(session, start) != start:
             raise _refuse("parts", f"a part from {start}", "one that follows its session's last")
         ends[session] = start + rows
@@ -68,5 +71,6 @@ def read_outputs(request: SegmentRequest) -> Sequence[int] | None:
 
 
 def _refuse(field: str, got: str, expected: str) -> ProtocolError:
-    code = ErrorCode.INVALID_FIELD
-    return ProtocolError(f"Segment.{field}", got=got, expected=expected, code=code)
+    return ProtocolError(
+        f"Segment.{field}", got=got, expected=expected, code=ErrorCode.INVALID_FIELD
+    )

@@ -99,8 +99,7 @@ def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
     shapes = (config.module_shape(name) for names in FUSED_MODULES.values() for name in names)
     most = min(MAX_RANKS, config.vocab_size, *(shape[0] for shape in shapes))
     SettingsError.unless(1 <= parts <= most, option, f"{parts} parts", f"1 to {most}")
-    got, expected = f"part {part} of {parts}", f"0 to {parts - 1}"
-    SettingsError.unless(0 <= part < parts, option, got, expected)
+    SettingsError.unless(0 <= part < parts, option, f"part {part} of {parts}", f"0 to {parts - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)

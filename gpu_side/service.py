@@ -103,20 +103,25 @@ class ServiceSettings:
         """
         if self.secret is not None:
             if self.allow is None or self.identity or self.allow_anyone:
-                expected = "--allow alone: the key of an attested service is made inside"
-                raise SettingsError("--attest", got="other options of keys", expected=expected)
+                raise SettingsError(
+                    "--attest",
+                    got="other options of keys",
+                    expected="--allow alone: the key of an attested service is made inside",
+                )
             require_zmq_keys(self.bind)
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
             of_http = self.bind.startswith("http")
-            got = "--http-tokens and --allow-anyone"
-            alone = self.http_tokens is None or not self.allow_anyone
-            SettingsError.unless(alone, "keys", got, "one of them")
+            SettingsError.unless(
+                self.http_tokens is None or not self.allow_anyone,
+                "keys",
+                "--http-tokens and --allow-anyone",
+                "one of them",
+            )
             keys = "--identity and --allow (tsqp keys new makes keys)"
             tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
-            closed = self.http_tokens is not None or self.allow_anyone
             SettingsError.unless(
-                not is_beyond_loopback(self.bind) or closed,
+                not is_beyond_loopback(self.bind) or self.http_tokens or self.allow_anyone,
                 f"--bind {self.bind}",
                 "an address that other machines reach, open to all of them",
                 f"{tokens if of_http else keys}, or --allow-anyone",

@@ -196,8 +196,12 @@ def check_integers(config: ModelConfig, device: torch.device | None) -> None:
     `device`: None for a null one, which has no products: then only the widths must fit.
     """
     widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
-    got, expected = f"{widest} in_features", f"at most {MAX_IN_FEATURES}"
-    KernelError.unless(widest <= MAX_IN_FEATURES, "int8 weights of this model", got, expected)
+    KernelError.unless(
+        widest <= MAX_IN_FEATURES,
+        "int8 weights of this model",
+        f"{widest} in_features",
+        f"at most {MAX_IN_FEATURES}",
+    )
     if device is not None:
         (check_ring if device.type == "cuda" else check_kernels)(device)
 

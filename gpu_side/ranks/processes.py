@@ -45,8 +45,12 @@ class RankPlace:
 
     def device(self, name: str) -> str:
         """Return which device `--device` means here. Raises SettingsError."""
-        expected = "cpu or cuda: each rank takes the GPU of its number, and all of them compute"
-        SettingsError.unless(name in ("cpu", "cuda"), OPTION, f"--device {name}", expected)
+        SettingsError.unless(
+            name in ("cpu", "cuda"),
+            OPTION,
+            f"--device {name}",
+            "cpu or cuda: each rank takes the GPU of its number, and all of them compute",
+        )
         return name if name == "cpu" else f"{name}:{self.rank}"
 
 
@@ -65,10 +69,11 @@ def place_of(ranks: int) -> RankPlace:
         return RankPlace(0, ranks)
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, world, here = (os.environ.get(name, "") for name in names)
-    got = f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here"
-    expected = f"{ranks}, all on this host (--layers spreads a model over several)"
     SettingsError.unless(
-        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)), OPTION, got, expected
+        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)),
+        OPTION,
+        f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here",
+        f"{ranks}, all on this host (--layers spreads a model over several)",
     )
     return RankPlace(int(rank), ranks)
 

@@ -156,8 +156,12 @@ class Acceptor:
         until = time.monotonic() - SILENT_S
         silent = [file for file, (_, since) in self._unclassified.items() if since <= until]
         if silent:
-            detail = f"silent for {SILENT_S:g} s"
-            log.warning("dropped", clients=len(silent), reason="silent", detail=detail)
+            log.warning(
+                "dropped",
+                clients=len(silent),
+                reason="silent",
+                detail=f"silent for {SILENT_S:g} s",
+            )
         for file in silent:
             connection, _ = self._unclassified.pop(file)
             self.client_closed()
@@ -228,8 +232,11 @@ class Acceptor:
         if len(self._probes) >= 2 * self._max_clients:
             idle = next(iter(self._probes))
             self._probes.pop(idle).close()
-            detail = f"signs of life: idle longest of {2 * self._max_clients}"
-            log.warning("dropped", reason="idle_probe", detail=detail)
+            log.warning(
+                "dropped",
+                reason="idle_probe",
+                detail=f"signs of life: idle longest of {2 * self._max_clients}",
+            )
         self._probes[file] = connection
         self._answer(file)
 
@@ -246,6 +253,9 @@ class Acceptor:
         except OSError:
             pass
         if probes not in (b"", PROBE):
-            detail = f"signs of life: got {len(probes)} bytes, expected one zero at a time"
-            log.warning("dropped", reason="no_probe", detail=detail)
+            log.warning(
+                "dropped",
+                reason="no_probe",
+                detail=f"signs of life: got {len(probes)} bytes, expected one zero at a time",
+            )
         connection.close()

@@ -117,8 +117,11 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
         except OSError as error:
             if error.errno in _NOBODY:
                 return
-            got = f"a socket there that may be in use ({os.strerror(error.errno or 0)})"
-            raise EndpointError(endpoint.text, got=got, expected="an address to bind") from None
+            raise EndpointError(
+                endpoint.text,
+                got=f"a socket there that may be in use ({os.strerror(error.errno or 0)})",
+                expected="an address to bind",
+            ) from None
     raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
 
 
