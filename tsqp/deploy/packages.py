@@ -55,8 +55,11 @@ def call(
         raise SettingsError(program, got="no such program", expected="it installed") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
-        got = f"exit status {done.returncode}: {' | '.join(said)}"
-        raise SettingsError(program, got=got, expected="exit status 0")
+        raise SettingsError(
+            program,
+            got=f"exit status {done.returncode}: {' | '.join(said)}",
+            expected="exit status 0",
+        )
     return done.stdout
 
 
