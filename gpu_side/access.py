@@ -19,7 +19,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -111,37 +111,25 @@ def rereads_list(
     that have a list look up a few times a second. A list that is empty or cannot be read
     changes nothing, and the log says so. Without a list the signal is ignored.
     """
-    if path is None:
-        with _ignores_the_signal():
-            yield
-        return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    # The socket is full only when the thread has enough to read.
-    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    previous = signal.signal(signal.SIGHUP, _ignore)
-    # On a thread: a signal must not interrupt the loop that answers requests.
-    thread = threading.Thread(
-        target=_read_signals, args=(reader, allow, path, read), name="allow-list", daemon=True
-    )
-    thread.start()
-    try:
+    with ExitStack() as stack:
+        # By default the signal ends the process, and what waits is lost.
+        handler = _log_ignored if path is None else _ignore
+        stack.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, handler))
+        if path is not None:
+            reader, writer = socket.socketpair()
+            writer.setblocking(False)
+            # On a thread: a signal must not interrupt the loop that answers requests.
+            given = reader, allow, path, read
+            thread = threading.Thread(
+                target=_read_signals, args=given, name="allow-list", daemon=True
+            )
+            thread.start()
+            stack.callback(thread.join, _ENDING_S)
+            stack.callback(writer.close)
+            # The socket is full only when the thread has enough to read.
+            previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            stack.callback(signal.set_wakeup_fd, previous)
         yield
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        signal.signal(signal.SIGHUP, previous)
-        writer.close()
-        thread.join(_ENDING_S)
-
-
-@contextmanager
-def _ignores_the_signal() -> Iterator[None]:
-    """Ignore the signal: by default it ends the process, and what waits is lost."""
-    previous = signal.signal(signal.SIGHUP, _log_ignored)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, previous)
 
 
 def _log_ignored(_number: int, _frame: FrameType | None) -> None:
@@ -187,7 +175,7 @@ _PEM = "a certificate and its key, as PEM, without a passphrase"
 
 @dataclass(frozen=True)
 class HttpKeys:
-    """`tokens`: digests of those that are let in, None: everybody is. `certificate`, `key`: PEM."""
+    """`tokens`: digests of those that are let in, None: of all. `certificate`, `key`: PEM files."""
 
     tokens: frozenset[bytes] | None = None
     certificate: Path | None = None
@@ -229,9 +217,12 @@ def read_tokens(path: Path) -> frozenset[bytes]:
         digest = line.partition("#")[0].strip()
         if not digest:
             continue
-        got = f"{len(digest)} characters that are no digest"
-        expected = "SHA-256 of a token, as 64 lower-case hexadecimal digits"
-        KeyFileError.unless(_DIGEST.fullmatch(digest), f"{path}: line {number}", got, expected)
+        KeyFileError.unless(
+            _DIGEST.fullmatch(digest),
+            f"{path}: line {number}",
+            f"{len(digest)} characters that are no digest",
+            "SHA-256 of a token, as 64 lower-case hexadecimal digits",
+        )
         allowed.add(digest.encode())
     KeyFileError.unless(allowed, str(path), "no digest", "one of a client's token a line")
     return frozenset(allowed)

@@ -1,12 +1,12 @@
 """What `--device` names: a processor that computes, or a null device that only answers.
 
-`null` answers at once, so that what remains of a run's time is everybody else's. `model:PROFILE`
-answers no earlier than the described accelerator would.
+`null` answers at once: what remains of a run's time is not the device's. `model:PROFILE` answers
+no earlier than the described accelerator would.
 
 A profile describes an accelerator by a few numbers, and says how long each operator takes on it.
 The roofline: a product takes as long as its arithmetic at the full rate or as the bytes that it
 moves at the full bandwidth, whichever is more, and every kernel and every copy has to be launched.
-Nothing real is faster than this, and little comes close; what it says is a lower bound.
+What it says is a lower bound: real devices take longer, most of them much longer.
 `gpu-service --device model:PROFILE` waits as long as it says, and `tsqp plan` adds it up.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -192,6 +193,13 @@ def _read_profile(path: Path) -> DeviceProfile:
             str(path), got=f"invalid TOML ({error})"[:160], expected="TOML"
         ) from None
     return validate_file(DeviceProfile, content, str(path), SettingsError)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Say whether this processor multiplies bfloat16 by itself (AVX512-BF16)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
+    return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
 
 
 _EXPECTED = "cpu, cuda, cuda:N, null or model:PROFILE"

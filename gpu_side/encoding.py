@@ -128,13 +128,23 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
     fields = dict(body)
     consumed: set[str] = set()
     for name, keys in _INLINE_TENSORS.get(cls, {}).items():
-        known, code = name == keys.data or name not in body, ErrorCode.INVALID_FIELD
-        ProtocolError.unless(known, f"{where}.{name}", "an unknown field", keys.data, code=code)
+        ProtocolError.unless(
+            name == keys.data or name not in body,
+            f"{where}.{name}",
+            "an unknown field",
+            keys.data,
+            code=ErrorCode.INVALID_FIELD,
+        )
         fixed = keys.dtype.startswith("=")
         needed = [keys.data, keys.shape] + ([] if fixed else [keys.dtype])
         missing = [key for key in needed if key not in body]
-        got, expected = f"no {''.join(missing[:1])}", f"the fields {', '.join(needed)}"
-        ProtocolError.unless(not missing, where, got, expected, code=code)
+        ProtocolError.unless(
+            not missing,
+            where,
+            f"no {''.join(missing[:1])}",
+            f"the fields {', '.join(needed)}",
+            code=ErrorCode.INVALID_FIELD,
+        )
         dtype = keys.dtype[1:] if fixed else body[keys.dtype]
         consumed.update(needed)
         fields.pop(keys.data)
@@ -306,13 +316,13 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
 
     Raises EnvelopeError, or another ProtocolError for what is no message at all.
     """
-    if not 1 <= len(frames) <= MAX_REQUEST_FRAMES:
-        raise ProtocolError(
-            "request",
-            got=f"{len(frames)} frames",
-            expected=f"1 to {MAX_REQUEST_FRAMES}",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
+    ProtocolError.unless(
+        1 <= len(frames) <= MAX_REQUEST_FRAMES,
+        "request",
+        f"{len(frames)} frames",
+        f"1 to {MAX_REQUEST_FRAMES}",
+        code=ErrorCode.MALFORMED_MESSAGE,
+    )
     limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
     envelope = unpack(
         frames[0], where="request", max_bytes=limit, max_containers=MAX_REQUEST_CONTAINERS

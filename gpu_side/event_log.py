@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 # A line for each request, message or connection of others: how many lines, in how many seconds.
@@ -46,32 +47,17 @@ class EventLog(logging.LoggerAdapter[logging.Logger]):
 log = EventLog(logging.getLogger("gpu_service"))
 
 
-class LineLimit:
-    """Lets through the first `lines` of every interval, and counts those that it leaves out.
+@dataclass(slots=True)
+class _Lines:
+    """Lines of one kind: when their interval ends, how many were written in it, or left out since.
 
-    `interval_s`: seconds; one begins with the first line after the last has ended.
+    `ends`: seconds, on a clock that does not go back. An interval begins with the first line after
+    the last has ended.
     """
 
-    def __init__(self, lines: int, interval_s: float) -> None:
-        self._lines = lines
-        self._interval_s = interval_s
-        self._ends = float("-inf")
-        self._let_through = 0
-        self._left_out = 0
-
-    def due(self, now: float) -> int | None:
-        """Say how many were left out since the last line; None where this one is, too.
-
-        `now`: seconds, on a clock that does not go back.
-        """
-        if now >= self._ends:
-            self._ends, self._let_through = now + self._interval_s, 0
-        if self._let_through >= self._lines:
-            self._left_out += 1
-            return None
-        self._let_through += 1
-        left_out, self._left_out = self._left_out, 0
-        return left_out
+    ends: float = float("-inf")
+    written: int = 0
+    left_out: int = 0
 
 
 class LineFilter(logging.Filter):
@@ -88,25 +74,32 @@ class LineFilter(logging.Filter):
     ) -> None:
         super().__init__()
         self._limits = limits
-        self._lines: dict[tuple[object, ...], LineLimit] = {}
+        self._lines: dict[tuple[object, ...], _Lines] = {}
         self._clock = clock
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Say whether a line is written."""
-        limit = self._limits.get(record.msg)
-        if limit is None:
+        if (limit := self._limits.get(record.msg)) is None:
             return True
+        most, interval_s = limit
         fields = getattr(record, "fields", {})
         failure = record.exc_info[0] if record.exc_info else None
         kind = (record.msg, failure, *map(fields.get, REASONS))
         with self._lock:
             if kind not in self._lines and len(self._lines) >= MAX_REASONS:
                 kind = (record.msg,)
-            left_out = self._lines.setdefault(kind, LineLimit(*limit)).due(self._clock())
+            lines, now = self._lines.setdefault(kind, _Lines()), self._clock()
+            if now >= lines.ends:
+                lines.ends, lines.written = now + interval_s, 0
+            if lines.written >= most:
+                lines.left_out += 1
+                return False
+            lines.written += 1
+            left_out, lines.left_out = lines.left_out, 0
         if left_out:
             record.fields = {**fields, "left_out": left_out}
-        return left_out is not None
+        return True
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.kernels import NullWeights, Served
 from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
-from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
+from gpu_side.sessions import SessionSettings, SessionStore, free_bytes
 from gpu_side.state import QueueLimits
 from gpu_side.tasks import RequestChecker
 from gpu_side.transfer import Kernel, Result
@@ -76,28 +76,18 @@ class RequestHandler:
         self._limits = limits or QueueLimits()
         self._instance_id = secrets.token_hex(16)
         self._attest, self._attest_from_s = attest, 0.0
-        self.sessions: SessionStore | None = None
-        self._segments: SegmentKernels | None = None
-        if segments is not None and self._model.has_segments:
-            self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(device))
-            self._segments = segments(self.sessions)
-
-    def session_totals(self) -> SessionTotals:
-        """Return what there is of sessions; from another thread as well."""
-        return SessionTotals() if self.sessions is None else self.sessions.totals
+        # Empty where there are no whole layers.
+        self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(device))
+        has_segments = self._model.has_segments
+        self._segments = segments(self.sessions) if segments and has_segments else None
 
     def expire_sessions(self) -> int | None:
         """Forget sessions that were not used for too long; return in how many ms to do so again.
 
         None: there are none.
         """
-        left_s = math.inf if self.sessions is None else self.sessions.expire()
+        left_s = self.sessions.expire()
         return None if left_s == math.inf else max(1, min(math.ceil(1000 * left_s), _MOST_MS))
-
-    def forget_client(self, client: bytes) -> None:
-        """Forget the sessions of a client that has gone."""
-        if self.sessions is not None:
-            self.sessions.forget_client(client)
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
@@ -150,16 +140,21 @@ class RequestHandler:
         if not request.nonce or self._attest is None:
             return reply, None
         began_s = time.monotonic()
-        got, expected = "one soon after another", "a pause, in which others are answered"
         ProtocolError.unless(
-            began_s >= self._attest_from_s, "evidence", got, expected, code=ErrorCode.QUEUE_FULL
+            began_s >= self._attest_from_s,
+            "evidence",
+            "one soon after another",
+            "a pause, in which others are answered",
+            code=ErrorCode.QUEUE_FULL,
         )
         try:
             statement = self._attest(request.nonce, self._model.model_digest)
         except EvidenceError as error:
-            code = ErrorCode.UNAVAILABLE
             raise ProtocolError(
-                error.where, got=error.got, expected=error.expected, code=code
+                error.where,
+                got=error.got,
+                expected=error.expected,
+                code=ErrorCode.UNAVAILABLE,
             ) from None
         finally:
             ended_s = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn.functional import embedding, linear
 
-from gpu_side.devices import DeviceProfile, NullDevice
+from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
 from gpu_side.served_model import OPERATOR_OF, ServedModel
 from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
 from gpu_side.transfer import Kernel, Result, Working, transfer_to
@@ -51,7 +51,6 @@ class Kernels(Protocol):
 
         Its output has the task's shape and dtype, and is complete once its work has ended.
         """
-        ...
 
 
 class DeviceKernels(Kernels, Protocol):
@@ -62,11 +61,9 @@ class DeviceKernels(Kernels, Protocol):
 
         The output has the task's shape, and the dtype of the weights; int32 in the ring.
         """
-        ...
 
     def reply(self, output: torch.Tensor, task: Task) -> Result:
         """Return a product as the reply that the task asks for."""
-        ...
 
 
 class TorchKernels:
@@ -167,10 +164,8 @@ def _two_rows_are_faster(weights: ServiceWeights) -> bool:
     On processors with AVX512-BF16, oneDNN reads a bfloat16 matrix a tenth faster for two rows than
     for one, with the same numbers. For float32 and float16 two rows take twice as long as one.
     """
-    if weights.device.type != "cpu" or weights.dtype is not torch.bfloat16:
-        return False
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
-    return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
+    on_cpu = weights.device.type == "cpu" and weights.dtype is torch.bfloat16
+    return on_cpu and multiplies_bfloat16()
 
 
 def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice:

@@ -19,7 +19,6 @@ from prometheus_client.metrics_core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
 from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram, ServiceState
 from protocol.errors import EndpointError, SettingsError, describe
@@ -38,15 +37,11 @@ def parse_address(text: str) -> tuple[str, int]:
     return (found["host"] or DEFAULT_HOST).strip("[]"), port
 
 
-class StateCollector(Collector):
+class StateCollector:
     """Turns a service's state into metrics at the moment they are asked for."""
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry need not collect in order to know our names."""
-        return ()
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
@@ -55,7 +50,7 @@ class StateCollector(Collector):
         for name, text, total in (
             ("tsqp_received_bytes", "Bytes of requests.", state.counters.received_bytes),
             ("tsqp_sent_bytes", "Bytes of replies.", state.counters.sent_bytes),
-            ("tsqp_dropped_replies", "Replies nobody got.", state.counters.dropped_replies),
+            ("tsqp_dropped_replies", "Replies not delivered.", state.counters.dropped_replies),
             ("tsqp_refused_clients", "Clients turned away or cut off.", state.clients_refused()),
         ):
             yield CounterMetricFamily(name, text, total)
@@ -110,7 +105,7 @@ def serving_metrics(address: str, state: ServiceState) -> Iterator[str]:
     Raises EndpointError where it cannot be bound, and SettingsError.
     """
     host, port = parse_address(address)
-    registry = CollectorRegistry(auto_describe=False)
+    registry = CollectorRegistry()
     registry.register(StateCollector(state))
     try:
         server, thread = start_http_server(port, host, registry)

@@ -163,10 +163,10 @@ class RequestLoop:
             if stop.list_changed:
                 stop.list_changed = False
                 stop.forget_wakeup()
-                if sessions is not None:
-                    sessions.forget_revoked(listener.is_allowed)
-                continue  # what woke the loop may also have been the signal to stop
-            kept = sessions is not None and sessions.look_at_s < math.inf
+                sessions.forget_revoked(listener.is_allowed)
+                # What woke the loop may also have been the signal to stop.
+                continue
+            kept = sessions.look_at_s < math.inf
             expires_ms = self._handler.expire_sessions() if kept else None
             if queue.requests and len(underway) < MAX_UNDERWAY:
                 self._answer(listener, queue.take())
@@ -368,8 +368,12 @@ class RequestLoop:
     def _drop(self, incoming: Incoming, opened: OpenedRequest) -> None:
         """Take note of a request that gets no reply: its client's key has been revoked."""
         self._counters.dropped_replies += 1
-        detail = "the key has been revoked"
-        log.warning("dropped", **_fields(incoming, opened, reason="revoked_key", detail=detail))
+        log.warning(
+            "dropped",
+            **_fields(incoming, opened),
+            reason="revoked_key",
+            detail="the key has been revoked",
+        )
 
     def _send_refusal(
         self, listener: Listener, incoming: Incoming, opened: OpenedRequest, error: ProtocolError
@@ -419,8 +423,8 @@ class RequestLoop:
             log.warning("drain_ended", refused_requests=len(left) + self._queue.requests)
         for incoming, opened, *_ in left:
             self._send(listener, incoming, opened, ErrorCode.SHUTTING_DOWN)
-        for incoming in self._queue.drain():
-            self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
+        while self._queue:
+            self._refuse(listener, self._queue.take(), ErrorCode.SHUTTING_DOWN)
         # Not a part of the time since the last request, which may be hours.
         self._began_ns = time.perf_counter_ns()
         until = time.monotonic() + _STOPPING_S

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
+from gpu_side.devices import multiplies_bfloat16
 from gpu_side.session_cache import SessionCache, Window
 
 _BLOCK_ROWS = 512
@@ -103,7 +104,8 @@ class PartAttention:
 def _few(
     q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
 ) -> torch.Tensor:
-    if q_RKGC.is_cpu and q_RKGC.dtype is not torch.float32 and not _multiplies_bfloat16():
+    # Where the processor does not, multiplying takes many times as long as to convert the keys.
+    if q_RKGC.is_cpu and q_RKGC.dtype is not torch.float32 and not multiplies_bfloat16():
         found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), block)
         return found.to(q_RKGC.dtype)
     R, K, G, C = q_RKGC.shape
@@ -115,13 +117,6 @@ def _few(
     weights_KGRS = softmax(scores_KGRS, dim=-1, dtype=torch.float32).to(q_RKGC.dtype)
     out_KNC = weights_KGRS.view(K, G * R, -1) @ v_KSC
     return out_KNC.view(K, G, R, C).permute(2, 0, 1, 3).reshape(R, K * G * C)
-
-
-@cache
-def _multiplies_bfloat16() -> bool:
-    """Say whether this processor does; others take many times as long as to convert the keys."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
-    return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
 
 
 @cache

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import SegmentRequest
-from protocol.tensors import WireTensor
 
 NO_SESSION = bytes(16)
 PART_NUMBERS = 7
@@ -47,12 +46,17 @@ def read_parts(request: SegmentRequest, context_length: int) -> list[Part]:
             ends[session] = -1
             continue
         if min(start, rows) < 0 or not start + rows <= length <= context_length:
-            got, most = f"a part of rows {start} + {rows} of {length}", f"{context_length} tokens"
-            raise _refuse("parts", got, f"numbers that add up, within {most}")
+            raise _refuse(
+                "parts",
+                f"a part of rows {start} + {rows} of {length}",
+                f"numbers that add up, within {context_length} tokens",
+            )
         if ends.setdefault(session, start) != start:
             raise _refuse("parts", f"a part from {start}", "one that follows its session's last")
         ends[session] = start + rows
-    _check_sum(parts, request.hidden_states)
+    rows, total = request.hidden_states.shape[0], sum(part.rows for part in parts)
+    if total != rows:
+        raise _refuse("parts", f"{total} rows", f"{rows}, as hidden_states has")
     return parts
 
 
@@ -66,12 +70,7 @@ def read_outputs(request: SegmentRequest) -> Sequence[int] | None:
     return None if len(wanted) == rows else wanted
 
 
-def _check_sum(parts: Sequence[Part], hidden_states: WireTensor) -> None:
-    rows, total = hidden_states.shape[0], sum(part.rows for part in parts)
-    if total != rows:
-        raise _refuse("parts", f"{total} rows", f"{rows}, as hidden_states has")
-
-
 def _refuse(field: str, got: str, expected: str) -> ProtocolError:
-    code = ErrorCode.INVALID_FIELD
-    return ProtocolError(f"Segment.{field}", got=got, expected=expected, code=code)
+    return ProtocolError(
+        f"Segment.{field}", got=got, expected=expected, code=ErrorCode.INVALID_FIELD
+    )

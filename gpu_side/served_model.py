@@ -1,4 +1,9 @@
-"""What a service says that it holds: everything about a model directory but the matrices."""
+"""What a service says that it holds: everything about a model directory but the matrices.
+
+A rank holds a part of the output columns of every weight. Each module is parted for itself
+(`protocol.messages.part_of`), and so is the vocabulary of the LM head and of the embedding: a tied
+weight is one tensor in a part, too.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,12 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.parts import PartConfig, check_columns
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
-from gpu_side.segment_weights import order_name, transformed_tensors
 from gpu_side.state import QueueLimits
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,
+    MAX_RANKS,
     WHOLE,
     Arithmetic,
     Columns,
@@ -25,6 +29,7 @@ from protocol.messages import (
     ModuleName,
     NormWeight,
     RotaryParams,
+    part_of,
 )
 from protocol.model.checkpoint import (
     FINAL_NORM,
@@ -42,6 +47,8 @@ from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch
 
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
+# A transformed directory has the head under this name, tied or not.
+TRANSFORMED_HEAD = "lm_head.weight"
 
 # Which fused operator a module belongs to.
 OPERATOR_OF: dict[ModuleName, LinearOperator] = {
@@ -52,6 +59,47 @@ OPERATOR_OF: dict[ModuleName, LinearOperator] = {
 # which weights it was made of. It is no digest of anything.
 NO_LINEAR_DIGEST = "0" * 64
 _CALIBRATION_FILE = "calibration.safetensors"
+
+
+class PartConfig(ModelConfig):
+    """A model's configuration whose output sizes are those of a part; `vocab_size` is one.
+
+    `vocabulary`: how many ids the whole model has.
+    """
+
+    columns: Columns
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, columns: Columns) -> PartConfig:
+        """Return the configuration of a part."""
+        part = part_of(config.vocab_size, *columns)
+        fields = dict(config) | {"vocab_size": part.stop - part.start}
+        return cls(**fields, columns=columns, vocabulary=config.vocab_size)
+
+    def module_shape(self, module: ModuleName) -> tuple[int, int]:
+        """See `ModelConfig.module_shape`; the out_features are the part's."""
+        out_features, in_features = super().module_shape(module)
+        part = part_of(out_features, *self.columns)
+        return part.stop - part.start, in_features
+
+    @property
+    def first_id(self) -> int:
+        """The first token id of the part's vocabulary."""
+        first: int = part_of(self.vocabulary, *self.columns).start
+        return first
+
+
+def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
+    """Check that there is such a part, and that none is empty. Raises SettingsError.
+
+    `option`: where the part, or the number of parts, was asked for.
+    """
+    part, parts = columns
+    shapes = (config.module_shape(name) for names in FUSED_MODULES.values() for name in names)
+    most = min(MAX_RANKS, config.vocab_size, *(shape[0] for shape in shapes))
+    SettingsError.unless(1 <= parts <= most, option, f"{parts} parts", f"1 to {most}")
+    SettingsError.unless(0 <= part < parts, option, f"part {part} of {parts}", f"0 to {parts - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +192,25 @@ class ServedModel:
         )
 
 
+def order_name(layer: int) -> str:
+    """Return the name of the tensor that says in which order RoPE's pairs stand."""
+    return f"model.layers.{layer}.self_attn.rope_order"
+
+
+def transformed_tensors(config: ModelConfig, *, head: bool) -> dict[str, tuple[int, ...]]:
+    """Return what a directory of transformed whole layers has beside linear weights, and shapes.
+
+    Without the norms of queries and keys, which may have one of two. `head`: with the final norm
+    and the LM head.
+    """
+    D = config.hidden_size
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer in range(config.num_hidden_layers):
+        names = norm_names(config, layer)
+        tensors |= {names[name]: (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return tensors | ({FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)} if head else {})
+
+
 def read_served_model(
     directory: Path,
     arithmetic: Sequence[Arithmetic] = BOTH,
@@ -161,12 +228,12 @@ def read_served_model(
     tensor, and SettingsError for layers or columns that the model has not.
     """
     config = read_config(directory)
-    if layers is not None and not 0 <= layers[0] <= layers[1] < config.num_hidden_layers:
-        raise SettingsError(
-            "layers to hold",
-            got=f"{layers[0]}-{layers[1]}",
-            expected=f"a range within 0-{config.num_hidden_layers - 1}, the model's",
-        )
+    SettingsError.unless(
+        layers is None or 0 <= layers[0] <= layers[1] < config.num_hidden_layers,
+        "layers to hold",
+        "-".join(map(str, layers or ())),
+        f"a range within 0-{config.num_hidden_layers - 1}, the model's",
+    )
     check_columns(config, columns, "columns to hold")
     provision = read_provision(directory)
     checkpoint = Checkpoint(directory)

@@ -17,10 +17,9 @@ from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights, Served
-from gpu_side.parts import check_columns
-from gpu_side.ranks.processes import OPTION, RankPlace, by_torchrun, place_of
+from gpu_side.ranks.processes import OPTION, RankJob, RankPlace, by_torchrun, place_of
 from gpu_side.request_loop import RequestLoop, StopSignal
-from gpu_side.served_model import BOTH, ServedModel, read_served_model
+from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
 from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.bind import open_listener
@@ -38,7 +37,6 @@ from protocol.tensors import require_little_endian, torch_dtype
 
 if TYPE_CHECKING:
     from gpu_side.ranks.head import Ranks
-    from gpu_side.ranks.processes import RankJob
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class ServiceSettings:
     client may wait, in bytes None: one message as large as allowed; and of all together, None: as
     much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
     `identity`: our secret key (or `secret`: itself, made in this process), and `allow`: the list of
-    the clients that are let in, which SIGHUP reads again; without them everybody is let in, and
+    the clients that are let in, which SIGHUP reads again; without them every client is let in, and
     other machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
     `protocol.zmq_sockets`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
     use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP reads the tokens again.
@@ -105,24 +103,29 @@ class ServiceSettings:
         """
         if self.secret is not None:
             if self.allow is None or self.identity or self.allow_anyone:
-                expected = "--allow alone: the key of an attested service is made inside"
-                raise SettingsError("--attest", got="other options of keys", expected=expected)
+                raise SettingsError(
+                    "--attest",
+                    got="other options of keys",
+                    expected="--allow alone: the key of an attested service is made inside",
+                )
             require_zmq_keys(self.bind)
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
             of_http = self.bind.startswith("http")
-            if self.http_tokens is not None and self.allow_anyone:
-                got = "--http-tokens and --allow-anyone"
-                raise SettingsError("keys", got=got, expected="one of them")
-            open_to_all = self.http_tokens is None and not self.allow_anyone
-            if is_beyond_loopback(self.bind) and open_to_all:
-                keys = "--identity and --allow (tsqp keys new makes keys)"
-                tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
-                raise SettingsError(
-                    f"--bind {self.bind}",
-                    got="an address that other machines reach, open to all of them",
-                    expected=f"{tokens if of_http else keys}, or --allow-anyone",
-                )
+            SettingsError.unless(
+                self.http_tokens is None or not self.allow_anyone,
+                "keys",
+                "--http-tokens and --allow-anyone",
+                "one of them",
+            )
+            keys = "--identity and --allow (tsqp keys new makes keys)"
+            tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
+            SettingsError.unless(
+                not is_beyond_loopback(self.bind) or self.http_tokens or self.allow_anyone,
+                f"--bind {self.bind}",
+                "an address that other machines reach, open to all of them",
+                f"{tokens if of_http else keys}, or --allow-anyone",
+            )
             return None
         if self.identity is None or self.allow is None or self.allow_anyone:
             given = {"--identity": self.identity, "--allow": self.allow}
@@ -215,10 +218,10 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             ranks = None if place is None else _ranks(settings, place, device, stop, beside)
             operators = _load(settings, device, state, stop, attest, ranks)
             if operators is not None:
-                state.sessions = operators.session_totals
+                state.sessions = lambda: operators.sessions.totals
                 if isinstance(listener, StreamListener):
                     # Other transports do not know, or know a client by more than a connection.
-                    listener.on_gone = operators.forget_client
+                    listener.on_gone = operators.sessions.forget_client
                 log.info(
                     "ready",
                     endpoint=listener.endpoint,
@@ -278,16 +281,11 @@ def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitSt
 @contextmanager
 def _stop_signals() -> Iterator[StopSignal]:
     stop = StopSignal()
-    previous = {n: signal.signal(n, stop.request) for n in (signal.SIGTERM, signal.SIGINT)}
-    previous_fd = signal.set_wakeup_fd(stop.writer.fileno())
-    try:
+    with stop.reader, stop.writer, ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, stop.request))
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(stop.writer.fileno()))
         yield stop
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        stop.reader.close()
-        stop.writer.close()
 
 
 class _StoppedWhileLoadingError(Exception):
@@ -306,9 +304,7 @@ def _load(
     began = time.monotonic()
     config = read_config(settings.model)
     dtype, layers = settings.dtype or config.dtype, settings.layers
-    several: dict[str, Any] = {}
-    if settings.tensor_parallel > 1:
-        several = {"ranks": settings.tensor_parallel}
+    several: dict[str, Any] = {} if ranks is None else {"ranks": settings.tensor_parallel}
     log.info(
         "loading",
         model=settings.model.name,
@@ -318,20 +314,23 @@ def _load(
         dtype=dtype,
         **several,
     )
-    limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
+
+    def answering(served: ServiceWeights | NullWeights | Served) -> RequestHandler:
+        return RequestHandler(
+            served,
+            settings.max_message_bytes,
+            state.queue.limits,
+            settings.spin_us,
+            attest,
+            settings.sessions,
+        )
 
     if isinstance(device, NullDevice):
         held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         _log_loaded(held, 0, time.monotonic() - began)
-        return RequestHandler(
-            NullWeights(held, device, torch_dtype(dtype)),
-            limit,
-            state.queue.limits,
-            attest=attest,
-            sessions=settings.sessions,
-        )
+        return answering(NullWeights(held, device, torch_dtype(dtype)))
     if ranks is not None and not ranks.join():
         return None
     logged = time.monotonic()
@@ -357,17 +356,11 @@ def _load(
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    served: ServiceWeights | Served = weights
-    if ranks is not None:
-        served = ranks.served(weights)
-    limits, spin_us = state.queue.limits, settings.spin_us
-    return RequestHandler(served, limit, limits, spin_us, attest, settings.sessions)
+    return answering(weights if ranks is None else ranks.served(weights))
 
 
 def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob:
     """Return what a rank is told."""
-    from gpu_side.ranks.processes import RankJob
-
     config = read_config(settings.model)
     return RankJob(
         place=place,

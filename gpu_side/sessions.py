@@ -47,15 +47,21 @@ class SessionSettings:
 
     def check(self) -> None:
         """Raise SettingsError for such as can never be reached, or cannot be used."""
-        if self.bytes is not None and (self.client_bytes or 0) > self.bytes:
-            got, most = (f"{size / 2**20:.9g}" for size in (self.client_bytes or 0, self.bytes))
-            expected = f"at most {most}, which is --sessions-mib"
-            raise SettingsError("--session-client-mib", got=got, expected=expected)
-        if self.spill is None and self.spill_bytes is not None:
-            raise SettingsError("--session-spill-mib", got="no directory", expected="one to fill")
-        if self.spill is not None and not self.spill.is_dir():
-            where = f"--session-spill {self.spill}"
-            raise SettingsError(where, got="no directory", expected="one that can be written to")
+        of_one, most = self.client_bytes or 0, self.bytes
+        SettingsError.unless(
+            most is None or of_one <= most,
+            "--session-client-mib",
+            f"{of_one / 2**20:.9g}",
+            f"at most {(most or 0) / 2**20:.9g}, which is --sessions-mib",
+        )
+        to_fill = self.spill is not None or self.spill_bytes is None
+        SettingsError.unless(to_fill, "--session-spill-mib", "no directory", "one to fill")
+        SettingsError.unless(
+            self.spill is None or self.spill.is_dir(),
+            f"--session-spill {self.spill}",
+            "no directory",
+            "one that can be written to",
+        )
 
 
 def free_bytes(device: torch.device | None) -> int:
@@ -197,13 +203,13 @@ class SessionStore:
             return
         # A quarter more than there was: what is copied stays in proportion to what is added.
         ahead = min(needed, cache.capacity) // 4
-        if not (self._resize(name, needed + ahead) or self._resize(name, needed)):
-            raise ProtocolError(
-                "Segment.parts",
-                got=f"sessions of {needed} tokens and others",
-                expected=f"all of a request within {self._most_client} bytes",
-                code=ErrorCode.SESSIONS_FULL,
-            )
+        ProtocolError.unless(
+            self._resize(name, needed + ahead) or self._resize(name, needed),
+            "Segment.parts",
+            f"sessions of {needed} tokens and others",
+            f"all of a request within {self._most_client} bytes",
+            code=ErrorCode.SESSIONS_FULL,
+        )
 
     def _resize(self, name: SessionName, tokens: int) -> bool:
         """Give a session in use room for so many tokens; False where those in use leave none."""
@@ -301,12 +307,6 @@ class SessionStore:
                 used_s = float("inf")
             self.look_at_s = min(used_s, self._files.oldest_s()) + self._ttl_s
         return self.look_at_s - now_s
-
-    def close(self) -> None:
-        """Forget all."""
-        for name in list(self._held):
-            self._forget(name)
-        self._files.close()
 
 
 def _unknown(start: int) -> ProtocolError:

@@ -29,7 +29,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gpu_side.event_log import log
-from gpu_side.session_cache import CacheShape, SessionCache
+from gpu_side.session_cache import SessionCache
 from protocol.tensors import raw_bytes
 
 _TAG_BYTES, _NONCE_BYTES = 16, 12
@@ -71,7 +71,8 @@ class SpilledSession:
         self, directory: Path, name: SessionName, cache: SessionCache, key: SpillKey
     ) -> None:
         self.name, self.key = name, key
-        self._shape = cache.shape
+        # Of the cache that it was, and will be.
+        self.shape = cache.shape
         self._sizes = cache.length, cache.sinks, cache.dropped
         self._nonces: list[bytes] = []
         self.bytes = 0
@@ -121,18 +122,13 @@ class SpilledSession:
         length, _, dropped = self._sizes
         return length - dropped
 
-    @property
-    def shape(self) -> CacheShape:
-        """Of the cache that it was, and will be."""
-        return self._shape
-
     def close(self) -> None:
         """Forget it; without a name it is gone from the disk then."""
         self._file.close()
 
     def _bound(self, number: int) -> bytes:
         """Return what a piece is bound to, beside its key and nonce."""
-        layers, heads, head_dim, dtype, _ = self._shape
+        layers, heads, head_dim, dtype, _ = self.shape
         sizes = [layers, heads, head_dim, str(dtype), *self._sizes]
         bound: bytes = msgpack.packb([*self.name, sizes, number])
         return bound
@@ -296,11 +292,6 @@ class SessionFiles:
     def oldest_s(self) -> float:
         """Return when the session was used that was used least recently; inf if there is none."""
         return min((used_s for _, used_s in self._files.values()), default=float("inf"))
-
-    def close(self) -> None:
-        """Forget all."""
-        for name in list(self._files):
-            self.forget(name)
 
     def _oldest(self) -> SessionName | None:
         """Return what goes first: of a client that has more than half, where there is one."""

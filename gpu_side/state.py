@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -127,11 +127,6 @@ class FairQueue:
     def note_served(self, incoming: Incoming) -> None:
         """Note that a message's client had its turn without waiting."""
         self._served = incoming.key or incoming.route[0]
-
-    def drain(self) -> Iterator[Incoming]:
-        """Take everything."""
-        while self:
-            yield self.take()
 
     def _too_much(self, incoming: Incoming, size: int) -> Rejected:
         limits = self.limits

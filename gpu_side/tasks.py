@@ -153,23 +153,23 @@ class RequestChecker:
         integer: bool,
     ) -> Task:
         self._require_weights(request.method, integer=integer)
+        method, layer, names = request.method, request.layer_idx, request.module_names
         layers = self._config.num_hidden_layers
-        where, layer = f"{request.method}.layer_idx", request.layer_idx
-        _require(layer < layers, where, str(layer), f"0 to {layers - 1}")
-        if request.layer_idx not in self._layers:
-            raise self._unavailable(request.method, f"layer {request.layer_idx}")
-        names, method = request.module_names, request.method
+        _require(layer < layers, f"{method}.layer_idx", str(layer), f"0 to {layers - 1}")
+        self._require_held(layer in self._layers, method, f"layer {layer}")
         modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
-        expected = f"one module, or {_TOGETHER}"
-        where, got = f"{method}.module_names", " ".join(names)
-        _require(len(names) == 1 or names == modules, where, got, expected)
+        _require(
+            len(names) == 1 or names == modules,
+            f"{method}.module_names",
+            " ".join(names),
+            f"one module, or {_TOGETHER}",
+        )
         sizes = [self._part.module_shape(name) for name in names]
         in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
         return self._product(method, tensor, in_features, out_features, integer=integer)
 
     def _lm_head(self, method: str, tensor: WireTensor, *, integer: bool) -> Task:
-        if not self._held.has_lm_head:
-            raise self._unavailable(method, "an LM head")
+        self._require_held(self._held.has_lm_head, method, "an LM head")
         if integer:  # the float one is there whatever the linear weights are
             self._require_weights(method, integer=True)
         config = self._part
@@ -177,8 +177,7 @@ class RequestChecker:
 
     def _require_weights(self, method: str, *, integer: bool) -> None:
         kind = "int8" if integer else "float"
-        if kind not in self._held.arithmetic:
-            raise self._unavailable(method, f"{kind} weights")
+        self._require_held(kind in self._held.arithmetic, method, f"{kind} weights")
 
     def _product(
         self, method: str, tensor: WireTensor, in_features: int, out_features: int, *, integer: bool
@@ -187,8 +186,12 @@ class RequestChecker:
         dtype, shape = tensor.dtype, tensor.shape
         dtypes, expected = (("int32",), "int32") if integer else (FLOAT_DTYPES, "a float dtype")
         _require(dtype in dtypes, where, dtype, expected)
-        got, expected = f"shape {list(shape)}", f"{in_features} on the last axis"
-        _require(shape[-1] == in_features, where, got, expected)
+        _require(
+            shape[-1] == in_features,
+            where,
+            f"shape {list(shape)}",
+            f"{in_features} on the last axis",
+        )
         rows = math.prod(shape[:-1])
         self._bound_output(where, rows * out_features, dtype)
         work = LinearWork(rows, in_features, out_features, integer)
@@ -196,11 +199,9 @@ class RequestChecker:
         return Task((*shape[:-1], out_features), dtype, work, size)
 
     def _embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Task:
-        if not self._held.has_embedding:
-            raise self._unavailable("Embedding", "an embedding")
+        self._require_held(self._held.has_embedding, "Embedding", "an embedding")
         _require(ids_dtype == "int64", "Embedding.input_ids", ids_dtype, "int64")
-        expected = "[T] or [batch, T]"
-        _require(len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", expected)
+        _require(len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", "[T] or [batch, T]")
         tokens, hidden_size = math.prod(shape), self._config.hidden_size
         self._bound_output("Embedding.input_ids", tokens * hidden_size, dtype)
         work = EmbeddingWork(tokens, hidden_size)
@@ -209,21 +210,31 @@ class RequestChecker:
     def _segment(self, request: SegmentRequest) -> Task:
         """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_parts`)."""
         config, hidden = self._config, request.hidden_states
-        if not self._held.has_segments:
-            raise self._unavailable("Segment", "whole layers")
+        self._require_held(self._held.has_segments, "Segment", "whole layers")
         first, last, behind = request.first_layer, request.last_layer, config.num_hidden_layers
-        got, expected = f"layers {first} to {last}", f"one from the first on, below {behind}"
-        _require(first <= last < behind, "Segment.last_layer", got, expected)
-        if first not in self._layers or last not in self._layers:
-            raise self._unavailable("Segment", f"layers {first} to {last}")
-        fits, got = not request.lm_head or last + 1 == behind, f"an LM head behind layer {last}"
-        _require(fits, "Segment.lm_head", got, f"one behind layer {behind - 1}")
-        if request.lm_head and not self._held.has_segment_head:
-            raise self._unavailable("Segment", "an LM head")
+        _require(
+            first <= last < behind,
+            "Segment.last_layer",
+            f"layers {first} to {last}",
+            f"one from the first on, below {behind}",
+        )
+        held = first in self._layers and last in self._layers
+        self._require_held(held, "Segment", f"layers {first} to {last}")
+        _require(
+            not request.lm_head or last + 1 == behind,
+            "Segment.lm_head",
+            f"an LM head behind layer {last}",
+            f"one behind layer {behind - 1}",
+        )
+        held = not request.lm_head or self._held.has_segment_head
+        self._require_held(held, "Segment", "an LM head")
         where, D = "Segment.hidden_states", config.hidden_size
-        fits = hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D
-        got, expected = f"{hidden.dtype} {list(hidden.shape)}", f"a float dtype, [rows, {D}]"
-        _require(fits, where, got, expected)
+        _require(
+            hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
+            where,
+            f"{hidden.dtype} {list(hidden.shape)}",
+            f"a float dtype, [rows, {D}]",
+        )
         rows, parts, wanted = hidden.shape[0], request.parts.shape[0], request.outputs.shape[0]
         _require_form("Segment.parts", request.parts, "int64", (parts, PART_NUMBERS))
         _require_form("Segment.outputs", request.outputs, "int64", (min(wanted, rows),))
@@ -245,16 +256,24 @@ class RequestChecker:
         return Task((outputs, width), hidden.dtype, work, size)
 
     def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
-        alike, got = a_dtype == b_dtype and a_dtype in FLOAT_DTYPES, f"{a_dtype} and {b_dtype}"
-        _require(alike, "Matmul.dtype", got, "one float dtype")
+        _require(
+            a_dtype == b_dtype and a_dtype in FLOAT_DTYPES,
+            "Matmul.dtype",
+            f"{a_dtype} and {b_dtype}",
+            "one float dtype",
+        )
         where, got = "Matmul.shape", f"{list(a)} @ {list(b)}"
         fits = len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2]
         _require(fits, where, got, "[..., M, K] @ [..., K, N]")
         try:
             leading = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
         except RuntimeError:
-            expected, code = "leading dimensions that broadcast", ErrorCode.INVALID_FIELD
-            raise ProtocolError(where, got=got, expected=expected, code=code) from None
+            raise ProtocolError(
+                where,
+                got=got,
+                expected="leading dimensions that broadcast",
+                code=ErrorCode.INVALID_FIELD,
+            ) from None
         M, K, N = *a[-2:], b[-1]
         batch = math.prod(leading)
         # torch.matmul writes out operands that broadcast.
@@ -262,16 +281,17 @@ class RequestChecker:
         size = (math.prod(a) + math.prod(b)) * ITEMSIZE[a_dtype]
         return Task((*leading, M, N), a_dtype, MatmulWork(batch, M, K, N), size)
 
-    def _unavailable(self, method: str, needed: str) -> ProtocolError:
+    def _require_held(self, holds: bool, method: str, needed: str) -> None:
         held = " and ".join(self._held.arithmetic)
         provision, layers = self._held.provision, ""
         if self._held.layers is not None:
             layers = f" of layers {self._layers[0]} to {self._layers[-1]}"
         mask = "" if provision is None else f", for the mask {provision.mask} alone"
-        return ProtocolError(
+        ProtocolError.unless(
+            holds,
             method,
-            got=f"a request that needs {needed}",
-            expected=f"one that {held} linear weights{layers} can answer{mask}",
+            f"a request that needs {needed}",
+            f"one that {held} linear weights{layers} can answer{mask}",
             code=ErrorCode.UNAVAILABLE,
         )
 
@@ -281,21 +301,23 @@ class RequestChecker:
 
     def _bound(self, where: str, what: str, size: int) -> None:
         most = min(self._max_message_bytes, MAX_TENSOR_BYTES)
-        got, code = f"{what} of {size} bytes", ErrorCode.LIMIT_EXCEEDED
-        _require(size <= most, where, got, f"at most {most}", code)
+        ProtocolError.unless(
+            size <= most,
+            where,
+            f"{what} of {size} bytes",
+            f"at most {most}",
+            code=ErrorCode.LIMIT_EXCEEDED,
+        )
 
 
-def _require(
-    condition: bool,
-    where: str,
-    got: str,
-    expected: str,
-    code: ErrorCode = ErrorCode.INVALID_FIELD,
-) -> None:
-    if not condition:
-        raise ProtocolError(where, got=got, expected=expected, code=code)
+def _require(condition: bool, where: str, got: str, expected: str) -> None:
+    ProtocolError.unless(condition, where, got, expected, code=ErrorCode.INVALID_FIELD)
 
 
 def _require_form(where: str, tensor: WireTensor, dtype: str, shape: Shape) -> None:
-    got, expected = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(shape)}"
-    _require((tensor.dtype, tensor.shape) == (dtype, shape), where, got, expected)
+    _require(
+        (tensor.dtype, tensor.shape) == (dtype, shape),
+        where,
+        f"{tensor.dtype} {list(tensor.shape)}",
+        f"{dtype} {list(shape)}",
+    )

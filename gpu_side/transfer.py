@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from gpu_side.cuda.device import Event
 from gpu_side.transport.listener import Incoming
 from protocol.messages import Request, Response
 
@@ -26,7 +27,6 @@ class Working(Protocol):
 
         Raises RuntimeError where the device has failed.
         """
-        ...
 
 
 # A reply, and what has to end before its tensors may be read; None: nothing.
@@ -86,13 +86,7 @@ def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-class _Event(Protocol):
-    """What of `torch.cuda.Event` is needed here."""
-
-    def query(self) -> bool: ...
-
-
-def _record(device: torch.device) -> _Event:
+def _record(device: torch.device) -> Event:
     event = torch.cuda.Event()
     # The device's own stream: the current device may be another.
     event.record(torch.cuda.current_stream(device))
@@ -107,7 +101,7 @@ class Queued:
     """
 
     def __init__(
-        self, event: _Event, spin_us: float = 0.0, ended: Callable[[], None] | None = None
+        self, event: Event, spin_us: float = 0.0, ended: Callable[[], None] | None = None
     ) -> None:
         self._event = event
         self._ended = ended
@@ -143,7 +137,7 @@ class PinnedStaging:
         spin_us: float = 0.0,
         *,
         empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
-        record: Callable[[torch.device], _Event] = _record,
+        record: Callable[[torch.device], Event] = _record,
     ) -> None:
         self._device = device
         self._spin_us = spin_us

@@ -2,33 +2,65 @@
 
 Each module is read straight into its rows of the fused matrix, so that nothing is in memory twice:
 the int8 weights, too, are made block by block from the file.
+
+Whole layers need norms and the order of RoPE's pairs besides, from a model's own directory, or from
+one that a segment mask has transformed for a server (`gpu_side.provision`): there norms of queries
+and keys may differ by head, and RoPE's pairs may stand in another order in each key/value head and
+its query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gpu_side.cuda.products import check_ring
-from gpu_side.parts import PartCheckpoint
-from gpu_side.segment_weights import SegmentWeights, load_segment_weights
-from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model
-from protocol.errors import KernelError
+from gpu_side.served_model import (
+    BOTH,
+    OPERATOR_OF,
+    TRANSFORMED_HEAD,
+    ServedModel,
+    order_name,
+    read_served_model,
+)
+from protocol.errors import KernelError, ModelError, describe
 from protocol.integer import MAX_IN_FEATURES, check_kernels
-from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
+from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator, part_of
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    Checkpoint,
+    lm_head_name,
+    norm_names,
+)
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
-from protocol.model.weights import FusedLinear, load_linear, load_tensor
+from protocol.model.weights import FusedLinear, LayerNorms, load_linear, load_tensor
 
 Progress = Callable[[int, int], None]
+# Reads a tensor of a checked shape, by its name, to the device.
+Read = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 # By layer, then by fused operator.
 FloatLinears = dict[int, dict[LinearOperator, FusedLinear]]
 IntegerLinears = dict[int, dict[LinearOperator, QuantizedLinear]]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWeights:
+    """By layer, norms and `orders`: int64 [H + K, C / 2], where RoPE's pairs stand in another one.
+
+    Where they are held, the final norm and the LM head behind the last layer.
+    """
+
+    norms: dict[int, LayerNorms]
+    orders: dict[int, torch.Tensor]
+    norm: torch.Tensor | None
+    lm_head: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +105,29 @@ class ServiceWeights(ServedModel):
         return sum(tensor.nbytes for tensor in tensors)
 
 
+class PartCheckpoint(Checkpoint):
+    """A checkpoint that has of every tensor the rows of a part, and reads no others."""
+
+    def __init__(self, directory: Path, columns: Columns) -> None:
+        super().__init__(directory)
+        self._columns = columns
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """See `Checkpoint.blocks`; `shape` is that of the part, whose first row is 0."""
+        whole = self._entry(name).shape
+        part = part_of(whole[0], *self._columns)
+        ModelError.unless(
+            (part.stop - part.start, *whole[1:]) == shape,
+            self._where(name),
+            f"{describe(list(whole))} since the file was checked",
+            f"such that part {self._columns} is {list(shape)}",
+        )
+        for rows, found in self._read(name, range(part.start, part.stop)):
+            first, last = max(rows.start, part.start), min(rows.stop, part.stop)
+            inside = found[first - rows.start : last - rows.start]
+            yield slice(first - part.start, last - part.start), inside
+
+
 def load_weights(
     directory: Path,
     *,
@@ -94,7 +149,8 @@ def load_weights(
     config, arithmetic = held.part, held.arithmetic
     checkpoint = PartCheckpoint(directory, columns)
 
-    embedding, lm_head = _read_vocabulary(held, checkpoint, dtype, device)
+    read: Read = partial(load_tensor, checkpoint, dtype=dtype, device=device)
+    embedding, lm_head = _read_vocabulary(held, read)
     lm_head_int8: QuantizedLinear | None = None
     if held.has_lm_head and "int8" in arithmetic:
         lm_head_int8 = load_quantized(
@@ -120,16 +176,7 @@ def load_weights(
             progress(done, len(held.held_layers))
     segment = None
     if held.has_segments:
-        segment = load_segment_weights(
-            checkpoint,
-            config,
-            held.held_layers,
-            lm_head=lm_head,
-            transformed=held.provision is not None,
-            has_head=held.has_segment_head,
-            device=device,
-            dtype=dtype,
-        )
+        segment = _read_segment(held, checkpoint, read, lm_head, device)
     return ServiceWeights(
         **vars(held),
         device=device,
@@ -149,30 +196,86 @@ def check_integers(config: ModelConfig, device: torch.device | None) -> None:
     `device`: None for a null one, which has no products: then only the widths must fit.
     """
     widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
-    if widest > MAX_IN_FEATURES:
-        raise KernelError(
-            "int8 weights of this model",
-            got=f"{widest} in_features",
-            expected=f"at most {MAX_IN_FEATURES}",
-        )
+    KernelError.unless(
+        widest <= MAX_IN_FEATURES,
+        "int8 weights of this model",
+        f"{widest} in_features",
+        f"at most {MAX_IN_FEATURES}",
+    )
     if device is not None:
         (check_ring if device.type == "cuda" else check_kernels)(device)
 
 
 def _read_vocabulary(
-    held: ServedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    held: ServedModel, read: Read
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Read embedding and LM head as far as they are held, one tensor if they are tied."""
     config = held.part
     shape = (config.vocab_size, config.hidden_size)
-
-    def read(name: str) -> torch.Tensor:
-        return load_tensor(checkpoint, name, shape, dtype=dtype, device=device)
-
-    embedding = read(EMBEDDING) if held.has_embedding else None
+    embedding = read(EMBEDDING, shape) if held.has_embedding else None
     if not held.has_lm_head:
         return embedding, None
-    if config.tie_word_embeddings:
-        lm_head = read(EMBEDDING) if embedding is None else embedding
-        return embedding, lm_head
-    return embedding, read(lm_head_name(config))
+    if config.tie_word_embeddings and embedding is not None:
+        return embedding, embedding
+    return embedding, read(lm_head_name(config), shape)
+
+
+def _read_segment(
+    held: ServedModel,
+    checkpoint: Checkpoint,
+    read: Read,
+    lm_head: torch.Tensor | None,
+    device: torch.device,
+) -> SegmentWeights:
+    """Read what whole layers need besides. `lm_head`: of the service itself. Raises ModelError."""
+    config, transformed = held.config, held.provision is not None
+    (H, K, C), D = config.heads, config.hidden_size
+    heads = {"q_norm": H, "k_norm": K} if transformed else {}
+
+    def norm(short: str, name: str) -> torch.Tensor:
+        shape = (config.width(config.table.norms[short].outputs),)
+        by_head = (heads.get(short, 1), *shape)
+        found = _read_either(checkpoint, name, (shape, by_head) if short in heads else (shape,))
+        return read(name, tuple(found.shape))
+
+    norms, orders = {}, {}
+    for layer in held.held_layers:
+        names = norm_names(config, layer).items()
+        norms[layer] = LayerNorms(**{short: norm(short, name) for short, name in names})
+        order_Kc = _read_order(checkpoint, layer, K, C // 2) if transformed else None
+        if order_Kc is not None:
+            order_Xc = torch.cat((order_Kc.repeat_interleave(H // K, 0), order_Kc))
+            orders[layer] = order_Xc.to(device)
+    if not held.has_segment_head:
+        return SegmentWeights(norms, orders, None, None)
+    if transformed:
+        lm_head = read(TRANSFORMED_HEAD, (config.vocab_size, D))
+    return SegmentWeights(norms, orders, read(FINAL_NORM, (D,)), lm_head)
+
+
+def _read_either(
+    checkpoint: Checkpoint, name: str, shapes: tuple[tuple[int, ...], ...]
+) -> torch.Tensor:
+    """Read a small tensor that has one of these shapes. Raises ModelError."""
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    where = f"{checkpoint.directory}: {name}"
+    ModelError.unless(checkpoint.holds([name]), where, "no such tensor", expected)
+    found = checkpoint.rows(name, 0, max(shape[0] for shape in shapes) + 1)
+    ModelError.unless(tuple(found.shape) in shapes, where, f"shape {list(found.shape)}", expected)
+    return found
+
+
+def _read_order(checkpoint: Checkpoint, layer: int, heads: int, pairs: int) -> torch.Tensor | None:
+    """Read in which order RoPE's pairs stand, int64 [K, C / 2]; None: in the usual one."""
+    name = order_name(layer)
+    if not checkpoint.holds([name]):
+        return None
+    found = _read_either(checkpoint, name, ((heads, pairs),))
+    usual = torch.arange(pairs).to(found.dtype).expand(heads, -1)
+    ModelError.unless(
+        torch.equal(found.sort().values, usual),
+        f"{checkpoint.directory}: {name}",
+        "other numbers",
+        f"each of 0-{pairs - 1} in each head",
+    )
+    return found.to(torch.int64)

@@ -57,19 +57,9 @@ class Event(Protocol):
 
     def record(self) -> None:
         """Place it behind all that the device was given."""
-        ...
 
     def query(self) -> bool:
         """Say whether the device has got there. Raises RuntimeError where it has failed."""
-        ...
-
-
-class Graph(Protocol):
-    """Copies and kernels that the device is given in one call."""
-
-    def replay(self) -> None:
-        """Carry them out, with what the memory holds that they were captured with."""
-        ...
 
 
 class CudaDevice:
@@ -111,7 +101,7 @@ class CudaDevice:
         """Return a new event."""
         return torch.cuda.Event()
 
-    def capture(self, work: Callable[[], None]) -> Graph | None:
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Make a graph of what `work` gives the device, which is not done now; None: it cannot be.
 
         `work` has been done before, so that nothing is compiled or set up meanwhile.

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 
-from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, Event, Graph, InPlaceJob
+from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, Event, InPlaceJob
 from gpu_side.event_log import log
 from gpu_side.transfer import Queued, Working, wait_until
 from protocol import native
@@ -54,12 +54,10 @@ class Product(Protocol):
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the result [T, N] for rows [T, K], both on the device."""
-        ...
 
     @property
     def in_place(self) -> Callable[[InPlaceJob, int], None] | None:
         """What does a job of at most so many rows without copies; None where nothing does."""
-        ...
 
 
 class _Flag:
@@ -130,9 +128,9 @@ class DeviceProducts:
         self._row_bytes = row_bytes
         self._spin_us = spin_us
         self._workspaces: list[_Workspace] = []
-        self._made = 0
+        self._numbers = count()
         # By what they were made for, `_run`. None: not made, to be done piece by piece.
-        self._graphs: dict[tuple[Hashable, ...], Graph | None] = {}
+        self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
         self._came_once: set[tuple[Hashable, ...]] = set()
         # Slots by their address: whether the device reaches them; how many of each client's.
         self._slots: dict[int, bool] = {}
@@ -191,11 +189,11 @@ class DeviceProducts:
         lie; used in place if the device reaches it. Raises RuntimeError where the device fails.
         """
         slot = slot if self.reach(slot) else None
-        if self._workspaces:
-            workspace = self._workspaces.pop()
-        else:
-            workspace = _Workspace(self._device, self._row_bytes, self._made)
-            self._made += 1
+        workspace = (
+            self._workspaces.pop()
+            if self._workspaces
+            else _Workspace(self._device, self._row_bytes, next(self._numbers))
+        )
         try:
             many = len(rows) > GRAPH_ROWS[-1]
             give = self._give_many if many else self._give_few
@@ -291,8 +289,8 @@ class InPlaceProof:
     """Compares products in place with others, in memory as a client shares it.
 
     A slot of our own segment: a device that does not reach it at our addresses fails here, and not
-    at a client's request. `row_bytes`: see `DeviceProducts`. Without compiled kernels nobody shares
-    memory; then kernels are compared alone, as where the driver lets no memory be reached.
+    at a client's request. `row_bytes`: see `DeviceProducts`. Without compiled kernels no client
+    shares memory; then kernels are compared alone, as where the driver lets none be reached.
     """
 
     def __init__(self, products: DeviceProducts, row_bytes: tuple[int, int]) -> None:

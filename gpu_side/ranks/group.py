@@ -62,20 +62,14 @@ class Group:
         # They would listen at the address that the host's name has.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        if file is None:
-            dist.init_process_group(backend, timeout=timeout, device_id=own)
-        else:
+        found: dict[str, Any] = {}
+        if file is not None:
             store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
             _meet(store, place, gone)
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=place.rank,
-                world_size=place.ranks,
-                timeout=timeout,
-                device_id=own,
-            )
-        self._others = [rank for rank in range(place.ranks) if rank != place.rank]
+            found = {"store": store, "rank": place.rank, "world_size": place.ranks}
+        dist.init_process_group(backend, timeout=timeout, device_id=own, **found)
+        # All ranks but this one.
+        self.others = [rank for rank in range(place.ranks) if rank != place.rank]
         memory = bytearray(MESSAGE_BYTES)
         self._memory, self._view = bytes_tensor(memory), memoryview(memory)
 
@@ -114,13 +108,8 @@ class Group:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
             _there(dist.irecv(_flat(buffer), rank))
-            for rank, buffer in zip(self._others, buffers, strict=True)
+            for rank, buffer in zip(self.others, buffers, strict=True)
         ]
-
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return self._others
 
     @staticmethod
     def leave() -> None:

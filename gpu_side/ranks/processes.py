@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +45,12 @@ class RankPlace:
 
     def device(self, name: str) -> str:
         """Return which device `--device` means here. Raises SettingsError."""
-        expected = "cpu or cuda: each rank takes the GPU of its number, and all of them compute"
-        SettingsError.unless(name in ("cpu", "cuda"), OPTION, f"--device {name}", expected)
+        SettingsError.unless(
+            name in ("cpu", "cuda"),
+            OPTION,
+            f"--device {name}",
+            "cpu or cuda: each rank takes the GPU of its number, and all of them compute",
+        )
         return name if name == "cpu" else f"{name}:{self.rank}"
 
 
@@ -64,10 +69,11 @@ def place_of(ranks: int) -> RankPlace:
         return RankPlace(0, ranks)
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, world, here = (os.environ.get(name, "") for name in names)
-    got = f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here"
-    expected = f"{ranks}, all on this host (--layers spreads a model over several)"
     SettingsError.unless(
-        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)), OPTION, got, expected
+        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)),
+        OPTION,
+        f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here",
+        f"{ranks}, all on this host (--layers spreads a model over several)",
     )
     return RankPlace(int(rank), ranks)
 
@@ -139,8 +145,8 @@ class RankProcesses:
         self._folder = Path(tempfile.mkdtemp(prefix="gpu-service-"))
         self.store = self._folder / "store"
         self._ranks = ranks
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
-        self._watchers: list[threading.Thread] = []
+        # Each with the thread that waits for its end.
+        self._started: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
         self._one_ended = threading.Event()
 
     def start(self, job: RankJob, ended: Callable[[int, int], None]) -> None:
@@ -160,14 +166,14 @@ class RankProcesses:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": threads},
             )
-            self._started[rank] = process
 
             def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
                 ended(rank, process.wait())
                 self._one_ended.set()
 
-            self._watchers.append(threading.Thread(target=watch, name=f"rank-{rank}", daemon=True))
-            self._watchers[-1].start()
+            watcher = threading.Thread(target=watch, name=f"rank-{rank}", daemon=True)
+            watcher.start()
+            self._started.append((process, watcher))
 
     def wait_for_an_end(self) -> None:
         """Wait until one of them has ended, and was told of; not long."""
@@ -175,15 +181,11 @@ class RankProcesses:
 
     def stop(self, *, at_once: bool) -> None:
         """Wait until they have ended; not long, and `at_once` not at all."""
-        for process in self._started.values():
-            if at_once:
-                process.kill()
-        for process in self._started.values():
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        for watcher in self._watchers:
+        until = time.monotonic() + (0.0 if at_once else _END_S)
+        for process, watcher in self._started:
+            watcher.join(max(0.0, until - time.monotonic()))
+            process.kill()  # nothing where it has ended
+        for _, watcher in self._started:
             watcher.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 

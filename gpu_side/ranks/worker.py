@@ -42,8 +42,9 @@ def work(job: RankJob) -> None:
     try:
         _serve(Group(place, job.store, job.torch_device), job)
     except RuntimeError as error:
-        where, expected = f"rank {place.rank}", "a head that goes on, and a product"
-        raise EndpointError(where, got=str(error), expected=expected) from error
+        raise EndpointError(
+            f"rank {place.rank}", got=str(error), expected="a head that goes on, and a product"
+        ) from error
 
 
 def _serve(group: Group, job: RankJob) -> None:

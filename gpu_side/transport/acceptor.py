@@ -115,7 +115,14 @@ class Acceptor:
 
     def _run(self) -> None:
         try:
-            self._attend_all()
+            while not self._stopping:
+                for file, _ in self._epoll.poll(self._left_s()):
+                    try:
+                        self._attend(file)
+                    except MemoryError:
+                        self.pause_accepting()
+                # After those that have spoken by now were listened to.
+                self._make_room()
         except Exception:
             log.exception("acceptor_failed", lets_in="nobody")
             self._close_connections()
@@ -126,16 +133,6 @@ class Acceptor:
             if not self._stopping:
                 self.failed = True
                 os.eventfd_write(self.ready_fd, 1)
-
-    def _attend_all(self) -> None:
-        while not self._stopping:
-            for file, _ in self._epoll.poll(self._left_s()):
-                try:
-                    self._attend(file)
-                except MemoryError:
-                    self.pause_accepting()
-            # After those that have spoken by now were listened to.
-            self._make_room()
 
     def _left_s(self) -> float | None:
         """Return how long no client is let in; None where that is not a matter of time."""
@@ -159,8 +156,12 @@ class Acceptor:
         until = time.monotonic() - SILENT_S
         silent = [file for file, (_, since) in self._unclassified.items() if since <= until]
         if silent:
-            detail = f"silent for {SILENT_S:g} s"
-            log.warning("dropped", clients=len(silent), reason="silent", detail=detail)
+            log.warning(
+                "dropped",
+                clients=len(silent),
+                reason="silent",
+                detail=f"silent for {SILENT_S:g} s",
+            )
         for file in silent:
             connection, _ = self._unclassified.pop(file)
             self.client_closed()
@@ -231,8 +232,11 @@ class Acceptor:
         if len(self._probes) >= 2 * self._max_clients:
             idle = next(iter(self._probes))
             self._probes.pop(idle).close()
-            detail = f"signs of life: idle longest of {2 * self._max_clients}"
-            log.warning("dropped", reason="idle_probe", detail=detail)
+            log.warning(
+                "dropped",
+                reason="idle_probe",
+                detail=f"signs of life: idle longest of {2 * self._max_clients}",
+            )
         self._probes[file] = connection
         self._answer(file)
 
@@ -249,6 +253,9 @@ class Acceptor:
         except OSError:
             pass
         if probes not in (b"", PROBE):
-            detail = f"signs of life: got {len(probes)} bytes, expected one zero at a time"
-            log.warning("dropped", reason="no_probe", detail=detail)
+            log.warning(
+                "dropped",
+                reason="no_probe",
+                detail=f"signs of life: got {len(probes)} bytes, expected one zero at a time",
+            )
         connection.close()

@@ -24,7 +24,7 @@ def open_listener(
 ) -> Listener:
     """Bind a service's endpoint. `spin_us`: see `protocol.spin`.
 
-    `keys`: ours and those of the clients that are let in; None lets in everybody.
+    `keys`: ours and those of the clients that are let in; None lets in every client.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any. `http`: of use for URLs
     alone. Raises EndpointError, and SettingsError for keys where the endpoint has no use for them.
     """

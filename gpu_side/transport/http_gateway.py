@@ -77,7 +77,7 @@ class Gateway:
     """An ASGI application. `deliver`: takes a message that has come.
 
     `cut`: cuts the connection of a request, because its client does not read the answer.
-    `tokens`: digests of those that are let in; None: everybody is.
+    `tokens`: digests of those that are let in; None: every client is.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class Gateway:
             _RefusedError.unless(key, 401, "no token that is let in")
         name = _name(scope, headers)
         own = self._underway[key or name]
-        if self._ending or self._underway.total() >= MAX_REQUESTS or own >= MAX_CLIENT_REQUESTS:
-            raise _RefusedError(503, "too many requests, or an end")
+        full = self._underway.total() >= MAX_REQUESTS or own >= MAX_CLIENT_REQUESTS
+        _RefusedError.unless(not (full or self._ending), 503, "too many requests, or an end")
         self._underway[key or name] += 1
         try:
             await self._rpc(name, key, headers, receive, send)

@@ -63,8 +63,9 @@ class HttpListener:
             # Not imported, and need not be installed, where the service listens elsewhere.
             import uvicorn  # noqa: PLC0415
         except ModuleNotFoundError:
-            expected = "it installed: pip install '.[http]'"
-            raise SettingsError("--http", got="no uvicorn", expected=expected) from None
+            raise SettingsError(
+                "--http", got="no uvicorn", expected="it installed: pip install '.[http]'"
+            ) from None
         keys = keys or HttpKeys()
         self._socket, self.endpoint = _bound(endpoint, keys)
         self._arrived: deque[Incoming] = deque()
@@ -251,18 +252,20 @@ def _bound(endpoint: str, keys: HttpKeys) -> tuple[_ListeningSocket, str]:
         "http://HOST:PORT",
     )
     scheme = "http" if keys.certificate is None else "https"
-    expected = "--http-cert and --http-key, or http:// behind what ends TLS"
     EndpointError.unless(
-        parsed.scheme != "https" or scheme != "http", endpoint, "no certificate", expected
+        parsed.scheme != "https" or scheme != "http",
+        endpoint,
+        "no certificate",
+        "--http-cert and --http-key, or http:// behind what ends TLS",
     )
     address = ("" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port))
-    made = None
     try:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         made = _ListeningSocket(socket.create_server(address, family=family, backlog=_BACKLOG))
         # For what it accepts; asyncio sets it only where a socket says that it is TCP's.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise EndpointError(endpoint, got=got, expected="an address to bind") from None
+        raise EndpointError(
+            endpoint, got=error.strerror or type(error).__name__, expected="an address to bind"
+        ) from None
     return made, f"{scheme}://{host}:{made.getsockname()[1]}"

@@ -54,7 +54,6 @@ class Listener(Protocol):
     @property
     def clients_refused(self) -> int:
         """How many connections were turned away or cut off so far."""
-        ...
 
     def allow(self, allowed: frozenset[bytes]) -> None:
         """Let in these clients, by their public keys (Z85), and no others from now on.
@@ -62,11 +61,9 @@ class Listener(Protocol):
         From another thread as well. Nothing is taken any more from other clients. Raises
         RuntimeError for a listener without keys.
         """
-        ...
 
     def is_allowed(self, key: bytes) -> bool:
         """Say whether a client (`Incoming.key`) is still let in; without keys every client is."""
-        ...
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """Block until a message can be received; False on time-out or if `wakeup` is readable.
@@ -74,22 +71,18 @@ class Listener(Protocol):
         Raises EndpointError, here and in `receive`, when no client can be let in any more: the
         service is of no use to a new client, and had better end.
         """
-        ...
 
     def receive(self) -> Incoming | None:
         """Return the next message, or None when there is none. Never blocks."""
-        ...
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
         """Send a reply without waiting for its client; False if that has gone or does not read.
 
         The frames' memory must not be written to as long as the listener refers to it.
         """
-        ...
 
     def close(self) -> None:
         """Stop listening; replies on their way get half a second."""
-        ...
 
 
 def admits_no_client(endpoint: str) -> EndpointError:
@@ -124,8 +117,11 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
         except OSError as error:
             if error.errno in _NOBODY:
                 return
-            got = f"a socket there that may be in use ({os.strerror(error.errno or 0)})"
-            raise EndpointError(endpoint.text, got=got, expected="an address to bind") from None
+            raise EndpointError(
+                endpoint.text,
+                got=f"a socket there that may be in use ({os.strerror(error.errno or 0)})",
+                expected="an address to bind",
+            ) from None
     raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
 
 

@@ -55,8 +55,11 @@ class DeviceMemory:
             finally:
                 os.close(file)
         except OSError as error:
-            got = os.strerror(error.errno or 0)
-            raise EndpointError(path, got=got, expected="the file of a device's memory") from None
+            raise EndpointError(
+                path,
+                got=os.strerror(error.errno or 0),
+                expected="the file of a device's memory",
+            ) from None
 
     def attach(self, connection: socket.socket, *, in_use: bool) -> Lane:
         """Take the segment that a new client has laid out. `in_use`: another client has one.
@@ -65,12 +68,11 @@ class DeviceMemory:
         """
         said = connection.recv(len(ATTACH) + SESSION_BYTES, socket.MSG_DONTWAIT)
         session = said[len(ATTACH) :]
-        expected = f"0x{ATTACH.hex()}, and {SESSION_BYTES} that its head names"
         ProtocolError.unless(
             said.startswith(ATTACH) and len(session) == SESSION_BYTES,
             "shared memory",
             f"{len(said)} other bytes first",
-            expected,
+            f"0x{ATTACH.hex()}, and {SESSION_BYTES} that its head names",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
         ProtocolError.unless(

@@ -191,7 +191,7 @@ class StreamListener:
         raise RuntimeError("a list of clients for a listener without keys")
 
     def is_allowed(self, key: bytes) -> bool:
-        """See `Listener.is_allowed`: a stream has no keys, and everybody is."""
+        """See `Listener.is_allowed`: a stream has no keys, and every client is."""
         return True
 
     def close(self) -> None:
@@ -428,8 +428,11 @@ class StreamListener:
             full = not self._acceptor.accepting
             if full or (self._wanting_room and client.large_bytes):
                 come = client.reader.unfinished_bytes
-                detail = f"{come} bytes of a message and no more for {STALLED_S:g} s"
-                self._refuse(client, detail, ErrorCode.LIMIT_EXCEEDED)
+                self._refuse(
+                    client,
+                    f"{come} bytes of a message and no more for {STALLED_S:g} s",
+                    ErrorCode.LIMIT_EXCEEDED,
+                )
                 self._give_room()
 
     def _let_in(self, connection: socket.socket) -> None:
@@ -513,11 +516,10 @@ def _handed_over(connection: socket.socket) -> Lane:
     """Map the memory that a new client hands over. Raises ProtocolError, and OSError."""
     said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
     try:
-        got = f"{len(files)} files with the first bytes"
         ProtocolError.unless(
             said == ATTACH and len(files) == 1,
             "shared memory",
-            got,
+            f"{len(files)} files with the first bytes",
             f"one, with 0x{ATTACH.hex()}",
             code=ErrorCode.MALFORMED_MESSAGE,
         )

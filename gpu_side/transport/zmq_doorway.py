@@ -88,8 +88,13 @@ def _named(ready: bytes, name: bytes) -> bytes:
 
 
 def _require(holds: bool, got: str) -> None:
-    where, code = "ZeroMQ's handshake", ErrorCode.MALFORMED_MESSAGE
-    ProtocolError.unless(holds, where, got, "that of ZMTP 3", code=code)
+    ProtocolError.unless(
+        holds,
+        "ZeroMQ's handshake",
+        got,
+        "that of ZMTP 3",
+        code=ErrorCode.MALFORMED_MESSAGE,
+    )
 
 
 # What is read at a time, and what a Unix socket may hold: it takes all of the former at once.

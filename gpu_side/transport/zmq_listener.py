@@ -262,8 +262,11 @@ class ZmqListener:
             return False
         received_ns = time.perf_counter_ns()
         if last.more:
-            # What is left is refused for its number of frames, in a reply, as any other would be.
-            self._discard_rest()
+            # The message is refused for its number of frames, in a reply, as any other would be.
+            # What is left of it goes frame by frame, each before the next; a frame knows soonest
+            # whether others follow. Behind the last the next message begins.
+            while self._socket.recv(DONTWAIT, copy=False).more:
+                pass
         name = bytes(parts[0])
         if not self._names.has_drawn(name):
             # A ZeroMQ that lets clients name themselves, as none does that we know.
@@ -278,12 +281,6 @@ class ZmqListener:
         route, split = ((name, b""), 2) if has_delimiter else ((name,), 1)
         self._waiting = Incoming(route, parts[split:], received_ns, key)
         return True
-
-    def _discard_rest(self) -> None:
-        """Drop frames beyond any that a message may have: behind the last the next one begins."""
-        # Frame by frame, each gone before the next; a frame knows soonest whether others follow.
-        while self._socket.recv(DONTWAIT, copy=False).more:
-            pass
 
     def _cut_connections(self) -> None:
         """End all connections, and listen again. Raises EndpointError if that fails.

@@ -37,8 +37,8 @@ from tsqp.processes import END_TIMEOUT_S, child, ending_with_us
 # Of x86's kernel, with the zero that ends it.
 MAX_COMMAND_LINE = 2047
 
-# Nobody but the measured command line sets up the guest: no credentials and variables of the host's
-# firmware.
+# Only the measured command line sets up the guest: it takes no credentials and no variables of the
+# host's firmware.
 _ALWAYS = (
     "console=ttyS0",
     "efi=noruntime",
@@ -63,18 +63,19 @@ def command_line(arguments: Sequence[str], manifest_digest: str | None) -> str:
     """
     words = [*_ALWAYS, *(f"tsqp.arg={quote(word, safe='/:,=@+')}" for word in arguments)]
     if manifest_digest is not None:
-        expected = "64 hexadecimal digits in lower case"
         SettingsError.unless(
             re.fullmatch("[0-9a-f]{64}", manifest_digest) is not None,
             "--manifest-digest",
             "another text",
-            expected,
+            "64 hexadecimal digits in lower case",
         )
         words.append(f"{MANIFEST}{manifest_digest}")
     line = " ".join(words)
-    got = f"{len(line)} characters"
     SettingsError.unless(
-        len(line) <= MAX_COMMAND_LINE, "command line", got, f"{MAX_COMMAND_LINE} at most"
+        len(line) <= MAX_COMMAND_LINE,
+        "command line",
+        f"{len(line)} characters",
+        f"{MAX_COMMAND_LINE} at most",
     )
     return line
 
@@ -164,13 +165,20 @@ class GuestMachine:
     def __post_init__(self) -> None:
         require_image(self.image)
         least = least_memory_mib(self.image)
-        got, expected = f"{self.memory_mib} MiB", f"{least} MiB at least, for this image"
-        SettingsError.unless(self.memory_mib >= least, "--memory-mib", got, expected)
+        SettingsError.unless(
+            self.memory_mib >= least,
+            "--memory-mib",
+            f"{self.memory_mib} MiB",
+            f"{least} MiB at least, for this image",
+        )
         line = (self.image / COMMAND_LINE).read_text()
         pinned = any(word.startswith(MANIFEST) for word in line.split())
-        got = "a digest of a manifest and no disk" if pinned else "a disk and no such digest"
-        expected = "both: tsqp image configure --manifest-digest"
-        SettingsError.unless(pinned == (self.model is not None), "--disk", got, expected)
+        SettingsError.unless(
+            pinned == (self.model is not None),
+            "--disk",
+            "a digest of a manifest and no disk" if pinned else "a disk and no such digest",
+            "both: tsqp image configure --manifest-digest",
+        )
         SettingsError.unless(
             self.launch is None or self.vsock is None,
             "--vsock",
@@ -189,9 +197,11 @@ class GuestMachine:
             )
         if self.shared_memory is not None:
             size = self.shared_memory.stat().st_size
-            got, expected = f"{size} bytes", "a power of two, 1 MiB at least"
             SettingsError.unless(
-                size >= _MIB and (not size & (size - 1)), str(self.shared_memory), got, expected
+                size >= _MIB and not size & (size - 1),
+                str(self.shared_memory),
+                f"{size} bytes",
+                "a power of two, 1 MiB at least",
             )
 
     def qemu(self, vsock_device: Path | None = None) -> list[str]:
@@ -278,9 +288,11 @@ class GuestMachine:
                 began = time.monotonic()
                 while not (device.exists() and stat.S_ISSOCK(device.stat().st_mode)):
                     if process.poll() is not None or time.monotonic() - began > END_TIMEOUT_S:
-                        got = errors.last or "no socket"
-                        expected = f"a socket (Debian's package {VSOCK_DEVICE})"
-                        raise SettingsError(VSOCK_DEVICE, got=got, expected=expected)
+                        raise SettingsError(
+                            VSOCK_DEVICE,
+                            got=errors.last or "no socket",
+                            expected=f"a socket (Debian's package {VSOCK_DEVICE})",
+                        )
                     time.sleep(0.01)
                 yield device
 
@@ -300,8 +312,11 @@ def domain(machine: GuestMachine, name: str) -> str:
     """
     launch, others = machine.launch, (machine.vsock, machine.shared_memory, machine.publish)
     if launch is None or any(others) or machine.reach_network:
-        expected = "SEV-SNP, with --kernel-vsock; a network is the domain's own"
-        raise SettingsError("--show libvirt", got="another machine", expected=expected)
+        raise SettingsError(
+            "--show libvirt",
+            got="another machine",
+            expected="SEV-SNP, with --kernel-vsock; a network is the domain's own",
+        )
     disk = "" if machine.model is None else _DISK.format(quoteattr(str(machine.model.resolve())))
     vsock = _VSOCK.format(machine.cid) if machine.kernel_vsock else ""
     kernel, initrd = (escape(str((machine.image / f).resolve())) for f in (KERNEL, INITRAMFS))
@@ -384,12 +399,11 @@ def read_minimum(texts: Sequence[str]) -> dict[str, MinimumTcb]:
         parts = numbers.split(",")
         wanted = len(_PARTS) if product == "turin" else len(_PARTS) - 1
         well_formed = len(parts) == wanted and all(p.isascii() and p.isdigit() for p in parts)
-        expected = "each product once, such as genoa=10,0,23,84 or turin=1,1,4,81,1"
         SettingsError.unless(
             product not in found and product in get_args(Product) and well_formed,
             "--minimum-tcb",
             text,
-            expected,
+            "each product once, such as genoa=10,0,23,84 or turin=1,1,4,81,1",
         )
         values = dict(zip(_PARTS, map(int, parts), strict=False))
         found[product] = MinimumTcb.model_validate(values)

@@ -60,7 +60,7 @@ _Digest: TypeAlias = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class Artifact(BaseModel):
-    """A file of somebody else's, whose content is known before it is fetched."""
+    """A package or wheel of another project, whose content is known before it is fetched."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -118,8 +118,9 @@ class Lock(BaseModel):
         try:
             content = json.loads(path.read_bytes())
         except OSError as error:
-            got = error.strerror or type(error).__name__
-            raise SettingsError(str(path), got=got, expected="a lock file") from None
+            raise SettingsError(
+                str(path), got=error.strerror or type(error).__name__, expected="a lock file"
+            ) from None
         except ValueError:
             raise SettingsError(str(path), got="another content", expected="JSON") from None
         return validate_file(cls, content, str(path), SettingsError)
@@ -162,6 +163,7 @@ def _copy(artifact: Artifact, target: Path, folders: Sequence[Path]) -> None:
             shutil.copyfileobj(reply, file)
     except (OSError, HTTPException) as error:
         # Debian keeps no old versions.
-        expected = "it there, or in a folder of --packages"
-        raise SettingsError(artifact.url, got=str(error), expected=expected) from None
+        raise SettingsError(
+            artifact.url, got=str(error), expected="it there, or in a folder of --packages"
+        ) from None
     part.rename(target)

@@ -16,8 +16,6 @@ from tsqp.deploy.lock import COMMAND_LINE, INITRAMFS, KERNEL, require_image
 # Of QEMU and KVM: SNP active, nothing else; Linux 6.12 on a host sets no more by itself.
 _GUEST_FEATURES = 0x1
 
-VCPU_TYPES = tuple(sorted(CPU_SIGS))
-
 
 def measure(image: Path, launch: Launch) -> bytes:
     """Return the 48 bytes that a report of SEV-SNP has as its measurement.
@@ -26,7 +24,7 @@ def measure(image: Path, launch: Launch) -> bytes:
     them out with kernel-hashes=on. Raises SettingsError for files that are not such ones.
     """
     require_image(image)
-    expected = f"one of {', '.join(VCPU_TYPES)}"
+    expected = f"one of {', '.join(sorted(CPU_SIGS))}"
     SettingsError.unless(launch.vcpu_type in CPU_SIGS, "vcpu type", launch.vcpu_type, expected)
     _require_kernel_hashes(launch.firmware)
     try:

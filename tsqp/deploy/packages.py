@@ -38,8 +38,6 @@ def call(
     command: Sequence[str | Path],
     *,
     settings: Mapping[str, str] | None = None,
-    content: bytes | None = None,
-    directory: Path | None = None,
 ) -> bytes:
     """Run a program and return its stdout. Raises SettingsError with the end of its stderr.
 
@@ -50,17 +48,18 @@ def call(
         done = subprocess.run(
             [str(word) for word in command],
             env=_FIXED | dict(settings or {}),
-            input=content,
             capture_output=True,
-            cwd=directory,
             check=False,
         )
     except FileNotFoundError:
         raise SettingsError(program, got="no such program", expected="it installed") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
-        got = f"exit status {done.returncode}: {' | '.join(said)}"
-        raise SettingsError(program, got=got, expected="exit status 0")
+        raise SettingsError(
+            program,
+            got=f"exit status {done.returncode}: {' | '.join(said)}",
+            expected="exit status 0",
+        )
     return done.stdout
 
 
@@ -115,11 +114,11 @@ Acquire::ForceHash "SHA256";
 class Archive:
     """A suite of Debian and its security updates, as they are today, read into a directory."""
 
-    def __init__(self, suite: Suite, directory: Path, mirror: str = ARCHIVE) -> None:
+    def __init__(self, suite: Suite, directory: Path) -> None:
         for name in ("state/lists/partial", "cache/archives/partial", "etc"):
             (directory / name).mkdir(parents=True)
         (directory / "status").touch()
-        signed = f"deb [signed-by={KEYRING}] {mirror}"
+        signed = f"deb [signed-by={KEYRING}] {ARCHIVE}"
         (directory / "etc" / "sources.list").write_text(
             f"{signed}/debian {suite} main\n{signed}/debian-security {suite}-security main\n"
         )
@@ -138,9 +137,9 @@ class Archive:
         return tuple(sorted(found, key=lambda artifact: artifact.name))
 
 
-def newest_kernel(directory: Path, mirror: str = ARCHIVE) -> Artifact:
+def newest_kernel(directory: Path) -> Artifact:
     """Return the package of today's kernel for virtual machines."""
-    for artifact in Archive(_KERNEL_SUITE, directory, mirror).resolve([_KERNEL]):
+    for artifact in Archive(_KERNEL_SUITE, directory).resolve([_KERNEL]):
         if re.match(r"linux-image-\d", artifact.name):
             return artifact
     raise SettingsError(_KERNEL, got="no kernel", expected="a package that depends on one")
@@ -311,7 +310,7 @@ def _tracked(source: Path) -> list[str]:
 
 
 def _git(source: Path, *words: str) -> str:
-    # Whoever owns the checkout, as root reads it here.
+    # Root reads the checkout here, and another user may own it.
     command = ["git", "-C", str(source), "-c", "safe.directory=*", *words]
     return call(command, settings=own_environment()).decode()
 

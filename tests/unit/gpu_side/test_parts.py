@@ -386,7 +386,7 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
         assert memoryview(found.data).readonly
         zeros.append(to_torch(found))
     # It keeps sessions, and the zeros of earlier replies stay valid when larger ones are needed.
-    assert null.session_totals().sessions == 1
+    assert null.sessions.totals.sessions == 1
     assert not any(one.any() for one in zeros)
 
 

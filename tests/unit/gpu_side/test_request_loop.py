@@ -404,7 +404,8 @@ def _message(client: str, number: int = 0, size: int = 4) -> Incoming:
 
 
 def _taken(queue: FairQueue) -> list[tuple[str, int]]:
-    return [(taken.route[0].decode(), taken.received_ns) for taken in queue.drain()]
+    messages = [queue.take() for _ in range(queue.requests)]
+    return [(taken.route[0].decode(), taken.received_ns) for taken in messages]
 
 
 def test_a_client_that_had_its_turn_without_waiting_goes_to_the_end() -> None:

@@ -176,7 +176,7 @@ def test_clients_that_have_gone_or_are_let_in_no_more_lose_all(tmp_path: Path) -
             sessions.forget_client(A)
         assert sessions.totals[::2] == (1, 1), end
         assert (_known(sessions, A, 1, 2), _known(sessions, B, 1, 2)) == ([], [1, 2])
-        sessions.close()
+        sessions.forget_revoked(lambda _client: False)
         assert sessions.totals == SessionTotals()
 
 
@@ -281,7 +281,7 @@ class AnyRequests(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        self.sessions.close()
+        self.sessions.forget_revoked(lambda _client: False)
         assert self.sessions.totals == SessionTotals()
         assert not self.sessions._ledger._clients
         self.folder.cleanup()
@@ -304,7 +304,7 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     assert _code(sessions, A, _part(5, 1, 1)) is ErrorCode.UNKNOWN_SESSION
     assert caplog.messages == ["spill_damaged"]
     _run(sessions, A, _part(5, 0, 1))
-    sessions.close()
+    sessions.forget_revoked(lambda _client: False)
 
 
 @each_row("error", [OSError("full"), OverflowError()])
@@ -322,7 +322,7 @@ def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Excepti
         _run(sessions, A, _part(2, 0, 1))
     assert sessions.totals == SessionTotals(1, UNIT)
     assert _known(sessions, A, 1) == []
-    sessions.close()
+    sessions.forget_revoked(lambda _client: False)
 
 
 NAME = SessionName(b"client", bytes(15) + b"\x01", 0, 2)
@@ -461,7 +461,7 @@ def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     assert put(b"c", 3) == "a1 a2 c2 c3"
     kept.forget_client(b"c")
     assert put(b"c") == "a1 a2"
-    kept.close()
+    kept.expire(float("inf"))
     assert (len(kept), kept.total_bytes) == (0, 0)
 
 
@@ -479,7 +479,7 @@ def test_a_request_has_so_much_written_and_the_rest_is_lost(
             found.begin_request()
         found.put(SessionName(A, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
     assert [name.session[0] for name in found] == kept
-    found.close()
+    found.expire(float("inf"))
 
 
 def test_without_a_limit_it_is_half_of_what_is_free_and_half_of_that_for_one(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_side.parts import check_columns
+from gpu_side.served_model import check_columns
 from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.weights import row_layout
