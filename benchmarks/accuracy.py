@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy [--documents N] [--no-sweep] [--json FILE]
 
-Every document is scored on its own, as `tsqp train-demo` scored the model: perplexity of its
+Every document is scored on its own, as `benchmarks.train_demo` scored the model: perplexity of its
 tokens, and how often the likeliest next token is that of float32. `quantized-clear` is the policy
 itself, against a gpu-service process. The other variants run in this process and say where the
 loss comes from: linear operators alone, the LM head alone with an input of 16 bits or of 8 (as the
@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy, embedding, linear
 
 from benchmarks.memory import program
+from benchmarks.train_demo import VALIDATION_FILE
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
@@ -49,7 +50,6 @@ from tee_side.words import Site
 from tsqp.calibrate import STEPS, operators_here
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.run.settings import model_directory
-from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 

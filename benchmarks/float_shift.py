@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.train_demo import VALIDATION_FILE
 from protocol.errors import SettingsError, TsqpError
 from protocol.tensors import torch_dtype
 from tee_side.engine.tokenizer import Tokenizer
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.research.float_check import Tolerance
 from tsqp.run.settings import model_directory
-from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 DTYPES = ("float32", "float16", "bfloat16")
 _CONTEXT = 64

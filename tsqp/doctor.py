@@ -37,7 +37,7 @@ _PACKAGES = (
     "rich",
 )
 _EXTRAS = {
-    "transformers": "tsqp demo, train-demo and a baseline of bench: pip install '.[demo]'",
+    "transformers": "tsqp demo and a baseline of bench: pip install '.[demo]'",
     "matplotlib": "pages of tsqp bench and leak: pip install '.[bench]'",
     "prometheus-client": "gpu-service --metrics: pip install '.[metrics]'",
 }

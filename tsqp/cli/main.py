@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -86,24 +85,15 @@ def demo(
     context.exit(0 if right else EXIT_FAILURE)
 
 
-@command.command("train-demo", context_settings=CONTEXT)
-@click.argument("output", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=7)
-@click.option("--tokens", type=click.IntRange(min=1), help="How many to train on.")
-@use("threads")
-@config_option
-def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None) -> None:
-    """Train the demo model that ships with us, into the new directory OUTPUT."""
-    with needing("tsqp train-demo", _EXTRA):
-        from tsqp.tools.train_demo.train import DEFAULT_TOKENS, OutputDirectoryError
-        from tsqp.tools.train_demo.train import train_demo as train
-    try:
-        record = train(output, seed=seed, tokens=tokens or DEFAULT_TOKENS, threads=threads)
-    except OutputDirectoryError as error:
-        raise SettingsError(str(output), got=str(error), expected="an empty directory") from None
-    click.echo(
-        f"{output}: validation loss {record.validation_loss_nats_per_token:.4f} nats per token"
-    )
+@command.command(
+    "train-demo",
+    hidden=True,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def train_demo() -> None:
+    """Say where the demo model is trained since it left the wheel."""
+    expected = "python -m benchmarks.train_demo.train OUTPUT, in the source tree"
+    raise SettingsError("tsqp train-demo", got="a command that was removed", expected=expected)
 
 
 @command.command(context_settings=CONTEXT)

@@ -121,7 +121,6 @@ _REMOVED_LIBRARIES = (
     "torch/lib/*.a",
     "tsqp/demo",
     "tsqp/lab",
-    "tsqp/tools",
     # Entry points of tsqp/lab.
     "tsqp-*.dist-info/entry_points.txt",
 )

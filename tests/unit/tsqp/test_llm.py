@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
+from benchmarks.train_demo.train import train_demo
 from protocol.errors import EngineError, LimitError, PromptError, SettingsError
 from tests.kit.rows import each_row
 from tsqp import LLM, SamplingParams
-from tsqp.cli.main import command
 
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -121,6 +120,6 @@ def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> 
 
 @pytest.mark.slow
 def test_a_demo_model_that_was_trained_loads(tmp_path: Path) -> None:
-    assert CliRunner().invoke(command, f"train-demo {tmp_path} --tokens 6000").exit_code == 0
+    assert train_demo(tmp_path, tokens=6000).steps > 1
     with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
         assert len(llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))) == 1

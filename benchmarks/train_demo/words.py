@@ -1,4 +1,4 @@
-"""Words of the story grammar: names, things, places, animals, weather and traits."""
+"""Words of the story grammar, and the shape of one kind of story."""
 
 from __future__ import annotations
 
@@ -148,3 +148,36 @@ DAYS = (
 # fmt: on
 
 GROWN_UPS = ("mother", "father", "grandmother", "grandfather", "aunt", "uncle")
+
+Beat = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kind of story: its beats, its lessons and the questions that it answers.
+
+    Each beat is a tuple of alternatives. In their texts ``[x|y]`` chooses one, ``{slot}`` is filled
+    in from the story's characters and things, and ``a~`` becomes "a" or "an".
+    """
+
+    topic: str
+    beats: tuple[Beat, ...]
+    lessons: tuple[str, ...]
+    questions: tuple[tuple[str, str], ...]
+    nouns: tuple[str, ...] = TOYS
+    looks: tuple[str, ...] = COLORS + QUALITIES
+    places: tuple[Place, ...] = PLACES
+    cases: tuple[dict[str, str], ...] = ({},)
+    animal_hero: bool = False
+    names_noun: bool = True
+    names_place: bool = True
+    names_animal: bool = False
+
+
+THANKS = (
+    '"Thank you[ so much| for your help|, my friend]!" [said|cried] {hero}.',
+    '{hero} hugged {pal} and said, "Thank you [so much|for helping me]!"',
+    '"I [could not have done it|would never have done it] without you," {hero} told {pal}.',
+)
+WENT = ("Where did {hero} go?", "{hero} went {to_place}.")
+HELPED = ("Who helped {hero}?", "{pal} helped {hero}.")

@@ -1,11 +1,17 @@
-"""The demo model's text format: special tokens, chat template, tokenizer."""
+"""The training text: its endless stream, validation documents that it never has, its tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tsqp.tools.train_demo.conversation import Document
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.train_demo.stories import Document, documents
+
+Encode = Callable[[str], list[int]]
 
 BEGIN = "<|begin_of_text|>"
 END = "<|end_of_text|>"
@@ -45,9 +51,6 @@ def without_special_tokens(text: str) -> str:
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int, max_length: int) -> Any:
     """Train a byte-level BPE tokenizer and return it as a transformers tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,3 +78,41 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, max_length: int)
         model_max_length=max_length,
         chat_template=CHAT_TEMPLATE,
     )
+
+
+class Corpus:
+    """Validation documents and training streams that share no story with them."""
+
+    def __init__(self, seed: int, validation_documents: int) -> None:
+        """Draw the validation documents; ``seed`` fixes these and all the streams."""
+        self._seed = seed
+        self.validation: list[str] = []
+        self._held_out: set[str] = set()
+        stream = documents(random.Random(f"validation {seed}"))
+        while len(self.validation) < validation_documents:
+            document = next(stream)
+            # A document without a story is small talk, which training repeats word for word.
+            if document.stories:
+                self.validation.append(render(document))
+                self._held_out.update(story.text for story in document.stories)
+
+    def texts(self, purpose: str) -> Iterator[str]:
+        """Yield rendered training documents for ever; each purpose has a stream of its own."""
+        for document in documents(random.Random(f"{purpose} {self._seed}")):
+            if not any(story.text in self._held_out for story in document.stories):
+                yield render(document)
+
+    def rows(
+        self, purpose: str, encode: Encode, length: int, *, aligned: bool
+    ) -> Iterator[list[int]]:
+        """Yield rows of token ids, cut from the documents one after another.
+
+        `aligned`: rows begin with a document, as every prompt does, and what is left of the last
+        one is dropped. Otherwise no token is lost between rows.
+        """
+        buffer: list[int] = []
+        for text in self.texts(purpose):
+            buffer += encode(text)
+            while len(buffer) >= length:
+                yield buffer[:length]
+                del buffer[: len(buffer) if aligned else length]

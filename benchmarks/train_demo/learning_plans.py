@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tsqp.tools.train_demo import vocabulary as words
-from tsqp.tools.train_demo.plan import HELPED, Plan
+from benchmarks.train_demo import words
+from benchmarks.train_demo.words import HELPED, Plan
 
 FEAR = Plan(
     topic="being brave",

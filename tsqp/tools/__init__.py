@@ -1,1 +1,0 @@
-"""Tools that make what the project ships."""
