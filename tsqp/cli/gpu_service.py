@@ -16,9 +16,9 @@ from tsqp.run.service import GpuServiceSettings
 
 def _refuse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> None:
     """Refuse the option of parts of the columns, which was removed."""
-    from tee_side.remote.services.plan import WITHOUT_COLUMNS
-
     if text is not None:
+        from tee_side.remote.services.plan import WITHOUT_COLUMNS
+
         raise SettingsError("--columns", got=repr(text)[:60], expected=WITHOUT_COLUMNS)
 
 

@@ -349,16 +349,14 @@ def _memory_trimmer() -> Callable[[], object]:
 def _checked_tls(settings: ServeSettings) -> Tls | None:
     """Return the files of TLS, read once, so that the command says what is wrong with them."""
     certificate, key = settings.tls_certificate, settings.tls_key
-    where = "--tls-certificate and --tls-key"
-    if certificate is None and key is None:
-        return None
     if certificate is None or key is None:
-        raise SettingsError(where, got="one of them", expected="both or none")
+        return None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
     except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
         got = getattr(error, "reason", None) or getattr(error, "strerror", None)
         expected = "a certificate and its key, as PEM, without a passphrase"
+        where = "--tls-certificate and --tls-key"
         raise SettingsError(where, got=got or type(error).__name__, expected=expected) from None
     return Tls(certificate, key)
 
