@@ -40,7 +40,8 @@ _OLD_PREFIX = re.compile("(?:TEE_RUNNER_(?:GENERATE|CHAT|PADS_MAKE)|GPU_SERVICE)
 # Variables that are no option.
 _CONFIG = f"{PREFIX}_CONFIG"
 _OTHER_VARIABLES = {_CONFIG, f"{PREFIX}_DEBUG"}
-_FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
+# In the meta of a context: settings files that were read, with their content; the one to read.
+FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
@@ -163,12 +164,6 @@ def version_option(command: C) -> C:
     return click.version_option(package_name="tsqp", message="%(prog)s %(version)s")(command)
 
 
-def settings_files() -> list[tuple[Path, bytes]]:
-    """Return the settings files that the running command has read, with their content."""
-    context = click.get_current_context(silent=True)
-    return context.meta.get(_FILES, []) if context else []
-
-
 def _apply(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
     """Check the environment, and give a command the settings of the file.
 
@@ -252,7 +247,7 @@ def _read(context: click.Context, path: Path) -> dict[str, tuple[Any, str]]:
         if isinstance(error, RecursionError):
             got = "TOML that is nested too deeply"
         raise SettingsError(str(path), got=got or "an unreadable file", expected="TOML") from None
-    context.meta.setdefault(_FILES, []).append((path, content))
+    context.meta.setdefault(FILES, []).append((path, content))
     program = context.find_root().command.name or ""
     own = tables.get(program, {})
     flat = {key: value for key, value in tables.items() if key not in PROGRAMS}

@@ -88,7 +88,7 @@ class _Verdict:
 @click.command(context_settings=CONTEXT)
 @click.argument("server", metavar="URL|FILE")
 @appraisal_options
-@use("json")
+@use("as_json")
 @config_option
 @click.pass_context
 def verify(
@@ -209,7 +209,7 @@ def receipt() -> None:
     help="The body that came, byte for byte; of a stream, up to its receipt or all of it.",
 )
 @appraisal_options
-@use("json")
+@use("as_json")
 @config_option
 @click.pass_context
 def verify_receipt(

@@ -108,7 +108,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
 
 @pads.command(context_settings=CONTEXT)
 @takes(RunSettings, *_BANK, bank=_THE_BANK)
-@use("json")
+@use("as_json")
 @config_option
 def status(*, settings: RunSettings, as_json: bool) -> None:
     """Say how many pads a bank holds, for which model, and what it takes on disk."""
