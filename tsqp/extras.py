@@ -27,5 +27,4 @@ def needing(where: str, expected: str) -> Iterator[None]:
 
 def require(module: str, where: str, expected: str) -> None:
     """Raise SettingsError where a module is not installed: `expected` names the extra."""
-    if find_spec(module) is None:
-        raise SettingsError(where, got=f"no module {module}", expected=expected)
+    SettingsError.unless(find_spec(module) is not None, where, f"no module {module}", expected)

@@ -160,8 +160,12 @@ class LLM:
 
         Raises PromptError, LimitError, and what the engine met.
         """
-        if not isinstance(prompts, str | list | tuple):
-            raise PromptError("prompts", got="something else", expected="a text, or a list")
+        PromptError.unless(
+            isinstance(prompts, str | list | tuple),
+            "prompts",
+            "something else",
+            "a text, or a list",
+        )
         given = [prompts] if isinstance(prompts, str) else prompts
         running: list[_Running] = []
         try:
@@ -190,8 +194,12 @@ class LLM:
             running.close()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        if not all(isinstance(message, Mapping) for message in messages):
-            raise PromptError("messages", got="something else", expected="mappings, role to text")
+        PromptError.unless(
+            all(isinstance(message, Mapping) for message in messages),
+            "messages",
+            "something else",
+            "mappings, role to text",
+        )
         return self._tokenizer.apply_chat_template(messages)
 
     def _start(self, prompt: str | Sequence[int], params: object) -> _Running:
@@ -200,8 +208,9 @@ class LLM:
             expected = "SamplingParams, the same for all prompts"
             raise PromptError("sampling_params", got="something else", expected=expected)
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
-        if not (isinstance(prompt, str) or whole):
-            raise PromptError("prompt", got="something else", expected="a text, or token ids")
+        PromptError.unless(
+            isinstance(prompt, str) or whole, "prompt", "something else", "a text, or token ids"
+        )
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         stop, sampling = _checked(params)
         request = Request(

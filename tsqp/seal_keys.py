@@ -92,8 +92,7 @@ def key_of_command(command: str) -> bytes:
     except subprocess.TimeoutExpired:
         got = f"nothing within {_COMMAND_TIMEOUT_S:g} s"
         raise KeyFileError(where, got=got, expected=expected) from None
-    if ended.returncode:
-        raise KeyFileError(where, got=f"exit status {ended.returncode}", expected=expected)
+    KeyFileError.unless(not ended.returncode, where, f"exit status {ended.returncode}", expected)
     return _parsed(ended.stdout[:_MAX_BYTES].decode("ascii", "replace"), where)
 
 
@@ -108,17 +107,21 @@ def key_of_server(url: str, state: State) -> bytes:
     host, port = _host_and_port(url)
     where = f"--seal-key-server http://{f'[{host}]' if ':' in host else host}:{port}"
     found = _ask(where, (host, port), "GET", NONCE_PATH)
-    if not _NONCE.fullmatch(found):
-        raise KeyFileError(where, got="another answer", expected="a nonce, as tsqp keyserver gives")
+    KeyFileError.unless(
+        _NONCE.fullmatch(found), where, "another answer", "a nonce, as tsqp keyserver gives"
+    )
     nonce, key = bytes.fromhex(found.decode()), HpkeKey()
     sealed = _ask(where, (host, port), "POST", KEY_PATH, state(nonce, key).encode())
     try:
         opened = key.open(sealed, release_info(nonce))
     except ProtocolError:
         opened = b""
-    if len(opened) != KEY_BYTES:
-        expected = "a key that is sealed to this program, for this nonce"
-        raise KeyFileError(where, got="another answer", expected=expected)
+    KeyFileError.unless(
+        len(opened) == KEY_BYTES,
+        where,
+        "another answer",
+        "a key that is sealed to this program, for this nonce",
+    )
     return opened
 
 
@@ -175,8 +178,7 @@ def _ask(
     if reply.status == 403 and _STEP.fullmatch(answer):
         got = f"a refusal: the step {answer.decode()!r} failed"
         raise KeyFileError(where, got=got, expected="a key (its own output says what differs)")
-    if reply.status != 200:
-        raise KeyFileError(where, got=f"status {reply.status}", expected="200")
+    KeyFileError.unless(reply.status == 200, where, f"status {reply.status}", "200")
     return answer
 
 
@@ -197,9 +199,12 @@ def provided_key(
     }
     providers |= {} if release is None else {"--seal-key-server": release}
     given = [take for take in providers.values() if take is not None]
-    if len(given) != 1:
-        expected = f"one of {', '.join(providers)}"
-        raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
+    SettingsError.unless(
+        len(given) == 1,
+        "key of the seal",
+        f"{len(given)} options",
+        f"one of {', '.join(providers)}",
+    )
     return given[0]()
 
 

@@ -56,14 +56,18 @@ def read_appraisal(policy: Path | None, mode: str | None) -> AppraisalPolicy:
     from tee_side.attest.appraisal_policy import AppraisalPolicy
 
     if policy is None:
-        if mode != _DEVELOPMENT:
-            expected = "a file, or --mode development, where nothing is proved"
-            raise SettingsError("--policy", got="none", expected=expected)
+        SettingsError.unless(
+            mode == _DEVELOPMENT,
+            "--policy",
+            "none",
+            "a file, or --mode development, where nothing is proved",
+        )
         found = AppraisalPolicy.development()
     else:
         found = AppraisalPolicy.load(policy)
-        if mode not in (None, found.mode):
-            raise SettingsError("--mode", got=str(mode), expected=f"{found.mode}, as {policy} says")
+        SettingsError.unless(
+            mode in (None, found.mode), "--mode", str(mode), f"{found.mode}, as {policy} says"
+        )
     if found.mode == _DEVELOPMENT:
         said = (
             "DEVELOPMENT: a simulated TEE is accepted, whose key everybody has. Nothing is proved."
@@ -276,8 +280,9 @@ def verify_receipt(
 
 
 def _key(text: str) -> bytes:
-    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
-        raise SettingsError("--key", got=describe(text), expected="64 hexadecimal digits")
+    SettingsError.unless(
+        re.fullmatch("[0-9A-Fa-f]{64}", text), "--key", describe(text), "64 hexadecimal digits"
+    )
     return bytes.fromhex(text)
 
 

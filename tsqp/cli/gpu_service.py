@@ -43,9 +43,12 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
 
     configure(settings.log_level)
     source = context.get_parameter_source("bind")
-    if settings.http is not None and source is not ParameterSource.DEFAULT:
-        got = f"--bind {settings.bind} as well"
-        raise SettingsError("--http", got=got, expected="one of them")
+    SettingsError.unless(
+        settings.http is None or source is ParameterSource.DEFAULT,
+        "--http",
+        f"--bind {settings.bind} as well",
+        "one of them",
+    )
     held = held_layers(settings)
     attested = attested_service(settings, held)
     service = served(settings, held, attested and attested.secret)

@@ -39,12 +39,13 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 def _require_place(path: Path, *, force: bool) -> None:
     """Refuse a file that is there, but by force, and one in no directory. Raises SettingsError."""
-    if path.exists() and not force:
-        raise SettingsError(
-            str(path), got="a file that exists", expected="none, or --force to overwrite it"
-        )
-    if not path.parent.is_dir():
-        raise SettingsError(str(path), got="no such directory", expected="one to write into")
+    SettingsError.unless(
+        force or not path.exists(),
+        str(path),
+        "a file that exists",
+        "none, or --force to overwrite it",
+    )
+    SettingsError.unless(path.parent.is_dir(), str(path), "no such directory", "one to write into")
 
 
 @click.command(context_settings=CONTEXT)
@@ -99,8 +100,9 @@ def calibrate(
     path = directory / CALIBRATION_FILE if output is None else output
     # Before minutes of work, not after them.
     _require_place(path, force=force)
-    if text is not None and token_ids is not None:
-        raise SettingsError("--token-ids", got="--text, too", expected="one of them")
+    SettingsError.unless(
+        text is None or token_ids is None, "--token-ids", "--text, too", "one of them"
+    )
     content = None if text is None else _read_text(text, "--text")
     chunks = None
     if token_ids is not None:
@@ -166,10 +168,12 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     from tsqp.manifest import make_manifest
 
     directory = model_directory(model)
-    if output is None and model == DEMO:
-        raise SettingsError(
-            "--output", got="none", expected="a file: the demo model's directory is the program's"
-        )
+    SettingsError.unless(
+        output is not None or model != DEMO,
+        "--output",
+        "none",
+        "a file: the demo model's directory is the program's",
+    )
     path = directory / MANIFEST_FILE if output is None else output
     _require_place(path, force=force)
     with _progress("reading") as show:
@@ -265,10 +269,8 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     values: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if not equals:
-            raise SettingsError("--option", got=describe(option), expected="KEY=VALUE")
-        if name in values:
-            raise SettingsError(f"--option {name}", got="it twice", expected="it once")
+        SettingsError.unless(equals, "--option", describe(option), "KEY=VALUE")
+        SettingsError.unless(name not in values, f"--option {name}", "it twice", "it once")
         values[name] = value
     try:
         return mask(**values)

@@ -63,10 +63,12 @@ def doctor(
     findings = examine()
     if model is None:
         for name in (*_OF_A_RUN, "timeout_s"):
-            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-                raise SettingsError(
-                    option_of(name), got="no MODEL", expected="the model of the run"
-                )
+            SettingsError.unless(
+                context.get_parameter_source(name) is not ParameterSource.COMMANDLINE,
+                option_of(name),
+                "no MODEL",
+                "the model of the run",
+            )
     else:
         from tsqp.preflight import Start, examine_start
 

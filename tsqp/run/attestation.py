@@ -77,10 +77,12 @@ def refuse_inside(directory: Path, settings: ServeSettings) -> None:
     """
     for name, given in (("manifest", settings.manifest), ("policy", settings.policy)):
         path = Path(given or "")
-        if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
-            got = f"a file in {directory}, with --seal-key-server"
-            expected = "one outside: it is read before that server gives the key"
-            raise SettingsError(f"--{name}", got=got, expected=expected)
+        SettingsError.unless(
+            not (path.is_file() and path.resolve().is_relative_to(directory.resolve())),
+            f"--{name}",
+            f"a file in {directory}, with --seal-key-server",
+            "one outside: it is read before that server gives the key",
+        )
 
 
 def attester_of(settings: EvidenceSettings) -> Attester:

@@ -185,12 +185,12 @@ def _check_use(policy: Policy, settings: RunSettings, *, idles: bool) -> None:
 
     padded = any(isinstance(mask, AdditiveMask) for mask in policy.masks)
     useful = ("wait", "tee") if idles else ("wait",)
-    if padded and settings.bank is None and settings.when_out not in useful:
-        raise SettingsError(
-            "--when-out",
-            got=f"{settings.when_out} without --bank",
-            expected=" or ".join(useful) + ", or a --bank: else pads are made by waiting only",
-        )
+    SettingsError.unless(
+        not padded or settings.bank is not None or settings.when_out in useful,
+        "--when-out",
+        f"{settings.when_out} without --bank",
+        " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
+    )
     if not policy.services and (given := len(settings.gpu)) > 1:
         raise SettingsError(
             "--gpu",

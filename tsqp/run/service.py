@@ -249,13 +249,19 @@ def attested_service(settings: GpuServiceSettings, held: Held) -> Attested | Non
     with_gpus = settings.attest_gpus
     if settings.attest is None:
         for name in ("attest_certificate", "attest_collateral", "attest_gpus", "public_key"):
-            if getattr(settings, name):
-                expected = "--attest as well, or nothing"
-                raise SettingsError(option_of(name), got="it alone", expected=expected)
+            SettingsError.unless(
+                not getattr(settings, name),
+                option_of(name),
+                "it alone",
+                "--attest as well, or nothing",
+            )
         return None
-    if settings.device.startswith("cuda") and not with_gpus:
-        expected = "--attest-gpus: what is sent goes to a GPU, which has to prove itself as well"
-        raise SettingsError("--attest", got=f"--device {settings.device}", expected=expected)
+    SettingsError.unless(
+        with_gpus or not settings.device.startswith("cuda"),
+        "--attest",
+        f"--device {settings.device}",
+        "--attest-gpus: what is sent goes to a GPU, which has to prove itself as well",
+    )
     import zmq
     from zmq.utils import z85
 
