@@ -64,10 +64,8 @@ def encode(
     )
     found: list[tuple[int, ...]] = []
     for one in prompts:
-        if isinstance(one, str):
-            found.append(tuple(encode_text(model, one, param, special=special)))
-        else:
-            found.append(tuple(one))
+        ids = encode_text(model, one, param, special=special) if isinstance(one, str) else one
+        found.append(tuple(ids))
         require(found[-1], param, "at least one token")
         require(
             max(found[-1]) < model.config.vocab_size,
@@ -203,7 +201,7 @@ def _tokenize(model: OfferedModel, body: TokenizeRequest) -> dict[str, Any]:
     else:
         add = body.add_generation_prompt is not False
         ids = list(encode_chat(model, body.messages or [], add_generation_prompt=add))
-    strings = _strings(model, ids) if body.return_token_strs else None
+    strings = [json.loads(model.names.of(at)[0]) for at in ids] if body.return_token_strs else None
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
     return answer | {"token_strs": strings}
 
@@ -215,10 +213,6 @@ def _piece(model: OfferedModel, token_id: int) -> str | list[int]:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         return list(content)
-
-
-def _strings(model: OfferedModel, ids: Sequence[int]) -> list[str]:
-    return [json.loads(model.names.of(token_id)[0]) for token_id in ids]
 
 
 class EmbeddingAnswer:
