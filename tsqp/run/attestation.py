@@ -204,5 +204,6 @@ def _content(path: Path | None) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(str(path), got=got, expected="a file to read") from None
+        raise SettingsError(
+            str(path), error.strerror or type(error).__name__, "a file to read"
+        ) from None
