@@ -21,8 +21,9 @@ def needing(where: str, expected: str) -> Iterator[None]:
             raise  # a mistake of ours, which no extra mends
         # One that is there and does not load says why; its name alone would mislead.
         missing = isinstance(error, ModuleNotFoundError)
-        got = f"no module {error.name}" if missing else str(error)
-        raise SettingsError(where, got=got, expected=expected) from None
+        raise SettingsError(
+            where, got=f"no module {error.name}" if missing else str(error), expected=expected
+        ) from None
 
 
 def require(module: str, where: str, expected: str) -> None:

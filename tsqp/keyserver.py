@@ -146,9 +146,11 @@ class KeyServer(ThreadingMixIn, TCPServer):
         try:
             super().__init__(listen, _Connection)
         except OSError as error:
-            got = error.strerror or type(error).__name__
-            where = f"--listen {listen[0]}:{listen[1]}"
-            raise EndpointError(where, got=got, expected="an address that is free") from None
+            raise EndpointError(
+                f"--listen {listen[0]}:{listen[1]}",
+                got=error.strerror or type(error).__name__,
+                expected="an address that is free",
+            ) from None
         self.port: int = self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -5,6 +5,7 @@ Names are those of vLLM's `LLM`, as far as they mean the same.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -205,8 +206,11 @@ class LLM:
     def _start(self, prompt: str | Sequence[int], params: object) -> _Running:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            expected = "SamplingParams, the same for all prompts"
-            raise PromptError("sampling_params", got="something else", expected=expected)
+            raise PromptError(
+                "sampling_params",
+                got="something else",
+                expected="SamplingParams, the same for all prompts",
+            )
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
         PromptError.unless(
             isinstance(prompt, str) or whole, "prompt", "something else", "a text, or token ids"
@@ -315,8 +319,9 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
         return tuple(stop), SamplingSettings(**given)
     except ValidationError as error:
         problem = first_problem(error, SamplingSettings.model_fields)
-        where = f"SamplingParams.{problem.field}"
-        raise PromptError(where, got=problem.got, expected=problem.expected) from None
+        raise PromptError(
+            f"SamplingParams.{problem.field}", got=problem.got, expected=problem.expected
+        ) from None
 
 
 def settings_from(given: Mapping[str, object]) -> RunSettings:
@@ -327,18 +332,25 @@ def settings_from(given: Mapping[str, object]) -> RunSettings:
     known = settings_of(RunSettings)
     values = {}
     for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(name, known)
-            expected = f"one of tee-runner serve's, about the run{hint}; SamplingParams have others"
-            raise SettingsError("LLM", got=f"the option {name!r}", expected=expected)
+        hint = did_you_mean(name, known)
+        SettingsError.unless(
+            name in known,
+            "LLM",
+            f"the option {name!r}",
+            f"one of tee-runner serve's, about the run{hint}; SamplingParams have others",
+        )
         one, _, several = plain_type(known[name][1])
-        if isinstance(value, bool) and one is not bool:
-            raise SettingsError(f"LLM: {name}", got=str(value), expected="no true or false")
+        truth = isinstance(value, bool) and one is not bool
+        SettingsError.unless(not truth, f"LLM: {name}", str(value), "no true or false")
         if value is not None:
             values[name] = (value,) if several and isinstance(value, str | Path) else value
     try:
-        return TypeAdapter(RunSettings).validate_python(values)
+        settings = TypeAdapter(RunSettings).validate_python(values)
     except ValidationError as error:
         problem = first_problem(error, known)
-        where = f"LLM: {problem.field}"
-        raise SettingsError(where, got=problem.got, expected=problem.expected) from None
+        raise SettingsError(f"LLM: {problem.field}", problem.got, problem.expected) from None
+    for name in values:
+        number = getattr(settings, name)
+        finite = not isinstance(number, float) or math.isfinite(number)
+        SettingsError.unless(finite, f"LLM: {name}", str(number), "a finite number")
+    return settings

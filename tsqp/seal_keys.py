@@ -67,8 +67,9 @@ def read_key_from(descriptor: int) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             return _parsed(file.read(_MAX_BYTES).decode("ascii", "replace"), where)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise KeyFileError(where, got=got, expected="an open one with a key") from None
+        raise KeyFileError(
+            where, got=error.strerror or type(error).__name__, expected="an open one with a key"
+        ) from None
 
 
 def key_of_command(command: str) -> bytes:
@@ -87,11 +88,13 @@ def key_of_command(command: str) -> bytes:
         )
     except (OSError, ValueError, IndexError) as error:
         # A ValueError is of a quote that does not end, an IndexError of no word.
-        got = getattr(error, "strerror", None) or "no command"
-        raise KeyFileError(where, got=got, expected=expected) from None
+        raise KeyFileError(
+            where, got=getattr(error, "strerror", None) or "no command", expected=expected
+        ) from None
     except subprocess.TimeoutExpired:
-        got = f"nothing within {_COMMAND_TIMEOUT_S:g} s"
-        raise KeyFileError(where, got=got, expected=expected) from None
+        raise KeyFileError(
+            where, got=f"nothing within {_COMMAND_TIMEOUT_S:g} s", expected=expected
+        ) from None
     KeyFileError.unless(not ended.returncode, where, f"exit status {ended.returncode}", expected)
     return _parsed(ended.stdout[:_MAX_BYTES].decode("ascii", "replace"), where)
 
@@ -134,8 +137,11 @@ def _host_and_port(url: str) -> tuple[str, int]:
     found = _URL.fullmatch(url)
     if found is None or (port := int(found[3] or 80)) > 65535:
         # Not quoted: a password may stand in it.
-        expected = "http://HOST[:PORT], without TLS: the key comes sealed to this program"
-        raise SettingsError("--seal-key-server", got="another form", expected=expected)
+        raise SettingsError(
+            "--seal-key-server",
+            got="another form",
+            expected="http://HOST[:PORT], without TLS: the key comes sealed to this program",
+        )
     return found[1] or found[2], port
 
 
@@ -176,8 +182,11 @@ def _ask(
             got = f"no whole answer within {_SERVER_TIMEOUT_S:g} s"
         raise EndpointError(where, got=got, expected="an answer of tsqp keyserver") from None
     if reply.status == 403 and _STEP.fullmatch(answer):
-        got = f"a refusal: the step {answer.decode()!r} failed"
-        raise KeyFileError(where, got=got, expected="a key (its own output says what differs)")
+        raise KeyFileError(
+            where,
+            got=f"a refusal: the step {answer.decode()!r} failed",
+            expected="a key (its own output says what differs)",
+        )
     KeyFileError.unless(reply.status == 200, where, f"status {reply.status}", "200")
     return answer
 

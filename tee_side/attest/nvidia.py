@@ -115,8 +115,11 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
         rules = rules.extension_policies(ca_policy=ca, ee_policy=leaves)
         found = rules.build_client_verifier().verify(leaf, between).chain
     except (VerificationError, ValueError):
-        expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
-        raise _refused("certificates", "another chain", expected) from None
+        raise _refused(
+            "certificates",
+            "another chain",
+            f"one to the root, each valid at {now.isoformat(timespec='seconds')}",
+        ) from None
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
     _require(

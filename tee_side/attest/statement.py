@@ -135,8 +135,9 @@ def verify_receipt(signed: bytes, key: bytes) -> Receipt:
             signature, RECEIPT_DOMAIN + packed
         )
     except ValueError as error:
-        got = "another" if any(key) else "none"
-        raise EvidenceError("receipt key", got=got, expected=str(error)) from None
+        raise EvidenceError(
+            "receipt key", got="another" if any(key) else "none", expected=str(error)
+        ) from None
     except InvalidSignature:
         raise EvidenceError("receipt", got="another signature", expected="the key's") from None
     return Receipt.decode(packed)
@@ -258,9 +259,11 @@ def read_certificate(encoded: bytes) -> tuple[Statement, bytes]:
         if not isinstance(stated, x509.UnrecognizedExtension):
             raise ValueError
     except _UNREADABLE:
-        expected = f"a certificate with evidence ({EXTENSION.dotted_string})"
-        where = "certificate of the server"
-        raise EvidenceError(where, got="another", expected=expected) from None
+        raise EvidenceError(
+            "certificate of the server",
+            got="another",
+            expected=f"a certificate with evidence ({EXTENSION.dotted_string})",
+        ) from None
     return Statement.decode(stated.value), key_digest(public)
 
 

@@ -44,8 +44,12 @@ class Attestation:
         """Answer a request. Raises ApiError."""
         nonce = request.query_params.get("nonce", "")
         if not _NONCE.fullmatch(nonce):
-            expected = f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits"
-            raise ApiError(400, expected, param="query.nonce", code="invalid_nonce")
+            raise ApiError(
+                400,
+                f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits",
+                param="query.nonce",
+                code="invalid_nonce",
+            )
         self._take()
         self._waiting += 1
         try:

@@ -64,8 +64,12 @@ async def prepared(
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
     if compiling.count >= _MOST_COMPILING:
-        message = "too many grammars wait to be compiled: try again later"
-        raise ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
+        raise ApiError(
+            503,
+            "too many grammars wait to be compiled: try again later",
+            code="overloaded",
+            headers={"retry-after": "1"},
+        )
     compiling.count += 1
     try:
         async with compiling.turns:

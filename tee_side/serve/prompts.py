@@ -94,8 +94,12 @@ def encode_chat(
         )
     except ModelError:
         # The operator's to mend; a completion may still be asked for.
-        message = "the model has no chat template, or one that fails"
-        raise ApiError(400, message, param="body.messages", code="no_chat_template") from None
+        raise ApiError(
+            400,
+            "the model has no chat template, or one that fails",
+            param="body.messages",
+            code="no_chat_template",
+        ) from None
     except TsqpError as error:
         raise of_engine(error, "body.messages") from None
     return tuple(ids)
@@ -137,8 +141,12 @@ def require_model(
 ) -> None:
     """Raise ApiError (404) for the name of another model than the one that is served."""
     if name is not None and name != model.name:
-        message = "there is no such model (GET /v1/models names the one that is served)"
-        raise ApiError(404, message, param=param, code="model_not_found")
+        raise ApiError(
+            404,
+            "there is no such model (GET /v1/models names the one that is served)",
+            param=param,
+            code="model_not_found",
+        )
 
 
 # What each form of a request may have.

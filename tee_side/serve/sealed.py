@@ -80,8 +80,10 @@ class HpkeKey:
         try:
             return _hpke(self.suite).decrypt(sealed, self._private, info)
         except InvalidTag:
-            expected = "bytes that were sealed to this key, for this purpose"
-            raise _refused(got="another key, purpose or content", expected=expected) from None
+            raise _refused(
+                got="another key, purpose or content",
+                expected="bytes that were sealed to this key, for this purpose",
+            ) from None
 
 
 def seal(suite: SuiteName, public: bytes, info: bytes, plain: bytes) -> bytes:

@@ -106,8 +106,11 @@ class Remembered:
         self._now_s = max(self._now_s, self._clock())
         oldest_s = self._now_s - WINDOW_S
         if not oldest_s <= head.time <= self._now_s + WINDOW_S:
-            message = f"the client's clock: expected within {WINDOW_S} s of the server's"
-            raise ApiError(400, message, code="sealed_time")
+            raise ApiError(
+                400,
+                f"the client's clock: expected within {WINDOW_S} s of the server's",
+                code="sealed_time",
+            )
         if head.method in _READS:
             return
         for second in [second for second in self._by_second if second < oldest_s]:

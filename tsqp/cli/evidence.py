@@ -149,8 +149,11 @@ def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
     try:
         found = _appraised(Path(name), policy)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(name, got=got, expected="https://HOST:PORT, or a file") from None
+        raise SettingsError(
+            name,
+            got=error.strerror or type(error).__name__,
+            expected="https://HOST:PORT, or a file",
+        ) from None
     except EvidenceError as error:
         return _Verdict((), {}, f"NOT verified: {error}")
     return _Verdict(found.steps, _pinned(found, None))
@@ -293,8 +296,9 @@ def _read(path: Path) -> bytes:
     try:
         return base64.b64decode(named[-1] if named else content.strip(), validate=True)
     except ValueError:
-        expected = "a receipt: base64, or a line tsqp-receipt"
-        raise EvidenceError(f"{path}", got="other text", expected=expected) from None
+        raise EvidenceError(
+            f"{path}", got="other text", expected="a receipt: base64, or a line tsqp-receipt"
+        ) from None
 
 
 def _steps(

@@ -74,8 +74,9 @@ def read_launch(
     try:
         firmware = hashlib.sha256(ovmf.read_bytes()).hexdigest()
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(str(ovmf), got=got, expected="firmware") from None
+        raise SettingsError(
+            str(ovmf), got=error.strerror or type(error).__name__, expected="firmware"
+        ) from None
     SettingsError.unless(ovmf_sha256 == firmware, str(ovmf), f"SHA-256 {firmware}", ovmf_sha256)
     return Launch(vcpus, vcpu_type, ovmf, bytes.fromhex(host_data))
 

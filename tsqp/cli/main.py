@@ -92,8 +92,11 @@ def demo(
 )
 def train_demo() -> None:
     """Say where the demo model is trained since it left the wheel."""
-    expected = "python -m benchmarks.train_demo.train OUTPUT, in the source tree"
-    raise SettingsError("tsqp train-demo", got="a command that was removed", expected=expected)
+    raise SettingsError(
+        "tsqp train-demo",
+        got="a command that was removed",
+        expected="python -m benchmarks.train_demo.train OUTPUT, in the source tree",
+    )
 
 
 @command.command(context_settings=CONTEXT)

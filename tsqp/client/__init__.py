@@ -75,8 +75,11 @@ def connect(
         try:
             found = carried.prove()
         except httpx2.TransportError as error:
-            expected = "a proxy with a certificate that is trusted here"
-            raise EndpointError(str(address), got=type(error).__name__, expected=expected) from None
+            raise EndpointError(
+                str(address),
+                got=type(error).__name__,
+                expected="a proxy with a certificate that is trusted here",
+            ) from None
         client = httpx2.Client(transport=carried, timeout=timeout)
         return Connection(f"{base}/v1", client, found)
     context = AttestedContext(policy, again_s)

@@ -41,8 +41,9 @@ class AttestedTransport(httpx2.BaseTransport):
         """Send a request. Raises NotAttestedError, EndpointError, and what httpx2 raises."""
         url = request.url
         if (url.scheme, url.host, url.port or 443) != ("https", *self._address):
-            got = "another scheme, host or port"
-            raise NotAttestedError("URL", got, f"https://{self._address}", None)
+            raise NotAttestedError(
+                "URL", "another scheme, host or port", f"https://{self._address}", None
+            )
         with self._guard:
             if self._context.stale:
                 prove(self._address, self._context)
@@ -122,8 +123,9 @@ class ProvedTransport(httpx2.BaseTransport):
 
 def _body(answer: httpx2.Response) -> bytes:
     if answer.status_code != 200:
-        got = f"status {answer.status_code}"
-        raise EvidenceError("new evidence", got=got, expected="an answer with evidence")
+        raise EvidenceError(
+            "new evidence", got=f"status {answer.status_code}", expected="an answer with evidence"
+        )
     found = b""
     for piece in answer.iter_bytes():
         found += piece

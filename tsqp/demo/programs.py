@@ -197,5 +197,6 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if "choices" not in content:
                     break
                 yield from content["choices"]
-        got = f"status {reply.status} and no end"
-        raise ProcessError("tee-runner serve", got=got, expected="a whole answer")
+        raise ProcessError(
+            "tee-runner serve", got=f"status {reply.status} and no end", expected="a whole answer"
+        )

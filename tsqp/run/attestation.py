@@ -57,8 +57,11 @@ def release_key(settings: ServeSettings, manifest: Manifest | None, policy: Poli
     connections and receipts, which there are not yet. Raises as `key_of_server`.
     """
     if settings.attest is None:
-        expected = "--attest: a key server gives the key to evidence"
-        raise SettingsError("--seal-key-server", got="no --attest", expected=expected)
+        raise SettingsError(
+            "--seal-key-server",
+            got="no --attest",
+            expected="--attest: a key server gives the key to evidence",
+        )
     about = _about(settings, manifest, policy)
     attester = attester_of(settings)
 
@@ -109,8 +112,11 @@ def _simulated_measurement() -> bytes:
 
 def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> About:
     if manifest is None:
-        expected = "--manifest, which pins what is claimed (tsqp manifest MODEL)"
-        raise SettingsError("--attest", got="no --manifest", expected=expected)
+        raise SettingsError(
+            "--attest",
+            got="no --manifest",
+            expected="--manifest, which pins what is claimed (tsqp manifest MODEL)",
+        )
     return About(
         model=hashlib.sha256(manifest.to_bytes()).digest(),
         policy=policy_digest(policy),
@@ -180,8 +186,12 @@ def _plugins(policy: Policy) -> dict[str, bytes]:
             continue
         source, name = source_of(kind.__module__), ascii(kind.__name__)
         if source is None:
-            expected = "masks of files: what a package has on the disk may not be what was imported"
-            raise SettingsError("--attest: policy", got=f"the mask {name}", expected=expected)
+            raise SettingsError(
+                "--attest: policy",
+                got=f"the mask {name}",
+                expected="masks of files: what a package has on the disk may not be what was"
+                " imported",
+            )
         digest = hashlib.sha256(source).digest()
         found[f"{name} {digest.hex()[:8]}"] = digest
     return found

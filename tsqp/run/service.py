@@ -176,8 +176,9 @@ def held_layers(settings: GpuServiceSettings) -> Held:
     try:
         layers = LayerRange.parse(settings.layers)
     except ValueError as error:
-        got = repr(settings.layers)[:60]
-        raise SettingsError("--layers", got=got, expected=str(error)) from None
+        raise SettingsError(
+            "--layers", got=repr(settings.layers)[:60], expected=str(error)
+        ) from None
     if layers.last is not None:
         return layers.first, layers.last
     from protocol.model.config import read_config

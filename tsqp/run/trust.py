@@ -242,8 +242,12 @@ def service_appraisal(
     elif attested == "simulated":
         appraisal = AppraisalPolicy.development()
     else:
-        expected = f"a file that says what services must be: policy {policy.name} asks for evidence"
-        raise SettingsError(option, got="none", expected=expected)
+        raise SettingsError(
+            option,
+            got="none",
+            expected=f"a file that says what services must be: policy {policy.name} asks for"
+            " evidence",
+        )
     return ServiceAppraisal(attested, appraisal)
 
 
