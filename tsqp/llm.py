@@ -299,19 +299,19 @@ class _Running:
 def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]:
     """Return the stop strings and how to sample. Raises PromptError: the engine relies on types."""
 
-    def require(name: str, *, well: bool, expected: str) -> None:
-        if not well:
-            raise PromptError(f"SamplingParams.{name}", got="another value", expected=expected)
-
-    for name in ("n", "max_tokens"):
-        require(name, well=type(getattr(params, name)) is int, expected="an integer")
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, name)
-        well = count is None or (type(count) is int and 0 <= count <= MAX_TOP)
-        require(name, well=well, expected=f"None, or 0 to {MAX_TOP}")
     stop = (params.stop,) if isinstance(params.stop, str) else params.stop
-    well = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
-    require("stop", well=well, expected="texts that are not empty")
+    texts = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
+    likeliest = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+    rows = [
+        *(("an integer", name, type(getattr(params, name)) is int) for name in ("n", "max_tokens")),
+        *(
+            (f"None, or 0 to {MAX_TOP}", name, n is None or (type(n) is int and 0 <= n <= MAX_TOP))
+            for name, n in likeliest.items()
+        ),
+        ("texts that are not empty", "stop", texts),
+    ]
+    for expected, name, holds in rows:
+        PromptError.unless(holds, f"SamplingParams.{name}", "another value", expected)
     given = {name: getattr(params, name) for name in _SAMPLING}
     if given["top_k"] == _VLLM_OFF:
         given["top_k"] = 0

@@ -6,8 +6,7 @@ Everything fits a terminal of 80 columns, and is plain text where there is none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import rich.box
 from rich.console import Group, RenderableType
@@ -29,13 +28,8 @@ _READING_CHARACTERS = 180
 _MAX_WIDTH = 120
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds in the TEE, on the wire (with the service's queue), and in the service."""
-
-    tee_s: float
-    wire_s: float
-    gpu_s: float
+# Seconds in the TEE, on the wire (with the service's queue), and in the service.
+Times: TypeAlias = tuple[float, float, float]
 
 
 class Cost:
@@ -44,24 +38,14 @@ class Cost:
     def __init__(self, report: dict[str, Any]) -> None:
         self.report = report
         # Waiting in the service's queue is neither wire nor GPU; with one client it is next to 0.
-        self.operators = {
-            name: Times(row["tee_s"], row["wire_s"] + row["queue_s"], row["gpu_s"])
+        self.operators: dict[str, Times] = {
+            name: (row["tee_s"], row["wire_s"] + row["queue_s"], row["gpu_s"])
             for name, row in report["operators"].items()
         }
-        times = self.operators.values()
-        tee_s, wire_s, gpu_s = (
-            sum(t.tee_s for t in times),
-            sum(t.wire_s for t in times),
-            sum(t.gpu_s for t in times),
-        )
+        tee_s, wire_s, gpu_s = (sum(t[at] for t in self.operators.values()) for at in range(3))
         # What no operator accounts for was spent in the TEE.
         self.rest_s = max(0.0, report["timing"]["total_s"] - tee_s - wire_s - gpu_s)
-        self.total = Times(tee_s + self.rest_s, wire_s, gpu_s)
-
-    def cells(self, times: Times) -> tuple[str, str, str]:
-        """Render as milliseconds."""
-        tee, wire, gpu = map(_milliseconds, (times.tee_s, times.wire_s, times.gpu_s))
-        return tee, wire, gpu
+        self.total: Times = (tee_s + self.rest_s, wire_s, gpu_s)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -232,7 +216,7 @@ def acts_table(costs: Iterable[Cost]) -> Table:
             str(rpc["count"]),
             _size(rpc["bytes_sent"]),
             _size(rpc["bytes_received"]),
-            *cost.cells(cost.total),
+            *map(_milliseconds, cost.total),
         )
     return table
 
@@ -253,10 +237,9 @@ def operators_table(cost: Cost) -> Table:
             str(row["round_trips"]),
             _size(row["bytes_sent"]),
             _size(row["bytes_received"]),
-            *cost.cells(cost.operators[name]),
+            *map(_milliseconds, cost.operators[name]),
         )
-    rest = Times(cost.rest_s, 0.0, 0.0)
-    table.add_row("everything else", "tee", "", "", "", "", *cost.cells(rest))
+    table.add_row("everything else", "tee", "", "", "", "", _milliseconds(cost.rest_s), "", "")
     table.add_section()
     rpc = report["rpc"]
     table.add_row(
@@ -266,7 +249,7 @@ def operators_table(cost: Cost) -> Table:
         str(rpc["count"]),
         _size(rpc["bytes_sent"]),
         _size(rpc["bytes_received"]),
-        *cost.cells(cost.total),
+        *map(_milliseconds, cost.total),
     )
     return table
 
