@@ -298,7 +298,6 @@ class _Running:
 
 def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]:
     """Return the stop strings and how to sample. Raises PromptError: the engine relies on types."""
-
     stop = (params.stop,) if isinstance(params.stop, str) else params.stop
     texts = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
     likeliest = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
