@@ -19,7 +19,7 @@
 - A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: whoever gets
   it can open what was recorded before.
 
-The server (`tee_side.serve.sealing`) and the client (`tsqp.client.sealing`) share this module.
+The server (`tee_side.serve.sealing`) and the client (`tsqp.client.transports`) share this module.
 """
 
 from __future__ import annotations
