@@ -90,7 +90,7 @@ def seal_model(
 def rewrap(directory: Path, old: bytes, new: bytes) -> str:
     """Have a seal opened by another key and not by the old one. Return its digest, which stays.
 
-    Whoever has a copy of the old index and the old key can open the files still. Raises SealError,
+    A party with a copy of the old index and the old key can still open the files. Raises SealError,
     OSError.
     """
     path = directory / SEAL_FILE

@@ -34,7 +34,7 @@ _HEADER = b"TSQP simulated TEE 1\0"
 
 _SIGNED_BYTES = len(_HEADER) + MEASUREMENT_BYTES + REPORT_DATA_BYTES
 
-# Of whom it is does not matter: it is published here.
+# A key that is published here: simulated evidence proves nothing.
 _ROOT = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_HEADER).digest())
 
 

@@ -34,7 +34,7 @@ from protocol.errors import EvidenceError, one_line
 
 # SHA-256 of the DER of "NVIDIA Device Identity CA".
 PINNED_ROOTS = frozenset({"102bf659d5419614c9d8e6aecebc80454eb26b1df6a769ac720b9a690b167b48"})
-# The firmware's, its boot ROM's, of who provisioned the GPU, its kind of chip's, the root.
+# Of the firmware, the boot ROM, the provisioner of the GPU, its kind of chip, and the root.
 CHAIN_LENGTH = 5
 
 # Below the same root are other devices' certificates, switches' for example.

@@ -186,8 +186,8 @@ _CLAIMS_DOMAIN = b"TSQP attestation claims 1\0"
 class Claims(Record):
     """What an enclave says of itself; digests are SHA-256, `NONE` where there is nothing.
 
-    `purpose`: for whom it is: "serve" for clients of a server, "key" for a key server, "service"
-    for the runner of a service; no other reader may accept it. `nonce`: of 32 bytes, the reader's;
+    `purpose`: its reader: "serve" is a client of a server, "key" a key server, "service"
+    the runner of a service; no other reader may accept it. `nonce`: of 32 bytes, the reader's;
     empty in a certificate. `time`: seconds since 1970, by the enclave's clock. `tls_key`: of the
     public key (SubjectPublicKeyInfo). `hpke_key`: public, of `hpke_suite`. `receipt_key`: see
     `require_key`; None where no receipts are signed. `model`: of its manifest; of a service, the

@@ -1,4 +1,4 @@
-"""The audit log: who was served when, how much and with which outcome, sealed against the host.
+"""The audit log: which key was served when, how much and how it ended, sealed against the host.
 
 A record is a map of short fields, never of text of a prompt or an answer. The file:
 

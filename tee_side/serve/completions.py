@@ -29,7 +29,7 @@ from tee_side.serve.serving import (
 # Requests of one owner that compile a grammar, or wait to; others get 503.
 _MOST_COMPILING = 64
 
-# nginx's, of a client that has left: nobody reads it.
+# The status that nginx logs for a client that has left; it is sent to no client.
 _CLIENT_LEFT = 499
 
 _Body = TypeVar("_Body", bound=Generating)

@@ -16,8 +16,8 @@
   chunks: a request that is answered twice has two keys for its answers. A chunk's nonce is its
   index, and the 5 bytes in front of it are its associated data: a body that was cut, added to or
   put in another order does not open.
-- A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: whoever gets
-  it can open what was recorded before.
+- A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: a
+  party that gets it can open what it recorded before.
 
 The server (`tee_side.serve.sealing`) and the client (`tsqp.client.transports`) share this module.
 """

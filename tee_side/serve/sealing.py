@@ -4,7 +4,7 @@ A proxy that ends TLS in front of the server reads neither. It sees a POST to th
 and lengths: method, status and headers are sealed as well. Of the headers outside only the content
 type is read.
 
-A request is answered once, whoever sends it:
+A request is answered once, and a repeated one is refused:
 
 - Its head has the client's time, which may be `WINDOW_S` from the server's. Requests are remembered
   as long, `MAX_REMEMBERED` at most; where there are as many, a new one is told to come later.

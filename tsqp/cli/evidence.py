@@ -70,7 +70,7 @@ def read_appraisal(policy: Path | None, mode: str | None) -> AppraisalPolicy:
         )
     if found.mode == _DEVELOPMENT:
         said = (
-            "DEVELOPMENT: a simulated TEE is accepted, whose key everybody has. Nothing is proved."
+            "DEVELOPMENT: a simulated TEE is accepted, whose key is published. Nothing is proved."
         )
         click.secho(said, err=True, fg="red", bold=True)
     return found
@@ -232,7 +232,7 @@ def verify_receipt(
     mode: str | None,
     as_json: bool,
 ) -> None:
-    """Check a receipt: who signed it, and the bodies that it is of.
+    """Check a receipt: the key that signed it, and the bodies that it is of.
 
     RECEIPT is a file with the header tsqp-receipt of an answer (curl -D), a stream as it was saved,
     or base64 alone. Several, in their order, are a piece of the server's chain: one that is missing

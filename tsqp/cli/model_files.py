@@ -161,8 +161,8 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     MODEL is a Hugging Face directory with safetensors weights, or "demo"; calibrate first, as the
     scales are pinned, too. tee-runner --manifest then refuses a directory that differs in a byte,
     and every policy, settings file, service key and mask of yours that --also did not name.
-    Whoever can write to the disk can change a manifest on it: keep the digest that is printed where
-    they cannot, and give it to tee-runner --manifest-digest.
+    A host that can write to the disk can change a manifest on it: keep the printed digest where it
+    cannot, and give it to tee-runner --manifest-digest.
     """
     from protocol.model.manifest import MANIFEST_FILE
     from tsqp.manifest import make_manifest
@@ -293,7 +293,7 @@ _to = click.option(
     "--to",
     type=PATH,
     required=True,
-    allow_from_autoenv=False,  # to whom is said each time
+    allow_from_autoenv=False,  # the recipient is named each time
     metavar="KEYFILE",
     help="Key that opens it from now on, of tsqp seal new-key.",
 )
@@ -343,8 +343,8 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
     """Encrypt the files of MODEL into the directory DIR.
 
     MODEL is a Hugging Face directory, or "demo"; calibrate first. Run it where model and key may be
-    seen. Whoever can write to the disk can put an older seal back: keep the digest that is printed
-    where they cannot, and give it to tee-runner --seal-digest.
+    seen. A host that can write to the disk can put an older seal back: keep the printed digest
+    where it cannot, and give it to tee-runner --seal-digest.
     """
     from tsqp.seal import seal_model as run
     from tsqp.seal_keys import read_key
@@ -386,8 +386,8 @@ def new_seal_key(file: Path) -> None:
 def rewrap(*, settings: RunSettings, directory: Path, to: Path) -> None:
     """Have the sealed DIRECTORY opened by another key: only sealed.tsqp is written again.
 
-    The digest stays. Whoever kept the old sealed.tsqp and the old key can open it still: where that
-    matters, seal the model again.
+    The digest stays. A party that kept the old sealed.tsqp and the old key can still open it: where
+    that matters, seal the model again.
     """
     from tsqp.seal import rewrap as run
     from tsqp.seal_keys import provided_key, read_key

@@ -165,7 +165,7 @@ _COLUMNS = ("time", "kind", "key", "outcome", *_NUMBERS)
 @click.group(context_settings=CONTEXT)
 @config_option
 def audit() -> None:
-    """Read the sealed log of tee-runner serve: who was served when, and how much. No text."""
+    """Read the sealed log of tee-runner serve: which key was served when, and how much. No text."""
 
 
 @audit.command("new-key", context_settings=CONTEXT)

@@ -45,7 +45,7 @@ def serve(settings: ServeSettings) -> None:
     SettingsError.unless(certificate == key, where, "one of them", "both or none")
     expected = "no --tls-key: keys of an attested server are made inside"
     SettingsError.unless(not (settings.attest and key), "--attest", "--tls-key as well", expected)
-    expected = "an address of this machine alone: it shows what crosses, to anyone who asks"
+    expected = "an address of this machine alone: it shows what crosses to every client that asks"
     shown = not settings.page or _is_loopback(settings.host)
     SettingsError.unless(shown, "--page", f"--host {settings.host}", expected)
     release = None

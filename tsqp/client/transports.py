@@ -52,7 +52,7 @@ _OF_CONNECTION = ("connection", "accept-encoding", "transfer-encoding")
 class UnsealedError(httpx2.RemoteProtocolError):
     """An answer that is not sealed: of the proxy, or of a server that could not open the request.
 
-    `status`: what it says, which is anybody's word.
+    `status`: what it says, which the proxy may have made up.
     """
 
     def __init__(self, status: int) -> None:

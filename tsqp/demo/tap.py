@@ -27,7 +27,7 @@ from tsqp.page.seen import Received, Seen, describe_request
 
 # Longer than any of the demo model's requests takes.
 _TIMEOUT_S = 60.0
-# Late enough that there is a story, early enough that everybody sees it end.
+# Late enough that there is a story, early enough that it is still being told.
 LIES_AT = 150
 
 # Gets the frames of a reply, returns those to forward instead.

@@ -166,7 +166,7 @@ class ComputeSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(ComputeSettings):
-    """What a run of the TEE's side is told, whoever asks it: `tsqp.LLM` takes these."""
+    """What every run of the TEE side is told; `tsqp.LLM` takes these."""
 
     gpu: tuple[str, ...] = local(
         (DEFAULT_ENDPOINT,),
