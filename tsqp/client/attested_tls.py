@@ -225,10 +225,9 @@ def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
         body = b""
     finally:
         reply.close()
-    if reply.status != 200:
-        raise EvidenceError(
-            "new evidence", got=f"status {reply.status}", expected="an answer with evidence"
-        )
+    EvidenceError.unless(
+        reply.status == 200, "new evidence", f"status {reply.status}", "an answer with evidence"
+    )
     return read_answer(body)
 
 

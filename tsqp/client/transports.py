@@ -253,13 +253,16 @@ class ProvedTransport(httpx2.BaseTransport):
 
 
 def _body(answer: httpx2.Response) -> bytes:
-    if answer.status_code != 200:
-        raise EvidenceError(
-            "new evidence", got=f"status {answer.status_code}", expected="an answer with evidence"
-        )
+    EvidenceError.unless(
+        answer.status_code == 200,
+        "new evidence",
+        f"status {answer.status_code}",
+        "an answer with evidence",
+    )
     found = b""
     for piece in answer.iter_bytes():
         found += piece
-        if len(found) > MAX_ANSWER_BYTES:
-            raise EvidenceError("new evidence", got="a long answer", expected="evidence")
+        EvidenceError.unless(
+            len(found) <= MAX_ANSWER_BYTES, "new evidence", "a long answer", "evidence"
+        )
     return found

@@ -180,8 +180,12 @@ class Stage:
                 draw()
 
             report, logits = self._generate(name, reach.options(tap.endpoint), show)
-        if report["rpc"]["count"] and not feed.received.requests:
-            raise EndpointError("tap", got="no requests", expected="the runner's requests")
+        EndpointError.unless(
+            feed.received.requests or not report["rpc"]["count"],
+            "tap",
+            "no requests",
+            "the runner's requests",
+        )
         tokens = tokens_of(policy.name, report, logits)
         story.rstrip()
         # The last token is sampled, and never goes through the model.

@@ -133,8 +133,7 @@ def generate(
     report, logits = folder / "report.json", folder / "logits.safetensors"
     files = ["--report", str(report), "--save-logits", str(logits)]
     status, last = run_generate([*files, *arguments], show)
-    if status != 0:
-        raise ProcessError("tee-runner", got=last, expected="exit status 0")
+    ProcessError.unless(status == 0, "tee-runner", last, "exit status 0")
     return json.loads(report.read_text(encoding="utf-8")), logits
 
 

@@ -56,12 +56,12 @@ def release_key(settings: ServeSettings, manifest: Manifest | None, policy: Poli
     Says on stderr what that server is told. It is what clients are told later, but for keys of
     connections and receipts, which there are not yet. Raises as `key_of_server`.
     """
-    if settings.attest is None:
-        raise SettingsError(
-            "--seal-key-server",
-            got="no --attest",
-            expected="--attest: a key server gives the key to evidence",
-        )
+    SettingsError.unless(
+        settings.attest,
+        "--seal-key-server",
+        "no --attest",
+        "--attest: a key server gives the key to evidence",
+    )
     about = _about(settings, manifest, policy)
     attester = attester_of(settings)
 

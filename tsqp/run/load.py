@@ -191,12 +191,12 @@ def _check_use(policy: Policy, settings: RunSettings, *, idles: bool) -> None:
         f"{settings.when_out} without --bank",
         " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
     )
-    if not policy.services and (given := len(settings.gpu)) > 1:
-        raise SettingsError(
-            "--gpu",
-            got=f"{given} endpoints",
-            expected=f"none: nothing leaves the TEE under policy {policy.name}",
-        )
+    SettingsError.unless(
+        policy.services or len(settings.gpu) <= 1,
+        "--gpu",
+        f"{len(settings.gpu)} endpoints",
+        f"none: nothing leaves the TEE under policy {policy.name}",
+    )
 
 
 def sampling_of(settings: TextSettings) -> SamplingSettings:

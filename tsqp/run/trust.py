@@ -255,10 +255,8 @@ def bank_place(settings: RunSettings) -> BankPlace | None:
     """Return where the bank is, None where none is named. Raises SettingsError."""
     if settings.bank is None:
         for name in ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"):
-            if value := getattr(settings, name):
-                raise SettingsError(
-                    option_of(name), got=str(value), expected="nothing without --bank"
-                )
+            value = getattr(settings, name)
+            SettingsError.unless(not value, option_of(name), str(value), "nothing without --bank")
         return None
     from tee_side.protect.pads.bank_files import BankPlace
 
