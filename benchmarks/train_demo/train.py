@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,28 +152,11 @@ Apache-2.0, like the TSQP project.
 """
 
 
-@dataclass(frozen=True)
-class TrainingRecord:
-    """What a training run did and how good the saved model is."""
-
-    validation_loss_nats_per_token: float
-    validation_bits_per_byte: float
-    validation_documents: int
-    validation_tokens: int
-    tokens_seen: int
-    steps: int
-    seed: int
-    threads: int
-    seconds: float
-    parameters: int
-    torch_version: str
-    transformers_version: str
-
-
-def train_demo(output: Path, *, seed: int = 7, tokens: int = DEFAULT_TOKENS) -> TrainingRecord:
+def train_demo(output: Path, *, seed: int = 7, tokens: int = DEFAULT_TOKENS) -> dict[str, Any]:
     """Train the demo model on about `tokens` tokens and save it in an empty directory.
 
-    Raises SettingsError for a directory that is not empty.
+    Returns what the run did and how good the model is, as training.json has it. Raises
+    SettingsError for a directory that is not empty.
     """
     empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
     SettingsError.unless(empty, str(output), "something", "an empty directory, or none")
@@ -192,23 +175,22 @@ def train_demo(output: Path, *, seed: int = 7, tokens: int = DEFAULT_TOKENS) -> 
     tokenizer.save_pretrained(output)
     (output / VALIDATION_FILE).write_text("\n".join(corpus.validation) + "\n", "utf-8")
     nats, size, documents, predicted = evaluate(output)
-    record = TrainingRecord(
-        validation_loss_nats_per_token=nats / predicted,
-        validation_bits_per_byte=nats / math.log(2) / size,
-        validation_documents=documents,
-        validation_tokens=predicted,
-        tokens_seen=seen,
-        steps=steps,
-        seed=seed,
-        threads=torch.get_num_threads(),
-        seconds=round(time.monotonic() - started, 1),
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        torch_version=torch.__version__,
-        transformers_version=transformers.__version__,
-    )
-    fields = asdict(record)
-    (output / "training.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
-    (output / "README.md").write_text(_CARD.format(**fields), "utf-8")
+    record: dict[str, Any] = {
+        "validation_loss_nats_per_token": nats / predicted,
+        "validation_bits_per_byte": nats / math.log(2) / size,
+        "validation_documents": documents,
+        "validation_tokens": predicted,
+        "tokens_seen": seen,
+        "steps": steps,
+        "seed": seed,
+        "threads": torch.get_num_threads(),
+        "seconds": round(time.monotonic() - started, 1),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "torch_version": torch.__version__,
+        "transformers_version": transformers.__version__,
+    }
+    (output / "training.json").write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+    (output / "README.md").write_text(_CARD.format(**record), "utf-8")
     return record
 
 
@@ -318,7 +300,7 @@ def main() -> None:
         record = train_demo(options.output, seed=options.seed, tokens=options.tokens)
     except SettingsError as error:
         sys.exit(f"train_demo: error: {error}")
-    loss = record.validation_loss_nats_per_token
+    loss = record["validation_loss_nats_per_token"]
     print(f"{options.output}: validation loss {loss:.4f} nats per token")
 
 

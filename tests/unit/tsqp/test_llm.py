@@ -121,6 +121,6 @@ def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> 
 
 @pytest.mark.slow
 def test_a_demo_model_that_was_trained_loads(tmp_path: Path) -> None:
-    assert train_demo(tmp_path, tokens=6000).steps > 1
+    assert train_demo(tmp_path, tokens=6000)["steps"] > 1
     with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
         assert len(llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))) == 1
