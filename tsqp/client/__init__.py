@@ -63,9 +63,11 @@ def connect(
     require("httpx2", "tsqp.client.connect", "the extra attest: pip install '.[attest]'")
     import httpx2
 
-    policy = appraisal
-    if not isinstance(policy, AppraisalPolicy):
-        policy = AppraisalPolicy.load(Path(policy))
+    policy = (
+        appraisal
+        if isinstance(appraisal, AppraisalPolicy)
+        else AppraisalPolicy.load(Path(appraisal))
+    )
     address, timeout = Address.of(url), httpx2.Timeout(_WHOLE_S, connect=CONNECT_S)
     from tsqp.client.transports import AttestedTransport, ProvedTransport
 

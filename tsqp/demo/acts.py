@@ -86,8 +86,7 @@ def run_demo(
         # A story may have characters that the terminal has not.
         sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
-    chosen = [load_policy(name) for name in policies or THREE_ACTS]
-    names = list(policies or THREE_ACTS)
+    chosen = [(load_policy(name), name) for name in policies or THREE_ACTS]
     console.print(
         "[bold]TSQP demo[/]: tee-runner is the TEE's part, gpu-service that of a GPU whose"
         " owner need not be trusted (here it computes on the CPU). A proxy on the wire sees what"
@@ -95,7 +94,7 @@ def run_demo(
     )
     # One token comes of the prompt alone: a service that is not asked cannot lie.
     lies = not policies and max_new_tokens > 1
-    titles = [_title(policy, name) for policy, name in zip(chosen, names, strict=True)]
+    titles = [_title(policy, name) for policy, name in chosen]
     titles += [f"{SERVED}: {SERVED_TITLE}"] * (not policies) + [f"{LIED_TO}: {LIES_TITLE}"] * lies
     for number, title in enumerate(titles, 1):
         console.print(f"  {number}  {title}")
@@ -108,7 +107,7 @@ def run_demo(
         count = len(titles)
         acts = [
             stage.act(policy, name, f"{number} of {count}")
-            for number, (policy, name) in enumerate(zip(chosen, names, strict=True), 1)
+            for number, (policy, name) in enumerate(chosen, 1)
         ]
         served = (
             [] if policies else [stage.served(load_policy(SERVED), f"{len(acts) + 1} of {count}")]
@@ -286,11 +285,10 @@ class Stage:
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()
     ) -> list[str]:
-        prompt = ["--prompt", self._prompt]
-        if prompt_ids:
-            prompt = ["--prompt-token-ids", ",".join(map(str, prompt_ids))]
-        arguments = ["--policy", name, *prompt, *options, *self._options]
-        return [*arguments, "--max-new-tokens", str(self._max_new_tokens)]
+        ids = ",".join(map(str, prompt_ids))
+        prompt = ("--prompt-token-ids", ids) if ids else ("--prompt", self._prompt)
+        length = ("--max-new-tokens", str(self._max_new_tokens))
+        return ["--policy", name, *prompt, *options, *self._options, *length]
 
 
 def _title(policy: Policy, name: str) -> str:
