@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -393,10 +392,12 @@ def test_a_service_with_gpus_is_what_a_runner_accepts(
             ServiceAppraisal("simulated", without)("tcp://gpu:1", keys, stated, NONCE)
     found = Claims.decode(Statement.decode(stated).claims)
     # As versions with parts of columns claimed it: digests that operators have written down hold.
-    computes = {"device": "cuda", "dtype": None, "arithmetic": "both", "columns": [0, 1]}
-    computes |= {"layers": None, "tensor_parallel": 1}
-    settings_now = hashlib.sha256(json.dumps(computes, sort_keys=True).encode()).digest()
-    assert (found.model.hex(), found.settings) == (weights, settings_now)
+    claimed = (
+        '{"arithmetic": "both", "columns": [0, 1], "device": "cuda", "dtype": null, "layers": null,'
+        ' "tensor_parallel": 1}'
+    )
+    digest = hashlib.sha256(claimed.encode()).digest()
+    assert (found.model.hex(), found.settings) == (weights, digest)
     gpus.clear()
     with pytest.raises(EvidenceError, match="evidence of GPUs: got no GPU, expected GPUs of"):
         ask_gpus(NONCE)
