@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.train_demo import words
-from benchmarks.train_demo.words import HELPED, THANKS, Plan
+from benchmarks.train_demo.words import HELPED, THANKS, StoryPlan
 
-TREASURE = Plan(
+TREASURE = StoryPlan(
     topic="finding something",
     nouns=words.TREASURES,
     looks=words.TREASURE_LOOKS,
@@ -59,7 +59,7 @@ TREASURE = Plan(
     ),
 )
 
-STORM = Plan(
+STORM = StoryPlan(
     topic="a storm",
     places=words.WILD,
     # The day has to be fine at first, and warm enough for flowers.
@@ -121,7 +121,7 @@ STORM = Plan(
     ),
 )
 
-NOISE = Plan(
+NOISE = StoryPlan(
     topic="a strange noise",
     names_animal=True,
     names_noun=False,
@@ -174,7 +174,7 @@ NOISE = Plan(
     ),
 )
 
-MAKING = Plan(
+MAKING = StoryPlan(
     topic="building something",
     places=words.WILD,
     animal_hero=True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.train_demo import words
-from benchmarks.train_demo.words import HELPED, THANKS, WENT, Plan
+from benchmarks.train_demo.words import HELPED, THANKS, WENT, StoryPlan
 
-LOST = Plan(
+LOST = StoryPlan(
     topic="losing something",
     animal_hero=True,
     beats=(
@@ -60,7 +60,7 @@ LOST = Plan(
     ),
 )
 
-SHARE = Plan(
+SHARE = StoryPlan(
     topic="sharing",
     nouns=words.SHARED,
     beats=(
@@ -106,7 +106,7 @@ SHARE = Plan(
     ),
 )
 
-BROKEN = Plan(
+BROKEN = StoryPlan(
     topic="telling the truth",
     nouns=words.FRAGILE,
     names_place=False,
@@ -160,7 +160,7 @@ BROKEN = Plan(
     ),
 )
 
-RESCUE = Plan(
+RESCUE = StoryPlan(
     topic="helping an animal",
     names_animal=True,
     names_noun=False,
@@ -223,7 +223,7 @@ RESCUE = Plan(
     ),
 )
 
-GIFT = Plan(
+GIFT = StoryPlan(
     topic="giving a present",
     nouns=words.GIFTS,
     looks=("lovely", "pretty", "little", "beautiful", "special", "simple", "red", "blue", "yellow"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.train_demo import words
-from benchmarks.train_demo.words import HELPED, Plan
+from benchmarks.train_demo.words import HELPED, StoryPlan
 
-FEAR = Plan(
+FEAR = StoryPlan(
     topic="being brave",
     names_noun=False,
     names_place=False,
@@ -68,7 +68,7 @@ FEAR = Plan(
     ),
 )
 
-PRACTICE = Plan(
+PRACTICE = StoryPlan(
     topic="not giving up",
     places=words.WILD,
     names_noun=False,
@@ -132,7 +132,7 @@ PRACTICE = Plan(
     ),
 )
 
-GARDEN = Plan(
+GARDEN = StoryPlan(
     topic="being patient",
     nouns=words.SEEDS,
     looks=("little", "tiny", "small", "round", "brown"),

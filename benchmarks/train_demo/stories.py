@@ -11,9 +11,9 @@ from benchmarks.train_demo import words
 from benchmarks.train_demo.adventure_plans import ADVENTURE_PLANS
 from benchmarks.train_demo.friendship_plans import FRIENDSHIP_PLANS
 from benchmarks.train_demo.learning_plans import LEARNING_PLANS
-from benchmarks.train_demo.words import Plan
+from benchmarks.train_demo.words import StoryPlan
 
-PLANS: tuple[Plan, ...] = FRIENDSHIP_PLANS + LEARNING_PLANS + ADVENTURE_PLANS
+PLANS: tuple[StoryPlan, ...] = FRIENDSHIP_PLANS + LEARNING_PLANS + ADVENTURE_PLANS
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _ARTICLE = re.compile(r"\b([Aa])~ (\w+)")
@@ -93,7 +93,7 @@ def _friend_phrase(
     return f"{{his}} {relation} {friend}"
 
 
-def story(rng: random.Random, *, hero: str | None = None, plan: Plan | None = None) -> Story:
+def story(rng: random.Random, *, hero: str | None = None, plan: StoryPlan | None = None) -> Story:
     """Draw one story, about the hero and with the plan given, if they are."""
     plan = plan or rng.choice(PLANS)
     hero = hero or rng.choice(tuple(words.NAMES))

@@ -153,7 +153,7 @@ Beat = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StoryPlan:
     """One kind of story: its beats, its lessons and the questions that it answers.
 
     Each beat is a tuple of alternatives. In their texts ``[x|y]`` chooses one, ``{slot}`` is filled

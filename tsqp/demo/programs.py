@@ -54,7 +54,7 @@ class Reach:
 NOWHERE = Reach(("tcp://127.0.0.1:9",))
 
 
-class Services:
+class DemoServices:
     """The gpu-service processes of a demo, each started when a policy first needs it.
 
     Policies without a feature mask share theirs. `folder`: for weights and keys of the others.
@@ -70,7 +70,7 @@ class Services:
         self._provisioned: dict[ProvisionedMask, Reach] = {}
         self._running = ExitStack()
 
-    def __enter__(self) -> Services:
+    def __enter__(self) -> DemoServices:
         return self
 
     def __exit__(self, *_: object) -> None:

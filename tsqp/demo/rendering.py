@@ -15,8 +15,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tsqp.demo.tap import Feed, Lie
-from tsqp.demo.verdict import Check, Matched
+from tsqp.demo.tap import Lie, TapFeed
+from tsqp.demo.verdict import Comparison, Matched
 from tsqp.page.seen import ByteSummary, Seen, summarise
 from tsqp.run.process import bytes_for_people
 
@@ -32,7 +32,7 @@ _MAX_WIDTH = 120
 Times: TypeAlias = tuple[float, float, float]
 
 
-class Cost:
+class RunCost:
     """What one run cost. `report`: what `tee-runner generate --report` wrote."""
 
     def __init__(self, report: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def _milliseconds(seconds: float) -> str:
 def act_panel(
     title: str,
     story: Text,
-    feed: Feed,
+    feed: TapFeed,
     *,
     width: int,
     ascii_only: bool = False,
@@ -125,7 +125,7 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
     )
 
 
-def _feed_table(shown: Sequence[Seen], feed: Feed, width: int, which: str) -> Table:
+def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) -> Table:
     table = _table(expand=True)
     table.add_column("layer", justify="right", width=5)
     table.add_column("operator", no_wrap=True, width=20)
@@ -153,7 +153,7 @@ def _numbers(seen: Seen, count: int) -> str:
     return " ".join(f"{n & 0xFFFFFFFF:08x}" for n in whole)
 
 
-def _measured(summary: ByteSummary, feed: Feed, bars: str) -> Table:
+def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(style="bold", no_wrap=True, width=8)
     grid.add_column()
@@ -188,7 +188,7 @@ def _heights(counts: Sequence[int], highest: int) -> list[int]:
     return [-(-count * highest // max(counts)) for count in counts]
 
 
-def checks_table(checks: Iterable[Check]) -> Table:
+def checks_table(checks: Iterable[Comparison]) -> Table:
     """Show what was compared with what, and how that came out."""
     table = _table(title="Verdict", show_header=False)
     for name in ("outcome", "policy"):
@@ -202,7 +202,7 @@ def checks_table(checks: Iterable[Check]) -> Table:
     return table
 
 
-def acts_table(costs: Iterable[Cost]) -> Table:
+def acts_table(costs: Iterable[RunCost]) -> Table:
     """Show what each act cost, side by side."""
     table = _table(title="Cost")
     table.add_column("policy", overflow="fold")
@@ -221,7 +221,7 @@ def acts_table(costs: Iterable[Cost]) -> Table:
     return table
 
 
-def operators_table(cost: Cost) -> Table:
+def operators_table(cost: RunCost) -> Table:
     """Show what each operator of one act cost."""
     report = cost.report
     table = _table(title=f"Cost per operator: {report['policy']}")
