@@ -145,18 +145,17 @@ def parse_ids(content: str, where: str) -> list[list[int]]:
         chunks = found if lists else []
     else:
         chunks = [[int(word) if _NUMBER.fullmatch(word) else word for word in content.split()]]
-    if not any(chunks):
-        raise PromptError(
-            where, got="no token ids", expected="numbers, or a JSON list of lists of numbers"
-        )
+    PromptError.unless(
+        any(chunks), where, "no token ids", "numbers, or a JSON list of lists of numbers"
+    )
     for row, chunk in enumerate(chunks):
         for column, token in enumerate(chunk):
-            if type(token) is not int:
-                raise PromptError(
-                    f"{where}: sequence {row}, position {column}",
-                    got="no whole number",
-                    expected="a token id",
-                )
+            PromptError.unless(
+                type(token) is int,
+                f"{where}: sequence {row}, position {column}",
+                "no whole number",
+                "a token id",
+            )
     return chunks
 
 
@@ -164,12 +163,12 @@ def check_ids(chunks: Sequence[list[int]], config: ModelConfig) -> None:
     """Check that a model has these tokens. Raises PromptError that names the first it has not."""
     for row, chunk in enumerate(chunks):
         for column, token in enumerate(chunk):
-            if not 0 <= token < config.vocab_size:
-                raise PromptError(
-                    f"token ids: sequence {row}, position {column}",
-                    got="a number that is no token",
-                    expected=f"0 .. {config.vocab_size - 1}: a vocabulary of {config.vocab_size}",
-                )
+            PromptError.unless(
+                0 <= token < config.vocab_size,
+                f"token ids: sequence {row}, position {column}",
+                "a number that is no token",
+                f"0 .. {config.vocab_size - 1}: a vocabulary of {config.vocab_size}",
+            )
 
 
 def _first(chunks: Sequence[list[int]], tokens: int, size: int) -> list[list[int]]:
@@ -286,23 +285,23 @@ def choose_scales(
     """
     where = site_name(site)
     largest = coarse(_largest_norm(x_TI))
-    if not 0 < largest < float("inf"):
-        raise CalibrationError(
-            f"{where}: largest norm of an input row",
-            got=f"{largest:g}",
-            expected="a positive finite number",
-        )
+    CalibrationError.unless(
+        0 < largest < float("inf"),
+        f"{where}: largest norm of an input row",
+        f"{largest:g}",
+        "a positive finite number",
+    )
     limit = norm_limit(max_weight_norm)
     typical = coarse(typical_input(x_TI), up=False)
     # Rounded up to float32, in which inputs are divided by it, so that the headroom is kept.
     coarsest = _float32_above(HEADROOM * largest / limit)
     scale = max(_float32_above(typical / STEPS), coarsest)
-    if not typical >= MIN_STEPS * scale:
-        raise CalibrationError(
-            f"{where}: ring too small: typical input (90th percentile) beside the largest row",
-            got=f"{typical:.4g} beside {largest:.4g}, which leaves it {typical / scale:.2g} steps",
-            expected=f"at least {MIN_STEPS} steps of {scale:.4g}",
-        )
+    CalibrationError.unless(
+        typical >= MIN_STEPS * scale,
+        f"{where}: ring too small: typical input (90th percentile) beside the largest row",
+        f"{typical:.4g} beside {largest:.4g}, which leaves it {typical / scale:.2g} steps",
+        f"at least {MIN_STEPS} steps of {scale:.4g}",
+    )
     return SiteScales(scale, weight_scale_N, limit, largest)
 
 
@@ -367,13 +366,13 @@ def relative_error(found_SO: torch.Tensor, expected_SO: torch.Tensor) -> float:
 
 def check_error(error: float, site: Site) -> None:
     """Raise CalibrationError for a site whose integer products are not near the float ones."""
-    if not error <= MAX_ERROR:
-        raise CalibrationError(
-            f"{site_name(site)}: error of the integer product",
-            got=f"{error:.1%}",
-            expected=f"at most {MAX_ERROR:.0%} (outliers in its weights or inputs; use a policy"
-            " with float arithmetic)",
-        )
+    CalibrationError.unless(
+        error <= MAX_ERROR,
+        f"{site_name(site)}: error of the integer product",
+        f"{error:.1%}",
+        f"at most {MAX_ERROR:.0%} (outliers in its weights or inputs; use a policy"
+        " with float arithmetic)",
+    )
 
 
 def site_name(site: Site) -> str:
@@ -409,8 +408,7 @@ def sequences(tokenizer: Tokenizer, text: str, tokens: int, context: int) -> lis
     """
     start = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if not ids:
-        raise PromptError("calibration text", got="no tokens", expected="some text")
+    PromptError.unless(ids, "calibration text", "no tokens", "some text")
     size = min(MAX_CHUNK_TOKENS, context, tokens)
     cut: list[list[int]] = []
     try:

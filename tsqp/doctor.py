@@ -7,9 +7,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -74,17 +77,8 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at the machine; nothing is changed and nothing is sent anywhere."""
-    return [
-        *_versions(),
-        *_processor(),
-        *_kernels(),
-        _memory(),
-        _gpu(),
-        *_tee(),
-        *_attesters(),
-        _generation_id(),
-        _port(DEFAULT_PORT),
-    ]
+    looks = (_versions, _processor, _kernels, _memory, _gpu, _tee, _attesters, _resumption, _port)
+    return [finding for look in looks for finding in look()]
 
 
 def render(findings: list[Finding], *, as_json: bool) -> str:
@@ -93,162 +87,141 @@ def render(findings: list[Finding], *, as_json: bool) -> str:
         return json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1)
     width = max(len(finding.name) for finding in findings)
     lines: list[str] = []
-    topic = ""
-    for finding in findings:
-        if finding.topic != topic:
-            topic = finding.topic
-            lines.append(f"{topic}:")
-        lines.append(f"  {finding.state:<8}{finding.name:<{width}}  {finding.detail}")
-        if finding.remedy:
-            lines.append(f"{'':10}{'':{width}}  -> {finding.remedy}")
+    for topic, group in groupby(findings, lambda finding: finding.topic):
+        lines.append(f"{topic}:")
+        for finding in group:
+            lines.append(f"  {finding.state:<8}{finding.name:<{width}}  {finding.detail}")
+            if finding.remedy:
+                lines.append(f"{'':10}{'':{width}}  -> {finding.remedy}")
     return "\n".join(lines)
 
 
-def _versions() -> list[Finding]:
-    python = platform.python_version()
-    findings = [
-        Finding(
-            "versions",
-            "Python",
-            "ok" if sys.version_info >= (3, 11) else "missing",
-            f"{python} (3.11 or later is needed)",
-        )
-    ]
+def _versions() -> Iterator[Finding]:
+    state: State = "ok" if sys.version_info >= (3, 11) else "missing"
+    detail = f"{platform.python_version()} (3.11 or later is needed)"
+    yield Finding("versions", "Python", state, detail)
     for package in (*_PACKAGES, *_EXTRAS):
         try:
-            found = Finding("versions", package, "ok", importlib.metadata.version(package))
+            state, detail = "ok", importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            state: State = "note" if package in _EXTRAS else "missing"
+            state = "note" if package in _EXTRAS else "missing"
             need = f", only needed for {_EXTRAS[package]}" if package in _EXTRAS else ""
-            found = Finding("versions", package, state, f"not installed{need}")
-        findings.append(found)
-    return findings
+            detail = f"not installed{need}"
+        yield Finding("versions", package, state, detail)
 
 
-def _processor() -> list[Finding]:
+def _processor() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
-    flags = _cpu_flags()
-    findings = [Finding("processor", "cores", "ok", f"{cores} usable, {platform.machine()}")]
+    yield Finding("processor", "cores", "ok", f"{cores} usable, {platform.machine()}")
+    flags = re.search("^flags.*?:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    here = set(flags[1].split()) if flags else set()
     for feature, use in _CPU_FEATURES.items():
-        state: State = "ok" if feature in flags else "note"
-        findings.append(
-            Finding("processor", feature, state, use if state == "ok" else f"not here: {use}")
-        )
-    return findings
+        if feature in here:
+            yield Finding("processor", feature, "ok", use)
+        else:
+            yield Finding("processor", feature, "note", f"not here: {use}")
 
 
-def _kernels() -> list[Finding]:
+def _kernels() -> Iterator[Finding]:
     try:
         from protocol import native
     except ImportError:  # of torch, which is said to be missing above
-        return []
+        return
     chosen = native.choice()
     if not chosen.built:
         remedy = "install a C++17 compiler (apt install g++), then pip install again"
         why = f"does not load: {native.unusable}" if native.unusable else "not compiled"
         detail = f"{why}; torch computes, which is slower"
-        return [Finding("processor", "kernels", "note", detail, remedy)]
-    used = Finding("processor", "kernels", "ok", f"compiled, {chosen.variant}")
+        yield Finding("processor", "kernels", "note", detail, remedy)
+        return
+    yield Finding("processor", "kernels", "ok", f"compiled, {chosen.variant}")
     wrong = "compiled, but not used: gives wrong results on this processor"
-    return [
-        used,
-        *(Finding("processor", f"kernels {name}", "note", wrong) for name in chosen.refused),
-    ]
+    for name in chosen.refused:
+        yield Finding("processor", f"kernels {name}", "note", wrong)
 
 
-def _cpu_flags() -> set[str]:
+def _memory() -> Iterator[Finding]:
+    fields = dict(re.findall(r"^(\w+): +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
+    free, total = (int(fields.get(name, 0)) / 2**20 for name in ("MemAvailable", "MemTotal"))
+    if total:
+        detail = f"{free:.1f} GiB available of {total:.1f} GiB"
+        yield Finding("memory", "memory", "ok", detail)
+    else:
+        yield Finding("memory", "memory", "note", "cannot be read on this system")
+
+
+def _read(path: str) -> str:
+    """Return the text of a file of the kernel; none where it cannot be read."""
     try:
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-        ):
-            if line.startswith("flags"):
-                return set(line.split(":", 1)[1].split())
+        return Path(path).read_text(encoding="ascii", errors="replace")
     except OSError:
-        pass
-    return set()
+        return ""
 
 
-def _memory() -> Finding:
-    fields: dict[str, int] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(":")
-            fields[name] = int(value.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return Finding("memory", "memory", "note", "cannot be read on this system")
-    total, free = fields.get("MemTotal", 0), fields.get("MemAvailable", 0)
-    return Finding(
-        "memory", "memory", "ok", f"{free / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB"
-    )
-
-
-def _gpu() -> Finding:
+def _gpu() -> Iterator[Finding]:
     try:
         import torch
     except ImportError:
-        return Finding("gpu", "CUDA", "note", "unknown: torch is not installed")
-    if not torch.cuda.is_available():
+        yield Finding("gpu", "CUDA", "note", "unknown: torch is not installed")
+        return
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        detail = ", ".join(f"cuda:{i} {n}" for i, n in enumerate(names))
+        yield Finding("gpu", "CUDA", "ok", detail)
+    else:
         built = torch.version.cuda
         why = "torch is built without CUDA" if built is None else f"torch has CUDA {built}"
-        return Finding("gpu", "CUDA", "note", f"no device ({why}); gpu-service --device cpu works")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Finding("gpu", "CUDA", "ok", ", ".join(f"cuda:{i} {n}" for i, n in enumerate(names)))
+        detail = f"no device ({why}); gpu-service --device cpu works"
+        yield Finding("gpu", "CUDA", "note", detail)
 
 
-def _tee() -> list[Finding]:
-    findings = [
-        Finding("tee", path, "ok", what)
-        for path, what in _TEE_DEVICES.items()
-        if Path(path).exists()
-    ]
-    if findings:
-        return findings
-    return [
-        Finding(
-            "tee",
-            "TEE device",
-            "note",
+def _tee() -> Iterator[Finding]:
+    here = [path for path in _TEE_DEVICES if Path(path).exists()]
+    for path in here:
+        yield Finding("tee", path, "ok", _TEE_DEVICES[path])
+    if not here:
+        detail = (
             f"none of {', '.join(_TEE_DEVICES)}: tee-runner works here but nothing is protected"
-            " from this machine's owner",
+            " from this machine's owner"
         )
-    ]
+        yield Finding("tee", "TEE device", "note", detail)
 
 
-def _attesters() -> list[Finding]:
+def _attesters() -> Iterator[Finding]:
     try:
         from tee_side.attest.attesters import find_attester
     except ImportError:  # of a package that is said to be missing above
-        return []
-    findings = []
+        return
     for kind, what in _EVIDENCE.items():
-        name = f"attester {kind}"
+        state: State = "ok"
         try:
             find_attester(kind)
+            detail = f"evidence {what}"
         except EvidenceError as error:
-            detail = f"not here: got {error.got}, expected {error.expected}"
-            findings.append(Finding("tee", name, "note", detail))
-        else:
-            findings.append(Finding("tee", name, "ok", f"evidence {what}"))
-    return findings
+            state, detail = "note", f"not here: got {error.got}, expected {error.expected}"
+        yield Finding("tee", f"attester {kind}", state, detail)
 
 
-def _generation_id() -> Finding:
+def _resumption() -> Iterator[Finding]:
     name, what = "generation id", "a snapshot of this VM that is resumed"
     if not has_generation_id():
-        return Finding("tee", name, "note", f"{what} is not noticed: no vmgenid device")
-    if watch() is None:
+        yield Finding("tee", name, "note", f"{what} is not noticed: no vmgenid device")
+    elif watch() is None:
         remedy = "sysctl kernel.dmesg_restrict=0, or CAP_SYSLOG for tee-runner"
-        return Finding("tee", name, "note", f"{what} is not noticed: no kernel log", remedy)
-    return Finding("tee", name, "ok", f"{what} ends the run")
+        yield Finding("tee", name, "note", f"{what} is not noticed: no kernel log", remedy)
+    else:
+        yield Finding("tee", name, "ok", f"{what} ends the run")
 
 
-def _port(port: int) -> Finding:
-    name = f"tcp port {port}"
+def _port() -> Iterator[Finding]:
+    name = f"tcp port {DEFAULT_PORT}"
+    state: State = "ok"
+    detail = "free: gpu-service and tee-runner use it by default"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError as error:
+            state, detail = "missing", error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
-                return Finding("ports", name, "note", "in use (a gpu-service, perhaps)")
-            return Finding("ports", name, "missing", error.strerror or str(error))
-    return Finding("ports", name, "ok", "free: gpu-service and tee-runner use it by default")
+                state, detail = "note", "in use (a gpu-service, perhaps)"
+    yield Finding("ports", name, state, detail)

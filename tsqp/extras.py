@@ -21,11 +21,11 @@ def needing(where: str, expected: str) -> Iterator[None]:
             raise  # a mistake of ours, which no extra mends
         # One that is there and does not load says why; its name alone would mislead.
         missing = isinstance(error, ModuleNotFoundError)
-        got = f"no module {error.name}" if missing else str(error)
-        raise SettingsError(where, got=got, expected=expected) from None
+        raise SettingsError(
+            where, got=f"no module {error.name}" if missing else str(error), expected=expected
+        ) from None
 
 
 def require(module: str, where: str, expected: str) -> None:
     """Raise SettingsError where a module is not installed: `expected` names the extra."""
-    if find_spec(module) is None:
-        raise SettingsError(where, got=f"no module {module}", expected=expected)
+    SettingsError.unless(find_spec(module) is not None, where, f"no module {module}", expected)

@@ -46,8 +46,9 @@ def replace_public_key(path: Path, public: bytes) -> None:
         write_new(new, f"{PUBLIC_HEADER}\n{public.decode()}\n", 0o644)
         new.replace(path)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise KeyFileError(str(path), got=got, expected="a file to write") from None
+        raise KeyFileError(
+            str(path), got=error.strerror or type(error).__name__, expected="a file to write"
+        ) from None
 
 
 def public_key_of(path: Path) -> bytes:

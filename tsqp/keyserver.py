@@ -11,10 +11,10 @@
 - A false server can give another key. It opens nothing, unless the sealed model was changed for one
   of that key; then files differ from the manifest, which the asking program has to have, and whose
   digest its clients are told. `--seal-digest` shows it at once.
-- A nonce is a time and a MAC, by a key of this process: nothing is kept. Whoever sends a statement
-  again gets the same key, sealed to the same program.
-- The claims say that their `purpose` is a key. A server that serves gives statements to everybody,
-  for any nonce: one of those gets no key.
+- A nonce is a time and a MAC, by a key of this process: nothing is kept. A
+  statement that is sent again gets the same key, sealed to the same program.
+- The claims say that their `purpose` is a key. A server gives statements to every client that
+  asks, for any nonce: one of those gets no key.
 
 The library's HTTP server is enough, and needs no extra. What it lacks is here: a bound for
 connections, each of which has a thread, and for the time of each as a whole.
@@ -53,7 +53,7 @@ _OK, _REFUSED, _NO_PATH, _NO_SIZE, _TOO_LONG = 200, 403, 404, 411, 413
 
 
 class KeyRelease:
-    """Decides who gets `key`; any thread may ask. `say`: told each decision, in one line.
+    """Decides which program gets `key`; any thread may ask. `say`: told each decision, in one line.
 
     `utc`, `clock`: the time of day, and the seconds by which nonces grow old.
     """
@@ -146,9 +146,11 @@ class KeyServer(ThreadingMixIn, TCPServer):
         try:
             super().__init__(listen, _Connection)
         except OSError as error:
-            got = error.strerror or type(error).__name__
-            where = f"--listen {listen[0]}:{listen[1]}"
-            raise EndpointError(where, got=got, expected="an address that is free") from None
+            raise EndpointError(
+                f"--listen {listen[0]}:{listen[1]}",
+                got=error.strerror or type(error).__name__,
+                expected="an address that is free",
+            ) from None
         self.port: int = self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -182,7 +184,7 @@ class _Connection(BaseHTTPRequestHandler):
     """One request and its answer."""
 
     server: KeyServer
-    timeout = 2.0  # of a read: who sends nothing holds no place
+    timeout = 2.0  # of a read: a client that sends nothing holds no place
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

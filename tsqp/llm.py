@@ -5,6 +5,7 @@ Names are those of vLLM's `LLM`, as far as they mean the same.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -159,8 +160,12 @@ class LLM:
 
         Raises PromptError, LimitError, and what the engine met.
         """
-        if not isinstance(prompts, str | list | tuple):
-            raise PromptError("prompts", got="something else", expected="a text, or a list")
+        PromptError.unless(
+            isinstance(prompts, str | list | tuple),
+            "prompts",
+            "something else",
+            "a text, or a list",
+        )
         given = [prompts] if isinstance(prompts, str) else prompts
         running: list[_Running] = []
         try:
@@ -189,18 +194,26 @@ class LLM:
             running.close()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        if not all(isinstance(message, Mapping) for message in messages):
-            raise PromptError("messages", got="something else", expected="mappings, role to text")
+        PromptError.unless(
+            all(isinstance(message, Mapping) for message in messages),
+            "messages",
+            "something else",
+            "mappings, role to text",
+        )
         return self._tokenizer.apply_chat_template(messages)
 
     def _start(self, prompt: str | Sequence[int], params: object) -> _Running:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            expected = "SamplingParams, the same for all prompts"
-            raise PromptError("sampling_params", got="something else", expected=expected)
+            raise PromptError(
+                "sampling_params",
+                got="something else",
+                expected="SamplingParams, the same for all prompts",
+            )
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
-        if not (isinstance(prompt, str) or whole):
-            raise PromptError("prompt", got="something else", expected="a text, or token ids")
+        PromptError.unless(
+            isinstance(prompt, str) or whole, "prompt", "something else", "a text, or token ids"
+        )
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         stop, sampling = _checked(params)
         request = Request(
@@ -284,20 +297,19 @@ class _Running:
 
 def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]:
     """Return the stop strings and how to sample. Raises PromptError: the engine relies on types."""
-
-    def require(name: str, *, well: bool, expected: str) -> None:
-        if not well:
-            raise PromptError(f"SamplingParams.{name}", got="another value", expected=expected)
-
-    for name in ("n", "max_tokens"):
-        require(name, well=type(getattr(params, name)) is int, expected="an integer")
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, name)
-        well = count is None or (type(count) is int and 0 <= count <= MAX_TOP)
-        require(name, well=well, expected=f"None, or 0 to {MAX_TOP}")
     stop = (params.stop,) if isinstance(params.stop, str) else params.stop
-    well = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
-    require("stop", well=well, expected="texts that are not empty")
+    texts = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
+    likeliest = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+    rows = [
+        *(("an integer", name, type(getattr(params, name)) is int) for name in ("n", "max_tokens")),
+        *(
+            (f"None, or 0 to {MAX_TOP}", name, n is None or (type(n) is int and 0 <= n <= MAX_TOP))
+            for name, n in likeliest.items()
+        ),
+        ("texts that are not empty", "stop", texts),
+    ]
+    for expected, name, holds in rows:
+        PromptError.unless(holds, f"SamplingParams.{name}", "another value", expected)
     given = {name: getattr(params, name) for name in _SAMPLING}
     if given["top_k"] == _VLLM_OFF:
         given["top_k"] = 0
@@ -305,8 +317,9 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
         return tuple(stop), SamplingSettings(**given)
     except ValidationError as error:
         problem = first_problem(error, SamplingSettings.model_fields)
-        where = f"SamplingParams.{problem.field}"
-        raise PromptError(where, got=problem.got, expected=problem.expected) from None
+        raise PromptError(
+            f"SamplingParams.{problem.field}", got=problem.got, expected=problem.expected
+        ) from None
 
 
 def settings_from(given: Mapping[str, object]) -> RunSettings:
@@ -317,18 +330,25 @@ def settings_from(given: Mapping[str, object]) -> RunSettings:
     known = settings_of(RunSettings)
     values = {}
     for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(name, known)
-            expected = f"one of tee-runner serve's, about the run{hint}; SamplingParams have others"
-            raise SettingsError("LLM", got=f"the option {name!r}", expected=expected)
+        hint = did_you_mean(name, known)
+        SettingsError.unless(
+            name in known,
+            "LLM",
+            f"the option {name!r}",
+            f"one of tee-runner serve's, about the run{hint}; SamplingParams have others",
+        )
         one, _, several = plain_type(known[name][1])
-        if isinstance(value, bool) and one is not bool:
-            raise SettingsError(f"LLM: {name}", got=str(value), expected="no true or false")
+        truth = isinstance(value, bool) and one is not bool
+        SettingsError.unless(not truth, f"LLM: {name}", str(value), "no true or false")
         if value is not None:
             values[name] = (value,) if several and isinstance(value, str | Path) else value
     try:
-        return TypeAdapter(RunSettings).validate_python(values)
+        settings = TypeAdapter(RunSettings).validate_python(values)
     except ValidationError as error:
         problem = first_problem(error, known)
-        where = f"LLM: {problem.field}"
-        raise SettingsError(where, got=problem.got, expected=problem.expected) from None
+        raise SettingsError(f"LLM: {problem.field}", problem.got, problem.expected) from None
+    for name in values:
+        number = getattr(settings, name)
+        finite = not isinstance(number, float) or math.isfinite(number)
+        SettingsError.unless(finite, f"LLM: {name}", str(number), "a finite number")
+    return settings

@@ -71,10 +71,10 @@ def _pinned_by_name(paths: Sequence[Path]) -> dict[str, FilePin]:
     found: dict[str, FilePin] = {}
     for path in paths:
         pin = FilePin.of(read_bytes(path, MAX_FILE_BYTES, inside=False))
-        if found.setdefault(path.name, pin) != pin:
-            raise ManifestError(
-                f"--also: {path}",
-                got="the name of another file that is pinned",
-                expected="one name for one content",
-            )
+        ManifestError.unless(
+            found.setdefault(path.name, pin) == pin,
+            f"--also: {path}",
+            "the name of another file that is pinned",
+            "one name for one content",
+        )
     return found

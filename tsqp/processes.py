@@ -173,6 +173,10 @@ def _start(
     patience_s = START_TIMEOUT_S if timeout_s is None else timeout_s
     line = log.ready_line(patience_s)
     if line is None:
-        expected = f"a line that says ready within {patience_s:g} s"
-        raise failure(name, _ended(process), log.last, expected=expected)
+        raise failure(
+            name,
+            _ended(process),
+            log.last,
+            expected=f"a line that says ready within {patience_s:g} s",
+        )
     return process.pid, line

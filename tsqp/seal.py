@@ -54,9 +54,12 @@ def seal_model(
     """
     _check_output(output)
     read_config(directory)  # a wrong directory is noticed before any work
-    if is_there(directory / SEAL_FILE):
-        where = str(directory / SEAL_FILE)
-        raise SealError(where, got="a file of this name", expected="none: the seal's own has it")
+    SealError.unless(
+        not is_there(directory / SEAL_FILE),
+        str(directory / SEAL_FILE),
+        "a file of this name",
+        "none: the seal's own has it",
+    )
     names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
     skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
     total, done = sum(_size(directory / name) for name in names), 0
@@ -87,7 +90,7 @@ def seal_model(
 def rewrap(directory: Path, old: bytes, new: bytes) -> str:
     """Have a seal opened by another key and not by the old one. Return its digest, which stays.
 
-    Whoever has a copy of the old index and the old key can open the files still. Raises SealError,
+    A party with a copy of the old index and the old key can still open the files. Raises SealError,
     OSError.
     """
     path = directory / SEAL_FILE
@@ -102,11 +105,15 @@ def rewrap(directory: Path, old: bytes, new: bytes) -> str:
 
 
 def _check_output(output: Path) -> None:
-    if os.path.lexists(output):
-        raise ModelError(str(output), got="something of this name", expected="a new directory")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        where = str(output.parent)
-        raise ModelError(where, got="no such directory to write to", expected="one")
+    ModelError.unless(
+        not os.path.lexists(output), str(output), "something of this name", "a new directory"
+    )
+    ModelError.unless(
+        os.access(output.parent, os.W_OK | os.X_OK),
+        str(output.parent),
+        "no such directory to write to",
+        "one",
+    )
 
 
 def _size(path: Path) -> int:

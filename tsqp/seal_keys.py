@@ -67,8 +67,9 @@ def read_key_from(descriptor: int) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             return _parsed(file.read(_MAX_BYTES).decode("ascii", "replace"), where)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise KeyFileError(where, got=got, expected="an open one with a key") from None
+        raise KeyFileError(
+            where, got=error.strerror or type(error).__name__, expected="an open one with a key"
+        ) from None
 
 
 def key_of_command(command: str) -> bytes:
@@ -87,13 +88,14 @@ def key_of_command(command: str) -> bytes:
         )
     except (OSError, ValueError, IndexError) as error:
         # A ValueError is of a quote that does not end, an IndexError of no word.
-        got = getattr(error, "strerror", None) or "no command"
-        raise KeyFileError(where, got=got, expected=expected) from None
+        raise KeyFileError(
+            where, got=getattr(error, "strerror", None) or "no command", expected=expected
+        ) from None
     except subprocess.TimeoutExpired:
-        got = f"nothing within {_COMMAND_TIMEOUT_S:g} s"
-        raise KeyFileError(where, got=got, expected=expected) from None
-    if ended.returncode:
-        raise KeyFileError(where, got=f"exit status {ended.returncode}", expected=expected)
+        raise KeyFileError(
+            where, got=f"nothing within {_COMMAND_TIMEOUT_S:g} s", expected=expected
+        ) from None
+    KeyFileError.unless(not ended.returncode, where, f"exit status {ended.returncode}", expected)
     return _parsed(ended.stdout[:_MAX_BYTES].decode("ascii", "replace"), where)
 
 
@@ -108,17 +110,21 @@ def key_of_server(url: str, state: State) -> bytes:
     host, port = _host_and_port(url)
     where = f"--seal-key-server http://{f'[{host}]' if ':' in host else host}:{port}"
     found = _ask(where, (host, port), "GET", NONCE_PATH)
-    if not _NONCE.fullmatch(found):
-        raise KeyFileError(where, got="another answer", expected="a nonce, as tsqp keyserver gives")
+    KeyFileError.unless(
+        _NONCE.fullmatch(found), where, "another answer", "a nonce, as tsqp keyserver gives"
+    )
     nonce, key = bytes.fromhex(found.decode()), HpkeKey()
     sealed = _ask(where, (host, port), "POST", KEY_PATH, state(nonce, key).encode())
     try:
         opened = key.open(sealed, release_info(nonce))
     except ProtocolError:
         opened = b""
-    if len(opened) != KEY_BYTES:
-        expected = "a key that is sealed to this program, for this nonce"
-        raise KeyFileError(where, got="another answer", expected=expected)
+    KeyFileError.unless(
+        len(opened) == KEY_BYTES,
+        where,
+        "another answer",
+        "a key that is sealed to this program, for this nonce",
+    )
     return opened
 
 
@@ -131,8 +137,11 @@ def _host_and_port(url: str) -> tuple[str, int]:
     found = _URL.fullmatch(url)
     if found is None or (port := int(found[3] or 80)) > 65535:
         # Not quoted: a password may stand in it.
-        expected = "http://HOST[:PORT], without TLS: the key comes sealed to this program"
-        raise SettingsError("--seal-key-server", got="another form", expected=expected)
+        raise SettingsError(
+            "--seal-key-server",
+            got="another form",
+            expected="http://HOST[:PORT], without TLS: the key comes sealed to this program",
+        )
     return found[1] or found[2], port
 
 
@@ -173,10 +182,12 @@ def _ask(
             got = f"no whole answer within {_SERVER_TIMEOUT_S:g} s"
         raise EndpointError(where, got=got, expected="an answer of tsqp keyserver") from None
     if reply.status == 403 and _STEP.fullmatch(answer):
-        got = f"a refusal: the step {answer.decode()!r} failed"
-        raise KeyFileError(where, got=got, expected="a key (its own output says what differs)")
-    if reply.status != 200:
-        raise KeyFileError(where, got=f"status {reply.status}", expected="200")
+        raise KeyFileError(
+            where,
+            got=f"a refusal: the step {answer.decode()!r} failed",
+            expected="a key (its own output says what differs)",
+        )
+    KeyFileError.unless(reply.status == 200, where, f"status {reply.status}", "200")
     return answer
 
 
@@ -197,9 +208,12 @@ def provided_key(
     }
     providers |= {} if release is None else {"--seal-key-server": release}
     given = [take for take in providers.values() if take is not None]
-    if len(given) != 1:
-        expected = f"one of {', '.join(providers)}"
-        raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
+    SettingsError.unless(
+        len(given) == 1,
+        "key of the seal",
+        f"{len(given)} options",
+        f"one of {', '.join(providers)}",
+    )
     return given[0]()
 
 

@@ -34,7 +34,7 @@ _HEADER = b"TSQP simulated TEE 1\0"
 
 _SIGNED_BYTES = len(_HEADER) + MEASUREMENT_BYTES + REPORT_DATA_BYTES
 
-# Of whom it is does not matter: it is published here.
+# A key that is published here: simulated evidence proves nothing.
 _ROOT = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_HEADER).digest())
 
 
@@ -186,8 +186,11 @@ def _again(kind: Kind, call: Callable[[], T], attempts: int = _ATTEMPTS) -> T:
         return call()
     except OSError as error:
         if attempts == 1 or error.errno not in _TRANSIENT:
-            expected = f"its device ({_PROVIDERS[kind]}), open to this user"
-            raise EvidenceError(f"{kind} attester", got=str(error), expected=expected) from None
+            raise EvidenceError(
+                f"{kind} attester",
+                got=str(error),
+                expected=f"its device ({_PROVIDERS[kind]}), open to this user",
+            ) from None
         sleep(_PAUSE_S)
         return _again(kind, call, attempts - 1)
 

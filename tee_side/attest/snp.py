@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from cryptography import x509
@@ -119,11 +120,6 @@ def _product(version: int, data: bytes) -> Product | None:
     turin = family == 0x1A and model <= 0x11
     _require_field(turin, "processor", f"family {family}, model {model}", "Milan, Genoa or Turin")
     return "turin"
-
-
-def _require_field(condition: bool, what: str, got: str, expected: str) -> None:
-    if not condition:
-        raise EvidenceError(f"SNP report: {what}", got=got, expected=expected)
 
 
 # SHA-256 of the DER of each product's ARK.
@@ -277,9 +273,11 @@ def _require_valid(name: str, begins: datetime, ends: datetime, now: datetime) -
     _require(begins <= now <= ends, name, now.isoformat(timespec="seconds"), expected)
 
 
-def _require(condition: bool, what: str, got: str, expected: str) -> None:
-    if not condition:
-        raise EvidenceError(f"AMD {what}", got=got, expected=expected)
+def _require(condition: bool, what: str, got: str, expected: str, of: str = "AMD ") -> None:
+    EvidenceError.unless(condition, of + what, got, expected)
+
+
+_require_field = partial(_require, of="SNP report: ")
 
 
 class VerifiedSnp(NamedTuple):

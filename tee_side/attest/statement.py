@@ -48,10 +48,9 @@ Name: TypeAlias = Annotated[str, Field(max_length=256, pattern=r"\A[ -~]*\z")]
 
 
 class Record(BaseModel):
-    """A record. `max_bytes`: what a longer one is refused by; `what`: its name in errors."""
+    """A record, whose name in errors is that of its class. `max_bytes`: of one that is read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    what: ClassVar[str]
     max_bytes: ClassVar[int]
 
     def encode(self) -> bytes:
@@ -61,14 +60,15 @@ class Record(BaseModel):
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Read what a peer sent; nothing of it is quoted. Raises EvidenceError."""
+        where = cls.__name__.lower()
         most = {"max_bytes": cls.max_bytes, "max_containers": _MAX_CONTAINERS}
         try:
-            found = validate(cls, unpack(data, where=cls.what, **most), cls.what)
+            found = validate(cls, unpack(data, where=where, **most), where)
         except ProtocolError as error:
             # Behind the name of a field come keys that the peer chose.
             field = ".".join(error.where.split(".")[:2])
             raise EvidenceError(field, got=error.got, expected=error.expected) from None
-        EvidenceError.unless(found.encode() == data, cls.what, "another encoding", "names in order")
+        EvidenceError.unless(found.encode() == data, where, "another encoding", "names in order")
         return found
 
 
@@ -97,7 +97,6 @@ class Receipt(Record):
     are counted as the answer tells them.
     """
 
-    what: ClassVar[str] = "receipt"
     # In base64, 4 KiB; with the greatest numbers, a receipt has less than 900 bytes.
     max_bytes: ClassVar[int] = 3 * 1024
 
@@ -136,8 +135,9 @@ def verify_receipt(signed: bytes, key: bytes) -> Receipt:
             signature, RECEIPT_DOMAIN + packed
         )
     except ValueError as error:
-        got = "another" if any(key) else "none"
-        raise EvidenceError("receipt key", got=got, expected=str(error)) from None
+        raise EvidenceError(
+            "receipt key", got="another" if any(key) else "none", expected=str(error)
+        ) from None
     except InvalidSignature:
         raise EvidenceError("receipt", got="another signature", expected="the key's") from None
     return Receipt.decode(packed)
@@ -166,7 +166,6 @@ class Evidence(Record):
     each has a digest of the claims in its report.
     """
 
-    what: ClassVar[str] = "evidence"
     max_bytes: ClassVar[int] = 128 * 1024
 
     kind: Kind
@@ -187,8 +186,8 @@ _CLAIMS_DOMAIN = b"TSQP attestation claims 1\0"
 class Claims(Record):
     """What an enclave says of itself; digests are SHA-256, `NONE` where there is nothing.
 
-    `purpose`: for whom it is: "serve" for clients of a server, "key" for a key server, "service"
-    for the runner of a service; no other reader may accept it. `nonce`: of 32 bytes, the reader's;
+    `purpose`: its reader: "serve" is a client of a server, "key" a key server, "service"
+    the runner of a service; no other reader may accept it. `nonce`: of 32 bytes, the reader's;
     empty in a certificate. `time`: seconds since 1970, by the enclave's clock. `tls_key`: of the
     public key (SubjectPublicKeyInfo). `hpke_key`: public, of `hpke_suite`. `receipt_key`: see
     `require_key`; None where no receipts are signed. `model`: of its manifest; of a service, the
@@ -200,7 +199,6 @@ class Claims(Record):
     to give to this enclave, "none" for none.
     """
 
-    what: ClassVar[str] = "claims"
     max_bytes: ClassVar[int] = 16 * 1024
 
     purpose: Purpose
@@ -243,7 +241,6 @@ _UNREADABLE = (
 class Statement(Record):
     """Claims and evidence, as bytes."""
 
-    what: ClassVar[str] = "statement"
     max_bytes: ClassVar[int] = Claims.max_bytes + Evidence.max_bytes + 64
 
     claims: bytes
@@ -262,9 +259,11 @@ def read_certificate(encoded: bytes) -> tuple[Statement, bytes]:
         if not isinstance(stated, x509.UnrecognizedExtension):
             raise ValueError
     except _UNREADABLE:
-        expected = f"a certificate with evidence ({EXTENSION.dotted_string})"
-        where = "certificate of the server"
-        raise EvidenceError(where, got="another", expected=expected) from None
+        raise EvidenceError(
+            "certificate of the server",
+            got="another",
+            expected=f"a certificate with evidence ({EXTENSION.dotted_string})",
+        ) from None
     return Statement.decode(stated.value), key_digest(public)
 
 

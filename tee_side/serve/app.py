@@ -1,4 +1,4 @@
-"""The web application: its paths, who may use them, and what holds for every request."""
+"""The web application: its paths, the clients that may use them, the bounds of every request."""
 
 from __future__ import annotations
 

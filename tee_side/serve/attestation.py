@@ -1,7 +1,7 @@
 """`GET /v1/attestation?nonce=`: evidence of this server, of now.
 
-Anyone may ask: a client has to know whom it would send its key to. The hardware takes its time for
-each, and refuses many; nothing is kept from one nonce to the next.
+No API key is needed: a client asks before it sends its key. The hardware takes its time for each
+statement, and refuses many; nothing is kept from one nonce to the next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ class Attestation:
         """Answer a request. Raises ApiError."""
         nonce = request.query_params.get("nonce", "")
         if not _NONCE.fullmatch(nonce):
-            expected = f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits"
-            raise ApiError(400, expected, param="query.nonce", code="invalid_nonce")
+            raise ApiError(
+                400,
+                f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits",
+                param="query.nonce",
+                code="invalid_nonce",
+            )
         self._take()
         self._waiting += 1
         try:

@@ -1,4 +1,4 @@
-"""The audit log: who was served when, how much and with which outcome, sealed against the host.
+"""The audit log: which key was served when, how much and how it ended, sealed against the host.
 
 A record is a map of short fields, never of text of a prompt or an answer. The file:
 
@@ -263,8 +263,9 @@ def read_key_from(descriptor: int) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             return _parse_key(file.read(1024).decode("ascii", "replace"), where)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise KeyFileError(where, got=got, expected="an open one with a key") from None
+        raise KeyFileError(
+            where, got=error.strerror or type(error).__name__, expected="an open one with a key"
+        ) from None
 
 
 def _parse_key(text: str, where: str) -> bytes:
@@ -300,8 +301,9 @@ def _open_locked(path: Path) -> BinaryIO:
     except OSError as error:
         file.close()
         if error.errno == errno.EWOULDBLOCK:
-            got = "a log that another process writes"
-            raise AuditLogError(str(path), got=got, expected="one of its own") from None
+            raise AuditLogError(
+                str(path), got="a log that another process writes", expected="one of its own"
+            ) from None
         raise _refused(path, error) from None
     except BaseException:
         file.close()

@@ -29,7 +29,7 @@ from tee_side.serve.serving import (
 # Requests of one owner that compile a grammar, or wait to; others get 503.
 _MOST_COMPILING = 64
 
-# nginx's, of a client that has left: nobody reads it.
+# The status that nginx logs for a client that has left; it is sent to no client.
 _CLIENT_LEFT = 499
 
 _Body = TypeVar("_Body", bound=Generating)
@@ -64,8 +64,12 @@ async def prepared(
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
     if compiling.count >= _MOST_COMPILING:
-        message = "too many grammars wait to be compiled: try again later"
-        raise ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
+        raise ApiError(
+            503,
+            "too many grammars wait to be compiled: try again later",
+            code="overloaded",
+            headers={"retry-after": "1"},
+        )
     compiling.count += 1
     try:
         async with compiling.turns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,11 +37,9 @@ class AnswerWriter(Protocol):
 
     def add(self, prompt: int, delivery: Delivery) -> str:
         """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
-        ...
 
     def finish(self, counts: TokenCounts) -> str:
         """Return the end of the answer; of a stream, what comes before `[DONE]`."""
-        ...
 
 
 class EngineResponse(Response):
@@ -253,7 +251,7 @@ class EngineResponse(Response):
             self._started = True
             fields = {"content-type": self._answer.content_type, **self._watched.headers(), **own}
             fields |= {"cache-control": "no-cache"} if more else {"content-length": str(len(body))}
-            headers = _encoded(fields.items())
+            headers = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in fields.items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
@@ -294,7 +292,3 @@ ENDING = EngineError("server", got="a signal to end", expected="more time")
 async def _leaving(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _encoded(fields: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), text.encode("latin-1")) for name, text in fields]

@@ -132,12 +132,18 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
     except (ValueError, RecursionError) as error:
         # Its own message may quote the file.
         place = re.search(r"\(at [a-z0-9 ,]+\)$", str(error))
-        got = f"invalid TOML {place[0] if place else ''}".rstrip()
-        raise KeyFileError(where, got=got, expected="TOML, each name once") from None
+        raise KeyFileError(
+            where,
+            got=f"invalid TOML {place[0] if place else ''}".rstrip(),
+            expected="TOML, each name once",
+        ) from None
     entries = tables.pop("keys", None)
     if tables or not isinstance(entries, dict) or not entries:
-        got = "other keys or tables" if tables else "no key"
-        raise KeyFileError(where, got=got, expected="a table [keys.NAME] for each key")
+        raise KeyFileError(
+            where,
+            got="other keys or tables" if tables else "no key",
+            expected="a table [keys.NAME] for each key",
+        )
     keys: dict[str, ApiKey] = {}
     names: dict[str, str] = {}
     for name, fields in entries.items():
@@ -291,14 +297,17 @@ class Limits:
         if limits.max_tokens is not None and max_tokens > limits.max_tokens:
             raise refuse("max_tokens", str(max_tokens), limits.max_tokens, None)
         if limits.concurrent is not None and state.running >= limits.concurrent:
-            got = f"{state.running} under way"
-            raise refuse("concurrent requests", got, limits.concurrent, _RETRY_CONCURRENT_S)
+            raise refuse(
+                "concurrent requests",
+                f"{state.running} under way",
+                limits.concurrent,
+                _RETRY_CONCURRENT_S,
+            )
         now_s, costs = self._clock(), {"requests": 1, "tokens": tokens}
         for what, size, budget in _budgets(state, limits):
             after_s = budget.wait_s(costs[what], size, now_s)
             if after_s != 0:
-                got = f"no room for {costs[what]}"
-                raise refuse(f"{what} a minute", got, size, after_s)
+                raise refuse(f"{what} a minute", f"no room for {costs[what]}", size, after_s)
 
 
 class Admission:

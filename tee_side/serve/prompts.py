@@ -64,10 +64,8 @@ def encode(
     )
     found: list[tuple[int, ...]] = []
     for one in prompts:
-        if isinstance(one, str):
-            found.append(tuple(encode_text(model, one, param, special=special)))
-        else:
-            found.append(tuple(one))
+        ids = encode_text(model, one, param, special=special) if isinstance(one, str) else one
+        found.append(tuple(ids))
         require(found[-1], param, "at least one token")
         require(
             max(found[-1]) < model.config.vocab_size,
@@ -96,8 +94,12 @@ def encode_chat(
         )
     except ModelError:
         # The operator's to mend; a completion may still be asked for.
-        message = "the model has no chat template, or one that fails"
-        raise ApiError(400, message, param="body.messages", code="no_chat_template") from None
+        raise ApiError(
+            400,
+            "the model has no chat template, or one that fails",
+            param="body.messages",
+            code="no_chat_template",
+        ) from None
     except TsqpError as error:
         raise of_engine(error, "body.messages") from None
     return tuple(ids)
@@ -139,8 +141,12 @@ def require_model(
 ) -> None:
     """Raise ApiError (404) for the name of another model than the one that is served."""
     if name is not None and name != model.name:
-        message = "there is no such model (GET /v1/models names the one that is served)"
-        raise ApiError(404, message, param=param, code="model_not_found")
+        raise ApiError(
+            404,
+            "there is no such model (GET /v1/models names the one that is served)",
+            param=param,
+            code="model_not_found",
+        )
 
 
 # What each form of a request may have.
@@ -203,7 +209,7 @@ def _tokenize(model: OfferedModel, body: TokenizeRequest) -> dict[str, Any]:
     else:
         add = body.add_generation_prompt is not False
         ids = list(encode_chat(model, body.messages or [], add_generation_prompt=add))
-    strings = _strings(model, ids) if body.return_token_strs else None
+    strings = [json.loads(model.names.of(at)[0]) for at in ids] if body.return_token_strs else None
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
     return answer | {"token_strs": strings}
 
@@ -215,10 +221,6 @@ def _piece(model: OfferedModel, token_id: int) -> str | list[int]:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         return list(content)
-
-
-def _strings(model: OfferedModel, ids: Sequence[int]) -> list[str]:
-    return [json.loads(model.names.of(token_id)[0]) for token_id in ids]
 
 
 class EmbeddingAnswer:

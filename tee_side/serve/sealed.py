@@ -16,10 +16,10 @@
   chunks: a request that is answered twice has two keys for its answers. A chunk's nonce is its
   index, and the 5 bytes in front of it are its associated data: a body that was cut, added to or
   put in another order does not open.
-- A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: whoever gets
-  it can open what was recorded before.
+- A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: a
+  party that gets it can open what it recorded before.
 
-The server (`tee_side.serve.sealing`) and the client (`tsqp.client.sealing`) share this module.
+The server (`tee_side.serve.sealing`) and the client (`tsqp.client.transports`) share this module.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class HpkeKey:
         try:
             return _hpke(self.suite).decrypt(sealed, self._private, info)
         except InvalidTag:
-            expected = "bytes that were sealed to this key, for this purpose"
-            raise _refused(got="another key, purpose or content", expected=expected) from None
+            raise _refused(
+                got="another key, purpose or content",
+                expected="bytes that were sealed to this key, for this purpose",
+            ) from None
 
 
 def seal(suite: SuiteName, public: bytes, info: bytes, plain: bytes) -> bytes:

@@ -4,7 +4,7 @@ A proxy that ends TLS in front of the server reads neither. It sees a POST to th
 and lengths: method, status and headers are sealed as well. Of the headers outside only the content
 type is read.
 
-A request is answered once, whoever sends it:
+A request is answered once, and a repeated one is refused:
 
 - Its head has the client's time, which may be `WINDOW_S` from the server's. Requests are remembered
   as long, `MAX_REMEMBERED` at most; where there are as many, a new one is told to come later.
@@ -106,8 +106,11 @@ class Remembered:
         self._now_s = max(self._now_s, self._clock())
         oldest_s = self._now_s - WINDOW_S
         if not oldest_s <= head.time <= self._now_s + WINDOW_S:
-            message = f"the client's clock: expected within {WINDOW_S} s of the server's"
-            raise ApiError(400, message, code="sealed_time")
+            raise ApiError(
+                400,
+                f"the client's clock: expected within {WINDOW_S} s of the server's",
+                code="sealed_time",
+            )
         if head.method in _READS:
             return
         for second in [second for second in self._by_second if second < oldest_s]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request as HttpRequest
 
@@ -16,6 +16,9 @@ from tee_side.engine.background import BackgroundEngine
 from tee_side.engine.request import Grammar, Pooling
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.receipts import ReceiptChain
+
+if TYPE_CHECKING:
+    from tee_side.serve.watch import RequestWatch, Watch
 
 
 class TokenNames:
@@ -33,13 +36,10 @@ class TokenNames:
         if (known := self._known.get(token_id)) is not None:
             return known
         content = self._tokenizer.token_bytes(token_id)
-        if not content:
-            name = f"token_id:{token_id}"
-        else:
-            try:
-                name = content.decode("utf-8")
-            except UnicodeDecodeError:
-                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        try:
+            name = content.decode("utf-8") or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
         listed = "null" if not content else json.dumps(list(content), separators=(",", ":"))
         self._known[token_id] = found = json.dumps(name), listed
         return found
@@ -67,46 +67,6 @@ class TokenCounts:
             n + -n % to for n in (self.prompt, self.completion, self.cached)
         )
         return TokenCounts(prompt, completion, min(cached, prompt))
-
-
-class Watched(Protocol):
-    """An HTTP request of the model, from its arrival to its end."""
-
-    def precheck(self, owner: str) -> None:
-        """Raise LimitError where no request would be admitted, whatever it says."""
-        ...
-
-    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Admit it, all its prompts and samples together.
-
-        Raises LimitError, whose `headers`, if it has some, are sent (`errors.of_engine`).
-        """
-        ...
-
-    def headers(self) -> Mapping[str, str]:
-        """Return what the answer says of the limits (`x-ratelimit-*`)."""
-        ...
-
-    def token(self, count: int) -> None:
-        """Note that so many tokens were delivered at once."""
-        ...
-
-    def end(
-        self, outcome: str, prompt_tokens: int, completion_tokens: int, receipt: bytes | None
-    ) -> None:
-        """Note the end, once: stop, length (of any choice), cancelled (by the client), or an error.
-
-        Of an error it is the name of its type. `receipt`: digest of the answer's, if it has one.
-        """
-        ...
-
-
-class Monitor(Protocol):
-    """What every HTTP request of the model passes: limits, the audit log, metrics."""
-
-    def request(self) -> Watched:
-        """Return what accounts for a request that arrives now."""
-        ...
 
 
 def anyone(_request: HttpRequest) -> str:
@@ -150,7 +110,7 @@ class Caller:
     """Whose request it is, and what accounts for it since it arrived."""
 
     owner: str
-    watched: Watched
+    watched: RequestWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +128,7 @@ class Serving:
     model: OfferedModel
     compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
     version: str
-    watch: Monitor
+    watch: Watch
     authorise: Callable[[HttpRequest], str] = anyone
     tempo_s: float = 0.0
     round_usage: int = 1

@@ -74,8 +74,8 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 _RATE_OVER_S = 60.0
 
 
-class Metrics:
-    """The metrics of one server, in a registry of their own.
+class Metrics(Collector):
+    """The metrics of one server, in a registry of their own; the engine's are made when asked for.
 
     `stats`: returns the engine's stats as they are now. `audit`: returns how often the disk refused
     the audit log, and how many records were lost; None without a log. `clock`: monotonic seconds.
@@ -90,7 +90,11 @@ class Metrics:
     ) -> None:
         # Without it the engine would be asked as the collector is registered.
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_EngineCollector(model_name, stats, audit, clock))
+        self._registry.register(self)
+        self._labels = (model_name,)
+        self._stats, self._audit, self._clock = stats, audit, clock
+        # (seconds, pads made) of earlier scrapes, the oldest a minute old or a little more.
+        self._made: deque[tuple[float, int]] = deque([(clock(), 0)])
 
         def histogram(name: str, text: str, bounds: Sequence[float]) -> Callable[[float], None]:
             made = Histogram(name, text, _LABELS, buckets=bounds, registry=self._registry)
@@ -124,22 +128,6 @@ class Metrics:
         """Return the page and its content type, in a format that a scraper's `Accept` names."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
-
-
-class _EngineCollector(Collector):
-    """Turns the engine's stats into metrics at the moment they are asked for."""
-
-    def __init__(
-        self,
-        model_name: str,
-        stats: Callable[[], EngineStats],
-        audit: Callable[[], tuple[int, int]] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._labels = (model_name,)
-        self._stats, self._audit, self._clock = stats, audit, clock
-        # (seconds, pads made) of earlier scrapes, the oldest a minute old or a little more.
-        self._made: deque[tuple[float, int]] = deque([(clock(), 0)])
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics of the engine."""

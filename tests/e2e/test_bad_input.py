@@ -51,6 +51,17 @@ def test_tee_runner_refuses(arguments: tuple[str, ...], said: str) -> None:
     refused(call("tee-runner", "generate", *arguments), said)
 
 
+@each_row(
+    ("command", "said"),
+    [
+        ("gpu-service demo --columns 0/2", "--columns: got '0/2', expected no columns"),
+        ("tsqp train-demo /nowhere --seed 1", "python -m benchmarks.train_demo"),
+    ],
+)
+def test_what_was_removed_names_what_to_use(command: str, said: str) -> None:
+    refused(call(*command.split()), said)
+
+
 def test_what_a_service_is_not_for_is_refused(demo_service: Service, tmp_path: Path) -> None:
     model, clear = str(tmp_path / "model"), ("--policy", "attention-in-tee")
     make_model(tmp_path / "model", max_position_embeddings=8192)

@@ -24,7 +24,7 @@ from tee_side.serve.sealing import Sealing
 from tests.kit.http_proxy import HttpProxy, http_proxy
 from tests.kit.rows import each_row
 from tests.kit.serve import SAID, FakeEngine, serving
-from tsqp.client.sealing import SealedTransport
+from tsqp.client.transports import SealedTransport
 
 API_KEY = "tsqp-canary-of-the-key"
 PROMPT = "The canary of the prompt"

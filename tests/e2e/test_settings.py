@@ -21,12 +21,11 @@ from tests.kit.service import ENVIRONMENT, call, run
 from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.main import command as tsqp
-from tsqp.cli.options import read
 from tsqp.cli.prompts import Prompt, chosen_prompt
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.run.load import sampling_of
-from tsqp.run.settings import TextSettings
+from tsqp.run.settings import TextSettings, settings_of
 
 TEE_ONLY = ("--policy", "tee-only", "--prompt-token-ids", "1,2,3", "--json")
 
@@ -190,7 +189,8 @@ def test_how_to_sample_is_what_the_options_say() -> None:
     wanted = {"top_k": 3, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.25, "seed": 6}
     told = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
     context = generate.make_context("generate", ["demo", *told])
-    found = sampling_of(read(TextSettings, context))
+    given = {name: context.params[name] for name in settings_of(TextSettings)}
+    found = sampling_of(TextSettings(**given))
     assert found.model_dump(include=set(wanted)) == wanted
 
 

@@ -87,7 +87,7 @@ def _profiles() -> Iterable[str]:
     metavar="ENDPOINT",
     help="Measure services that run, and start none.",
 )
-@use("shares-in-the-clear")
+@use("shares_in_the_clear")
 @click.option("--prefill", type=COUNTS, default="1,128,512", help="Prompt lengths in tokens.")
 @click.option("--context", type=COUNTS, default="128", help="Tokens behind a decoded one.")
 @click.option("--batch", type=COUNTS, default="1,8", help="Sequences decoded together.")
@@ -102,13 +102,13 @@ def _profiles() -> Iterable[str]:
     " model's context.",
 )
 @use(
-    *("step-tokens", "micro-batches", "dtype", "kernels", "threads"),
+    *("step_tokens", "micro_batches", "dtype", "kernels", "threads"),
     dtype={"help": "Of both sides; default: the model's own."},
     kernels={"help": "Of both sides: the best, torch's, or of these instructions."},
     threads={"help": "Of the TEE side; default: one a core."},
 )
 @click.option("--gpu-threads", type=THREADS, help="Of the service; default: one a core.")
-@use("spin-us", "link-gbps", "link-rtt-us", "key")
+@use("spin_us", "link_gbps", "link_rtt_us", "key")
 @click.option(
     "--server-model",
     type=click.Path(file_okay=False, path_type=Path),

@@ -40,7 +40,8 @@ _OLD_PREFIX = re.compile("(?:TEE_RUNNER_(?:GENERATE|CHAT|PADS_MAKE)|GPU_SERVICE)
 # Variables that are no option.
 _CONFIG = f"{PREFIX}_CONFIG"
 _OTHER_VARIABLES = {_CONFIG, f"{PREFIX}_DEBUG"}
-_FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
+# In the meta of a context: settings files that were read, with their content; the one to read.
+FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
@@ -163,12 +164,6 @@ def version_option(command: C) -> C:
     return click.version_option(package_name="tsqp", message="%(prog)s %(version)s")(command)
 
 
-def settings_files() -> list[tuple[Path, bytes]]:
-    """Return the settings files that the running command has read, with their content."""
-    context = click.get_current_context(silent=True)
-    return context.meta.get(_FILES, []) if context else []
-
-
 def _apply(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
     """Check the environment, and give a command the settings of the file.
 
@@ -187,11 +182,19 @@ def _apply(context: click.Context, _parameter: click.Parameter, path: Path | Non
         if old := _OLD_PREFIX.match(name):
             now = f"{PREFIX}_{name[old.end() :]}"
             # Others may be no setting of ours: Kubernetes names variables after a service.
-            if now in {_CONFIG, *map(_variable, _names_of(PROGRAMS))}:
-                raise SettingsError(name, got="a variable of an old name", expected=now)
-        if name in variables and not os.environ[name]:
-            # click takes it for one that is not set: a check that it asks for would be left out.
-            raise SettingsError(name, got="an empty value", expected="a value, or no variable")
+            SettingsError.unless(
+                now not in {_CONFIG, *map(_variable, _names_of(PROGRAMS))},
+                name,
+                "a variable of an old name",
+                now,
+            )
+        # click takes it for one that is not set: a check that it asks for would be left out.
+        SettingsError.unless(
+            name not in variables or os.environ[name],
+            name,
+            "an empty value",
+            "a value, or no variable",
+        )
     found: dict[str, Any] = {}
     for name, (value, where) in _read(context, path).items() if path else ():
         parameter = known.get(name)
@@ -252,13 +255,14 @@ def _read(context: click.Context, path: Path) -> dict[str, tuple[Any, str]]:
         if isinstance(error, RecursionError):
             got = "TOML that is nested too deeply"
         raise SettingsError(str(path), got=got or "an unreadable file", expected="TOML") from None
-    context.meta.setdefault(_FILES, []).append((path, content))
+    context.meta.setdefault(FILES, []).append((path, content))
     program = context.find_root().command.name or ""
     own = tables.get(program, {})
     flat = {key: value for key, value in tables.items() if key not in PROGRAMS}
     for key in tables.keys() & PROGRAMS.keys():
-        if not isinstance(tables[key], dict):
-            raise SettingsError(f"{path}: {key}", got=describe(tables[key]), expected="a table")
+        SettingsError.unless(
+            isinstance(tables[key], dict), f"{path}: {key}", describe(tables[key]), "a table"
+        )
     shared = _named(context, flat, str(path), PROGRAMS)
     return shared | _named(context, own, f"{path}: [{program}]", (program,))
 
@@ -276,10 +280,9 @@ def _named(
             raise SettingsError(f"{where}: {key}", got="a table", expected=f"none but {tables}")
         if name not in own:
             _require_known(f"{where}: {key}", name, _names_of(programs))
-        if name in found:
-            raise SettingsError(
-                f"{where}: {key}", got="this setting twice, with - and with _", expected="it once"
-            )
+        SettingsError.unless(
+            name not in found, f"{where}: {key}", "this setting twice, with - and with _", "it once"
+        )
         found[name] = value, f"{where}: {key}"
     return found
 
@@ -290,14 +293,14 @@ def _checked_value(parameter: click.Parameter, value: object, where: str) -> obj
         raise SettingsError(where, got="an integer beyond 64 bits", expected="one within")
     expected = _expected(parameter)
     # By type and not isinstance: `true` is an int to Python.
-    if type(value) not in _TOML_TYPES[expected]:
-        raise SettingsError(where, got=describe(value), expected=expected)
+    SettingsError.unless(type(value) in _TOML_TYPES[expected], where, describe(value), expected)
     if not isinstance(parameter, click.Option) or not parameter.multiple:
         return value
     items = value if isinstance(value, list) else [value]
     for item in items:
-        if not isinstance(item, str):
-            raise SettingsError(where, got=f"{describe(item)} in it", expected="strings only")
+        SettingsError.unless(
+            isinstance(item, str), where, f"{describe(item)} in it", "strings only"
+        )
     return items
 
 

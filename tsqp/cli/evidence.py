@@ -8,11 +8,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -56,39 +55,34 @@ def read_appraisal(policy: Path | None, mode: str | None) -> AppraisalPolicy:
     from tee_side.attest.appraisal_policy import AppraisalPolicy
 
     if policy is None:
-        if mode != _DEVELOPMENT:
-            expected = "a file, or --mode development, where nothing is proved"
-            raise SettingsError("--policy", got="none", expected=expected)
+        SettingsError.unless(
+            mode == _DEVELOPMENT,
+            "--policy",
+            "none",
+            "a file, or --mode development, where nothing is proved",
+        )
         found = AppraisalPolicy.development()
     else:
         found = AppraisalPolicy.load(policy)
-        if mode not in (None, found.mode):
-            raise SettingsError("--mode", got=str(mode), expected=f"{found.mode}, as {policy} says")
+        SettingsError.unless(
+            mode in (None, found.mode), "--mode", str(mode), f"{found.mode}, as {policy} says"
+        )
     if found.mode == _DEVELOPMENT:
         said = (
-            "DEVELOPMENT: a simulated TEE is accepted, whose key everybody has. Nothing is proved."
+            "DEVELOPMENT: a simulated TEE is accepted, whose key is published. Nothing is proved."
         )
         click.secho(said, err=True, fg="red", bold=True)
     return found
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """Steps in their order, and what was pinned; `refused`: what ended it before any step."""
-
-    steps: tuple[AppraisalStep, ...]
-    pinned: dict[str, object]
-    refused: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.refused is None and all(step.passed for step in self.steps)
+# Steps in their order, what was pinned, and what ended it before any step.
+_Verdict: TypeAlias = "tuple[tuple[AppraisalStep, ...], dict[str, object], str | None]"
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("server", metavar="URL|FILE")
 @appraisal_options
-@use("json")
+@use("as_json")
 @config_option
 @click.pass_context
 def verify(
@@ -106,18 +100,17 @@ def verify(
     GET /v1/attestation; that it is of now, it cannot prove. Exit status 0 where every step passed.
     """
     appraisal = read_appraisal(policy, mode)
-    found = _of_server(server, appraisal) if "://" in server else _of_file(server, appraisal)
+    look = _of_server if "://" in server else _of_file
+    steps, pinned, refused = look(server, appraisal)
+    passed = refused is None and all(step.passed for step in steps)
     if as_json:
-        steps = [step._asdict() for step in found.steps]
-        said = {"passed": found.passed, "refused": found.refused, "steps": steps}
-        click.echo(json.dumps(said | {"pinned": found.pinned}, indent=1))
+        said = {"passed": passed, "refused": refused, "steps": [step._asdict() for step in steps]}
+        click.echo(json.dumps(said | {"pinned": pinned}, indent=1))
     else:
-        for step in found.steps:
-            click.echo(step)
-        for name, value in found.pinned.items():
-            click.echo(f"pinned  {name}: {value}")
-        click.echo(found.refused or ("verified" if found.passed else "NOT verified"))
-    context.exit(0 if found.passed else EXIT_FAILURE)
+        for line in (*steps, *(f"pinned  {name}: {value}" for name, value in pinned.items())):
+            click.echo(str(line))
+        click.echo(refused or ("verified" if passed else "NOT verified"))
+    context.exit(0 if passed else EXIT_FAILURE)
 
 
 def _of_server(url: str, policy: AppraisalPolicy) -> _Verdict:
@@ -127,8 +120,8 @@ def _of_server(url: str, policy: AppraisalPolicy) -> _Verdict:
         proved = prove(Address.of(url), AttestedContext(policy))
     except NotAttestedError as error:
         steps = error.appraisal.steps if error.appraisal is not None else ()
-        return _Verdict(steps, {}, f"NOT verified: {error}")
-    return _Verdict(proved.fresh.steps, _pinned(proved.fresh, proved.certificate))
+        return steps, {}, f"NOT verified: {error}"
+    return proved.fresh.steps, _pinned(proved.fresh, proved.certificate), None
 
 
 def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
@@ -145,11 +138,14 @@ def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
     try:
         found = _appraised(Path(name), policy)
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(name, got=got, expected="https://HOST:PORT, or a file") from None
+        raise SettingsError(
+            name,
+            got=error.strerror or type(error).__name__,
+            expected="https://HOST:PORT, or a file",
+        ) from None
     except EvidenceError as error:
-        return _Verdict((), {}, f"NOT verified: {error}")
-    return _Verdict(found.steps, _pinned(found, None))
+        return (), {}, f"NOT verified: {error}"
+    return found.steps, _pinned(found, None), None
 
 
 def _pinned(found: Appraisal, certificate: bytes | None) -> dict[str, object]:
@@ -170,6 +166,8 @@ def _pinned(found: Appraisal, certificate: bytes | None) -> dict[str, object]:
 # As a header, as `curl -D` writes it, or as the comment in a stream.
 _NAMED = re.compile(rb"^(?:: )?tsqp-receipt:? ([A-Za-z0-9+/=]+)\r?$", re.IGNORECASE | re.MULTILINE)
 _DONE = b"data: [DONE]\n\n"
+# Of an appraisal step: its name, whether it passed, what was found and what was expected.
+_Row: TypeAlias = tuple[str, bool, str, str]
 
 
 @click.group(context_settings=CONTEXT)
@@ -209,7 +207,7 @@ def receipt() -> None:
     help="The body that came, byte for byte; of a stream, up to its receipt or all of it.",
 )
 @appraisal_options
-@use("json")
+@use("as_json")
 @config_option
 @click.pass_context
 def verify_receipt(
@@ -225,7 +223,7 @@ def verify_receipt(
     mode: str | None,
     as_json: bool,
 ) -> None:
-    """Check a receipt: who signed it, and the bodies that it is of.
+    """Check a receipt: the key that signed it, and the bodies that it is of.
 
     RECEIPT is a file with the header tsqp-receipt of an answer (curl -D), a stream as it was saved,
     or base64 alone. Several, in their order, are a piece of the server's chain: one that is missing
@@ -240,29 +238,28 @@ def verify_receipt(
     if len(files) > 1 and (request or response):
         raise click.UsageError("--request and --response are of one RECEIPT")
     key, claims = b"" if key_hex is None else _key(key_hex), None
-    steps: list[AppraisalStep] = []
+    rows: list[_Row] = []
     found: list[tuple[bytes, Receipt]] = []
     try:
         if attestation is not None:
             appraised = _appraised(attestation, read_appraisal(policy, mode))
-            claims, steps = appraised.claims, list(appraised.steps)
+            claims, rows = appraised.claims, [*appraised.steps]
             key = b"" if claims is None else claims.receipt_key or b""
         for file in files:
             signed = _read(file)
             one = verified(signed, key)
-            steps.append(
-                AppraisalStep(f"{file}", True, f"receipt {one.sequence}, of the key", "one of it")
-            )
-            steps += _steps(one, found[-1] if found else None, claims)
+            rows.append((f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
+            rows += _compared(one, found[-1] if found else None, claims)
             found.append((signed, one))
         if request is not None:
             digest = hashlib.sha256(request.read_bytes()).digest()
-            steps.append(_same("request", digest, found[0][1].request))
+            rows.append(_same("request", digest, found[0][1].request))
         if response is not None:
-            steps.append(_response_step(response.read_bytes(), *found[0]))
+            rows.append(_response(response.read_bytes(), *found[0]))
     except EvidenceError as error:
         # What is not genuine says nothing.
-        steps.append(AppraisalStep(error.where, False, error.got, error.expected))
+        rows.append((error.where, False, error.got, error.expected))
+    steps = [AppraisalStep(*row) for row in rows]
     passed = all(step.passed for step in steps)
     if as_json:
         listed = [step._asdict() for step in steps]
@@ -276,8 +273,9 @@ def verify_receipt(
 
 
 def _key(text: str) -> bytes:
-    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
-        raise SettingsError("--key", got=describe(text), expected="64 hexadecimal digits")
+    SettingsError.unless(
+        re.fullmatch("[0-9A-Fa-f]{64}", text), "--key", describe(text), "64 hexadecimal digits"
+    )
     return bytes.fromhex(text)
 
 
@@ -288,40 +286,33 @@ def _read(path: Path) -> bytes:
     try:
         return base64.b64decode(named[-1] if named else content.strip(), validate=True)
     except ValueError:
-        expected = "a receipt: base64, or a line tsqp-receipt"
-        raise EvidenceError(f"{path}", got="other text", expected=expected) from None
+        raise EvidenceError(
+            f"{path}", got="other text", expected="a receipt: base64, or a line tsqp-receipt"
+        ) from None
 
 
-def _steps(
+def _compared(
     one: Receipt, before: tuple[bytes, Receipt] | None, claims: Claims | None
-) -> Iterator[AppraisalStep]:
-    from tee_side.attest.appraisal import AppraisalStep
-
+) -> Iterator[_Row]:
     if before is not None:
         follows = one.previous == hashlib.sha256(before[0]).digest()
         got = f"{one.sequence} behind {before[1].sequence}"
-        yield AppraisalStep("chain", follows, got, f"{before[1].sequence + 1}, with its digest")
+        yield "chain", follows, got, f"{before[1].sequence + 1}, with its digest"
     if claims is not None:
         yield _same("model", one.model, claims.model)
         yield _same("policy", one.policy, claims.policy)
 
 
-def _response_step(content: bytes, signed: bytes, one: Receipt) -> AppraisalStep:
-    from tee_side.attest.appraisal import AppraisalStep
-
+def _response(content: bytes, signed: bytes, one: Receipt) -> _Row:
     line = b": tsqp-receipt %s\n\n" % base64.b64encode(signed)
     answer, comment, rest = content.partition(line)
     if comment and rest not in (b"", _DONE):
-        return AppraisalStep(
-            "response", False, f"{len(rest)} bytes behind the receipt", "[DONE], or none"
-        )
+        return "response", False, f"{len(rest)} bytes behind the receipt", "[DONE], or none"
     return _same("response", hashlib.sha256(answer).digest(), one.response)
 
 
-def _same(name: str, got: bytes, expected: bytes) -> AppraisalStep:
-    from tee_side.attest.appraisal import AppraisalStep
-
-    return AppraisalStep(name, got == expected, got.hex(), expected.hex())
+def _same(name: str, got: bytes, expected: bytes) -> _Row:
+    return name, got == expected, got.hex(), expected.hex()
 
 
 def _told(signed: bytes, one: Receipt) -> Iterator[str]:

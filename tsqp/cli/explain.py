@@ -34,7 +34,7 @@ _PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")
 @click.option(
     "--prompt-tokens", type=click.IntRange(min=1), default=128, help="Tokens of the prompt."
 )
-@use("step-tokens", "dtype", "json")
+@use("step_tokens", "dtype", "as_json")
 @config_option
 def explain(
     *,

@@ -16,9 +16,9 @@ from tsqp.run.service import GpuServiceSettings
 
 def _refuse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> None:
     """Refuse the option of parts of the columns, which was removed."""
-    from tee_side.remote.services.plan import WITHOUT_COLUMNS
-
     if text is not None:
+        from tee_side.remote.services.plan import WITHOUT_COLUMNS
+
         raise SettingsError("--columns", got=repr(text)[:60], expected=WITHOUT_COLUMNS)
 
 
@@ -43,9 +43,12 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
 
     configure(settings.log_level)
     source = context.get_parameter_source("bind")
-    if settings.http is not None and source is not ParameterSource.DEFAULT:
-        got = f"--bind {settings.bind} as well"
-        raise SettingsError("--http", got=got, expected="one of them")
+    SettingsError.unless(
+        settings.http is None or source is ParameterSource.DEFAULT,
+        "--http",
+        f"--bind {settings.bind} as well",
+        "one of them",
+    )
     held = held_layers(settings)
     attested = attested_service(settings, held)
     service = served(settings, held, attested and attested.secret)

@@ -65,16 +65,19 @@ def read_launch(
 
     if ovmf is None:
         raise SettingsError("--ovmf", got="none", expected="OVMF.amdsev.fd, or --no-tee to run")
-    if re.fullmatch("[0-9a-f]{64}", host_data) is None:
-        expected = "64 hexadecimal digits in lower case"
-        raise SettingsError("--host-data", got=describe(host_data), expected=expected)
+    SettingsError.unless(
+        re.fullmatch("[0-9a-f]{64}", host_data),
+        "--host-data",
+        describe(host_data),
+        "64 hexadecimal digits in lower case",
+    )
     try:
         firmware = hashlib.sha256(ovmf.read_bytes()).hexdigest()
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(str(ovmf), got=got, expected="firmware") from None
-    if ovmf_sha256 != firmware:
-        raise SettingsError(str(ovmf), got=f"SHA-256 {firmware}", expected=ovmf_sha256)
+        raise SettingsError(
+            str(ovmf), got=error.strerror or type(error).__name__, expected="firmware"
+        ) from None
+    SettingsError.unless(ovmf_sha256 == firmware, str(ovmf), f"SHA-256 {firmware}", ovmf_sha256)
     return Launch(vcpus, vcpu_type, ovmf, bytes.fromhex(host_data))
 
 
@@ -145,15 +148,23 @@ def build(
         click.echo(f"{output}: {step}", err=True)
 
     checkout = source or Path(__file__).parents[2]
-    if not (checkout / "pyproject.toml").is_file():
-        raise SettingsError(str(checkout), got="no pyproject.toml", expected="--source: a checkout")
+    SettingsError.unless(
+        (checkout / "pyproject.toml").is_file(),
+        str(checkout),
+        "no pyproject.toml",
+        "--source: a checkout",
+    )
     if lock is not None:
-        if suite is not None or torch_index is not None:
-            raise SettingsError("--lock", got="--suite or --torch-index", expected="it alone")
+        SettingsError.unless(
+            suite is None and torch_index is None, "--lock", "--suite or --torch-index", "it alone"
+        )
         parts = Lock.load(lock)
-        if parts.small != small:
-            expected = "--small" if parts.small else "no --small"
-            raise SettingsError(str(lock), got="a lock of the other kind", expected=expected)
+        SettingsError.unless(
+            parts.small == small,
+            str(lock),
+            "a lock of the other kind",
+            "--small" if parts.small else "no --small",
+        )
     else:
         progress("look up today's packages")
         index = torch_index or TORCH_INDEX
@@ -187,8 +198,12 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
 
     if arguments:
         _refuse_unknown(arguments)
-    if arguments[:1] == ("doctor",) and manifest_digest is not None:
-        raise SettingsError("--manifest-digest", got="doctor", expected="a command with a model")
+    SettingsError.unless(
+        arguments[:1] != ("doctor",) or manifest_digest is None,
+        "--manifest-digest",
+        "doctor",
+        "a command with a model",
+    )
     click.echo(write(image, arguments, manifest_digest))
 
 
@@ -272,13 +287,17 @@ def run(
     """
     from tsqp.deploy.launch import GuestMachine, domain, least_memory_mib
 
-    if vsock is not None and kernel_vsock:
-        raise SettingsError("--vsock", got="--kernel-vsock, too", expected="one of them")
+    SettingsError.unless(
+        vsock is None or not kernel_vsock, "--vsock", "--kernel-vsock, too", "one of them"
+    )
     if no_tee and ovmf is None:
         for name in ("vcpu_type", "ovmf_sha256", "host_data"):
-            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-                option = f"--{name.replace('_', '-')}"
-                raise SettingsError(option, got="--no-tee without --ovmf", expected="what measures")
+            SettingsError.unless(
+                context.get_parameter_source(name) is not ParameterSource.COMMANDLINE,
+                f"--{name.replace('_', '-')}",
+                "--no-tee without --ovmf",
+                "what measures",
+            )
     started = (vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
     launch = None if no_tee and ovmf is None else read_launch(*started)
     machine = GuestMachine(
@@ -323,10 +342,9 @@ def compare(left: Path, right: Path) -> None:
     from tsqp.deploy.lock import first_difference
 
     differs = first_difference(left, right)
-    if differs is not None:
-        raise SettingsError(
-            f"{right}: {differs}", got="another content", expected=f"that of {left}"
-        )
+    SettingsError.unless(
+        differs is None, f"{right}: {differs}", "another content", f"that of {left}"
+    )
     click.echo("identical")
 
 
@@ -363,9 +381,12 @@ def measure(
     from tsqp.deploy.launch import GUEST_POLICY, read_minimum, snp_table
 
     minimum = read_minimum(minimum_tcb)
-    if (appraisal is not None) != bool(minimum):
-        got = "--minimum-tcb alone" if minimum else "--appraisal alone"
-        raise SettingsError("tsqp measure", got=got, expected="--appraisal and --minimum-tcb")
+    SettingsError.unless(
+        (appraisal is not None) == bool(minimum),
+        "tsqp measure",
+        "--minimum-tcb alone" if minimum else "--appraisal alone",
+        "--appraisal and --minimum-tcb",
+    )
     launch = read_launch(vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
     measurement = measured(image, launch)
     if appraisal is not None:

@@ -29,16 +29,15 @@ def new(name: Path) -> None:
     """Make a key pair: NAME.key, which stays where it is, and NAME.pub, which others need."""
     from tsqp.key_files import new_key_pair
 
-    if not name.name:
-        raise SettingsError("NAME", got=f"{str(name)!r}", expected="a file name without .key")
+    SettingsError.unless(name.name, "NAME", f"{str(name)!r}", "a file name without .key")
     for path in (name.with_name(f"{name.name}{suffix}") for suffix in (".key", ".pub")):
         # `new_key_pair` would not overwrite it either, and says less.
-        if os.path.lexists(path):
-            raise SettingsError(
-                str(path),
-                got="a file that exists",
-                expected="none: remove it, or take another NAME",
-            )
+        SettingsError.unless(
+            not os.path.lexists(path),
+            str(path),
+            "a file that exists",
+            "none: remove it, or take another NAME",
+        )
     secret, public, text = new_key_pair(name)
     click.echo(f"{secret}: stays on this machine, for --identity")
     click.echo(f"{public}: a service's is the runner's --service-key, as a file or by value;")
@@ -100,8 +99,9 @@ def api_key(*, name: str, to: Path | None, digest: bool, **limits: int | None) -
     key = PREFIX + secrets.token_urlsafe(32)
     entry = ApiKey(name=name, sha256=hash_of(key), **limits).entry()
     if digest:
-        if any(limits.values()):
-            raise SettingsError("--digest", got="limits as well", expected="it without limits")
+        SettingsError.unless(
+            not any(limits.values()), "--digest", "limits as well", "it without limits"
+        )
         entry = f"{hash_of(key)}    # {name}\n"
     if to is None:
         click.echo(key, err=True)

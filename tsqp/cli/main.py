@@ -54,7 +54,7 @@ def command() -> None:
 )
 @click.option("--prompt", default="Once upon a time", metavar="TEXT")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=240)
-@use("shares-in-the-clear")
+@use("shares_in_the_clear")
 @config_option
 @click.pass_context
 def demo(

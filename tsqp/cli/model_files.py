@@ -39,12 +39,13 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 def _require_place(path: Path, *, force: bool) -> None:
     """Refuse a file that is there, but by force, and one in no directory. Raises SettingsError."""
-    if path.exists() and not force:
-        raise SettingsError(
-            str(path), got="a file that exists", expected="none, or --force to overwrite it"
-        )
-    if not path.parent.is_dir():
-        raise SettingsError(str(path), got="no such directory", expected="one to write into")
+    SettingsError.unless(
+        force or not path.exists(),
+        str(path),
+        "a file that exists",
+        "none, or --force to overwrite it",
+    )
+    SettingsError.unless(path.parent.is_dir(), str(path), "no such directory", "one to write into")
 
 
 @click.command(context_settings=CONTEXT)
@@ -99,8 +100,9 @@ def calibrate(
     path = directory / CALIBRATION_FILE if output is None else output
     # Before minutes of work, not after them.
     _require_place(path, force=force)
-    if text is not None and token_ids is not None:
-        raise SettingsError("--token-ids", got="--text, too", expected="one of them")
+    SettingsError.unless(
+        text is None or token_ids is None, "--token-ids", "--text, too", "one of them"
+    )
     content = None if text is None else _read_text(text, "--text")
     chunks = None
     if token_ids is not None:
@@ -159,17 +161,19 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     MODEL is a Hugging Face directory with safetensors weights, or "demo"; calibrate first, as the
     scales are pinned, too. tee-runner --manifest then refuses a directory that differs in a byte,
     and every policy, settings file, service key and mask of yours that --also did not name.
-    Whoever can write to the disk can change a manifest on it: keep the digest that is printed where
-    they cannot, and give it to tee-runner --manifest-digest.
+    A host that can write to the disk can change a manifest on it: keep the printed digest where it
+    cannot, and give it to tee-runner --manifest-digest.
     """
     from protocol.model.manifest import MANIFEST_FILE
     from tsqp.manifest import make_manifest
 
     directory = model_directory(model)
-    if output is None and model == DEMO:
-        raise SettingsError(
-            "--output", got="none", expected="a file: the demo model's directory is the program's"
-        )
+    SettingsError.unless(
+        output is not None or model != DEMO,
+        "--output",
+        "none",
+        "a file: the demo model's directory is the program's",
+    )
     path = directory / MANIFEST_FILE if output is None else output
     _require_place(path, force=force)
     with _progress("reading") as show:
@@ -265,10 +269,8 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     values: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if not equals:
-            raise SettingsError("--option", got=describe(option), expected="KEY=VALUE")
-        if name in values:
-            raise SettingsError(f"--option {name}", got="it twice", expected="it once")
+        SettingsError.unless(equals, "--option", describe(option), "KEY=VALUE")
+        SettingsError.unless(name not in values, f"--option {name}", "it twice", "it once")
         values[name] = value
     try:
         return mask(**values)
@@ -291,7 +293,7 @@ _to = click.option(
     "--to",
     type=PATH,
     required=True,
-    allow_from_autoenv=False,  # to whom is said each time
+    allow_from_autoenv=False,  # the recipient is named each time
     metavar="KEYFILE",
     help="Key that opens it from now on, of tsqp seal new-key.",
 )
@@ -341,8 +343,8 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
     """Encrypt the files of MODEL into the directory DIR.
 
     MODEL is a Hugging Face directory, or "demo"; calibrate first. Run it where model and key may be
-    seen. Whoever can write to the disk can put an older seal back: keep the digest that is printed
-    where they cannot, and give it to tee-runner --seal-digest.
+    seen. A host that can write to the disk can put an older seal back: keep the printed digest
+    where it cannot, and give it to tee-runner --seal-digest.
     """
     from tsqp.seal import seal_model as run
     from tsqp.seal_keys import read_key
@@ -384,8 +386,8 @@ def new_seal_key(file: Path) -> None:
 def rewrap(*, settings: RunSettings, directory: Path, to: Path) -> None:
     """Have the sealed DIRECTORY opened by another key: only sealed.tsqp is written again.
 
-    The digest stays. Whoever kept the old sealed.tsqp and the old key can open it still: where that
-    matters, seal the model again.
+    The digest stays. A party that kept the old sealed.tsqp and the old key can still open it: where
+    that matters, seal the model again.
     """
     from tsqp.seal import rewrap as run
     from tsqp.seal_keys import provided_key, read_key

@@ -35,7 +35,7 @@ _OF_A_RUN = (
 @click.command(context_settings=CONTEXT)
 @model_argument(required=False)
 @takes(RunSettings, *_OF_A_RUN)
-@use("json")
+@use("as_json")
 @click.option(
     "--timeout-s",
     type=FiniteFloatRange(0, 3600, min_open=True),
@@ -63,10 +63,12 @@ def doctor(
     findings = examine()
     if model is None:
         for name in (*_OF_A_RUN, "timeout_s"):
-            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-                raise SettingsError(
-                    option_of(name), got="no MODEL", expected="the model of the run"
-                )
+            SettingsError.unless(
+                context.get_parameter_source(name) is not ParameterSource.COMMANDLINE,
+                option_of(name),
+                "no MODEL",
+                "the model of the run",
+            )
     else:
         from tsqp.preflight import Start, examine_start
 
@@ -81,7 +83,7 @@ def doctor(
 @click.command(context_settings=CONTEXT)
 @click.argument("endpoint")
 @use(
-    *("identity", "service-key", "http-token", "http-ca", "json"),
+    *("identity", "service_key", "http_token", "http_ca", "as_json"),
     service_key={"multiple": False, "help": "Public key of the service: no other one is asked."},
     http_token={"multiple": False, "help": "Bearer token by which a service with a URL knows us."},
 )
@@ -163,7 +165,7 @@ _COLUMNS = ("time", "kind", "key", "outcome", *_NUMBERS)
 @click.group(context_settings=CONTEXT)
 @config_option
 def audit() -> None:
-    """Read the sealed log of tee-runner serve: who was served when, and how much. No text."""
+    """Read the sealed log of tee-runner serve: which key was served when, and how much. No text."""
 
 
 @audit.command("new-key", context_settings=CONTEXT)
@@ -193,7 +195,7 @@ def new_audit_key(file: Path) -> None:
     metavar="FILE",
     help="Key of the log, of tsqp audit new-key.",
 )
-@use("json", json={"help": "One JSON object a record on stdout."})
+@use("as_json", as_json={"help": "One JSON object a record on stdout."})
 @config_option
 @click.pass_context
 def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool) -> None:

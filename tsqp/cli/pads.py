@@ -98,17 +98,19 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
         size = capacity or tokens
         store = BankFile.create(place, purpose, capacity=size, group=math.gcd(size, MAX_GROUP))
     with store:
-        if capacity not in (None, store.capacity):
-            raise SettingsError(
-                "--capacity", got=str(capacity), expected=f"{store.capacity}, as {place.bank} has"
-            )
+        SettingsError.unless(
+            capacity in (None, store.capacity),
+            "--capacity",
+            str(capacity),
+            f"{store.capacity}, as {place.bank} has",
+        )
         _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
         _show(read_bank_status(place), as_json=False)
 
 
 @pads.command(context_settings=CONTEXT)
 @takes(RunSettings, *_BANK, bank=_THE_BANK)
-@use("json")
+@use("as_json")
 @config_option
 def status(*, settings: RunSettings, as_json: bool) -> None:
     """Say how many pads a bank holds, for which model, and what it takes on disk."""

@@ -86,7 +86,7 @@ _TERMS = (
 @click.option(
     "--batch", type=click.IntRange(1, 1024), default=1, help="Sequences decoded together."
 )
-@use("micro-batches")
+@use("micro_batches")
 @click.option(
     "--tensor-parallel",
     type=click.IntRange(1, MAX_RANKS),
@@ -102,8 +102,8 @@ _TERMS = (
     help="Whose round trip is measured: ZeroMQ's tcp or ipc, a unix stream socket, or shm: shared"
     " memory.",
 )
-@use("step-tokens", "dtype", "spin-us", dtype={"help": "Of both sides; default: the model's own."})
-@use("json")
+@use("step_tokens", "dtype", "spin_us", dtype={"help": "Of both sides; default: the model's own."})
+@use("as_json")
 @config_option
 @click.pass_context
 def plan(

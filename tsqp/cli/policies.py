@@ -24,7 +24,7 @@ _FOOTNOTE = "broken: tokens can be recovered where the weights are public, which
 
 
 @click.command(context_settings=CONTEXT)
-@use("json")
+@use("as_json")
 @config_option
 def policies(*, as_json: bool) -> None:
     """List the placement policies: what leaves the TEE under each, and masked how."""
@@ -68,7 +68,7 @@ def _leaving(entry: PolicyEntry) -> list[str]:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("name", required=False, metavar="[NAME|FILE]")
-@use("json")
+@use("as_json")
 @config_option
 def masks(*, name: str | None, as_json: bool) -> None:
     """List the masks: what each hides, what breaks it, what it costs. With NAME: all about one."""

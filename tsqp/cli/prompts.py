@@ -42,12 +42,12 @@ def chosen_prompt(
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     given = typed or given
-    if len(given) != 1:
-        raise SettingsError(
-            "prompt",
-            got=" and ".join(f"--{name.replace('_', '-')}" for name in given) or "none",
-            expected="exactly one of --prompt, --prompt-file and --prompt-token-ids",
-        )
+    SettingsError.unless(
+        len(given) == 1,
+        "prompt",
+        " and ".join(f"--{name.replace('_', '-')}" for name in given) or "none",
+        "exactly one of --prompt, --prompt-file and --prompt-token-ids",
+    )
     [(name, value)] = given.items()
     if name == "prompt_token_ids":
         return Prompt(None, _parse_ids(value))
@@ -98,8 +98,10 @@ def decode(content: bytes, where: str) -> str:
 
 def _parse_ids(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise PromptError(
-            "--prompt-token-ids", got="something that is no integer", expected="integers like 1,2,3"
-        )
+    PromptError.unless(
+        all(part.isascii() and part.isdecimal() for part in parts),
+        "--prompt-token-ids",
+        "something that is no integer",
+        "integers like 1,2,3",
+    )
     return [int(part) for part in parts]

@@ -41,15 +41,14 @@ def serve(settings: ServeSettings) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     began = time.monotonic()
     # Before a key server is asked, as all that the settings alone show to be wrong.
-    if (settings.tls_certificate is None) != (settings.tls_key is None):
-        where = "--tls-certificate and --tls-key"
-        raise SettingsError(where, got="one of them", expected="both or none")
-    if settings.attest and settings.tls_key:
-        expected = "no --tls-key: keys of an attested server are made inside"
-        raise SettingsError("--attest", got="--tls-key as well", expected=expected)
-    if settings.page and not _is_loopback(settings.host):
-        expected = "an address of this machine alone: it shows what crosses, to anyone who asks"
-        raise SettingsError("--page", got=f"--host {settings.host}", expected=expected)
+    certificate, key = settings.tls_certificate is not None, settings.tls_key is not None
+    where = "--tls-certificate and --tls-key"
+    SettingsError.unless(certificate == key, where, "one of them", "both or none")
+    expected = "no --tls-key: keys of an attested server are made inside"
+    SettingsError.unless(not (settings.attest and key), "--attest", "--tls-key as well", expected)
+    expected = "an address of this machine alone: it shows what crosses to every client that asks"
+    shown = not settings.page or _is_loopback(settings.host)
+    SettingsError.unless(shown, "--page", f"--host {settings.host}", expected)
     release = None
     if settings.seal_key_server is not None:
         from tsqp.run.attestation import refuse_inside, release_key

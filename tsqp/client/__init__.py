@@ -63,9 +63,11 @@ def connect(
     require("httpx2", "tsqp.client.connect", "the extra attest: pip install '.[attest]'")
     import httpx2
 
-    policy = appraisal
-    if not isinstance(policy, AppraisalPolicy):
-        policy = AppraisalPolicy.load(Path(policy))
+    policy = (
+        appraisal
+        if isinstance(appraisal, AppraisalPolicy)
+        else AppraisalPolicy.load(Path(appraisal))
+    )
     address, timeout = Address.of(url), httpx2.Timeout(_WHOLE_S, connect=CONNECT_S)
     from tsqp.client.transports import AttestedTransport, ProvedTransport
 
@@ -75,8 +77,11 @@ def connect(
         try:
             found = carried.prove()
         except httpx2.TransportError as error:
-            expected = "a proxy with a certificate that is trusted here"
-            raise EndpointError(str(address), got=type(error).__name__, expected=expected) from None
+            raise EndpointError(
+                str(address),
+                got=type(error).__name__,
+                expected="a proxy with a certificate that is trusted here",
+            ) from None
         client = httpx2.Client(transport=carried, timeout=timeout)
         return Connection(f"{base}/v1", client, found)
     context = AttestedContext(policy, again_s)

@@ -225,9 +225,9 @@ def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
         body = b""
     finally:
         reply.close()
-    if reply.status != 200:
-        got = f"status {reply.status}"
-        raise EvidenceError("new evidence", got=got, expected="an answer with evidence")
+    EvidenceError.unless(
+        reply.status == 200, "new evidence", f"status {reply.status}", "an answer with evidence"
+    )
     return read_answer(body)
 
 
@@ -237,8 +237,11 @@ def read_answer(body: bytes) -> Statement:
         fields = {name: b64decode(text, validate=True) for name, text in json.loads(body).items()}
         return Statement(**fields)
     except (ValueError, TypeError, AttributeError, RecursionError, Base64Error):
-        expected = "claims and evidence, as /v1/attestation gives them"
-        raise EvidenceError("answer", got="another content", expected=expected) from None
+        raise EvidenceError(
+            "answer",
+            got="another content",
+            expected="claims and evidence, as /v1/attestation gives them",
+        ) from None
 
 
 def _require_same(certified: Claims | None, fresh: Claims | None) -> None:
@@ -266,8 +269,11 @@ class Address(NamedTuple):
         except ValueError:
             host = None
         if host is None or parts.scheme != "https":
-            expected = "https://HOST[:PORT], which tee-runner serve --attest prints"
-            raise SettingsError("URL", got=repr(url), expected=expected)
+            raise SettingsError(
+                "URL",
+                got=repr(url),
+                expected="https://HOST[:PORT], which tee-runner serve --attest prints",
+            )
         return cls(host, port)
 
     def __str__(self) -> str:
@@ -284,9 +290,10 @@ def prove(address: Address, context: AttestedContext) -> Proved:
         with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
             context.wrap_socket(plain, server_hostname=address.host).close()
     except (OSError, UnicodeError) as error:  # an ssl.SSLError is an OSError
-        got = getattr(error, "reason", None) or getattr(error, "strerror", None)
-        got = got or type(error).__name__
-        raise EndpointError(str(address), got=got, expected="a server with TLS 1.3") from None
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
+        raise EndpointError(
+            str(address), reason or type(error).__name__, "a server with TLS 1.3"
+        ) from None
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
     return context.proved

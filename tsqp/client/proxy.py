@@ -46,9 +46,11 @@ class Proxy:
             family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
             self._listening = socket.create_server(listen, family=family)
         except OSError as error:
-            got = error.strerror or type(error).__name__
-            where = f"--listen {listen[0]}:{listen[1]}"
-            raise EndpointError(where, got=got, expected="an address that is free") from None
+            raise EndpointError(
+                f"--listen {listen[0]}:{listen[1]}",
+                got=error.strerror or type(error).__name__,
+                expected="an address that is free",
+            ) from None
         self.port: int = self._listening.getsockname()[1]
         self._again = threading.Thread(target=self._prove_again, daemon=True)
 

@@ -20,9 +20,9 @@ from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
-from tsqp.demo.programs import Services, generate, run_generate, serving, stream_chat
+from tsqp.demo.programs import DemoServices, generate, run_generate, serving, stream_chat
 from tsqp.demo.rendering import (
-    Cost,
+    RunCost,
     act_panel,
     acts_table,
     chat_panel,
@@ -30,10 +30,10 @@ from tsqp.demo.rendering import (
     lie_panel,
     operators_table,
 )
-from tsqp.demo.tap import LIES_AT, Feed, Liar, Tap
+from tsqp.demo.tap import LIES_AT, Liar, Tap, TapFeed
 from tsqp.demo.verdict import (
     CLEAR_INTEGERS,
-    Check,
+    Comparison,
     Tokens,
     check_refusal,
     clear_reference,
@@ -45,7 +45,7 @@ from tsqp.demo.verdict import (
     transformers_tokens,
 )
 from tsqp.extras import require
-from tsqp.page.seen import Matcher
+from tsqp.page.seen import VocabularyMatcher
 from tsqp.run.settings import model_directory
 
 THREE_ACTS = {
@@ -86,8 +86,7 @@ def run_demo(
         # A story may have characters that the terminal has not.
         sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
-    chosen = [load_policy(name) for name in policies or THREE_ACTS]
-    names = list(policies or THREE_ACTS)
+    chosen = [(load_policy(name), name) for name in policies or THREE_ACTS]
     console.print(
         "[bold]TSQP demo[/]: tee-runner is the TEE's part, gpu-service that of a GPU whose"
         " owner need not be trusted (here it computes on the CPU). A proxy on the wire sees what"
@@ -95,20 +94,20 @@ def run_demo(
     )
     # One token comes of the prompt alone: a service that is not asked cannot lie.
     lies = not policies and max_new_tokens > 1
-    titles = [_title(policy, name) for policy, name in zip(chosen, names, strict=True)]
+    titles = [_title(policy, name) for policy, name in chosen]
     titles += [f"{SERVED}: {SERVED_TITLE}"] * (not policies) + [f"{LIED_TO}: {LIES_TITLE}"] * lies
     for number, title in enumerate(titles, 1):
         console.print(f"  {number}  {title}")
     console.print("Then every token is compared with a reference. All of it takes about a minute.")
     with (
         tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder,
-        Services(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
+        DemoServices(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
     ):
         stage = Stage(console, services, Path(folder), prompt, max_new_tokens, options)
         count = len(titles)
         acts = [
             stage.act(policy, name, f"{number} of {count}")
-            for number, (policy, name) in enumerate(zip(chosen, names, strict=True), 1)
+            for number, (policy, name) in enumerate(chosen, 1)
         ]
         served = (
             [] if policies else [stage.served(load_policy(SERVED), f"{len(acts) + 1} of {count}")]
@@ -129,7 +128,7 @@ class Stage:
     def __init__(
         self,
         console: Console,
-        services: Services,
+        services: DemoServices,
         folder: Path,
         prompt: str,
         max_new_tokens: int,
@@ -141,14 +140,14 @@ class Stage:
         self._prompt = prompt
         self._max_new_tokens = max_new_tokens
         self._options = options
-        self._matcher = Matcher(model_directory("demo"))
+        self._matcher = VocabularyMatcher(model_directory("demo"))
         self._runs = 0
 
     def act(self, policy: Policy, name: str, number: str) -> Act:
         """Generate under one policy, with the tap in between, and show it."""
         console = self._console
         console.print()
-        reach, feed = self._services.reach(policy), Feed(_SHOWN_REQUESTS)
+        reach, feed = self._services.reach(policy), TapFeed(_SHOWN_REQUESTS)
         leakage_summary = (
             policy.leakage_summary(links_encrypted=False)
             or f"policy {policy.name}: nothing leaves the TEE"
@@ -180,8 +179,12 @@ class Stage:
                 draw()
 
             report, logits = self._generate(name, reach.options(tap.endpoint), show)
-        if report["rpc"]["count"] and not feed.received.requests:
-            raise EndpointError("tap", got="no requests", expected="the runner's requests")
+        EndpointError.unless(
+            feed.received.requests or not report["rpc"]["count"],
+            "tap",
+            "no requests",
+            "the runner's requests",
+        )
         tokens = tokens_of(policy.name, report, logits)
         story.rstrip()
         # The last token is sampled, and never goes through the model.
@@ -201,7 +204,7 @@ class Stage:
         with Live(panel(), console=self._console, refresh_per_second=12, transient=True) as live:
             yield lambda: live.update(panel())
 
-    def served(self, policy: Policy, number: str) -> Check:
+    def served(self, policy: Policy, number: str) -> Comparison:
         """Chat over HTTP with `tee-runner serve`, show it as it comes, and check every token."""
         console, answer = self._console, list[str]()
         title = f"{number}  {policy.name}: {SERVED_TITLE}"
@@ -224,7 +227,7 @@ class Stage:
         prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)
         return compare_served(policy.name, tokens, self._quietly(CLEAR_INTEGERS, prompt_ids))
 
-    def lied_to(self, honest: Act, number: str) -> Check:
+    def lied_to(self, honest: Act, number: str) -> Comparison:
         """Generate once more, with one number of one reply changed, and show what comes of it.
 
         `honest`: the same run without the lie.
@@ -244,7 +247,7 @@ class Stage:
         console.print(lie_panel(title, self._prompt, story, liar.lie, last, width=console.width))
         return check_refusal(honest.policy.name, liar.lie, status, last, story, honest.story)
 
-    def checks(self, acts: Sequence[Act]) -> list[Check]:
+    def checks(self, acts: Sequence[Act]) -> list[Comparison]:
         """Compare every act with what it must be equal to."""
         prompt_ids = acts[0].report["prompt_token_ids"]
         # Ours ends at the end of the context; transformers goes on.
@@ -282,11 +285,10 @@ class Stage:
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()
     ) -> list[str]:
-        prompt = ["--prompt", self._prompt]
-        if prompt_ids:
-            prompt = ["--prompt-token-ids", ",".join(map(str, prompt_ids))]
-        arguments = ["--policy", name, *prompt, *options, *self._options]
-        return [*arguments, "--max-new-tokens", str(self._max_new_tokens)]
+        ids = ",".join(map(str, prompt_ids))
+        prompt = ("--prompt-token-ids", ids) if ids else ("--prompt", self._prompt)
+        length = ("--max-new-tokens", str(self._max_new_tokens))
+        return ["--policy", name, *prompt, *options, *self._options, *length]
 
 
 def _title(policy: Policy, name: str) -> str:
@@ -300,7 +302,7 @@ def _pace(report: dict[str, Any]) -> str:
 
 
 def _show_costs(console: Console, acts: Sequence[Act], *, per_operator: bool) -> None:
-    costs = [Cost(act.report) for act in acts]
+    costs = [RunCost(act.report) for act in acts]
     tables = [operators_table(cost) for cost in costs] if per_operator else []
     if len(costs) > 1:
         tables.append(acts_table(costs))

@@ -54,7 +54,7 @@ class Reach:
 NOWHERE = Reach(("tcp://127.0.0.1:9",))
 
 
-class Services:
+class DemoServices:
     """The gpu-service processes of a demo, each started when a policy first needs it.
 
     Policies without a feature mask share theirs. `folder`: for weights and keys of the others.
@@ -70,7 +70,7 @@ class Services:
         self._provisioned: dict[ProvisionedMask, Reach] = {}
         self._running = ExitStack()
 
-    def __enter__(self) -> Services:
+    def __enter__(self) -> DemoServices:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,8 +133,7 @@ def generate(
     report, logits = folder / "report.json", folder / "logits.safetensors"
     files = ["--report", str(report), "--save-logits", str(logits)]
     status, last = run_generate([*files, *arguments], show)
-    if status != 0:
-        raise ProcessError("tee-runner", got=last, expected="exit status 0")
+    ProcessError.unless(status == 0, "tee-runner", last, "exit status 0")
     return json.loads(report.read_text(encoding="utf-8")), logits
 
 
@@ -197,5 +196,6 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if "choices" not in content:
                     break
                 yield from content["choices"]
-        got = f"status {reply.status} and no end"
-        raise ProcessError("tee-runner serve", got=got, expected="a whole answer")
+        raise ProcessError(
+            "tee-runner serve", got=f"status {reply.status} and no end", expected="a whole answer"
+        )

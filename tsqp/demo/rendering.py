@@ -6,8 +6,7 @@ Everything fits a terminal of 80 columns, and is plain text where there is none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import rich.box
 from rich.console import Group, RenderableType
@@ -16,8 +15,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tsqp.demo.tap import Feed, Lie
-from tsqp.demo.verdict import Check, Matched
+from tsqp.demo.tap import Lie, TapFeed
+from tsqp.demo.verdict import Comparison, Matched
 from tsqp.page.seen import ByteSummary, Seen, summarise
 from tsqp.run.process import bytes_for_people
 
@@ -29,39 +28,24 @@ _READING_CHARACTERS = 180
 _MAX_WIDTH = 120
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds in the TEE, on the wire (with the service's queue), and in the service."""
-
-    tee_s: float
-    wire_s: float
-    gpu_s: float
+# Seconds in the TEE, on the wire (with the service's queue), and in the service.
+Times: TypeAlias = tuple[float, float, float]
 
 
-class Cost:
+class RunCost:
     """What one run cost. `report`: what `tee-runner generate --report` wrote."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         self.report = report
         # Waiting in the service's queue is neither wire nor GPU; with one client it is next to 0.
-        self.operators = {
-            name: Times(row["tee_s"], row["wire_s"] + row["queue_s"], row["gpu_s"])
+        self.operators: dict[str, Times] = {
+            name: (row["tee_s"], row["wire_s"] + row["queue_s"], row["gpu_s"])
             for name, row in report["operators"].items()
         }
-        times = self.operators.values()
-        tee_s, wire_s, gpu_s = (
-            sum(t.tee_s for t in times),
-            sum(t.wire_s for t in times),
-            sum(t.gpu_s for t in times),
-        )
+        tee_s, wire_s, gpu_s = (sum(t[at] for t in self.operators.values()) for at in range(3))
         # What no operator accounts for was spent in the TEE.
         self.rest_s = max(0.0, report["timing"]["total_s"] - tee_s - wire_s - gpu_s)
-        self.total = Times(tee_s + self.rest_s, wire_s, gpu_s)
-
-    def cells(self, times: Times) -> tuple[str, str, str]:
-        """Render as milliseconds."""
-        tee, wire, gpu = map(_milliseconds, (times.tee_s, times.wire_s, times.gpu_s))
-        return tee, wire, gpu
+        self.total: Times = (tee_s + self.rest_s, wire_s, gpu_s)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -74,7 +58,7 @@ def _milliseconds(seconds: float) -> str:
 def act_panel(
     title: str,
     story: Text,
-    feed: Feed,
+    feed: TapFeed,
     *,
     width: int,
     ascii_only: bool = False,
@@ -141,7 +125,7 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
     )
 
 
-def _feed_table(shown: Sequence[Seen], feed: Feed, width: int, which: str) -> Table:
+def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) -> Table:
     table = _table(expand=True)
     table.add_column("layer", justify="right", width=5)
     table.add_column("operator", no_wrap=True, width=20)
@@ -169,7 +153,7 @@ def _numbers(seen: Seen, count: int) -> str:
     return " ".join(f"{n & 0xFFFFFFFF:08x}" for n in whole)
 
 
-def _measured(summary: ByteSummary, feed: Feed, bars: str) -> Table:
+def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(style="bold", no_wrap=True, width=8)
     grid.add_column()
@@ -204,7 +188,7 @@ def _heights(counts: Sequence[int], highest: int) -> list[int]:
     return [-(-count * highest // max(counts)) for count in counts]
 
 
-def checks_table(checks: Iterable[Check]) -> Table:
+def checks_table(checks: Iterable[Comparison]) -> Table:
     """Show what was compared with what, and how that came out."""
     table = _table(title="Verdict", show_header=False)
     for name in ("outcome", "policy"):
@@ -218,7 +202,7 @@ def checks_table(checks: Iterable[Check]) -> Table:
     return table
 
 
-def acts_table(costs: Iterable[Cost]) -> Table:
+def acts_table(costs: Iterable[RunCost]) -> Table:
     """Show what each act cost, side by side."""
     table = _table(title="Cost")
     table.add_column("policy", overflow="fold")
@@ -232,12 +216,12 @@ def acts_table(costs: Iterable[Cost]) -> Table:
             str(rpc["count"]),
             _size(rpc["bytes_sent"]),
             _size(rpc["bytes_received"]),
-            *cost.cells(cost.total),
+            *map(_milliseconds, cost.total),
         )
     return table
 
 
-def operators_table(cost: Cost) -> Table:
+def operators_table(cost: RunCost) -> Table:
     """Show what each operator of one act cost."""
     report = cost.report
     table = _table(title=f"Cost per operator: {report['policy']}")
@@ -253,10 +237,9 @@ def operators_table(cost: Cost) -> Table:
             str(row["round_trips"]),
             _size(row["bytes_sent"]),
             _size(row["bytes_received"]),
-            *cost.cells(cost.operators[name]),
+            *map(_milliseconds, cost.operators[name]),
         )
-    rest = Times(cost.rest_s, 0.0, 0.0)
-    table.add_row("everything else", "tee", "", "", "", "", *cost.cells(rest))
+    table.add_row("everything else", "tee", "", "", "", "", _milliseconds(cost.rest_s), "", "")
     table.add_section()
     rpc = report["rpc"]
     table.add_row(
@@ -266,7 +249,7 @@ def operators_table(cost: Cost) -> Table:
         str(rpc["count"]),
         _size(rpc["bytes_sent"]),
         _size(rpc["bytes_received"]),
-        *cost.cells(cost.total),
+        *map(_milliseconds, cost.total),
     )
     return table
 

@@ -23,11 +23,11 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply
 from protocol.errors import ProtocolError, TsqpError
 from protocol.messages import TensorReply
 from protocol.tensors import to_torch
-from tsqp.page.seen import Received, Seen, describe_request
+from tsqp.page.seen import ReceivedTensors, Seen, describe_request
 
 # Longer than any of the demo model's requests takes.
 _TIMEOUT_S = 60.0
-# Late enough that there is a story, early enough that everybody sees it end.
+# Late enough that there is a story, early enough that it is still being told.
 LIES_AT = 150
 
 # Gets the frames of a reply, returns those to forward instead.
@@ -99,7 +99,7 @@ class Tap:
             self._on_request(seen)
 
 
-class Feed:
+class TapFeed:
     """Collects what a tap sees in one act.
 
     `first`, `last`: up to `kept` requests each. `dtypes`: names, of all tensors. `received`: sums.
@@ -109,7 +109,7 @@ class Feed:
         self.first: list[Seen] = []
         self.last: deque[Seen] = deque(maxlen=kept)
         self.dtypes: list[str] = []
-        self.received = Received()
+        self.received = ReceivedTensors()
         self._kept = kept
 
     def add(self, seen: Seen) -> None:

@@ -21,7 +21,7 @@ from protocol.channel import Channel
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES, Request
 from protocol.prepared import Exchange, PreparedRequest
-from tsqp.page.seen import Received, Seen, describe_request, summarise
+from tsqp.page.seen import ReceivedTensors, Seen, describe_request, summarise
 
 HEAD_BYTES = 64
 MAX_PAGES = 8  # whose last answer is kept
@@ -53,7 +53,7 @@ class Sample:
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class PageAnswer:
     """What crossed for one request to the server. `page`: whose, None for another client's.
 
     `others`: requests that crossed while others were answered too. `until`: when it is certainly
@@ -66,7 +66,7 @@ class Answer:
     until: float = float("inf")
     running: bool = True
     others: int = 0
-    received: Received = field(default_factory=lambda: Received(_MAX_ROWS))
+    received: ReceivedTensors = field(default_factory=lambda: ReceivedTensors(_MAX_ROWS))
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
 
     def add(self, seen: Seen) -> None:
@@ -109,8 +109,8 @@ class Feed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: list[Answer] = []
-        self._last: dict[str, Answer] = {}
+        self._running: list[PageAnswer] = []
+        self._last: dict[str, PageAnswer] = {}
         self._answers = 0
 
     def __call__(self, channel: Channel, timeout_s: float) -> TappedChannel:
@@ -125,7 +125,7 @@ class Feed:
         """
         with self._lock:
             self._answers += 1
-            answer = Answer(self._answers, page)
+            answer = PageAnswer(self._answers, page)
             self._running.append(answer)
             if page is not None:
                 self._last.pop(page, None)
@@ -141,7 +141,7 @@ class Feed:
                 answer.until = time.monotonic() + (0 if complete.is_set() else _SETTLING_S)
 
     def described(self, page: str, since: int) -> dict[str, Any] | None:
-        """Return the page's last answer, see `Answer.described`; None if it has none."""
+        """Return the page's last answer, see `PageAnswer.described`; None if it has none."""
         with self._lock:
             answer = self._last.get(page)
             return None if answer is None else answer.described(since)

@@ -102,7 +102,7 @@ def summarise(counts: npt.NDArray[np.int64]) -> ByteSummary | None:
 
 
 @dataclass(slots=True, eq=False)
-class Received:
+class ReceivedTensors:
     """What came with some requests. `counts`: of each byte value, over all tensors.
 
     `inputs`: what the first layer was given, [.., D] each, up to `most_rows` rows; `rows`: how many
@@ -131,7 +131,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Reading:
+class VocabularyReading:
     """What vocabulary matching made of `rows` inputs of the first layer: `text`, cut if long.
 
     `right`: how many of its tokens are among those that went in, wherever they stood. `chance`: the
@@ -151,7 +151,7 @@ class Reading:
         return self.right > self.limit
 
 
-class Matcher:
+class VocabularyMatcher:
     """Vocabulary matching: reads tokens of the model in a directory. Raises ModelError.
 
     The input of the first layer is a token's embedding after a norm, so the nearest of all
@@ -188,8 +188,8 @@ class Reader:
         self._model = model
 
     @cached_property
-    def _matcher(self) -> Matcher:
-        return Matcher(self._model)
+    def _matcher(self) -> VocabularyMatcher:
+        return VocabularyMatcher(self._model)
 
     @cached_property
     def _control(self) -> list[int]:
@@ -204,7 +204,7 @@ class Reader:
 
     def read(
         self, inputs: Sequence[torch.Tensor], prompt_ids: Sequence[int], answer: str
-    ) -> Reading | None:
+    ) -> VocabularyReading | None:
         """Match rows [.., D] with the vocabulary; None where none crossed."""
         if not inputs:
             return None
@@ -222,4 +222,4 @@ class Reader:
         limit = int(chance + 6 * max(1.0, stdev(tries)))
         text = tokenizer.decode(ids)
         shown = text[:_SHOWN_CHARACTERS] + ("..." if len(text) > _SHOWN_CHARACTERS else "")
-        return Reading(len(ids), shown, right, round(chance, 1), limit)
+        return VocabularyReading(len(ids), shown, right, round(chance, 1), limit)

@@ -56,9 +56,12 @@ def release_key(settings: ServeSettings, manifest: Manifest | None, policy: Poli
     Says on stderr what that server is told. It is what clients are told later, but for keys of
     connections and receipts, which there are not yet. Raises as `key_of_server`.
     """
-    if settings.attest is None:
-        expected = "--attest: a key server gives the key to evidence"
-        raise SettingsError("--seal-key-server", got="no --attest", expected=expected)
+    SettingsError.unless(
+        settings.attest,
+        "--seal-key-server",
+        "no --attest",
+        "--attest: a key server gives the key to evidence",
+    )
     about = _about(settings, manifest, policy)
     attester = attester_of(settings)
 
@@ -77,10 +80,12 @@ def refuse_inside(directory: Path, settings: ServeSettings) -> None:
     """
     for name, given in (("manifest", settings.manifest), ("policy", settings.policy)):
         path = Path(given or "")
-        if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
-            got = f"a file in {directory}, with --seal-key-server"
-            expected = "one outside: it is read before that server gives the key"
-            raise SettingsError(f"--{name}", got=got, expected=expected)
+        SettingsError.unless(
+            not (path.is_file() and path.resolve().is_relative_to(directory.resolve())),
+            f"--{name}",
+            f"a file in {directory}, with --seal-key-server",
+            "one outside: it is read before that server gives the key",
+        )
 
 
 def attester_of(settings: EvidenceSettings) -> Attester:
@@ -107,8 +112,11 @@ def _simulated_measurement() -> bytes:
 
 def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> About:
     if manifest is None:
-        expected = "--manifest, which pins what is claimed (tsqp manifest MODEL)"
-        raise SettingsError("--attest", got="no --manifest", expected=expected)
+        raise SettingsError(
+            "--attest",
+            got="no --manifest",
+            expected="--manifest, which pins what is claimed (tsqp manifest MODEL)",
+        )
     return About(
         model=hashlib.sha256(manifest.to_bytes()).digest(),
         policy=policy_digest(policy),
@@ -178,8 +186,12 @@ def _plugins(policy: Policy) -> dict[str, bytes]:
             continue
         source, name = source_of(kind.__module__), ascii(kind.__name__)
         if source is None:
-            expected = "masks of files: what a package has on the disk may not be what was imported"
-            raise SettingsError("--attest: policy", got=f"the mask {name}", expected=expected)
+            raise SettingsError(
+                "--attest: policy",
+                got=f"the mask {name}",
+                expected="masks of files: what a package has on the disk may not be what was"
+                " imported",
+            )
         digest = hashlib.sha256(source).digest()
         found[f"{name} {digest.hex()[:8]}"] = digest
     return found
@@ -202,5 +214,6 @@ def _content(path: Path | None) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(str(path), got=got, expected="a file to read") from None
+        raise SettingsError(
+            str(path), error.strerror or type(error).__name__, "a file to read"
+        ) from None

@@ -24,13 +24,13 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
     from tee_side.protect.pads.layout import PadLayout
 
     found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
-    if len(found) != 1:
-        names = " and ".join(mask.described() for mask in found)
-        raise PolicyError(
-            f"policy {policy.name}",
-            got=f"masks {names}" if found else "no operator under pads",
-            expected="one mask that needs pads, as in shielded",
-        )
+    names = " and ".join(mask.described() for mask in found)
+    PolicyError.unless(
+        len(found) == 1,
+        f"policy {policy.name}",
+        f"masks {names}" if found else "no operator under pads",
+        "one mask that needs pads, as in shielded",
+    )
     sites = sites_under(policy, config.num_hidden_layers, found[0])
     return found[0], PadLayout.of(config, sites)
 

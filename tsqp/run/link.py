@@ -29,10 +29,15 @@ class Link:
     rtt_us: float
 
     def __post_init__(self) -> None:
-        if self.gbps is not None and not 0 < self.gbps < float("inf"):
-            raise SettingsError("link.gbps", got=str(self.gbps), expected="a positive number")
-        if not 0 <= self.rtt_us < float("inf"):
-            raise SettingsError("link.rtt_us", got=str(self.rtt_us), expected="0 or more")
+        SettingsError.unless(
+            self.gbps is None or 0 < self.gbps < float("inf"),
+            "link.gbps",
+            str(self.gbps),
+            "a positive number",
+        )
+        SettingsError.unless(
+            0 <= self.rtt_us < float("inf"), "link.rtt_us", str(self.rtt_us), "0 or more"
+        )
 
     def __call__(self, channel: Channel, timeout_s: float) -> ModelledLink:
         """Return the channel over this link (`protocol.channel.ChannelWrapper`)."""

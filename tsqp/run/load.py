@@ -184,18 +184,18 @@ def _check_use(policy: Policy, settings: RunSettings, *, idles: bool) -> None:
 
     padded = any(isinstance(mask, AdditiveMask) for mask in policy.masks)
     useful = ("wait", "tee") if idles else ("wait",)
-    if padded and settings.bank is None and settings.when_out not in useful:
-        raise SettingsError(
-            "--when-out",
-            got=f"{settings.when_out} without --bank",
-            expected=" or ".join(useful) + ", or a --bank: else pads are made by waiting only",
-        )
-    if not policy.services and (given := len(settings.gpu)) > 1:
-        raise SettingsError(
-            "--gpu",
-            got=f"{given} endpoints",
-            expected=f"none: nothing leaves the TEE under policy {policy.name}",
-        )
+    SettingsError.unless(
+        not padded or settings.bank is not None or settings.when_out in useful,
+        "--when-out",
+        f"{settings.when_out} without --bank",
+        " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
+    )
+    SettingsError.unless(
+        policy.services or len(settings.gpu) <= 1,
+        "--gpu",
+        f"{len(settings.gpu)} endpoints",
+        f"none: nothing leaves the TEE under policy {policy.name}",
+    )
 
 
 def sampling_of(settings: TextSettings) -> SamplingSettings:

@@ -46,8 +46,9 @@ def require_own_secrets() -> None:
     try:
         os.getrandom(1, os.GRND_NONBLOCK)
     except BlockingIOError:
-        where = "the operating system's random generator"
-        raise UnseededError(where, got="no seed", expected="one (wait a moment)") from None
+        raise UnseededError(
+            "the operating system's random generator", got="no seed", expected="one (wait a moment)"
+        ) from None
     watch()
 
 

@@ -42,7 +42,7 @@ from tee_side.serve.errors import ApiError, loading
 from tee_side.serve.identity import Identity
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import OfferedModel, Serving
+from tee_side.serve.serving import OfferedModel, Serving, anyone
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.manifest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
@@ -261,7 +261,7 @@ def _app(
         compile_grammar=compiler.compile,
         version=version("tsqp"),
         watch=Watch(limits, metrics, audit, policy.name),
-        authorise=_everyone if keys is None else partial(_authorise, keys),
+        authorise=anyone if keys is None else partial(_authorise, keys),
         tempo_s=settings.fixed_tempo_ms / 1e3,
         round_usage=settings.round_usage,
         receipts=None if identity is None else identity.receipts(),
@@ -314,21 +314,17 @@ def _authorise(keys: ApiKeys, request: HttpRequest) -> str:
     return key.name
 
 
-def _everyone(_request: HttpRequest) -> str:
-    return ""
-
-
 def _audit_log(settings: ServeSettings) -> AuditLog | None:
     path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
-    key = None
-    if file is not None and descriptor is None:
-        key = partial(read_key, file)
-    elif file is None and descriptor is not None:
-        key = partial(read_key_from, descriptor)
-    if (path is None) != (file is None and descriptor is None) or (path and key is None):
-        expected = "--audit-log with one of --audit-key and --audit-key-fd, or none of them"
-        raise SettingsError("--audit-log", got="another combination", expected=expected)
-    return None if path is None or key is None else AuditLog(path, key())
+    keys = [] if file is None else [partial(read_key, file)]
+    keys += [] if descriptor is None else [partial(read_key_from, descriptor)]
+    SettingsError.unless(
+        len(keys) == (path is not None),
+        "--audit-log",
+        "another combination",
+        "--audit-log with one of --audit-key and --audit-key-fd, or none of them",
+    )
+    return None if path is None else AuditLog(path, keys[0]())
 
 
 async def _every(seconds: float, work: Callable[[], object]) -> None:
@@ -368,6 +364,7 @@ def _bound(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        got = error.strerror or type(error).__name__
-        raise EndpointError(f"{host}:{port}", got=got, expected="a free address") from None
+        raise EndpointError(
+            f"{host}:{port}", error.strerror or type(error).__name__, "a free address"
+        ) from None
     return made

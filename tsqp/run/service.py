@@ -176,8 +176,9 @@ def held_layers(settings: GpuServiceSettings) -> Held:
     try:
         layers = LayerRange.parse(settings.layers)
     except ValueError as error:
-        got = repr(settings.layers)[:60]
-        raise SettingsError("--layers", got=got, expected=str(error)) from None
+        raise SettingsError(
+            "--layers", got=repr(settings.layers)[:60], expected=str(error)
+        ) from None
     if layers.last is not None:
         return layers.first, layers.last
     from protocol.model.config import read_config
@@ -249,13 +250,19 @@ def attested_service(settings: GpuServiceSettings, held: Held) -> Attested | Non
     with_gpus = settings.attest_gpus
     if settings.attest is None:
         for name in ("attest_certificate", "attest_collateral", "attest_gpus", "public_key"):
-            if getattr(settings, name):
-                expected = "--attest as well, or nothing"
-                raise SettingsError(option_of(name), got="it alone", expected=expected)
+            SettingsError.unless(
+                not getattr(settings, name),
+                option_of(name),
+                "it alone",
+                "--attest as well, or nothing",
+            )
         return None
-    if settings.device.startswith("cuda") and not with_gpus:
-        expected = "--attest-gpus: what is sent goes to a GPU, which has to prove itself as well"
-        raise SettingsError("--attest", got=f"--device {settings.device}", expected=expected)
+    SettingsError.unless(
+        with_gpus or not settings.device.startswith("cuda"),
+        "--attest",
+        f"--device {settings.device}",
+        "--attest-gpus: what is sent goes to a GPU, which has to prove itself as well",
+    )
     import zmq
     from zmq.utils import z85
 
@@ -267,7 +274,9 @@ def attested_service(settings: GpuServiceSettings, held: Held) -> Attested | Non
 
     require_curve()
     public, secret = zmq.curve_keypair()
-    attester, digest = attester_of(settings), settings_digest(settings, layers=held)
+    # Versions with parts of columns claimed `columns`: the digest of what a service is told stays.
+    digest = settings_digest(settings, layers=held, columns=(0, 1))
+    attester = attester_of(settings)
 
     def attest(nonce: bytes, weights: str) -> bytes:
         leaves = {name: one[0] for name, one in read_certificates().items()} if with_gpus else {}

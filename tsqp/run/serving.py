@@ -90,7 +90,7 @@ class ServeSettings(EvidenceSettings, RunSettings):
         metavar="URL",
     )
     api_keys: Path | None = file_setting(
-        "Who may ask, and how much (tsqp api-key); read again on SIGHUP. Without it: everyone."
+        "Clients that may ask, and how much (tsqp api-key); SIGHUP reads it again. Default: all."
     )
     allow_origin: tuple[str, ...] = setting(
         (), "Of web pages that may ask, * for all; repeatable.", metavar="ORIGIN"
@@ -115,7 +115,7 @@ class ServeSettings(EvidenceSettings, RunSettings):
     )
     round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
     pooling: Literal["last", "mean"] = setting("last", "Of /v1/embeddings.")
-    audit_log: Path | None = file_setting("Sealed log: who, when, how much; no text.")
+    audit_log: Path | None = file_setting("Sealed log of requests: key, time, tokens; no text.")
     audit_key: Path | None = local_file("Its key (tsqp audit new-key).", secret=True)
     audit_key_fd: AtLeast0 | None = local(None, "An open file that has its key.")
     page: bool = setting(False, "For development: a page to chat at /, with what left.")

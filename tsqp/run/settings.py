@@ -117,18 +117,14 @@ def settings_of(model: type[Settings]) -> dict[str, tuple[Field[Any], Any]]:
 
 def plain_type(annotation: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Split an annotation: the type of one value, what limits it, and whether there are several."""
-    metadata: tuple[Any, ...] = ()
-    several = False
-    while True:
-        parts = [one for one in get_args(annotation) if one not in (type(None), ...)]
-        if get_origin(annotation) is Annotated:
-            annotation, metadata = parts[0], tuple(parts[1:])
-        elif get_origin(annotation) is tuple:
-            annotation, several = parts[0], True
-        elif type(None) in get_args(annotation):
-            annotation = parts[0]
-        else:
-            return annotation, metadata, several
+    origin = get_origin(annotation)
+    parts = [one for one in get_args(annotation) if one not in (type(None), ...)]
+    if origin is Annotated:
+        return parts[0], tuple(parts[1:]), False
+    if origin is tuple or type(None) in get_args(annotation):
+        one, limits, several = plain_type(parts[0])
+        return one, limits, several or origin is tuple
+    return annotation, (), False
 
 
 def model_directory(name: str) -> Path:
@@ -170,7 +166,7 @@ class ComputeSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(ComputeSettings):
-    """What a run of the TEE's side is told, whoever asks it: `tsqp.LLM` takes these."""
+    """What every run of the TEE side is told; `tsqp.LLM` takes these."""
 
     gpu: tuple[str, ...] = local(
         (DEFAULT_ENDPOINT,),

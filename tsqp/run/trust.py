@@ -62,10 +62,9 @@ def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
     path = settings.manifest
     digest = _checked_digest("manifest_digest", settings.manifest_digest)
     if path is None:
-        if digest is not None:
-            raise SettingsError(
-                "--manifest-digest", got="no --manifest", expected="the file that it is of"
-            )
+        SettingsError.unless(
+            digest is None, "--manifest-digest", "no --manifest", "the file that it is of"
+        )
         return None
     from protocol.model.manifest import Manifest
 
@@ -81,20 +80,24 @@ def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
 
 
 def _checked_digest(name: str, digest: str | None) -> str | None:
-    if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        raise SettingsError(option_of(name), got=describe(digest), expected="64 hexadecimal digits")
+    SettingsError.unless(
+        digest is None or re.fullmatch("[0-9a-fA-F]{64}", digest),
+        option_of(name),
+        describe(digest),
+        "64 hexadecimal digits",
+    )
     return digest
 
 
 def _refuse_what_pins_from_a_file(settings: RunSettings) -> None:
     """Refuse a settings file that says which model: a manifest, maybe sealed, pins that file."""
     for name, (known, _) in settings_of(type(settings)).items():
-        if said_of(known).pins and name in settings.source.names:
-            raise SettingsError(
-                option_of(name),
-                got="a value in a settings file, which a manifest has to pin",
-                expected="it on the command line or in the environment",
-            )
+        SettingsError.unless(
+            not (said_of(known).pins and name in settings.source.names),
+            option_of(name),
+            "a value in a settings file, which a manifest has to pin",
+            "it on the command line or in the environment",
+        )
 
 
 def check_of(manifest: Manifest | None, option: str) -> FileCheck:
@@ -194,9 +197,12 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
     # Scheme, host and port.
     hosts = ["".join(url.lower().split("/")[:3]) for url in urls]
     paired = zip(urls, one_for_each(tokens, hosts, "--http-token"), strict=True)
-    if len(tokens) == 1 and len(set(hosts)) > 1:
-        expected = "one for each URL in order: a service that has ours can use it at the others"
-        raise SettingsError("--http-token", got="one for several hosts", expected=expected)
+    SettingsError.unless(
+        len(tokens) != 1 or len(set(hosts)) == 1,
+        "--http-token",
+        "one for several hosts",
+        "one for each URL in order: a service that has ours can use it at the others",
+    )
     pem = None
     if ca is not None:
         pem, status = read_text(ca, 2**22, check_of(manifest, "--http-ca"))
@@ -215,23 +221,33 @@ def service_appraisal(
     """
     attested, path, option = policy.service.attested, settings.service_appraisal, _APPRAISAL
     if attested == "none":
-        if path is not None:
-            expected = f"nothing: policy {policy.name} has no attested services"
-            raise SettingsError(option, got=str(path), expected=expected)
+        SettingsError.unless(
+            path is None,
+            option,
+            str(path),
+            f"nothing: policy {policy.name} has no attested services",
+        )
         return None
     from tee_side.attest.appraisal_policy import AppraisalPolicy
     from tee_side.remote.attested import ServiceAppraisal
 
     if path is not None:
         appraisal = AppraisalPolicy.load(path, check_of(manifest, option))
-        if appraisal.mode == "gpu-confidential":
-            expected = "production, with a table [nvidia]: a service has no services of its own"
-            raise SettingsError(f"{path}: mode", got=appraisal.mode, expected=expected)
+        SettingsError.unless(
+            appraisal.mode != "gpu-confidential",
+            f"{path}: mode",
+            appraisal.mode,
+            "production, with a table [nvidia]: a service has no services of its own",
+        )
     elif attested == "simulated":
         appraisal = AppraisalPolicy.development()
     else:
-        expected = f"a file that says what services must be: policy {policy.name} asks for evidence"
-        raise SettingsError(option, got="none", expected=expected)
+        raise SettingsError(
+            option,
+            got="none",
+            expected=f"a file that says what services must be: policy {policy.name} asks for"
+            " evidence",
+        )
     return ServiceAppraisal(attested, appraisal)
 
 
@@ -239,10 +255,8 @@ def bank_place(settings: RunSettings) -> BankPlace | None:
     """Return where the bank is, None where none is named. Raises SettingsError."""
     if settings.bank is None:
         for name in ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"):
-            if value := getattr(settings, name):
-                raise SettingsError(
-                    option_of(name), got=str(value), expected="nothing without --bank"
-                )
+            value = getattr(settings, name)
+            SettingsError.unless(not value, option_of(name), str(value), "nothing without --bank")
         return None
     from tee_side.protect.pads.bank_files import BankPlace
 

@@ -102,6 +102,7 @@ def test_what_is_of_another_kind_is_refused_and_ends_nothing(llm: LLM, wrong: An
         ("threads", True, "LLM: threads: got True"),
         ("when_out", "never", "LLM: when_out: got 'never', expected 'wait', 'tee' or 'fail'"),
         ("gpu", [3], r"LLM: gpu\.0: got 3"),
+        ("spin_us", float("nan"), "LLM: spin_us: got nan"),
     ],
 )
 def test_options_are_checked_before_anything_is_loaded(option: str, value: Any, said: str) -> None:

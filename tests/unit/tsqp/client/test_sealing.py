@@ -23,8 +23,7 @@ from tests.kit.evidence import body_of, identity
 from tests.kit.rows import each_row
 from tsqp.client import NotAttestedError
 from tsqp.client.attested_tls import MAX_ANSWER_BYTES
-from tsqp.client.sealing import SealedTransport, UnsealedError
-from tsqp.client.transports import ProvedTransport
+from tsqp.client.transports import ProvedTransport, SealedTransport, UnsealedError
 
 KEY = HpkeKey(hybrid=False)
 HYBRID = HpkeKey()
