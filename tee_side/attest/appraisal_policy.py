@@ -56,9 +56,8 @@ def _digests(size: int) -> BeforeValidator:
             return value
         if all(isinstance(text, str) and re.fullmatch(digest, text) for text in texts):
             return tuple(map(bytes.fromhex, texts))
-        raise refusal(
-            describe(value), f'a list of texts of {2 * size} hexadecimal digits, or "any"'
-        )
+        expected = f'a list of texts of {2 * size} hexadecimal digits, or "any"'
+        raise refusal(describe(value), expected)
 
     return BeforeValidator(read)
 
@@ -194,17 +193,11 @@ class AppraisalPolicy(_Table):
             check(path, content)
             return cls.model_validate(tomllib.loads(content.decode()), strict=False)
         except OSError as error:
-            raise SettingsError(
-                str(path),
-                got=error.strerror or type(error).__name__,
-                expected="an appraisal policy",
-            ) from None
+            got = error.strerror or type(error).__name__
+            raise SettingsError(str(path), got=got, expected="an appraisal policy") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError):
             raise SettingsError(str(path), got="another content", expected="TOML") from None
         except ValidationError as error:
             problem = first_problem(error, cls.model_fields)
-            raise SettingsError(
-                f"{path}: {problem.field}" if problem.field else str(path),
-                got=problem.got,
-                expected=problem.expected,
-            ) from None
+            where = f"{path}: {problem.field}" if problem.field else str(path)
+            raise SettingsError(where, got=problem.got, expected=problem.expected) from None

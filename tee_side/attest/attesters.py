@@ -186,11 +186,8 @@ def _again(kind: Kind, call: Callable[[], T], attempts: int = _ATTEMPTS) -> T:
         return call()
     except OSError as error:
         if attempts == 1 or error.errno not in _TRANSIENT:
-            raise EvidenceError(
-                f"{kind} attester",
-                got=str(error),
-                expected=f"its device ({_PROVIDERS[kind]}), open to this user",
-            ) from None
+            expected = f"its device ({_PROVIDERS[kind]}), open to this user"
+            raise EvidenceError(f"{kind} attester", got=str(error), expected=expected) from None
         sleep(_PAUSE_S)
         return _again(kind, call, attempts - 1)
 

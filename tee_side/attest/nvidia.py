@@ -92,21 +92,16 @@ def verify_nvidia(
         key.verify(signature, signed, ECDSA(SHA384()))
     except (InvalidSignature, UnsupportedAlgorithm, ValueError):
         raise _refused("report: signature", "a wrong one", "that of the leaf's key") from None
-    _require(
-        signed[_NONCE] == nonce, "report: nonce", "another", "the one that the GPU was asked with"
-    )
+    if signed[_NONCE] != nonce:
+        raise _refused("report: nonce", "another", "the one that the GPU was asked with")
     return VerifiedNvidia(_firmware(leaf), *_parse(signed))
 
 
 def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certificate:
-    count = len(certificates)
-    _require(count == CHAIN_LENGTH, "certificates", f"{count}", f"{CHAIN_LENGTH}, leaf to root")
-    _require(
-        hashlib.sha256(certificates[-1]).hexdigest() in PINNED_ROOTS,
-        "root",
-        "another certificate",
-        "the one that is pinned",
-    )
+    if len(certificates) != CHAIN_LENGTH:
+        raise _refused("certificates", str(len(certificates)), f"{CHAIN_LENGTH}, leaf to root")
+    if hashlib.sha256(certificates[-1]).hexdigest() not in PINNED_ROOTS:
+        raise _refused("root", "another certificate", "the one that is pinned")
     try:
         leaf, *between, root = chain = [*map(x509.load_der_x509_certificate, certificates)]
         # As in browsers, whose rules a leaf that is no server's does not meet.
@@ -115,19 +110,12 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
         rules = rules.extension_policies(ca_policy=ca, ee_policy=leaves)
         found = rules.build_client_verifier().verify(leaf, between).chain
     except (VerificationError, ValueError):
-        raise _refused(
-            "certificates",
-            "another chain",
-            f"one to the root, each valid at {now.isoformat(timespec='seconds')}",
-        ) from None
+        expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
+        raise _refused("certificates", "another chain", expected) from None
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
-    _require(
-        found == chain and named and below_root == _BELOW_ROOT.format(named[1]),
-        "certificates",
-        "those of another device",
-        "those of GH100 or GB100",
-    )
+    if found != chain or named is None or below_root != _BELOW_ROOT.format(named[1]):
+        raise _refused("certificates", "those of another device", "those of GH100 or GB100")
     return leaf
 
 
@@ -135,9 +123,8 @@ def _firmware(leaf: x509.Certificate) -> bytes:
     found = [one.value for one in leaf.extensions if one.oid.dotted_string in _DICE]
     encoded = b"".join(value.public_bytes() for value in found)
     digest = encoded.partition(_BEFORE_SHA384)[2][:_SHA384_BYTES]
-    _require(
-        len(digest) == _SHA384_BYTES, "leaf", "no digest of firmware", "one of SHA-384, by DICE"
-    )
+    if len(digest) != _SHA384_BYTES:
+        raise _refused("leaf", "no digest of firmware", "one of SHA-384, by DICE")
     return digest
 
 
@@ -146,12 +133,8 @@ def _parse(signed: bytes) -> tuple[tuple[bytes, ...], str, str]:
     blocks, rest = [signed[at : at + _BLOCKS.step] for at in _BLOCKS], signed[_FIELDS:]
     read = signed[: _BLOCKS.start], [block[:-_SHA384_BYTES] for block in blocks]
     size = int.from_bytes(signed[_SIZE], "little")
-    _require(
-        read == (_REQUEST + signed[_NONCE] + _RESPONSE, _BEFORE_BLOCKS) and size == len(rest),
-        "report",
-        "other messages",
-        "a request, and 64 measurements of SHA-384",
-    )
+    if read != (_REQUEST + signed[_NONCE] + _RESPONSE, _BEFORE_BLOCKS) or size != len(rest):
+        raise _refused("report", "other messages", "a request, and 64 measurements of SHA-384")
     fields = dict[int, bytes]()
     while rest:
         number, size = (int.from_bytes(rest[at : at + 2], "little") for at in (0, 2))
@@ -160,10 +143,6 @@ def _parse(signed: bytes) -> tuple[tuple[bytes, ...], str, str]:
     text = one_line(driver.rstrip(b"\0").decode("ascii", "replace"))
     written = (vbios[3::-1] + vbios[4:5]).hex(".").upper()
     return tuple(block[-_SHA384_BYTES:] for block in blocks), text, written
-
-
-def _require(holds: object, what: str, got: str, expected: str) -> None:
-    EvidenceError.unless(holds, f"NVIDIA {what}", got, expected)
 
 
 def _refused(what: str, got: str, expected: str) -> EvidenceError:

@@ -44,8 +44,8 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)
     told: list[Answer] = []
-    given = BenchSettings("c", (), step_tokens=64, plan=PLAN)
-    worker.measure(Job(given, saved_model().directory, "tee-only"), told.append)
+    settings = BenchSettings("c", (), step_tokens=64, plan=PLAN)
+    worker.measure(Job(settings, saved_model().directory, "tee-only"), told.append)
     cases = [answer.case for answer in told if isinstance(answer, Measured) and answer.case]
     assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
         ("prefill", 1, 1, 4),

@@ -88,7 +88,7 @@ def test_a_stop_that_comes_with_a_new_list_of_clients_is_not_slept_through() -> 
     waits: list[str] = []
     listener.wait = lambda **_: bool(waits.append(state.status))  # type: ignore[method-assign]
     loop = make_loop(lambda request: RESULT, state)
-    loop._handler.sessions = None
+    loop._handler.sessions = SimpleNamespace(forget_revoked=lambda is_allowed: None)
     with stop_signal() as stop:
         stop.note_list()
         # The signal comes just before what has woken the loop is read away.

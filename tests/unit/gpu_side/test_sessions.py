@@ -424,8 +424,8 @@ def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damaged: Any) -> 
         ("name", NAME._replace(first_layer=1)),
         ("name", NAME._replace(last_layer=3)),
         ("_sizes", (TOKENS, 1, 0)),
-        ("_shape", WIDE._replace(heads=4, head_dim=2)),
-        ("_shape", WIDE._replace(dtype=torch.int32)),
+        ("shape", WIDE._replace(heads=4, head_dim=2)),
+        ("shape", WIDE._replace(dtype=torch.int32)),
         ("key", SpillKey()),
     ],
 )
