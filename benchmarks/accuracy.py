@@ -42,7 +42,7 @@ from tee_side.model.local_operators import LocalOperators
 from tee_side.model.operators import Operators, forward, logits
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import Calibration, SiteScales, calibration_path
-from tee_side.remote.overlap import run
+from tee_side.remote.call import run
 from tee_side.words import Site
 from tsqp.calibrate import STEPS, operators_here
 from tsqp.run.settings import model_directory

@@ -65,7 +65,7 @@ from tee_side.protect.calibration import (
     norm_limit,
     weight_scale_name,
 )
-from tee_side.remote.overlap import run
+from tee_side.remote.call import run
 from tee_side.words import Operator, Site
 
 STEPS = 128

@@ -331,7 +331,7 @@ class Engine:
         if reader is None:
             return []
         lane = self.lanes[0]
-        ops = lane.withheld[rows.sequence.phase]
+        ops = lane.withheld[rows.phase]
         return reader.read(hidden_RD, start + rows.read.start, lane.model, ops)
 
     def _count(
@@ -343,9 +343,7 @@ class Engine:
     ) -> list[Sampled]:
         """Take what a step gave one sequence; return its tokens, and those of its followers."""
         sequence, followers = rows.sequence, rows.sequence.followers
-        was_prefill = sequence.phase == "prefill"
-        # What rows are changes with what is counted.
-        prompt_ended, outputs = was_prefill and rows.complete, rows.outputs
+        was_prefill = rows.phase == "prefill"
         if was_prefill:
             self.counts.prompt += rows.tokens
         if sequence.reader is not None and was_prefill:
@@ -359,13 +357,13 @@ class Engine:
         sequence.cache.commit(rows.tokens + accepted)
         self.counts.drafted += len(rows.drafts)
         self.counts.accepted += accepted
-        if prompt_ended:
+        if was_prefill and not rows.left:
             for other in followers:
                 other.follows = False
                 other.cache.copy_from(sequence.cache, sequence.prompt_tokens)
-                if outputs:
+                if rows.outputs:
                     sampled.append(self._sample(other, logits_NV[0]))
-            for one in (sequence, *followers) if not outputs else ():
+            for one in (sequence, *followers) if not rows.outputs else ():
                 one.finish_reason = "length"
             sequence.followers = []
         return sampled

@@ -10,7 +10,7 @@ import torch
 from tee_side.engine.request import Logprob, PromptRead, Request
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import Operators, logits
-from tee_side.remote.overlap import run
+from tee_side.remote.call import run
 
 MAX_TOP = 20
 # Rows whose logits are held at a time: 16 MiB with a vocabulary of 128,000.

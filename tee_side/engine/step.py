@@ -24,7 +24,7 @@ from tee_side.model.batch import Batch, Take
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.pads.source import Pads
-from tee_side.remote.overlap import run, run_overlapped
+from tee_side.remote.call import run, run_overlapped
 from tee_side.words import Phase
 
 # A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
@@ -57,34 +57,35 @@ class PartResult:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one sequence: `tokens` that are pending, and guesses behind them."""
+    """Rows of one sequence in a step: `tokens` that are pending, and guesses behind them.
+
+    `phase`, `left` (tokens that stay pending behind these), `outputs` (rows whose logits are
+    wanted) and `read` (rows of a prompt that its reader reads) are the sequence's before the step.
+    """
 
     sequence: Sequence
+    phase: Phase
     tokens: int
-    drafts: tuple[int, ...] = ()
+    drafts: tuple[int, ...]
+    left: int
+    outputs: int
+    read: range
 
-    @property
-    def complete(self) -> bool:
-        """Whether nothing of the sequence is pending behind them."""
-        return self.tokens == self.sequence.pending
-
-    @property
-    def outputs(self) -> int:
-        """Of how many rows the logits are wanted."""
-        return 1 + len(self.drafts) if self.complete and self.sequence.max_new_tokens else 0
-
-    @property
-    def read(self) -> range:
-        """Which rows of a prompt are read."""
-        reader = self.sequence.reader
-        return range(0) if reader is None else reader.rows(self.sequence.cache.length, self.tokens)
+    @classmethod
+    def of(
+        cls, sequence: Sequence, phase: Phase, tokens: int, drafts: tuple[int, ...] = ()
+    ) -> Rows:
+        """Return rows of a sequence, which is in this phase."""
+        left, reader = sequence.pending - tokens, sequence.reader
+        outputs = 0 if left or not sequence.max_new_tokens else 1 + len(drafts)
+        read = range(0) if reader is None else reader.rows(sequence.cache.length, tokens)
+        return cls(sequence, phase, tokens, drafts, left, outputs, read)
 
     def take(self) -> Take:
         """Return what the batch is made of."""
         sequence, cache = self.sequence, self.sequence.cache
         ids = [*sequence.ids[cache.length : cache.length + self.tokens], *self.drafts]
-        left, wanted = sequence.pending - self.tokens, self.outputs > 0
-        return Take(cache, ids, left, len(self.drafts), self.read, wanted)
+        return Take(cache, ids, self.left, len(self.drafts), self.read, self.outputs > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,12 @@ class _PadBudget:
         self._planned: Counter[Mask] = Counter()
         self._in_tee: set[Pads] = set()
 
-    def settle(self, sequence: Sequence, rows: int) -> bool:
+    def settle(self, phase: Phase, rows: int) -> bool:
         """Take pads for rows of a sequence; return whether the TEE computes them instead.
 
         Raises PadsExhaustedError, and what making pads meets.
         """
-        phase, found = sequence.phase, self._found(sequence)
+        found = self._found(phase)
         if phase == "prefill" and not all(p.in_stock(self._planned[m] + rows) for m, p in found):
             return self._withhold(p for _, p in found)
         for mask, pads in found:
@@ -120,12 +121,12 @@ class _PadBudget:
         self._planned.update({mask: rows for mask, _ in found})
         return False
 
-    def plenty(self, sequence: Sequence, rows: int) -> bool:
-        """Say whether there are pads to spare: for rows that may come to nothing."""
-        return all(pads.plenty(self._planned[m] + rows) for m, pads in self._found(sequence))
+    def plenty(self, rows: int) -> bool:
+        """Say whether there are pads to spare: for decoded rows that may come to nothing."""
+        return all(pads.plenty(self._planned[m] + rows) for m, pads in self._found("decode"))
 
-    def _found(self, sequence: Sequence) -> list[tuple[Mask, Pads]]:
-        masks = self._lane.tables[sequence.phase].masks
+    def _found(self, phase: Phase) -> list[tuple[Mask, Pads]]:
+        masks = self._lane.tables[phase].masks
         return [(mask, self._lane.pads[mask].source) for mask in masks]
 
     def _withhold(self, without: Iterable[Pads]) -> bool:
@@ -150,10 +151,10 @@ def compose(
     budget = _PadBudget(lane)
     groups: dict[int, tuple[Part, list[Rows]]] = {}
     refused: list[tuple[Sequence, TsqpError]] = []
-    for wanted in _wanted(list(sequences), budget, step_tokens, speculative_tokens):
-        sequence, phase = wanted.sequence, wanted.sequence.phase
+    for wanted in _wanted(sequences, budget, step_tokens, speculative_tokens):
+        sequence, phase = wanted.sequence, wanted.phase
         try:
-            withheld = budget.settle(sequence, wanted.tokens + len(wanted.drafts))
+            withheld = budget.settle(phase, wanted.tokens + len(wanted.drafts))
             # What is read of a prompt goes through the TEE's own LM head.
             withheld |= sequence.reader is not None and lane.tables[phase].head_in_segment
         except PadsExhaustedError as error:
@@ -169,18 +170,24 @@ def compose(
 
 
 def _wanted(
-    sequences: list[Sequence], budget: _PadBudget, step_tokens: int, speculative_tokens: int
+    sequences: Iterable[Sequence], budget: _PadBudget, step_tokens: int, speculative_tokens: int
 ) -> Iterable[Rows]:
-    decode = [s for s in sequences if s.phase == "decode"][:step_tokens]
+    decode: list[Sequence] = []
+    prefill: list[Sequence] = []
+    for sequence in sequences:
+        if sequence.phase == "decode":
+            decode.append(sequence)
+        elif not sequence.follows:
+            prefill.append(sequence)
+    decode = decode[:step_tokens]
     spare = step_tokens - len(decode)
     for sequence in decode:
         most = min(speculative_tokens, spare, sequence.new_tokens_left - 1)
         drafts: tuple[int, ...] = ()
-        if sequence.drafts is not None and most > 0 and budget.plenty(sequence, 1 + most):
+        if sequence.drafts is not None and most > 0 and budget.plenty(1 + most):
             drafts = tuple(sequence.drafts.propose(most))
         spare -= len(drafts)
-        yield Rows(sequence, 1, drafts)
-    prefill = [s for s in sequences if s.phase == "prefill" and not s.follows]
+        yield Rows.of(sequence, "decode", 1, drafts)
     owners = {s.request.owner for s in prefill}
     shares = dict.fromkeys(owners, spare // max(1, len(owners)))
     tokens: Counter[Sequence] = Counter()
@@ -194,7 +201,7 @@ def _wanted(
             spare -= taken
     for sequence, taken in tokens.items():
         if taken:
-            yield Rows(sequence, taken)
+            yield Rows.of(sequence, "prefill", taken)
 
 
 @torch.inference_mode()

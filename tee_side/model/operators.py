@@ -24,7 +24,7 @@ from tee_side.model.local_operators import not_here
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
-from tee_side.remote.overlap import turn
+from tee_side.remote.call import turn
 from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase
 
 Tensor: TypeAlias = torch.Tensor

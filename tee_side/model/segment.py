@@ -35,8 +35,8 @@ from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is
 from tee_side.protect.randomness import Randomness
+from tee_side.remote.call import submit, time_left, turn
 from tee_side.remote.linear import CallSettings, ChannelsAt
-from tee_side.remote.overlap import submit, time_left, turn
 from tee_side.remote.services.replicas import Replicas
 
 _NO_SESSION = bytes(SESSION_BYTES)

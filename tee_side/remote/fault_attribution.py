@@ -28,7 +28,7 @@ from protocol.messages import EmbeddingRequest
 from protocol.prepared import Exchange, PreparedRequest
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.verification import Blocks, Claim, ResultCheck, Unverified
-from tee_side.remote.overlap import time_left
+from tee_side.remote.call import time_left
 from tee_side.remote.services.replicas import Replicas
 from tee_side.words import Operator
 

@@ -48,8 +48,8 @@ from tee_side.protect.masks.mask import (
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite
 from tee_side.protect.verification import UNVERIFIED
+from tee_side.remote.call import run
 from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
-from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
 from tsqp.lab.bench.model import Document
 from tsqp.lab.leak.recording import AtOnce

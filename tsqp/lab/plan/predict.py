@@ -1,7 +1,7 @@
 """From what a few layers cost to what the whole model would, on a described accelerator and link.
 
 A step is played through: one thread of the TEE that gives each lane its turn as
-`tee_side.remote.overlap` does, links whose bandwidth requests and replies queue for, as in
+`tee_side.remote.call` does, links whose bandwidth requests and replies queue for, as in
 `tsqp.run.link`, and services that answer one request after another.
 """
 

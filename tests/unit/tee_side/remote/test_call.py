@@ -13,8 +13,8 @@ import torch
 from protocol.errors import MaskError, ReplyError
 from protocol.messages import LinearRequest
 from tee_side.protect.masks.mask import Masked
+from tee_side.remote.call import run
 from tee_side.remote.linear import RemoteLinear
-from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator
 from tests.kit.lie import Change, Lying, generate, is_of
 from tests.kit.model import CLEAR, Models, policy_of

@@ -34,8 +34,8 @@ from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution
+from tee_side.remote.call import run
 from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
-from tee_side.remote.overlap import run
 from tee_side.words import Operator
 from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying

@@ -12,8 +12,7 @@ from protocol.messages import LMHeadRequest, TensorReply
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor
 from tee_side.protect.resumption import ResumeWatch
-from tee_side.remote import overlap
-from tee_side.remote.overlap import ask, run, run_overlapped
+from tee_side.remote.call import ask, run, run_overlapped
 from tests.kit.kernel_log import PLUGGED, RESUMED, KernelLog
 from tests.kit.rows import each_row
 
@@ -80,7 +79,7 @@ async def _asking(channel: Recorder, times: int, name: str = "") -> list[int]:
 def test_nothing_is_sent_after_the_vm_was_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     with KernelLog() as log:
         watched = ResumeWatch(log.reader)
-        monkeypatch.setattr(overlap, "watch", lambda: watched)
+        monkeypatch.setattr(call, "watch", lambda: watched)
         channel = Recorder()
         log.say(PLUGGED)
         assert run(_asking(channel, 2)) == [1, 2]
