@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import time
 import types
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
 Operand: TypeAlias = Any
+# Row counts that an operator keeps plans for: every decode batch, and whole prefill chunks.
+_MAX_PLANS = 64
 R = TypeVar("R")
 # `None` is sent to it at each turn.
 Running: TypeAlias = Coroutine[None, None, R]
@@ -72,6 +75,27 @@ class CallPlan:
     clock: StageClock | Untimed
     padded: PaddedSite | None = None
     prepared: tuple[PreparedRequest, ...] = ()
+
+
+class Planned(ABC):
+    """An operator that keeps its plans, one for each row count; call it with its input [T, I]."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, CallPlan] = {}
+
+    @abstractmethod
+    def plan(self, x_TI: torch.Tensor) -> CallPlan:
+        """Make the plan for the row count of this input."""
+
+    def __call__(self, x_TI: torch.Tensor) -> Awaitable[torch.Tensor]:
+        """Return the output, as `carry_out` does."""
+        rows = x_TI.shape[0]
+        plan = self._plans.get(rows)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[rows] = self.plan(x_TI)
+        return carry_out(plan, x_TI)
 
 
 async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,15 +23,12 @@ from tee_side.protect.masks.mask import Masked
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.sites import LinearSite
 from tee_side.protect.verification import ResultCheck, Unverified
-from tee_side.remote.call import CallPlan, carry_out
+from tee_side.remote.call import CallPlan, Planned
 from tee_side.words import Operator, Site, layer_of
 
 # The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
 # embedding goes where layer 0 is, the LM head where the last one is.
 ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
-
-# Row counts that a site keeps plans for: every decode batch, and whole prefill chunks.
-_MAX_PLANS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class SitePlan:
     padded: PaddedSite | None = None
 
 
-class RemoteLinear:
+class RemoteLinear(Planned):
     """A linear operator of one layer, or the LM head, under one protection; call it with [T, I].
 
     `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published schema, instead of
@@ -102,6 +99,7 @@ class RemoteLinear:
         *,
         one_rpc_per_module: bool = False,
     ) -> None:
+        super().__init__()
         self._site, self._settings = plan, settings
         _, operator = site = plan.site
         rows, (self._outputs, _) = row_layout(config, operator)
@@ -110,15 +108,12 @@ class RemoteLinear:
         self._sizes = {module: its.stop - its.start for module, its in rows.items()}
         self._layer = layer_of(site)
         self._clock = settings.clock(operator, self._layer)
-        self._plans: dict[int, CallPlan] = {}
 
-    def __call__(self, x_TI: torch.Tensor) -> Awaitable[torch.Tensor]:
-        """Return the outputs of the operator's modules side by side [T, O], biases included."""
-        plan = self._plans.get(x_TI.shape[0])
-        return carry_out(self._plan(x_TI) if plan is None else plan, x_TI)
+    def plan(self, x_TI: torch.Tensor) -> CallPlan:
+        """Make the plan for the row count of this input.
 
-    def _plan(self, x_TI: torch.Tensor) -> CallPlan:
-        """Make the plan for the row count of this input, and keep it."""
+        Its output has the outputs of the operator's modules side by side [T, O], biases included.
+        """
         site, settings, rows = self._site, self._settings, x_TI.shape[0]
         (layer, operator), rules = site.site, site.rules
         shape, most_rows = (rows, self._outputs), rules.most_rows(rows)
@@ -133,7 +128,7 @@ class RemoteLinear:
                 found = prepared[sent_RI.shape[0]] = self._prepare(sent_RI.shape, sent_RI.dtype)
             return found
 
-        plan = CallPlan(
+        return CallPlan(
             operator=operator,
             layer=self._layer,
             channels=tuple(settings.channels_at(layer)[: rules.services]),
@@ -149,10 +144,6 @@ class RemoteLinear:
             padded=site.padded,
             prepared=() if site.padded is None else self._prepare(x_TI.shape, torch.int32),
         )
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
-        self._plans[rows] = plan
-        return plan
 
     def _prepare(self, shape: tuple[int, ...], of: torch.dtype) -> tuple[PreparedRequest, ...]:
         """Prepare the requests for tensors of a shape [R, I] and dtype."""

@@ -130,7 +130,7 @@ def test_what_is_not_shared_goes_to_one_service(saved_model: Models) -> None:
 def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tee_side.remote.linear._MAX_PLANS", 2)
+    monkeypatch.setattr("tee_side.remote.call._MAX_PLANS", 2)
     made: list[int] = []
     prepare = RemoteLinear._prepare
     monkeypatch.setattr(

@@ -79,7 +79,7 @@ async def _asking(channel: Recorder, times: int, name: str = "") -> list[int]:
 def test_nothing_is_sent_after_the_vm_was_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     with KernelLog() as log:
         watched = ResumeWatch(log.reader)
-        monkeypatch.setattr(call, "watch", lambda: watched)
+        monkeypatch.setattr("tee_side.remote.call.watch", lambda: watched)
         channel = Recorder()
         log.say(PLUGGED)
         assert run(_asking(channel, 2)) == [1, 2]
