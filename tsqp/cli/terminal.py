@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import TsqpError
+from tsqp.run.load import policy_digest
 from tsqp.run.process import bytes_for_people
 
 if TYPE_CHECKING:
@@ -249,7 +250,6 @@ class SoFar:
     ) -> dict[str, object]:
         """Return a result with what it was made with, so that it can be made again."""
         from protocol import native
-        from tsqp.run.serving import policy_digest
 
         return result.model_dump() | {
             "model": self.settings.model,

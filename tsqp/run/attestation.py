@@ -25,9 +25,9 @@ from tee_side.attest.statement import NONE, Statement
 from tee_side.plugins import source_of
 from tee_side.serve.identity import About, Identity, state
 from tee_side.serve.sealed import HpkeKey
+from tsqp.run.load import policy_digest
 from tsqp.run.process import tell
-from tsqp.run.serving import EvidenceSettings, ServeSettings, claims, policy_digest
-from tsqp.run.settings import Settings
+from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
 from tsqp.run.trust import read_client_keys
 from tsqp.seal_keys import key_of_server
 

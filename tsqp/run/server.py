@@ -46,8 +46,9 @@ from tee_side.serve.serving import OfferedModel, Serving, anyone
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.manifest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
+from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
-from tsqp.run.serving import ServeSettings, policy_digest
+from tsqp.run.settings import ServeSettings
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed

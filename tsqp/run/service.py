@@ -19,14 +19,16 @@ from annotated_types import Interval
 
 from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS, SESSION_TTL_S
 from protocol.errors import SettingsError
-from tsqp.run.serving import AttesterKind, EvidenceSettings, again
 from tsqp.run.settings import (
     DEFAULT_ENDPOINT,
     DIRECTORY,
     MIB,
+    AttesterKind,
     ComputeSettings,
     Count,
+    EvidenceSettings,
     Kernels,
+    again,
     local,
     local_file,
     model_directory,
