@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
-from click.shell_completion import CompletionItem
 
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
 _PARTS = ("tee", "wire", "queue", "gpu")
 
 
-class PrivateFile(click.ParamType[BinaryIO]):
+class PrivateFile(click.File):
     """A file to write that its owner alone can read: mode 0600, also where it was there before."""
-
-    name = "file"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -46,12 +43,6 @@ class PrivateFile(click.ParamType[BinaryIO]):
         if ctx is not None:
             ctx.call_on_close(partial(_close, file))
         return file
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Leave files to the shell."""
-        return [CompletionItem(incomplete, type="file")]
 
 
 def _close(file: BinaryIO) -> None:
@@ -108,13 +99,12 @@ def generate(
     with errors_as_json(settings) as so_far:
         sampling = sampling_of(settings)
         # Token ids are enough for a model without a tokenizer; what comes out are token ids, too.
-        loaded = load(settings, text_needed=given.token_ids is None)
-        ids = given.token_ids
-        if ids is None and loaded.tokenizer is not None:
-            ids = loaded.tokenizer.encode(given.text or "")
+        loaded = load(settings, text_needed=isinstance(given, str))
+        if isinstance(given, str):
+            given = [] if loaded.tokenizer is None else loaded.tokenizer.encode(given)
         with open_runner(settings, loaded, table) as runner:
             so_far.generation = generation = runner.generate(
-                ids or [],
+                given,
                 max_new_tokens=settings.max_new_tokens,
                 sampling=sampling,
                 stop=settings.stop,
