@@ -131,10 +131,11 @@ def calibrate(
     return calibrate_on(config, checkpoint, chunks, progress)
 
 
-def parse_ids(content: str, where: str) -> list[list[int]]:
+def parse_ids(content: str, where: str) -> list[list[Any]]:
     """Read token ids: a JSON list of lists, or one sequence of numbers between spaces and lines.
 
-    Raises PromptError that names the position, and quotes nothing of the text.
+    What is no number of these stays as it is, for `calibrate` to refuse. Raises PromptError for a
+    file of another form, and quotes nothing of it.
     """
     if content.lstrip().startswith("["):
         try:
@@ -148,25 +149,17 @@ def parse_ids(content: str, where: str) -> list[list[int]]:
     PromptError.unless(
         any(chunks), where, "no token ids", "numbers, or a JSON list of lists of numbers"
     )
-    for row, chunk in enumerate(chunks):
-        for column, token in enumerate(chunk):
-            PromptError.unless(
-                type(token) is int,
-                f"{where}: sequence {row}, position {column}",
-                "no whole number",
-                "a token id",
-            )
     return chunks
 
 
 def check_ids(chunks: Sequence[list[int]], config: ModelConfig) -> None:
-    """Check that a model has these tokens. Raises PromptError that names the first it has not."""
+    """Check that a model has these tokens. Raises PromptError with the place of the first other."""
     for row, chunk in enumerate(chunks):
         for column, token in enumerate(chunk):
             PromptError.unless(
-                0 <= token < config.vocab_size,
+                type(token) is int and 0 <= token < config.vocab_size,
                 f"token ids: sequence {row}, position {column}",
-                "a number that is no token",
+                "a number that is no token" if type(token) is int else "no whole number",
                 f"0 .. {config.vocab_size - 1}: a vocabulary of {config.vocab_size}",
             )
 
@@ -416,11 +409,7 @@ def sequences(tokenizer: Tokenizer, text: str, tokens: int, context: int) -> lis
         cut.append(tokenizer.apply_chat_template([{"role": "user", "content": opening}])[:size])
     except (ModelError, PromptError):
         pass  # not a model for conversations
-    left = tokens - sum(map(len, cut))
-    while ids and left > 0:
-        taken = [*start, *ids][: min(size, left)]
-        # At least one, or a context as short as `start` would never end.
-        ids = ids[max(1, len(taken) - len(start)) :]
-        left -= len(taken)
-        cut.append(taken)
-    return cut
+    # At least one, or a context as short as `start` would never end.
+    each = max(1, size - len(start))
+    parts = [[*start, *ids[at : at + each]][:size] for at in range(0, len(ids), each)]
+    return cut + _first(parts, tokens - sum(map(len, cut)), size)

@@ -116,10 +116,8 @@ def _processor() -> Iterator[Finding]:
     flags = re.search("^flags.*?:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
     here = set(flags[1].split()) if flags else set()
     for feature, use in _CPU_FEATURES.items():
-        if feature in here:
-            yield Finding("processor", feature, "ok", use)
-        else:
-            yield Finding("processor", feature, "note", f"not here: {use}")
+        found: tuple[State, str] = ("ok", use) if feature in here else ("note", f"not here: {use}")
+        yield Finding("processor", feature, *found)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -176,9 +174,8 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _tee() -> Iterator[Finding]:
-    here = [path for path in _TEE_DEVICES if Path(path).exists()]
-    for path in here:
-        yield Finding("tee", path, "ok", _TEE_DEVICES[path])
+    here = {path: name for path, name in _TEE_DEVICES.items() if Path(path).exists()}
+    yield from (Finding("tee", path, "ok", name) for path, name in here.items())
     if not here:
         detail = (
             f"none of {', '.join(_TEE_DEVICES)}: tee-runner works here but nothing is protected"

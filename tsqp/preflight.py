@@ -6,7 +6,6 @@ pad, and changes nothing.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding
+from tsqp.run.process import require_seed
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import (
     bank_place,
@@ -261,19 +261,14 @@ def _clock(_start: Start) -> Iterator[Finding]:
 
 def _entropy(_start: Start) -> Iterator[Finding]:
     """Look at the operating system's generator: pads, shares and secrets come from it."""
-    try:
-        os.getrandom(16, os.GRND_NONBLOCK)
-    except BlockingIOError:
-        detail = "the operating system's generator is not seeded yet: no run starts"
-        yield Finding("run", "entropy", "missing", detail, "wait a moment")
-    else:
-        yield Finding("run", "entropy", "ok", "the operating system's generator is seeded")
+    require_seed()
+    yield Finding("run", "entropy", "ok", "the operating system's generator is seeded")
 
 
 # By name, and the command that makes what is missing.
 _CHECKS: dict[tuple[str, str], Callable[[Start], Iterator[Finding]]] = {
     ("clock", ""): _clock,
-    ("entropy", ""): _entropy,
+    ("entropy", "wait a moment: no run starts"): _entropy,
     ("model", "give MODEL a Hugging Face directory with safetensors weights"): _model,
     ("policy", "tsqp policies"): _policy,
     ("linear weights", "copy the model's safetensors files into {model}"): _weights,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import rich.box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 # A column's heading, and whether it holds numbers.
 Column = tuple[str, bool]
@@ -39,7 +40,7 @@ def table(
     return made
 
 
-def definitions(pairs: Iterable[tuple[str, str]]) -> Table:
+def definitions(pairs: Iterable[tuple[str | Text, RenderableType]]) -> Table:
     """Return a list of terms with what they mean, indented behind them."""
     made = Table.grid(padding=(0, 2))
     made.add_column(no_wrap=True)

@@ -21,7 +21,7 @@ from tests.kit.service import ENVIRONMENT, call, run
 from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.main import command as tsqp
-from tsqp.cli.prompts import Prompt, chosen_prompt
+from tsqp.cli.prompts import chosen_prompt
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.run.load import sampling_of
@@ -202,7 +202,7 @@ def test_a_prompt_comes_from_a_file_or_standard_input(content: str, tmp_path: Pa
         context = generate.make_context("generate", ["demo", "--prompt-file", file])
         with path.open() as stdin, mock.patch("sys.stdin", stdin):
             found = chosen_prompt(context, prompt=None, prompt_file=file, prompt_token_ids=None)
-        assert found == Prompt("Once\n more", None)
+        assert found == "Once\n more"
 
 
 @each_row(

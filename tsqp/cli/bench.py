@@ -13,9 +13,8 @@ from click.core import ParameterSource
 
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
-from tsqp.cli.lab_types import COUNTS, complete_shape
+from tsqp.cli.lab_options import COUNTS, OutputFile, Outputs, complete_shape
 from tsqp.cli.options import use
-from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
@@ -191,20 +190,8 @@ def bench(
     )
     with outputs.checked():
         run = Bench(_settings(model, shape, policy, options, given), _say)
-    written = True
-    try:
-        run.run()
-    finally:
-        if run.measured:
-            report = run.report()
-            # First: it is there whatever becomes of the files, and they whatever becomes of it.
-            try:
-                show(report, console, details=details)
-            finally:
-                written = outputs.write(report)
-        else:
-            outputs.remove()
-    if not written:
+    outputs.report_of(run, lambda report: show(report, console, details=details))
+    if not outputs.written:
         context.exit(EXIT_FAILURE)
 
 

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
@@ -102,14 +102,30 @@ def verify(
     appraisal = read_appraisal(policy, mode)
     look = _of_server if "://" in server else _of_file
     steps, pinned, refused = look(server, appraisal)
+    more = {"refused": refused, "pinned": pinned}
+    lines = [f"pinned  {name}: {value}" for name, value in pinned.items()]
     passed = refused is None and all(step.passed for step in steps)
+    lines.append(refused or ("verified" if passed else "NOT verified"))
+    _end(context, steps, lines, more, passed=passed, as_json=as_json)
+
+
+def _end(
+    context: click.Context,
+    steps: Sequence[AppraisalStep],
+    lines: Iterable[str],
+    more: dict[str, object],
+    *,
+    passed: bool,
+    as_json: bool,
+) -> None:
+    """Print steps with further lines, or one object with more, and exit: 0 where all passed."""
     if as_json:
-        said = {"passed": passed, "refused": refused, "steps": [step._asdict() for step in steps]}
-        click.echo(json.dumps(said | {"pinned": pinned}, indent=1))
+        listed = [step._asdict() for step in steps]
+        said = {"passed": passed, "steps": listed} | more
+        click.echo(json.dumps(said, indent=1, default=bytes.hex))
     else:
-        for line in (*steps, *(f"pinned  {name}: {value}" for name, value in pinned.items())):
+        for line in (*steps, *lines):
             click.echo(str(line))
-        click.echo(refused or ("verified" if passed else "NOT verified"))
     context.exit(0 if passed else EXIT_FAILURE)
 
 
@@ -166,6 +182,7 @@ def _pinned(found: Appraisal, certificate: bytes | None) -> dict[str, object]:
 # As a header, as `curl -D` writes it, or as the comment in a stream.
 _NAMED = re.compile(rb"^(?:: )?tsqp-receipt:? ([A-Za-z0-9+/=]+)\r?$", re.IGNORECASE | re.MULTILINE)
 _DONE = b"data: [DONE]\n\n"
+_DIGESTS = ("previous", "model", "policy", "request", "response")
 # Of an appraisal step: its name, whether it passed, what was found and what was expected.
 _Row: TypeAlias = tuple[str, bool, str, str]
 
@@ -260,16 +277,10 @@ def verify_receipt(
         # What is not genuine says nothing.
         rows.append((error.where, False, error.got, error.expected))
     steps = [AppraisalStep(*row) for row in rows]
+    said = [one.model_dump() | {"sha256": hashlib.sha256(it).digest()} for it, one in found]
     passed = all(step.passed for step in steps)
-    if as_json:
-        listed = [step._asdict() for step in steps]
-        said = [one.model_dump() | {"sha256": hashlib.sha256(it).digest()} for it, one in found]
-        report = {"passed": passed, "steps": listed, "receipts": said}
-        click.echo(json.dumps(report, default=bytes.hex))
-    else:
-        for line in (*steps, *(line for one in found for line in _told(*one))):
-            click.echo(str(line))
-    context.exit(0 if passed else EXIT_FAILURE)
+    lines = (line for one in found for line in _told(*one))
+    _end(context, steps, lines, {"receipts": said}, passed=passed, as_json=as_json)
 
 
 def _key(text: str) -> bytes:
@@ -316,14 +327,16 @@ def _same(name: str, got: bytes, expected: bytes) -> _Row:
 
 
 def _told(signed: bytes, one: Receipt) -> Iterator[str]:
-    """Yield what a receipt says, in words."""
-    yield f"says  receipt: {one.sequence}, SHA-256 {hashlib.sha256(signed).hexdigest()}"
-    yield f"says  time: {datetime.fromtimestamp(one.time, UTC).isoformat()}"
-    for name in ("previous", "model", "policy", "request", "response"):
-        yield f"says  {name}: {getattr(one, name).hex()}"
-    yield f"says  tokens: {one.prompt_tokens} read, {one.completion_tokens} made"
-    yield f"says  sampling: {json.dumps(one.sampling)}"
-    yield f"says  seed: {'none that was asked for' if one.seed is None else one.seed}"
+    """Return what a receipt says, in words."""
+    facts = {
+        "receipt": f"{one.sequence}, SHA-256 {hashlib.sha256(signed).hexdigest()}",
+        "time": datetime.fromtimestamp(one.time, UTC).isoformat(),
+        **{name: getattr(one, name).hex() for name in _DIGESTS},
+        "tokens": f"{one.prompt_tokens} read, {one.completion_tokens} made",
+        "sampling": json.dumps(one.sampling),
+        "seed": "none that was asked for" if one.seed is None else one.seed,
+    }
+    return (f"says  {name}: {value}" for name, value in facts.items())
 
 
 @click.command(context_settings=CONTEXT)

@@ -10,27 +10,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
-from click.shell_completion import CompletionItem
 
+from protocol.errors import TsqpError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
 from tsqp.cli.prompts import chosen_prompt
-from tsqp.cli.terminal import errors_as_json, stream
-from tsqp.run.load import load, open_runner, sampling_of
+from tsqp.cli.terminal import describe_error, stream
+from tsqp.run.load import load, open_runner, policy_digest, sampling_of
 from tsqp.run.settings import TextSettings
 
 if TYPE_CHECKING:
     import torch
 
+    from tee_side.engine.generation import Generation, GenerationResult
+    from tee_side.runner import Runner
     from tsqp.operator_table import OperatorTotals
 
 _PARTS = ("tee", "wire", "queue", "gpu")
 
 
-class PrivateFile(click.ParamType[BinaryIO]):
+class PrivateFile(click.File):
     """A file to write that its owner alone can read: mode 0600, also where it was there before."""
-
-    name = "file"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -46,12 +46,6 @@ class PrivateFile(click.ParamType[BinaryIO]):
         if ctx is not None:
             ctx.call_on_close(partial(_close, file))
         return file
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Leave files to the shell."""
-        return [CompletionItem(incomplete, type="file")]
 
 
 def _close(file: BinaryIO) -> None:
@@ -105,16 +99,16 @@ def generate(
     )
     table = OperatorTable() if report else None
     logits: list[torch.Tensor] = []
-    with errors_as_json(settings) as so_far:
+    generation: Generation | None = None
+    try:
         sampling = sampling_of(settings)
         # Token ids are enough for a model without a tokenizer; what comes out are token ids, too.
-        loaded = load(settings, text_needed=given.token_ids is None)
-        ids = given.token_ids
-        if ids is None and loaded.tokenizer is not None:
-            ids = loaded.tokenizer.encode(given.text or "")
+        loaded = load(settings, text_needed=isinstance(given, str))
+        if isinstance(given, str):
+            given = [] if loaded.tokenizer is None else loaded.tokenizer.encode(given)
         with open_runner(settings, loaded, table) as runner:
-            so_far.generation = generation = runner.generate(
-                ids or [],
+            generation = runner.generate(
+                given,
                 max_new_tokens=settings.max_new_tokens,
                 sampling=sampling,
                 stop=settings.stop,
@@ -123,7 +117,13 @@ def generate(
             result = stream(runner, generation, settings, logits if save_logits else None)
             # The digest of the model reads the configuration and every light weight.
             wanted = settings.as_json or report
-            described = so_far.described(runner, result, sampling) if wanted else {}
+            described = _described(runner, result, settings.model, sampling.seed) if wanted else {}
+    except TsqpError as error:
+        if settings.as_json:  # an object too, with the tokens so far
+            token_ids, text = (generation.token_ids, generation.text) if generation else ([], "")
+            said = {"error": describe_error(error), "token_ids": token_ids, "text": text or ""}
+            click.echo(json.dumps(said))
+        raise
     if settings.as_json:
         click.echo(json.dumps(described))
     if report and table:
@@ -134,6 +134,22 @@ def generate(
         from safetensors.torch import save
 
         _write(save_logits, save({"logits": torch.stack(logits).to(torch.float32)}))
+
+
+def _described(
+    runner: Runner, result: GenerationResult, model: str, seed: int | None
+) -> dict[str, object]:
+    """Return a result with what it was made with, so that it can be made again."""
+    from protocol import native
+
+    return result.model_dump() | {
+        "model": model,
+        "model_digest": runner.model_digest,
+        "policy_digest": policy_digest(runner.policy).hex(),
+        "kernels": native.choice().variant,
+        "cores": runner.cores._asdict(),
+        "seed": seed,
+    }
 
 
 def _costs(totals: OperatorTotals) -> dict[str, object]:

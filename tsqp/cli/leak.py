@@ -15,9 +15,8 @@ import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
-from tsqp.cli.lab_types import Numbers, complete_shape
+from tsqp.cli.lab_options import Numbers, OutputFile, Outputs, complete_shape
 from tsqp.cli.options import use
-from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
@@ -223,27 +222,18 @@ def leak(
     )
     from tsqp.lab.leak.laboratory import Laboratory
 
-    written = True
     with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
         folder = Path(name)
         with outputs.checked():
             settings = _settings(model, shape, folder, fail_above, options)
             laboratory = Laboratory(settings, folder, watch)
-        try:
-            laboratory.run()
-        finally:
-            if laboratory.measured:
-                report = laboratory.report()
-                try:
-                    show(report, console, details=details)
-                finally:
-                    written = outputs.write(report)
-            else:
-                outputs.remove()
+        report = outputs.report_of(
+            laboratory, lambda report: show(report, console, details=details)
+        )
     failed = [] if fail_above is None else above(report, fail_above)
     for line in failed:
         _say(line)
-    if failed or not written:
+    if failed or not outputs.written:
         context.exit(EXIT_FAILURE)
 
 

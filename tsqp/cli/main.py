@@ -22,9 +22,8 @@ _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provisio
 # The commands of each module.
 _COMMANDS = {
     "bench": ("bench",),
-    "policies": ("masks", "policies"),
+    "policies": ("explain", "masks", "policies"),
     "evidence": ("keyserver", "proxy", "receipt", "verify"),
-    "explain": ("explain",),
     "guest_image": ("image", "measure"),
     "keys": ("api-key", "keys"),
     "leak": ("leak",),

@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -14,14 +13,19 @@ import click
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes, use
-from tsqp.run.bank import BATCH_TOKENS, padded, product_operations
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
-from tsqp.run.trust import bank_place, load_manifest, load_pinned_policy, open_seal
+from tsqp.run.trust import (
+    BATCH_TOKENS,
+    bank_place,
+    load_manifest,
+    load_pinned_policy,
+    open_seal,
+    padded,
+    product_operations,
+)
 
 if TYPE_CHECKING:
-    from click._termui_impl import ProgressBar
-
     from tee_side.protect.pads.bank import BankFile, PadBankStatus
     from tee_side.protect.pads.maker import PadMaker
 
@@ -135,19 +139,14 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
     started = time.perf_counter()
     with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
         for count in batches:
-            maker.fill(store, count, on_site=partial(_advance, bar, count))
+            maker.fill(store, count, on_site=lambda _done, _sites, tokens=count: bar.update(tokens))
     elapsed = time.perf_counter() - started
-    if wanted:
-        rate = product_operations(store.layout) * wanted / elapsed / 1e9
-        click.echo(
-            f"{wanted} tokens in {elapsed:.1f} s: {wanted / elapsed:.1f} a second,"
-            f" {rate:.0f} GOP/s of int8",
-            err=True,
-        )
-
-
-def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:
-    bar.update(tokens)
+    rate = product_operations(store.layout) * wanted / elapsed / 1e9
+    click.echo(
+        f"{wanted} tokens in {elapsed:.1f} s: {wanted / elapsed:.1f} a second,"
+        f" {rate:.0f} GOP/s of int8",
+        err=True,
+    )
 
 
 def _show(status: PadBankStatus, *, as_json: bool) -> None:

@@ -12,9 +12,8 @@ from protocol.errors import SettingsError
 from protocol.messages import MAX_RANKS
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.gpu_service import without_columns
-from tsqp.cli.lab_types import complete_shape
+from tsqp.cli.lab_options import OutputFile, Outputs, complete_shape
 from tsqp.cli.options import use
-from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import definitions, open_console, table
@@ -139,7 +138,8 @@ def plan(
         outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say)
         with outputs.checked():
             measured = fit_machine(cores, options["spin_us"], _accelerator(device), _say)
-        if not outputs.write(measured):
+        outputs.write(measured)
+        if not outputs.written:
             run.exit(EXIT_FAILURE)
         return
     planned = None if machine is None else read_machine(machine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -14,22 +13,14 @@ from protocol.errors import PromptError, SettingsError
 _SOURCES = ("prompt", "prompt_file", "prompt_token_ids")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A text or token ids; the other is None."""
-
-    text: str | None
-    token_ids: list[int] | None
-
-
 def chosen_prompt(
     context: click.Context,
     *,
     prompt: str | None,
     prompt_file: str | None,
     prompt_token_ids: str | None,
-) -> Prompt:
-    """Return the one prompt that was given.
+) -> str | list[int]:
+    """Return the one prompt that was given: a text, or token ids.
 
     One on the command line comes before others in the environment or the settings file. Raises
     SettingsError if there is none or more than one, PromptError if it cannot be read.
@@ -50,10 +41,8 @@ def chosen_prompt(
     )
     [(name, value)] = given.items()
     if name == "prompt_token_ids":
-        return Prompt(None, _parse_ids(value))
-    if name == "prompt_file":
-        return Prompt(_read_file(value), None)
-    return Prompt(require_utf8(value, "--prompt"), None)
+        return _parse_ids(value)
+    return _read_file(value) if name == "prompt_file" else require_utf8(value, "--prompt")
 
 
 def require_utf8(text: str, where: str) -> str:

@@ -16,8 +16,7 @@ from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
 from tsqp.run.load import engine_settings, hides, load, open_runner
 from tsqp.run.process import tell
-from tsqp.run.serving import ServeSettings
-from tsqp.run.settings import model_directory
+from tsqp.run.settings import ServeSettings, model_directory
 
 _SAY_EVERY_S = 2.0
 

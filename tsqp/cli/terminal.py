@@ -12,7 +12,6 @@ standard input; generated text must not wait for that.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import re
@@ -20,9 +19,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from tee_side.engine.generation import Generation, GenerationResult, PadTotals, RpcTotals
-    from tee_side.engine.request import SamplingSettings
     from tee_side.engine.text_stream import TextStream
     from tee_side.runner import Runner
     from tsqp.run.settings import TextSettings
@@ -235,45 +231,6 @@ def _summarise(result: GenerationResult) -> None:
         f"{traffic(result.rpc)}{pads_left(result.pads)}",
         err=True,
     )
-
-
-@dataclass
-class SoFar:
-    """What there is to show of a run, also when it ends with an error."""
-
-    settings: TextSettings
-    generation: Generation | None = None
-
-    def described(
-        self, runner: Runner, result: GenerationResult, sampling: SamplingSettings
-    ) -> dict[str, object]:
-        """Return a result with what it was made with, so that it can be made again."""
-        from protocol import native
-        from tsqp.run.serving import policy_digest
-
-        return result.model_dump() | {
-            "model": self.settings.model,
-            "model_digest": runner.model_digest,
-            "policy_digest": policy_digest(runner.policy).hex(),
-            "kernels": native.choice().variant,
-            "cores": runner.cores._asdict(),
-            "seed": sampling.seed,
-        }
-
-
-@contextmanager
-def errors_as_json(settings: TextSettings) -> Iterator[SoFar]:
-    """With `--json`, print an error of the block as an object too, with the tokens so far."""
-    so_far = SoFar(settings)
-    try:
-        yield so_far
-    except TsqpError as error:
-        if settings.as_json:
-            made = so_far.generation
-            token_ids, text = (made.token_ids, made.text or "") if made else ([], "")
-            said = {"error": describe_error(error), "token_ids": token_ids, "text": text}
-            click.echo(json.dumps(said))
-        raise
 
 
 def describe_error(error: TsqpError) -> dict[str, object]:

@@ -58,7 +58,6 @@ SERVED = LIED_TO = "shielded"
 SAID = "Tell me a story about a fox."
 SERVED_TITLE = "a chat over HTTP, with tee-runner serve"
 LIES_TITLE = "and the service lies once"
-_SHOWN_REQUESTS = 4
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Stage:
         """Generate under one policy, with the tap in between, and show it."""
         console = self._console
         console.print()
-        reach, feed = self._services.reach(policy), TapFeed(_SHOWN_REQUESTS)
+        reach, feed = self._services.reach(policy), TapFeed()
         leakage_summary = (
             policy.leakage_summary(links_encrypted=False)
             or f"policy {policy.name}: nothing leaves the TEE"
@@ -180,7 +179,7 @@ class Stage:
 
             report, logits = self._generate(name, reach.options(tap.endpoint), show)
         EndpointError.unless(
-            feed.received.requests or not report["rpc"]["count"],
+            feed.requests or not report["rpc"]["count"],
             "tap",
             "no requests",
             "the runner's requests",
@@ -189,11 +188,9 @@ class Stage:
         story.rstrip()
         # The last token is sampled, and never goes through the model.
         sent = report["prompt_token_ids"] + tokens.ids[:-1]
-        reading = match(self._matcher, feed.received.inputs, sent)
+        reading = match(self._matcher, feed.inputs, sent)
         console.print(panel(subtitle=_pace(report), reading=reading))
-        return Act(
-            policy, report, tokens, str(story).removeprefix(self._prompt), feed.received.requests
-        )
+        return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.requests)
 
     @contextmanager
     def _live(self, panel: Callable[[], Panel]) -> Iterator[Callable[[], None]]:

@@ -19,6 +19,7 @@ from tsqp.demo.tap import Lie, TapFeed
 from tsqp.demo.verdict import Comparison, Matched
 from tsqp.page.seen import ByteSummary, Seen, summarise
 from tsqp.run.process import bytes_for_people
+from tsqp.tables import definitions
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"
@@ -77,16 +78,16 @@ def act_panel(
     first = "the first of two services" if services > 1 else "the GPU"
     dtypes = f": {', '.join(feed.dtypes)}" if feed.dtypes else ""
     rows: list[RenderableType] = [story, Rule(f"what {first} received{dtypes}", style="dim")]
-    summary = summarise(feed.received.counts)
+    summary = summarise(feed.counts)
     if summary is None:
         rows.append(Text(f"nothing{' so far' if running else ': no request, not one byte'}"))
     else:
-        shown = list(feed.last) if running else feed.first
+        shown = feed.last if running else feed.first
         rows.append(_feed_table(shown, feed, width, "last" if running else "first"))
         measured = _measured(summary, feed, _ASCII_BARS if ascii_only else _BARS)
         if reading is not None:
-            measured.add_row("read", _reading(reading, broken))
-        rows.append(measured)
+            measured.append(("read", _reading(reading, broken)))
+        rows.append(_facts(measured))
     return Panel(
         Group(*rows),
         title=Text(title, style="bold"),
@@ -109,16 +110,17 @@ def chat_panel(title: str, said: str, answer: str, *, width: int) -> Panel:
 
 def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, width: int) -> Panel:
     """Show the act in which one number of one reply is a lie, and how the runner ended."""
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(style="bold", no_wrap=True, width=8)
-    grid.add_column()
-    grid.add_row("reply", f"to {lie.what}: {lie.count} numbers, all but one as computed")
     true, told = (f"{number & 0xFFFFFFFF:08x}" for number in (lie.true, lie.told))
-    grid.add_row("lie", Text(f"number {lie.index} is {told} instead of {true}"))
-    grid.add_row("runner", Text(refusal, style="bold red"))
+    facts = [
+        ("reply", f"to {lie.what}: {lie.count} numbers, all but one as computed"),
+        ("lie", f"number {lie.index} is {told} instead of {true}"),
+        ("runner", Text(refusal, style="bold red")),
+    ]
     text = Text.assemble((prompt, "bold"), story)
     return Panel(
-        Group(text, Rule("what the service did, and what the runner said", style="dim"), grid),
+        Group(
+            text, Rule("what the service did, and what the runner said", style="dim"), _facts(facts)
+        ),
         title=Text(title, style="bold"),
         title_align="left",
         width=min(width, _MAX_WIDTH),
@@ -130,7 +132,7 @@ def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) ->
     table.add_column("layer", justify="right", width=5)
     table.add_column("operator", no_wrap=True, width=20)
     table.add_column("shape", no_wrap=True, width=9)
-    label = f"{which} {len(shown)} of {feed.received.requests} requests"
+    label = f"{which} {len(shown)} of {feed.requests} requests"
     table.add_column(Text(label), no_wrap=True, ratio=1)
     for seen in shown:
         table.add_row(
@@ -153,21 +155,20 @@ def _numbers(seen: Seen, count: int) -> str:
     return " ".join(f"{n & 0xFFFFFFFF:08x}" for n in whole)
 
 
-def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(style="bold", no_wrap=True, width=8)
-    grid.add_column()
+def _facts(facts: Iterable[tuple[str, RenderableType]]) -> Table:
+    return definitions((Text(term, style="bold"), found) for term, found in facts)
+
+
+def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> list[tuple[str, RenderableType]]:
     verdict = "as even as chance makes them" if summary.even else "uneven: there is a pattern"
-    grid.add_row(
-        "bytes",
+    said = (
         f"{bytes_for_people(summary.total)}, {summary.values} values, each"
         f" {summary.rarest:.2%} to {summary.commonest:.2%} of all,"
-        f" entropy {summary.entropy_bits:.3f} of 8 bits: {verdict}",
+        f" entropy {summary.entropy_bits:.3f} of 8 bits: {verdict}"
     )
-    heights = _heights(feed.histogram(_BUCKETS), len(bars) - 1)
-    drawn = "".join(bars[height] for height in heights)
-    grid.add_row("00 to ff", Text(drawn, style="cyan", no_wrap=True))
-    return grid
+    counts: list[int] = feed.counts.reshape(_BUCKETS, -1).sum(axis=1).tolist()
+    drawn = "".join(bars[height] for height in _heights(counts, len(bars) - 1))
+    return [("bytes", said), ("00 to ff", Text(drawn, style="cyan", no_wrap=True))]
 
 
 def _reading(reading: Matched, broken: bool) -> Text:

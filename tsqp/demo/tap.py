@@ -9,9 +9,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -99,33 +98,26 @@ class Tap:
             self._on_request(seen)
 
 
-class TapFeed:
+@dataclass(eq=False)
+class TapFeed(ReceivedTensors):
     """Collects what a tap sees in one act.
 
-    `first`, `last`: up to `kept` requests each. `dtypes`: names, of all tensors. `received`: sums.
+    `first`, `last`: up to `kept` requests each. `dtypes`: names, of all tensors.
     """
 
-    def __init__(self, kept: int) -> None:
-        self.first: list[Seen] = []
-        self.last: deque[Seen] = deque(maxlen=kept)
-        self.dtypes: list[str] = []
-        self.received = ReceivedTensors()
-        self._kept = kept
+    kept: int = 4
+    first: list[Seen] = field(default_factory=list)
+    last: list[Seen] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
 
     def add(self, seen: Seen) -> None:
         """Take note of a request; called from the tap's thread."""
-        if len(self.first) < self._kept:
-            self.first.append(seen)
-        self.last.append(seen)
+        super().add(seen)
+        self.first = [*self.first, seen][: self.kept]
+        self.last = [*self.last, seen][-self.kept :]
         for tensor in seen.tensors:
             if (name := str(tensor.dtype).removeprefix("torch.")) not in self.dtypes:
                 self.dtypes.append(name)
-        self.received.add(seen)
-
-    def histogram(self, buckets: int) -> list[int]:
-        """Count bytes in `buckets` ranges of equal size; `buckets` divides 256."""
-        counts: list[int] = self.received.counts.reshape(buckets, -1).sum(axis=1).tolist()
-        return counts
 
 
 @dataclass(frozen=True)

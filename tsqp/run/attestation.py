@@ -1,4 +1,8 @@
-"""What a server says of itself (`--attest`): from its settings to an identity."""
+"""What our programs prove of themselves (`--attest`): their identity, and evidence of GPUs.
+
+Source of what NVIDIA's driver is asked: "NVML API Reference",
+nvmlDeviceGetConfComputeGpuAttestationReport and nvmlDeviceGetConfComputeGpuCertificate.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,26 @@ import time
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from zmq.utils import z85
 
 from protocol.endpoint import one_for_each
-from protocol.errors import SettingsError
+from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.attesters import Attester, find_attester
-from tee_side.attest.statement import NONE, Statement
+from tee_side.attest.statement import NONE, GpuEvidence, Statement
 from tee_side.plugins import source_of
 from tee_side.serve.identity import About, Identity, state
 from tee_side.serve.sealed import HpkeKey
+from tsqp.extras import require
+from tsqp.run.load import policy_digest
 from tsqp.run.process import tell
-from tsqp.run.serving import EvidenceSettings, ServeSettings, claims, policy_digest
-from tsqp.run.settings import Settings
+from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
 from tsqp.run.trust import read_client_keys
 from tsqp.seal_keys import key_of_server
 
@@ -39,6 +46,7 @@ _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----",
 _OURS = ("protocol.", "tee_side.", "tsqp.")
 # Emulation measures nothing: QEMU repeats it to its guest.
 _EMULATED = Path("/sys/firmware/qemu_fw_cfg/by_name/opt/tsqp/measurement/raw")
+_EXTRA = "the extra attest: pip install '.[attest]'"
 _NO_KEY = z85.encode(bytes(32))
 
 
@@ -217,3 +225,57 @@ def _content(path: Path | None) -> bytes:
         raise SettingsError(
             str(path), error.strerror or type(error).__name__, "a file to read"
         ) from None
+
+
+def read_certificates() -> dict[str, tuple[bytes, ...]]:
+    """Return the certificates of every GPU of this machine, in DER, leaf first, by its number.
+
+    Of all: which of them a program computes on, only that program knows. Raises EvidenceError, and
+    SettingsError where nvidia-ml-py is not installed.
+    """
+    with _devices() as (nvml, devices):
+        return {name: _gpu_certificates(nvml, device) for name, device in devices.items()}
+
+
+def ask_gpus(nonce: bytes) -> dict[str, GpuEvidence]:
+    """Return evidence of every GPU, by its number, for a nonce of 32 bytes.
+
+    Takes about a second for each. Raises as `read_certificates`.
+    """
+    found = {}
+    with _devices() as (nvml, devices):
+        for name, device in devices.items():
+            said = nvml.nvmlDeviceGetConfComputeGpuAttestationReport(device, nonce)
+            report = bytes(said.attestationReport)[: said.attestationReportSize]
+            found[name] = GpuEvidence(report=report, certificates=_gpu_certificates(nvml, device))
+    return found
+
+
+@contextmanager
+def _devices() -> Iterator[tuple[Any, dict[str, Any]]]:
+    require("pynvml", "evidence of GPUs", _EXTRA)
+    nvml = import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        try:
+            count = nvml.nvmlDeviceGetCount()
+            if not count:
+                raise _no_gpus("no GPU")
+            yield nvml, {f"{n}": nvml.nvmlDeviceGetHandleByIndex(n) for n in range(count)}
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise _no_gpus(str(error)) from None
+    except ValueError:
+        raise _no_gpus("certificates that cannot be read") from None
+
+
+def _gpu_certificates(nvml: Any, device: Any) -> tuple[bytes, ...]:
+    found = nvml.nvmlDeviceGetConfComputeGpuCertificate(device)
+    pem = bytes(found.attestationCertChain)[: found.attestationCertChainSize]
+    return tuple(one.public_bytes(Encoding.DER) for one in x509.load_pem_x509_certificates(pem))
+
+
+def _no_gpus(got: str) -> EvidenceError:
+    expected = "GPUs of NVIDIA's in confidential mode, and their driver"
+    return EvidenceError("evidence of GPUs", got=got, expected=expected)

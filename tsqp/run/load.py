@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,6 +71,22 @@ def load(settings: RunSettings, *, text_needed: bool, release: Release | None = 
     read_config(directory, manifest)
     there = text_needed or find_file(directory, TOKENIZER_FILE, manifest) is not None
     return Loaded(manifest, policy, Tokenizer(directory, manifest) if there else None)
+
+
+def policy_digest(policy: Policy) -> bytes:
+    """Return SHA-256 over what a policy says; the code of its masks is not covered."""
+    operators = {
+        operator: [
+            (p.scope, p.place, p.mask.described() if p.mask else "none", p.verify)
+            + ((p.window.sinks, p.window.recent) if p.window else ())
+            for p in placements
+        ]
+        for operator, placements in policy.operators.items()
+    }
+    prefill = (policy.prefill, policy.left_to_decode)
+    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
+    said.append(policy.service.attested)
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
 def engine_settings(settings: RunSettings) -> EngineSettings:

@@ -43,13 +43,18 @@ def require_own_secrets() -> None:
     """
     from tee_side.protect.resumption import watch
 
+    require_seed()
+    watch()
+
+
+def require_seed() -> None:
+    """Raise UnseededError where the operating system's generator has no seed yet."""
     try:
         os.getrandom(1, os.GRND_NONBLOCK)
     except BlockingIOError:
         raise UnseededError(
             "the operating system's random generator", got="no seed", expected="one (wait a moment)"
         ) from None
-    watch()
 
 
 def _quoted(value: object) -> str:

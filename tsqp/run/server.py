@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import uvicorn
@@ -46,8 +46,9 @@ from tee_side.serve.serving import OfferedModel, Serving, anyone
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.manifest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
+from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
-from tsqp.run.serving import ServeSettings, policy_digest
+from tsqp.run.settings import ServeSettings
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed
@@ -58,6 +59,10 @@ _SHUTDOWN_S = 5
 _BACKLOG = 1024
 _SYNC_S = 1.0
 _TRIM_S = 10.0
+
+
+# Names of a certificate and its key, in PEM.
+Tls: TypeAlias = "tuple[str | Path, str | Path]"
 
 
 class Parts(NamedTuple):
@@ -72,13 +77,6 @@ class Parts(NamedTuple):
     audit: AuditLog | None
     identity: Identity | None
     starting: Starting
-
-
-class Tls(NamedTuple):
-    """Names of a certificate and its key, in PEM."""
-
-    certificate: str | Path
-    key: str | Path
 
 
 class Starting:
@@ -106,6 +104,7 @@ async def _not_yet(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _configured(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
+    certificate, key = tls or (None, None)
     return uvicorn.Config(
         app,
         # Nothing of a request is logged: paths and headers may hold what a client says.
@@ -113,8 +112,8 @@ def _configured(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         lifespan="off",
-        ssl_certfile=None if tls is None else tls.certificate,
-        ssl_keyfile=None if tls is None else tls.key,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
 
@@ -130,7 +129,7 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     with ExitStack() as opened:
         if identity is not None:
-            tls = Tls(*opened.enter_context(tls_files(identity)))
+            tls = opened.enter_context(tls_files(identity))
         audit = _audit_log(settings)
         if audit is not None:
             opened.enter_context(audit)
@@ -354,7 +353,7 @@ def _checked_tls(settings: ServeSettings) -> Tls | None:
         expected = "a certificate and its key, as PEM, without a passphrase"
         where = "--tls-certificate and --tls-key"
         raise SettingsError(where, got=got or type(error).__name__, expected=expected) from None
-    return Tls(certificate, key)
+    return certificate, key
 
 
 def _bound(host: str, port: int) -> socket.socket:

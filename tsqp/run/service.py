@@ -19,14 +19,16 @@ from annotated_types import Interval
 
 from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS, SESSION_TTL_S
 from protocol.errors import SettingsError
-from tsqp.run.serving import AttesterKind, EvidenceSettings, again
 from tsqp.run.settings import (
     DEFAULT_ENDPOINT,
     DIRECTORY,
     MIB,
+    AttesterKind,
     ComputeSettings,
     Count,
+    EvidenceSettings,
     Kernels,
+    again,
     local,
     local_file,
     model_directory,
@@ -269,8 +271,12 @@ def attested_service(settings: GpuServiceSettings, held: Held) -> Attested | Non
     from protocol.curve import require_curve
     from tee_side.attest.statement import NONE, Claims, Statement, gpu_nonce, report_data
     from tsqp.key_files import replace_public_key
-    from tsqp.run.attestation import attester_of, settings_digest
-    from tsqp.run.gpu_evidence import ask_gpus, read_certificates
+    from tsqp.run.attestation import (
+        ask_gpus,
+        attester_of,
+        read_certificates,
+        settings_digest,
+    )
 
     require_curve()
     public, secret = zmq.curve_keypair()

@@ -1,4 +1,4 @@
-"""What the settings of a run name: seal, manifest, policy, keys, evidence and pad bank."""
+"""What the settings of a run name: seal, manifest, policy, keys, evidence, pads and their bank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.errors import SettingsError, describe
+from protocol.errors import PolicyError, SettingsError, describe
 from tsqp.run.process import tell
 from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
     from protocol.http_access import HttpAccess
+    from protocol.model.config import ModelConfig
     from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
+    from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.bank_files import BankPlace
+    from tee_side.protect.pads.layout import PadLayout
     from tee_side.remote.attested import ServiceAppraisal
 
 _APPRAISAL = "--service-appraisal"
+# Tokens in one product: each weight is read from the directory and quantised once for so many. At
+# 512 that would take a quarter of the whole (1b shape, 2 cores).
+BATCH_TOKENS = 1024
 
 
 def open_seal(
@@ -267,3 +273,28 @@ def bank_place(settings: RunSettings) -> BankPlace | None:
         settings.bank_witness,
         beside_bank=settings.bank_key_beside_bank,
     )
+
+
+def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
+    """Return the mask that a bank is for, and its sites. Raises PolicyError."""
+    from tee_side.model.local_operators import sites_under
+    from tee_side.protect.masks.mask import AdditiveMask
+    from tee_side.protect.pads.layout import PadLayout
+
+    found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
+    names = " and ".join(mask.described() for mask in found)
+    PolicyError.unless(
+        len(found) == 1,
+        f"policy {policy.name}",
+        f"masks {names}" if found else "no operator under pads",
+        "one mask that needs pads, as in shielded",
+    )
+    sites = sites_under(policy, config.num_hidden_layers, found[0])
+    return found[0], PadLayout.of(config, sites)
+
+
+def product_operations(layout: PadLayout) -> int:
+    """Return the int8 multiplications and additions behind the pads of one token."""
+    from protocol.integer import DIGITS
+
+    return sum(2 * DIGITS * site.in_features * site.out_features for site in layout.sites)

@@ -53,12 +53,10 @@ from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease
 from tsqp.manifest import make_manifest
 from tsqp.run import attestation
-from tsqp.run.attestation import identify, release_key, settings_digest, tls_files
-from tsqp.run.gpu_evidence import ask_gpus
-from tsqp.run.load import Loaded
+from tsqp.run.attestation import ask_gpus, identify, release_key, settings_digest, tls_files
+from tsqp.run.load import Loaded, policy_digest
 from tsqp.run.service import GpuServiceSettings, attested_service, held_layers
-from tsqp.run.serving import ServeSettings, policy_digest
-from tsqp.run.settings import model_directory
+from tsqp.run.settings import ServeSettings, model_directory
 
 USUAL = ServeSettings(model="demo", attest="simulated")
 

@@ -42,7 +42,7 @@ from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import in_fresh_process
 from tsqp.processes import start_service
-from tsqp.run.bank import BATCH_TOKENS as PAD_BATCH
+from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32

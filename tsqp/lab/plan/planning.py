@@ -61,7 +61,7 @@ from tsqp.lab.plan.predict import (
     predict_prefill,
     rpcs_of,
 )
-from tsqp.run.bank import product_operations
+from tsqp.run.trust import product_operations
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
 LAYERS = 3
