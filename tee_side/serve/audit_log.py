@@ -23,7 +23,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -35,14 +34,12 @@ import msgpack
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from protocol.curve import SECRET_MODE, read_text, require_only_we_read
-from protocol.errors import InputError, KeyFileError
-from tee_side.protect.randomness import KEY_BYTES, derive_key
+from protocol.curve import SECRET_MODE
+from protocol.errors import InputError
+from tee_side.protect.randomness import derive_key
 
 Field = str | int | float | bytes | None
 
-KEY_LINE = "tsqp-audit-key 1 "
-_KEY = re.compile(f"{KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n?")
 _MAGIC = b"TSQPAUD1"
 _HEADER_BYTES = len(_MAGIC) + 32
 _LENGTH_BYTES = 4
@@ -239,40 +236,6 @@ def open_log(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise _refused(path, error) from None
-
-
-def encode_key(key: bytes) -> str:
-    """Return the content of a key file."""
-    return f"{KEY_LINE}{key.hex()}\n"
-
-
-def read_key(path: Path) -> bytes:
-    """Read a key file, which is for its owner alone. Raises KeyFileError."""
-    text, status = read_text(path, len(KEY_LINE) + 2 * KEY_BYTES + 1)
-    require_only_we_read(path, status)
-    return _parse_key(text, str(path))
-
-
-def read_key_from(descriptor: int) -> bytes:
-    """Read a key from an open descriptor, such as a pipe, to its end, and close it.
-
-    Raises KeyFileError.
-    """
-    where = f"descriptor {descriptor}"
-    try:
-        with os.fdopen(descriptor, "rb") as file:
-            return _parse_key(file.read(1024).decode("ascii", "replace"), where)
-    except OSError as error:
-        raise KeyFileError(
-            where, got=error.strerror or type(error).__name__, expected="an open one with a key"
-        ) from None
-
-
-def _parse_key(text: str, where: str) -> bytes:
-    if (found := _KEY.fullmatch(text)) is None:
-        # Never quoted: it may be the key.
-        raise KeyFileError(where, got="another content", expected="a key of tsqp audit new-key")
-    return bytes.fromhex(found[1])
 
 
 def _cipher(key: bytes, salt: bytes) -> AESGCM:

@@ -22,8 +22,8 @@ import threading
 import time
 from base64 import b64decode
 from binascii import Error as Base64Error
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException, HTTPResponse
@@ -157,17 +157,12 @@ class _AttestedSocket(ssl.SSLSocket):
             raise TypeError("AttestedContext: got another context, expected the one that made this")
         timeout_s = self.gettimeout()
         self.settimeout(_TIMEOUT_S if timeout_s is None else timeout_s)
-        # Of all together: the other end could send a byte now and then.
-        ending = threading.Timer(_TIMEOUT_S, cut, (self,))
-        ending.daemon = True
-        ending.start()
         try:
-            context.require(self)
+            with cut_after(_TIMEOUT_S, self):
+                context.require(self)
         except BaseException:
             self.close()
             raise
-        finally:
-            ending.cancel()
         self.settimeout(timeout_s)
         self._proved = True
 
@@ -209,6 +204,27 @@ def cut(connection: socket.socket) -> None:
     """End a connection that another thread uses; its TLS is left as it is."""
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+@contextmanager
+def cut_after(seconds: float, connection: socket.socket) -> Iterator[threading.Event]:
+    """End a connection where the block takes longer, and tell so by the event.
+
+    The bound holds for all of the block: the other end could send a byte now and then.
+    """
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        cut(connection)
+
+    ending = threading.Timer(seconds, end)
+    ending.daemon = True
+    ending.start()
+    try:
+        yield late
+    finally:
+        ending.cancel()
 
 
 def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:

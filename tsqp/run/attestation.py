@@ -25,11 +25,11 @@ from tee_side.attest.statement import NONE, Statement
 from tee_side.plugins import source_of
 from tee_side.serve.identity import About, Identity, state
 from tee_side.serve.sealed import HpkeKey
+from tsqp.keyserver import key_of_server
 from tsqp.run.process import tell
 from tsqp.run.serving import EvidenceSettings, ServeSettings, claims, policy_digest
 from tsqp.run.settings import Settings
 from tsqp.run.trust import read_client_keys
-from tsqp.seal_keys import key_of_server
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
