@@ -16,12 +16,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tee_side.serve.answers import OfferedModel
 from tee_side.serve.completions import chat_completions, completions
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
-from tee_side.serve.exchange import ENDING, EngineResponse, require_ready
+from tee_side.serve.exchange import (
+    ENDING,
+    Caller,
+    EngineResponse,
+    Serving,
+    require_ready,
+    serving_of,
+)
+from tee_side.serve.identity import AnswerReceipt
 from tee_side.serve.prompts import detokenize, embeddings, require_model, tokenize, tokenizer_info
-from tee_side.serve.receipts import AnswerReceipt
-from tee_side.serve.serving import Caller, OfferedModel, Serving, serving_of
 
 log = logging.getLogger("tee_side")
 

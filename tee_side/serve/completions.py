@@ -12,19 +12,26 @@ from starlette.responses import Response
 
 from protocol.errors import TsqpError
 from tee_side.engine.request import Grammar, Request, SamplingSettings
-from tee_side.serve.answers import AnswerForm, ChatForm, CompletionForm, StreamedAnswer, WholeAnswer
-from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import EngineResponse, precheck
-from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
-from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
-from tee_side.serve.serving import (
-    Caller,
-    GrammarKind,
+from tee_side.serve.answers import (
+    AnswerForm,
+    ChatForm,
+    CompletionForm,
     OfferedModel,
+    StreamedAnswer,
+    WholeAnswer,
+)
+from tee_side.serve.errors import ApiError, of_engine, require
+from tee_side.serve.exchange import (
+    Caller,
+    EngineResponse,
+    GrammarKind,
     Serving,
     caller_of,
+    precheck,
     serving_of,
 )
+from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
+from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
 
 # Requests of one owner that compile a grammar, or wait to; others get 503.
 _MOST_COMPILING = 64

@@ -1,25 +1,30 @@
-"""One HTTP request of the model: from its admission to the last byte, or the client's leaving."""
+"""What endpoints are given (`Serving`), and one HTTP request of the model (`EngineResponse`).
+
+A request goes from its admission to the last byte, or to the client's leaving.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import EngineError, TsqpError
-from tee_side.engine.background import Ticket
-from tee_side.engine.request import Delivery, Request
+from tee_side.engine.background import BackgroundEngine, Ticket
+from tee_side.engine.request import Delivery, Grammar, Request
 from tee_side.engine.waiting import QueueFullError
+from tee_side.serve.answers import OfferedModel, TokenCounts
 from tee_side.serve.errors import ApiError, loading, of_engine
-from tee_side.serve.receipts import HEADER, AnswerReceipt
-from tee_side.serve.serving import Caller, Serving, TokenCounts
+from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
+from tee_side.serve.watch import RequestWatch, Watch
 
 STREAM = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
@@ -28,6 +33,67 @@ _DONE = "data: [DONE]\n\n"
 _AT_ONCE = 16
 # After which a request that has begun looks for a place in the queue again.
 _RETRY_S = 0.05
+
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+
+def anyone(_request: HttpRequest) -> str:
+    """Let everyone in, where no keys are used."""
+    return ""
+
+
+class Compiling:
+    """Turns of one owner to compile a grammar. `count`: requests that have one, or wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.turns = asyncio.Semaphore(2)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose request it is, and what accounts for it since it arrived."""
+
+    owner: str
+    watched: RequestWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Everything that an endpoint needs.
+
+    `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
+    PromptError. `compiling`: grammars of each owner.
+    `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
+    which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
+    told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
+    """
+
+    engine: BackgroundEngine
+    model: OfferedModel
+    compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
+    version: str
+    watch: Watch
+    authorise: Callable[[HttpRequest], str] = anyone
+    tempo_s: float = 0.0
+    round_usage: int = 1
+    receipts: ReceiptChain | None = None
+    compiling: dict[str, Compiling] = field(
+        default_factory=lambda: defaultdict(Compiling), init=False
+    )
+
+
+def serving_of(request: HttpRequest) -> Serving:
+    """Return what the app of a request was made with."""
+    serving: Serving = request.app.state.serving
+    return serving
+
+
+def caller_of(request: HttpRequest) -> Caller:
+    """Return whose request it is, as `authorise` said."""
+    caller: Caller = request.state.caller
+    return caller
 
 
 class AnswerWriter(Protocol):

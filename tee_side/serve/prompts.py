@@ -19,23 +19,15 @@ from starlette.responses import Response
 
 from protocol.errors import ModelError, TsqpError
 from tee_side.engine.request import Delivery, Request
-from tee_side.serve.answers import head
+from tee_side.serve.answers import OfferedModel, TokenCounts, head
 from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import EngineResponse, precheck
+from tee_side.serve.exchange import Caller, EngineResponse, Serving, caller_of, precheck, serving_of
 from tee_side.serve.schema import (
     ChatMessage,
     DetokenizeRequest,
     EmbeddingsRequest,
     Prompt,
     TokenizeRequest,
-)
-from tee_side.serve.serving import (
-    Caller,
-    OfferedModel,
-    Serving,
-    TokenCounts,
-    caller_of,
-    serving_of,
 )
 
 # Of all prompts and samples of a request.

@@ -35,14 +35,14 @@ from tee_side.engine.grammar import GrammarCompiler
 from tee_side.protect.calibration import calibration_path
 from tee_side.protect.resumption import ResumeWatch, watch
 from tee_side.runner import Runner
+from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import Guarded, create_app
-from tee_side.serve.attestation import Attestation
 from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.errors import ApiError, loading
-from tee_side.serve.identity import Identity
+from tee_side.serve.exchange import Serving, anyone
+from tee_side.serve.identity import Attestation, Identity
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import OfferedModel, Serving, anyone
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
 from tsqp.manifest import MAX_FILE_BYTES
