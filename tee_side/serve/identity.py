@@ -23,9 +23,9 @@ import hashlib
 import re
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import (
@@ -47,6 +47,7 @@ from tee_side.attest.statement import (
     EXTENSION,
     NONE,
     RECEIPT_DOMAIN,
+    About,
     Claims,
     Receipt,
     Statement,
@@ -64,30 +65,12 @@ _CLOCKS_APART = timedelta(minutes=5)
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tsqp")])
 
 
-class About(NamedTuple):
-    """What an enclave runs; see Claims."""
-
-    model: bytes
-    policy: bytes
-    settings: bytes
-    curve_keys: Mapping[str, bytes]
-    plugins: Mapping[str, bytes]
-    version: str
-    attested_services: str
-
-    def __str__(self) -> str:
-        """Return what a person compares with what others find."""
-        return (
-            f"model {self.model.hex()}, policy {self.policy.hex()}, settings {self.settings.hex()}"
-        )
-
-
 def state(attester: Attester, about: About, time_s: float, **keys: Any) -> Statement:
     """Return a new statement of what an enclave runs and of `keys`: the other fields of its claims.
 
     Takes as long as the hardware does. Raises EvidenceError.
     """
-    claims = Claims(time=round(time_s), **about._asdict(), **keys).encode()
+    claims = Claims(time=round(time_s), **about.model_dump(), **keys).encode()
     return Statement(claims=claims, evidence=attester.attest(report_data(claims)).encode())
 
 

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from protocol.errors import SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
-from tsqp.deploy.lock import Suite
+from tsqp.deploy.image import Suite
 from tsqp.extras import needing
 from tsqp.run.process import bytes_for_people
 
@@ -61,7 +61,7 @@ def read_launch(
     vcpus: int, vcpu_type: str, ovmf: Path | None, ovmf_sha256: str, host_data: str
 ) -> Launch:
     """Return how the host starts an image. Raises SettingsError, for other firmware, too."""
-    from tsqp.deploy.launch import Launch
+    from tsqp.deploy.image import Launch
 
     if ovmf is None:
         raise SettingsError("--ovmf", got="none", expected="OVMF.amdsev.fd, or --no-tee to run")
@@ -83,9 +83,10 @@ def read_launch(
 
 def measured(image: Path, launch: Launch) -> bytes:
     """Return what SEV-SNP measures, 48 bytes. Raises SettingsError, also without the library."""
+    from tsqp.deploy.image import measure
+
     with needing("tsqp measure", _EXTRA):
-        from tsqp.deploy.measurement import measure
-    return measure(image, launch)
+        return measure(image, launch)
 
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -140,8 +141,8 @@ def build(
     """
     from tsqp.deploy.build import build as make
     from tsqp.deploy.build import resolve
+    from tsqp.deploy.image import INITRAMFS, LOCK, Lock, fetch
     from tsqp.deploy.launch import least_memory_mib
-    from tsqp.deploy.lock import INITRAMFS, LOCK, Lock, fetch
     from tsqp.deploy.packages import TORCH_INDEX
 
     def progress(step: str) -> None:
@@ -339,7 +340,7 @@ def run(
 @config_option
 def compare(left: Path, right: Path) -> None:
     """Compare two images, and name the first file that differs."""
-    from tsqp.deploy.lock import first_difference
+    from tsqp.deploy.image import first_difference
 
     differs = first_difference(left, right)
     SettingsError.unless(

@@ -165,7 +165,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     cannot, and give it to tee-runner --manifest-digest.
     """
     from protocol.model.manifest import MANIFEST_FILE
-    from tsqp.manifest import make_manifest
+    from tsqp.model_at_rest import make_manifest
 
     directory = model_directory(model)
     SettingsError.unless(
@@ -347,7 +347,7 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
     where it cannot, and give it to tee-runner --seal-digest.
     """
     from tsqp.key_files import SEAL_KEY
-    from tsqp.seal import seal_model as run
+    from tsqp.model_at_rest import seal_model as run
 
     key = SEAL_KEY.read(to)
     with _progress(f"seal {model}") as show:
@@ -385,7 +385,7 @@ def rewrap(*, settings: RunSettings, directory: Path, to: Path) -> None:
     that matters, seal the model again.
     """
     from tsqp.key_files import SEAL_KEY, provided_key
-    from tsqp.seal import rewrap as run
+    from tsqp.model_at_rest import rewrap as run
 
     digest = run(
         directory,

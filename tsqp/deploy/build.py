@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from protocol.errors import SettingsError
+from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Lock, Suite, fetch
 from tsqp.deploy.launch import SELF_TEST, command_line
-from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Lock, Suite, fetch
 from tsqp.deploy.packages import (
     EPOCH,
     TORCH_INDEX,

@@ -21,9 +21,9 @@ from zmq.utils import z85
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from tee_side.attest.attesters import Attester, find_attester
-from tee_side.attest.statement import NONE, Statement
+from tee_side.attest.statement import NONE, About, Statement
 from tee_side.plugins import source_of
-from tee_side.serve.identity import About, Identity, state
+from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed import HpkeKey
 from tsqp.keyserver import key_of_server
 from tsqp.run.process import tell

@@ -45,7 +45,7 @@ from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.sealing import Sealing
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
-from tsqp.manifest import MAX_FILE_BYTES
+from tsqp.model_at_rest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
 from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.serving import ServeSettings, policy_digest
