@@ -6,7 +6,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, APIRouter
@@ -20,10 +20,9 @@ from tee_side.serve.answers import OfferedModel
 from tee_side.serve.completions import chat_completions, completions
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
 from tee_side.serve.exchange import (
-    ENDING,
-    Caller,
     EngineResponse,
     Serving,
+    ending,
     require_ready,
     serving_of,
 )
@@ -42,7 +41,13 @@ _TELEMETRY = ("tracing", "metrics", "logs", "operation_spans", "auto_configure")
 
 
 class Guarded(APIRoute):
-    """A path for those that `authorise` lets in; it is asked before the body is read."""
+    """A path for those that `authorise` lets in; it is asked before the body is read.
+
+    `metered`: limits of the caller are asked then, too. To turn a long text into tokens costs more
+    than all else until a first token is made.
+    """
+
+    metered = False
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler with the question in front of it."""
@@ -50,7 +55,9 @@ class Guarded(APIRoute):
 
         async def guarded(request: Request) -> Response:
             serving = serving_of(request)
-            request.state.caller = Caller(serving.authorise(request), serving.watch.request())
+            request.state.caller = serving.watch.request(serving.authorise(request))
+            if self.metered:
+                request.state.caller.precheck()
             response = await handler(request)
             if serving.receipts is not None and isinstance(response, EngineResponse):
                 # The very bytes that the handler has read.
@@ -58,6 +65,12 @@ class Guarded(APIRoute):
             return response
 
         return guarded
+
+
+class Metered(Guarded):
+    """A guarded path that reads prompts."""
+
+    metered = True
 
 
 class Bounds:
@@ -94,7 +107,7 @@ class Bounds:
         try:
             await self._app(scope, bounded, noted)
         except BaseException as error:  # noqa: BLE001 - whose message may hold the prompt
-            refused = of_engine(ENDING)
+            refused = of_engine(ending())
             if not isinstance(error, asyncio.CancelledError):
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 fields = {"error": type(error).__name__, "at": f"{frame.filename}:{frame.lineno}"}
@@ -136,8 +149,10 @@ def create_app(
             expose_headers=["*"],
         )
     guarded = APIRouter(route_class=Guarded, responses=_ERRORS)
-    for method, path, endpoint, responses in _GUARDED:
-        guarded.add_api_route(path, endpoint, methods=[method], responses=responses)
+    for method, path, endpoint, kind, responses in _GUARDED:
+        guarded.add_api_route(
+            path, endpoint, methods=[method], responses=responses, route_class_override=kind
+        )
     app.include_router(guarded)
     app.add_api_route("/health", health, methods=["GET"], responses=_ERRORS)
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
@@ -183,13 +198,14 @@ def _described(model: OfferedModel) -> dict[str, Any]:
     }
 
 
-_GUARDED: tuple[tuple[str, str, Callable[..., Any], dict[int | str, dict[str, Any]]], ...] = (
-    ("POST", "/v1/completions", completions, _SSE),
-    ("POST", "/v1/chat/completions", chat_completions, _SSE),
-    ("POST", "/v1/embeddings", embeddings, {}),
-    ("POST", "/tokenize", tokenize, {}),
-    ("POST", "/detokenize", detokenize, {}),
-    ("GET", "/tokenizer_info", tokenizer_info, {}),
-    ("GET", "/v1/models", models, {}),
-    ("GET", "/v1/models/{name:path}", model_of, {}),
+_Responses: TypeAlias = dict[int | str, dict[str, Any]]
+_GUARDED: tuple[tuple[str, str, Callable[..., Any], type[Guarded], _Responses], ...] = (
+    ("POST", "/v1/completions", completions, Metered, _SSE),
+    ("POST", "/v1/chat/completions", chat_completions, Metered, _SSE),
+    ("POST", "/v1/embeddings", embeddings, Metered, {}),
+    ("POST", "/tokenize", tokenize, Metered, {}),
+    ("POST", "/detokenize", detokenize, Guarded, {}),
+    ("GET", "/tokenizer_info", tokenizer_info, Guarded, {}),
+    ("GET", "/v1/models", models, Guarded, {}),
+    ("GET", "/v1/models/{name:path}", model_of, Guarded, {}),
 )

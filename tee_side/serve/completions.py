@@ -22,16 +22,15 @@ from tee_side.serve.answers import (
 )
 from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import (
-    Caller,
     EngineResponse,
     GrammarKind,
     Serving,
     caller_of,
-    precheck,
     serving_of,
 )
 from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
 from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
+from tee_side.serve.watch import RequestWatch
 
 # Requests of one owner that compile a grammar, or wait to; others get 503.
 _MOST_COMPILING = 64
@@ -59,14 +58,15 @@ class Wanted:
 
 
 async def prepared(
-    prepare: Callable[[Serving, Caller, _Body], EngineResponse], body: _Body, request: HttpRequest
+    prepare: Callable[[Serving, RequestWatch, _Body], EngineResponse],
+    body: _Body,
+    request: HttpRequest,
 ) -> Response:
     """Return the answer that `prepare` makes of a body, in a thread. Raises ApiError.
 
     Compiling a grammar may take seconds: of one owner, few are compiled at a time.
     """
     serving, caller = serving_of(request), caller_of(request)
-    precheck(caller)
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
@@ -82,7 +82,7 @@ async def prepared(
         async with compiling.turns:
             if await request.is_disconnected():
                 return Response(status_code=_CLIENT_LEFT)
-            precheck(caller)
+            caller.precheck()
             return await asyncio.to_thread(prepare, serving, caller, body)
     finally:
         compiling.count -= 1
@@ -106,7 +106,7 @@ def check_fields(body: Generating) -> None:
 
 
 def exchange(
-    serving: Serving, caller: Caller, form: AnswerForm, body: Generating, wanted: Wanted
+    serving: Serving, caller: RequestWatch, form: AnswerForm, body: Generating, wanted: Wanted
 ) -> EngineResponse:
     """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while."""
     requests = engine_requests(serving, caller.owner, body, wanted)
@@ -224,7 +224,9 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     return await prepared(prepare_completion, body, request)
 
 
-def prepare_completion(serving: Serving, caller: Caller, body: CompletionRequest) -> EngineResponse:
+def prepare_completion(
+    serving: Serving, caller: RequestWatch, body: CompletionRequest
+) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.prompt"
     require_model(model, body.model)
@@ -252,7 +254,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     return await prepared(prepare_chat, body, request)
 
 
-def prepare_chat(serving: Serving, caller: Caller, body: ChatRequest) -> EngineResponse:
+def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model = serving.model
     require_model(model, body.model)

@@ -51,14 +51,6 @@ class Compiling:
         self.turns = asyncio.Semaphore(2)
 
 
-@dataclass(frozen=True)
-class Caller:
-    """Whose request it is, and what accounts for it since it arrived."""
-
-    owner: str
-    watched: RequestWatch
-
-
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """Everything that an endpoint needs.
@@ -90,9 +82,9 @@ def serving_of(request: HttpRequest) -> Serving:
     return serving
 
 
-def caller_of(request: HttpRequest) -> Caller:
-    """Return whose request it is, as `authorise` said."""
-    caller: Caller = request.state.caller
+def caller_of(request: HttpRequest) -> RequestWatch:
+    """Return what accounts for a request, of the owner that `authorise` named."""
+    caller: RequestWatch = request.state.caller
     return caller
 
 
@@ -119,7 +111,11 @@ class EngineResponse(Response):
     """
 
     def __init__(
-        self, serving: Serving, caller: Caller, requests: Sequence[Request], answer: AnswerWriter
+        self,
+        serving: Serving,
+        caller: RequestWatch,
+        requests: Sequence[Request],
+        answer: AnswerWriter,
     ) -> None:
         super().__init__()
         for request in requests:
@@ -128,7 +124,7 @@ class EngineResponse(Response):
             except TsqpError as error:
                 param = "body.n" if error.where == "samples" else None
                 raise of_engine(error, param) from None
-        self._serving, self._owner, self._watched = serving, caller.owner, caller.watched
+        self._serving, self._watched = serving, caller
         self._requests, self._answer = requests, answer
         self.receipt: AnswerReceipt | None = None
         self._open: dict[int, Ticket] = {}
@@ -146,20 +142,16 @@ class EngineResponse(Response):
         self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError as long as nothing was sent."""
+        """Answer. Raises ApiError and TsqpError as long as nothing was sent."""
         require_ready(self._serving)
         most = sum(request.samples * request.max_new_tokens for request in self._requests)
-        try:
-            self._watched.begin(self._owner, self._counts.prompt, most)
-        except TsqpError as error:
-            raise of_engine(error) from None
+        self._watched.begin(self._counts.prompt, most)
         leaving = asyncio.ensure_future(_leaving(receive))
         leaving.add_done_callback(self._leave)
         try:
             await self._run(send)
         except Exception as error:
-            cause = error.__cause__ or error
-            self._outcome = type(cause).__name__
+            self._outcome = type(error).__name__
             raise
         finally:
             leaving.remove_done_callback(self._leave)
@@ -190,11 +182,10 @@ class EngineResponse(Response):
             await self._tick()
             text, end = self._answer.finish(self._told()), _DONE if self._streamed else ""
         except (TsqpError, asyncio.CancelledError) as error:
-            cause = error if isinstance(error, TsqpError) else ENDING
-            refused = of_engine(cause)
+            cause = error if isinstance(error, TsqpError) else ending()
             if not self._started:
-                raise refused from cause
-            text, end, outcome = f"data: {refused.body}\n\n", "", type(cause).__name__
+                raise cause from None
+            text, end, outcome = f"data: {of_engine(cause).body}\n\n", "", type(cause).__name__
         if self._left.is_set():
             return
         # Settled before the last byte: a client that has all may leave.
@@ -332,17 +323,6 @@ class EngineResponse(Response):
         self._open = {}
 
 
-def precheck(caller: Caller) -> None:
-    """Raise ApiError (429) for a caller beyond its limits, before anything is read of its prompt.
-
-    To turn a long text into tokens costs more than all else until a first token is made.
-    """
-    try:
-        caller.watched.precheck(caller.owner)
-    except TsqpError as error:
-        raise of_engine(error) from None
-
-
 def require_ready(serving: Serving) -> None:
     """Raise ApiError (503) unless the engine could make a token."""
     state = serving.engine.state
@@ -352,7 +332,9 @@ def require_ready(serving: Serving) -> None:
         raise ApiError(503, "the engine has failed", code=state)
 
 
-ENDING = EngineError("server", got="a signal to end", expected="more time")
+def ending() -> EngineError:
+    """Return the error of what a server that ends does not answer any more."""
+    return EngineError("server", got="a signal to end", expected="more time")
 
 
 async def _leaving(receive: Receive) -> None:

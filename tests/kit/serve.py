@@ -178,18 +178,19 @@ class FakeWatch:
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     receipts: list[bytes | None] = field(default_factory=list)
 
-    def request(self) -> FakeWatch:
+    def request(self, owner: str) -> FakeWatch:
+        self.owner = owner
         return self
 
-    def precheck(self, owner: str) -> None:
-        self.prechecked.append(owner)
+    def precheck(self) -> None:
+        self.prechecked.append(self.owner)
         if self.full:
             raise self.full
 
-    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
+    def begin(self, prompt_tokens: int, max_tokens: int) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.begun.append((owner, prompt_tokens, max_tokens))
+        self.begun.append((self.owner, prompt_tokens, max_tokens))
 
     def headers(self) -> Mapping[str, str]:
         return {"x-ratelimit-limit-requests": "9"}

@@ -68,9 +68,9 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def test_an_answer(world: World) -> None:
-    one = world.watch.request()
+    one = world.watch.request("alice")
     world.clock.wait(0.5)
-    one.begin("alice", 10, 20)
+    one.begin(10, 20)
     assert one.headers()["x-ratelimit-remaining-tokens"] == "70"
     assert world.limits.running("alice") == 1
     one.token(0)  # a step that read a part of the prompt
@@ -97,9 +97,9 @@ def test_an_answer(world: World) -> None:
 def test_an_end_counts_once_and_no_text_of_it_is_in_the_log(world: World) -> None:
     texts = ("", "My password is", "password", "A" * 65)
     for outcome in ("stop", "cancelled", "PadsExhaustedError", *texts):
-        one = world.watch.request()
+        one = world.watch.request("alice")
         one.end("length", 1, 1)  # it has not begun
-        one.begin("alice", 1, 1)
+        one.begin(1, 1)
         one.end(outcome, 1, 0)
         one.end("length", 1, 1)
         world.clock.wait(60)
@@ -112,16 +112,16 @@ def test_an_end_counts_once_and_no_text_of_it_is_in_the_log(world: World) -> Non
 
 
 def test_a_refusal_is_accounted_for_at_once(world: World) -> None:
-    first, second = world.watch.request(), world.watch.request()
+    first, second = world.watch.request("alice"), world.watch.request("alice")
     with pytest.raises(RateLimitError):
-        first.begin("alice", 90, 11)
+        first.begin(90, 11)
     first.end("RateLimitError", 90, 0)
-    second.precheck("alice")
+    second.precheck()
     assert len(world.records()) == 1
     # Before its prompt is read as well.
     held = world.limits.begin("alice", 90, 10)
     with pytest.raises(RateLimitError):
-        second.precheck("alice")
+        second.precheck()
     second.end("RateLimitError", 0, 0)
     held.end(0)
     names = ("key", "outcome", "prompt_tokens", "completion_tokens")
