@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -39,22 +38,6 @@ _MOST_COMPILING = 64
 _CLIENT_LEFT = 499
 
 _Body = TypeVar("_Body", bound=Generating)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What an endpoint wants beside the common fields.
-
-    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
-    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
-    logprobs too if those of new tokens are wanted.
-    """
-
-    prompts: Sequence[tuple[int, ...]]
-    param: str
-    max_tokens: int
-    logprobs: int | None
-    echo: Sequence[str] | None = None
 
 
 async def prepared(
@@ -106,32 +89,31 @@ def check_fields(body: Generating) -> None:
 
 
 def exchange(
-    serving: Serving, caller: RequestWatch, form: AnswerForm, body: Generating, wanted: Wanted
+    serving: Serving,
+    caller: RequestWatch,
+    form: AnswerForm,
+    body: Generating,
+    *,
+    prompts: Sequence[tuple[int, ...]],
+    param: str,
+    max_tokens: int,
+    logprobs: int | None,
+    echo: Sequence[str] | None = None,
 ) -> EngineResponse:
-    """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while."""
-    requests = engine_requests(serving, caller.owner, body, wanted)
-    model, echo = serving.model, wanted.echo
-    if not body.stream:
-        return EngineResponse(serving, caller, requests, WholeAnswer(form, model, requests, echo))
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
-    return EngineResponse(serving, caller, requests, answer)
+    """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while.
 
-
-def engine_requests(
-    serving: Serving, owner: str, body: Generating, wanted: Wanted
-) -> list[Request]:
-    """Return a request for each prompt. Raises ApiError."""
+    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
+    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
+    logprobs too if those of new tokens are wanted.
+    """
     model = serving.model
-    rooms = [
-        require_room(model, ids, wanted.param, for_new=wanted.max_tokens) for ids in wanted.prompts
-    ]
+    rooms = [require_room(model, ids, param, for_new=max_tokens) for ids in prompts]
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    sampling, grammar = _sampling(model, body), _grammar(serving, owner, body)
-    of_prompt = wanted.logprobs
-    if not wanted.max_tokens and of_prompt is None:
+    sampling, grammar = _sampling(model, body), _grammar(serving, caller.owner, body)
+    of_prompt = logprobs
+    if not max_tokens and of_prompt is None:
         of_prompt = 0  # so that the prompt is read at all
-    return [
+    requests = [
         Request(
             prompt_ids=ids,
             max_new_tokens=room,
@@ -139,14 +121,19 @@ def engine_requests(
             sampling=sampling,
             stop=tuple(stop),
             stop_ids=_stop_ids(model, body),
-            logprobs=wanted.logprobs,
-            prompt_logprobs=None if wanted.echo is None else of_prompt,
+            logprobs=logprobs,
+            prompt_logprobs=None if echo is None else of_prompt,
             grammar=grammar,
-            owner=owner,
+            owner=caller.owner,
             salt=body.cache_salt or "",
         )
-        for ids, room in zip(wanted.prompts, rooms, strict=True)
+        for ids, room in zip(prompts, rooms, strict=True)
     ]
+    if not body.stream:
+        return EngineResponse(serving, caller, requests, WholeAnswer(form, model, requests, echo))
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
+    return EngineResponse(serving, caller, requests, answer)
 
 
 def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
@@ -240,10 +227,17 @@ def prepare_completion(
         # The client's own words where there are some: special tokens in them are shown.
         given = listed(body.prompt)
         echo = [one if isinstance(one, str) else model.tokenizer.decode(one) for one in given]
-    wanted = Wanted(
-        prompts=prompts, param=param, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo
+    return exchange(
+        serving,
+        caller,
+        _COMPLETION,
+        body,
+        prompts=prompts,
+        param=param,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        echo=echo,
     )
-    return exchange(serving, caller, _COMPLETION, body, wanted)
 
 
 _CHAT = ChatForm()
@@ -263,10 +257,13 @@ def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> E
     add = body.add_generation_prompt is not False
     ids = encode_chat(model, body.messages, add_generation_prompt=add)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    wanted = Wanted(
+    return exchange(
+        serving,
+        caller,
+        _CHAT,
+        body,
         prompts=[ids],
         param="body.messages",
         max_tokens=model.default_max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return exchange(serving, caller, _CHAT, body, wanted)

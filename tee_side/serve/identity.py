@@ -28,14 +28,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ec import (
-    SECP256R1,
-    EllipticCurvePrivateKey,
-    generate_private_key,
-)
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -88,9 +82,9 @@ class Identity:
         utc: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._attester, self._about, self._utc = attester, about, utc
-        self.tls_key = generate_private_key(SECP256R1())
+        self.tls_key = ec.generate_private_key(ec.SECP256R1())
         self.hpke_key = HpkeKey()
-        self.receipt_key = Ed25519PrivateKey.generate()
+        self.receipt_key = ed25519.Ed25519PrivateKey.generate()
         self.certificate = certify(self.tls_key, self.state(b""), utc(), _LASTS)
 
     @property
@@ -115,7 +109,7 @@ class Identity:
 
 
 def certify(
-    key: EllipticCurvePrivateKey, statement: Statement, now: datetime, lasts: timedelta
+    key: ec.EllipticCurvePrivateKey, statement: Statement, now: datetime, lasts: timedelta
 ) -> bytes:
     """Return a certificate (DER) of a key by itself, with a statement in it."""
     stated = x509.UnrecognizedExtension(EXTENSION, statement.encode())
@@ -129,8 +123,8 @@ def certify(
         .not_valid_after(now + lasts)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(stated, critical=False)
-        .sign(key, SHA256())
-        .public_bytes(Encoding.DER)
+        .sign(key, hashes.SHA256())
+        .public_bytes(serialization.Encoding.DER)
     )
 
 
@@ -193,7 +187,7 @@ class ReceiptChain:
 
     def __init__(
         self,
-        key: Ed25519PrivateKey,
+        key: ed25519.Ed25519PrivateKey,
         model: bytes,
         policy: bytes,
         clock: Callable[[], float] = time.time,

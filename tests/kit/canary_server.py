@@ -613,7 +613,7 @@ def stand_in(session: Served) -> None:
 
     fails = [lambda *_, where=where: session.fail(where) for where in CRASHES]
     told: Sequence[tuple[str, Any, str, Callable[..., object]]] = (
-        ("before", completions, "engine_requests", fails[0]),
+        ("before", completions, "exchange", fails[0]),
         ("before", answers.StreamedAnswer, "add", fails[1]),
         ("before", Engine, "step", fails[3]),
         ("before", PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),
