@@ -183,12 +183,16 @@ def add_units(root: Path) -> None:
     for entry in ours.iterdir():
         if entry.name.endswith((".service", ".mount")):
             _write(units / entry.name, entry.read_text())
-    _write(root / "etc/systemd/network/80-tsqp.network", (ours / "tsqp.network").read_text())
-    _write(root / "usr/lib/tmpfiles.d/tsqp.conf", (ours / "tsqp.tmpfiles").read_text())
-    _write(root / "usr/lib/tsqp/start.py", (ours / "start.py").read_text())
-    _write(root / "etc/hostname", "tsqp\n")
-    _write(root / "etc/machine-id", "")
-    _write(root / "etc/modules-load.d/tsqp.conf", "".join(f"{name}\n" for name in _LOADED))
+    contents = {
+        "etc/systemd/network/80-tsqp.network": (ours / "tsqp.network").read_text(),
+        "usr/lib/tmpfiles.d/tsqp.conf": (ours / "tsqp.tmpfiles").read_text(),
+        "usr/lib/tsqp/start.py": (ours / "start.py").read_text(),
+        "etc/hostname": "tsqp\n",
+        "etc/machine-id": "",
+        "etc/modules-load.d/tsqp.conf": "".join(f"{name}\n" for name in _LOADED),
+    }
+    for path, content in contents.items():
+        _write(root / path, content)
     for wants, names in _ENABLED.items():
         (units / wants).mkdir()
         for name in names:
