@@ -19,13 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tee_side.serve.answers import OfferedModel
 from tee_side.serve.completions import chat_completions, completions
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
-from tee_side.serve.exchange import (
-    EngineResponse,
-    Serving,
-    ending,
-    require_ready,
-    serving_of,
-)
+from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
 from tee_side.serve.prompts import detokenize, embeddings, require_model, tokenize, tokenizer_info
 
@@ -35,8 +29,9 @@ log = logging.getLogger("tee_side")
 # is escaped to ASCII up to 12 bytes a character.
 _MIN_BODY_BYTES = 2**20
 _BODY_BYTES_PER_TOKEN = 32
-_SSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Error"}}
+_Responses: TypeAlias = dict[int | str, dict[str, Any]]
+_SSE: _Responses = {200: {"content": {"text/event-stream": {}}}}
+_ERRORS: _Responses = {"default": {"model": ErrorBody, "description": "Error"}}
 _TELEMETRY = ("tracing", "metrics", "logs", "operation_spans", "auto_configure")
 
 
@@ -198,7 +193,6 @@ def _described(model: OfferedModel) -> dict[str, Any]:
     }
 
 
-_Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _GUARDED: tuple[tuple[str, str, Callable[..., Any], type[Guarded], _Responses], ...] = (
     ("POST", "/v1/completions", completions, Metered, _SSE),
     ("POST", "/v1/chat/completions", chat_completions, Metered, _SSE),

@@ -34,7 +34,6 @@ _AT_ONCE = 16
 # After which a request that has begun looks for a place in the queue again.
 _RETRY_S = 0.05
 
-
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
