@@ -32,8 +32,8 @@ from tee_side.attest.appraisal import Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import verify_snp
-from tee_side.attest.statement import Statement, read_certificate
-from tee_side.serve.identity import About, Identity, certify
+from tee_side.attest.statement import About, Statement, read_certificate
+from tee_side.serve.identity import Identity, certify
 from tests.kit import snp_chain
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
@@ -97,7 +97,15 @@ def _shaker(certificate: bytes, key: Any = _KEY) -> Callable[[], float]:
 def _proving() -> Callable[[], float]:
     """Return a handshake in which the certificate is appraised, and then new evidence."""
     digest = bytes(32)
-    about = About(digest, digest, digest, {}, {}, "1", "none")
+    about = About(
+        model=digest,
+        policy=digest,
+        settings=digest,
+        curve_keys={},
+        plugins={},
+        version="1",
+        attested_services="none",
+    )
     identity = Identity(find_attester("simulated"), about)
     shake = _shaker(identity.certificate, identity.tls_key)
     policy = AppraisalPolicy.development()

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.harness import Found, main, say, service, temporary
 from protocol.errors import SettingsError
+from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
 from tsqp.deploy.launch import GuestMachine
-from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
 
 MEMORY_BYTES = 16 * 1024 * 1024
 # Where the guest has them: its host as QEMU's user network names it, and resource2 of the device.

@@ -1,9 +1,20 @@
-"""Key files as people handle them: makes a pair, and shows the public key of a file."""
+"""Key files as people handle them: pairs of CURVE, and the secret keys of seals and audit logs.
+
+A secret key is one line of text, whichever way it comes: a word that says its kind, and 64
+hexadecimal digits.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import shlex
+import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
@@ -16,8 +27,9 @@ from protocol.curve import (
     read_secret_key,
     read_text,
     require_curve,
+    require_only_we_read,
 )
-from protocol.errors import KeyFileError
+from protocol.errors import KeyFileError, SettingsError
 
 
 def new_key_pair(name: Path) -> tuple[Path, Path, str]:
@@ -75,3 +87,110 @@ def write_new(path: Path, text: str, mode: int) -> None:
     except BaseException:
         path.unlink()
         raise
+
+
+_KEY_BYTES = 32
+# A tool that asks a key service far away takes seconds.
+_COMMAND_TIMEOUT_S = 60.0
+
+
+class SecretKey(NamedTuple):
+    """A kind of secret key. `word`: begins its line; `maker`: the command that makes one."""
+
+    word: str
+    maker: str
+
+    def encode(self, key: bytes) -> str:
+        """Return the content of a key file."""
+        return f"{self.word} 1 {key.hex()}\n"
+
+    def new(self, path: Path) -> bytes:
+        """Make a key, and write it to a new file. Raises KeyFileError."""
+        key = secrets.token_bytes(_KEY_BYTES)
+        write_new(path, self.encode(key), SECRET_MODE)
+        return key
+
+    def read(self, path: Path) -> bytes:
+        """Read a key file, which is for its owner alone. Raises KeyFileError."""
+        text, status = read_text(path, MAX_KEY_FILE_BYTES)
+        require_only_we_read(path, status)
+        return self.parse(text, str(path))
+
+    def read_from(self, descriptor: int) -> bytes:
+        """Read a key from an open descriptor, such as a pipe, to its end, and close it.
+
+        Raises KeyFileError.
+        """
+        where = f"descriptor {descriptor}"
+        try:
+            with os.fdopen(descriptor, "rb") as file:
+                text = file.read(MAX_KEY_FILE_BYTES).decode("ascii", "replace")
+        except OSError as error:
+            raise KeyFileError(
+                where, got=error.strerror or type(error).__name__, expected="an open one with a key"
+            ) from None
+        return self.parse(text, where)
+
+    def parse(self, text: str, where: str) -> bytes:
+        """Return the key of a line, which is never quoted. Raises KeyFileError."""
+        found = re.fullmatch(f"{self.word} 1 ([0-9a-f]{{{2 * _KEY_BYTES}}})\n?", text)
+        if found is None:
+            raise KeyFileError(where, got="another content", expected=f"a key of {self.maker}")
+        return bytes.fromhex(found[1])
+
+
+SEAL_KEY = SecretKey("tsqp-seal-key", "tsqp seal new-key")
+AUDIT_KEY = SecretKey("tsqp-audit-key", "tsqp audit new-key")
+
+
+def key_of_command(command: str) -> bytes:
+    """Run a command, without a shell, and take the key from its stdout. Raises KeyFileError.
+
+    Of the command itself nothing is quoted but its exit status: a token may stand in it.
+    """
+    where, expected = "--seal-key-command", "a command that writes a key to its stdout"
+    try:
+        ended = subprocess.run(
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, ValueError, IndexError) as error:
+        # A ValueError is of a quote that does not end, an IndexError of no word.
+        raise KeyFileError(
+            where, got=getattr(error, "strerror", None) or "no command", expected=expected
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise KeyFileError(
+            where, got=f"nothing within {_COMMAND_TIMEOUT_S:g} s", expected=expected
+        ) from None
+    KeyFileError.unless(not ended.returncode, where, f"exit status {ended.returncode}", expected)
+    return SEAL_KEY.parse(ended.stdout[:MAX_KEY_FILE_BYTES].decode("ascii", "replace"), where)
+
+
+def provided_key(
+    file: Path | None,
+    descriptor: int | None,
+    command: str | None,
+    release: Callable[[], bytes] | None = None,
+) -> bytes:
+    """Take the key from the one provider that is named. Raises as it, SettingsError.
+
+    `release`: of `--seal-key-server`, for a program that can prove what it runs.
+    """
+    providers: dict[str, Callable[[], bytes] | None] = {
+        "--seal-key": None if file is None else partial(SEAL_KEY.read, file),
+        "--seal-key-fd": None if descriptor is None else partial(SEAL_KEY.read_from, descriptor),
+        "--seal-key-command": None if command is None else partial(key_of_command, command),
+    }
+    providers |= {} if release is None else {"--seal-key-server": release}
+    given = [take for take in providers.values() if take is not None]
+    SettingsError.unless(
+        len(given) == 1,
+        "key of the seal",
+        f"{len(given)} options",
+        f"one of {', '.join(providers)}",
+    )
+    return given[0]()

@@ -1,4 +1,4 @@
-"""Gives the key of sealed models to programs that prove what they run: `tsqp keyserver`.
+"""The key of sealed models for programs that prove what they run: `tsqp keyserver`, and its client.
 
     GET  /v1/nonce      64 hexadecimal digits: 32 bytes
     POST /v1/key        a statement (`tee_side.attest.statement`) with that nonce in its claims
@@ -31,20 +31,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException, IncompleteRead
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, TypeAlias
 
-from protocol.errors import EndpointError, EvidenceError, ProtocolError, TsqpError
+from protocol.errors import (
+    EndpointError,
+    EvidenceError,
+    KeyFileError,
+    ProtocolError,
+    SettingsError,
+    TsqpError,
+)
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import AppraisalStep, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.statement import Claims, Evidence, Statement
-from tee_side.serve.sealed import seal
-from tsqp.client.attested_tls import cut
-from tsqp.seal_keys import KEY_PATH, NONCE_PATH, release_info
+from tee_side.serve.sealed import KEY_BYTES, HpkeKey, seal
+from tsqp.client.attested_tls import Address, cut_after
 
+NONCE_PATH, KEY_PATH = "/v1/nonce", "/v1/key"
 NONCE_LASTS_S = 60.0
 
 _TIME_BYTES = 8
@@ -164,13 +173,10 @@ class KeyServer(ThreadingMixIn, TCPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection, and end it when its time is over."""
-        ending = threading.Timer(self.deadline_s, cut, (request,))
-        ending.daemon = True
         try:
-            ending.start()
-            super().process_request_thread(request, client_address)
+            with cut_after(self.deadline_s, request):
+                super().process_request_thread(request, client_address)
         finally:
-            ending.cancel()
             self.places.release()
 
     def handle_error(self, _request: Any, _client_address: Any) -> None:
@@ -227,3 +233,89 @@ class _Connection(BaseHTTPRequestHandler):
 
 def _failed(error: TsqpError) -> AppraisalStep:
     return AppraisalStep(error.where, False, error.got, error.expected)
+
+
+# Makes a statement of a key server's nonce and of the key that it is to seal its answer to.
+State: TypeAlias = Callable[[bytes, HpkeKey], Statement]
+
+# Of each of the two requests to a key server.
+_SERVER_TIMEOUT_S = 30.0
+_MAX_ANSWER_BYTES = 4096
+_URL = re.compile(r"http://(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?/?")
+_NONCE = re.compile(rb"[0-9a-f]{64}")
+_STEP = re.compile(rb"[A-Za-z][A-Za-z0-9 '_.:-]{0,99}")
+_DOMAIN = b"TSQP release of a model's key 1\0"
+
+
+def key_of_server(url: str, state: State) -> bytes:
+    """Have a `tsqp keyserver` give the key to what runs here. Takes 60 s at most, and `state`'s.
+
+    What it says is not quoted, but for the name of the step that this program failed. Raises
+    SettingsError, EndpointError, KeyFileError, EvidenceError.
+    """
+    address = _address(url)
+    where = f"--seal-key-server http://{address}"
+    found = _ask(where, address, "GET", NONCE_PATH)
+    KeyFileError.unless(
+        _NONCE.fullmatch(found), where, "another answer", "a nonce, as tsqp keyserver gives"
+    )
+    nonce, key = bytes.fromhex(found.decode()), HpkeKey()
+    sealed = _ask(where, address, "POST", KEY_PATH, state(nonce, key).encode())
+    try:
+        opened = key.open(sealed, release_info(nonce))
+    except ProtocolError:
+        opened = b""
+    KeyFileError.unless(
+        len(opened) == KEY_BYTES,
+        where,
+        "another answer",
+        "a key that is sealed to this program, for this nonce",
+    )
+    return opened
+
+
+def release_info(nonce: bytes) -> bytes:
+    """Return what a released key is bound to by HPKE: a purpose, and the nonce of a statement."""
+    return _DOMAIN + nonce
+
+
+def _address(url: str) -> Address:
+    found = _URL.fullmatch(url)
+    if found is None or (port := int(found[3] or 80)) > 65535:
+        # Not quoted: a password may stand in it.
+        raise SettingsError(
+            "--seal-key-server",
+            got="another form",
+            expected="http://HOST[:PORT], without TLS: the key comes sealed to this program",
+        )
+    return Address(found[1] or found[2], port)
+
+
+def _ask(where: str, address: Address, method: str, path: str, body: bytes | None = None) -> bytes:
+    late: threading.Event | None = None
+    try:
+        with closing(HTTPConnection(*address, timeout=_SERVER_TIMEOUT_S)) as connection:
+            began_s = time.monotonic()
+            connection.connect()
+            # The library lets go of the socket where a reply is the last one.
+            left_s = began_s + _SERVER_TIMEOUT_S - time.monotonic()
+            with cut_after(left_s, connection.sock) as late:
+                connection.request(method, path, body)
+                reply = connection.getresponse()
+                answer = reply.read(_MAX_ANSWER_BYTES)
+        if late.is_set() or reply.length:
+            raise IncompleteRead(b"")
+    except (OSError, HTTPException, UnicodeError) as error:
+        got = getattr(error, "strerror", None) or type(error).__name__
+        # Of a connection that is not made, or of one read that the library ended first.
+        if (late and late.is_set()) or isinstance(error, TimeoutError):
+            got = f"no whole answer within {_SERVER_TIMEOUT_S:g} s"
+        raise EndpointError(where, got=got, expected="an answer of tsqp keyserver") from None
+    if reply.status == 403 and _STEP.fullmatch(answer):
+        raise KeyFileError(
+            where,
+            got=f"a refusal: the step {answer.decode()!r} failed",
+            expected="a key (its own output says what differs)",
+        )
+    KeyFileError.unless(reply.status == 200, where, f"status {reply.status}", "200")
+    return answer

@@ -25,9 +25,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat import asn1
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
-from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
-from cryptography.hazmat.primitives.hashes import SHA384
 
 from protocol.errors import EvidenceError
 
@@ -311,7 +309,7 @@ def verify_snp(
     # Two little-endian numbers of 72 bytes, of which those of P-384 take 48.
     r, s = (int.from_bytes(report[at : at + 72], "little") for at in (0x2A0, 0x2E8))
     try:
-        key.verify(encode_dss_signature(r, s), report[:SIGNED_BYTES], ECDSA(SHA384()))
+        key.verify(encode_dss_signature(r, s), report[:SIGNED_BYTES], ec.ECDSA(hashes.SHA384()))
     except InvalidSignature:
         raise EvidenceError("SNP report", got="a wrong signature", expected="the leaf's") from None
     return VerifiedSnp(parsed, product, Tcb.parse(parsed.reported_tcb, product), crl is not None)

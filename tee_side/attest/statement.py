@@ -183,20 +183,40 @@ NONE = bytes(32)
 _CLAIMS_DOMAIN = b"TSQP attestation claims 1\0"
 
 
-class Claims(Record):
-    """What an enclave says of itself; digests are SHA-256, `NONE` where there is nothing.
+class About(Record):
+    """What an enclave runs; digests are SHA-256.
+
+    `model`: of its manifest; of a service, the digest of its weights. `policy`: see
+    `policy_digest`. `settings`: of every other option. `curve_keys`: public keys of ZeroMQ's CURVE
+    by owner: "runner", and "service" with its number for those that it speaks to; a service's own
+    alone is "service". `plugins`: of files that are the operator's own, masks among them, by name.
+    `attested_services`: what evidence services had to give to this enclave, "none" for none.
+    """
+
+    model: Digest
+    policy: Digest
+    settings: Digest
+    curve_keys: dict[Name, Digest]
+    plugins: dict[Name, Digest]
+    attested_services: Name
+    version: Name
+
+    def __str__(self) -> str:
+        """Return what a person compares with what others find."""
+        return (
+            f"model {self.model.hex()}, policy {self.policy.hex()}, settings {self.settings.hex()}"
+        )
+
+
+class Claims(About):
+    """What an enclave says of itself: what it runs, and its keys. `NONE` stands for no digest.
 
     `purpose`: its reader: "serve" is a client of a server, "key" a key server, "service"
     the runner of a service; no other reader may accept it. `nonce`: of 32 bytes, the reader's;
     empty in a certificate. `time`: seconds since 1970, by the enclave's clock. `tls_key`: of the
     public key (SubjectPublicKeyInfo). `hpke_key`: public, of `hpke_suite`. `receipt_key`: see
-    `require_key`; None where no receipts are signed. `model`: of its manifest; of a service, the
-    digest of its weights. `policy`: see `policy_digest`. `settings`: of every other option.
-    `curve_keys`: public keys of ZeroMQ's CURVE by owner: "runner", and "service" with its number
-    for those that it speaks to; a service's own alone is "service". `plugins`: of files that are
-    the operator's own, masks among them, by name. `gpus`: of the leaf certificates of the machine's
-    GPUs, where they give evidence as well, by name. `attested_services`: what evidence services had
-    to give to this enclave, "none" for none.
+    `require_key`; None where no receipts are signed. `gpus`: of the leaf certificates of the
+    machine's GPUs, where they give evidence as well, by name.
     """
 
     max_bytes: ClassVar[int] = 16 * 1024
@@ -208,14 +228,7 @@ class Claims(Record):
     hpke_suite: Literal["mlkem768-x25519", "x25519"]
     hpke_key: Annotated[bytes, Field(max_length=2048)]
     receipt_key: Annotated[Digest, AfterValidator(require_key)] | None
-    model: Digest
-    policy: Digest
-    settings: Digest
-    curve_keys: dict[Name, Digest]
-    plugins: dict[Name, Digest]
     gpus: dict[Name, Digest] = Field(default_factory=dict)
-    attested_services: Name
-    version: Name
 
 
 def report_data(claims: bytes) -> bytes:

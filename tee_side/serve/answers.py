@@ -1,4 +1,4 @@
-"""Answers of text, streamed or whole, of completions and chats alike.
+"""The model as clients see it, and answers of text: streamed or whole, of completions and chats.
 
 JSON is put together from pieces that are rendered once: a stream has hundreds of tokens a second,
 and a model of pydantic for each would cost more than the token.
@@ -14,10 +14,86 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from tee_side.engine.request import Delivery, FinishReason, Logprob, NewToken, PromptRead, Request
+from protocol.model.config import ModelConfig
+from tee_side.engine.request import (
+    Delivery,
+    FinishReason,
+    Logprob,
+    NewToken,
+    Pooling,
+    PromptRead,
+    Request,
+)
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.serve.serving import OfferedModel, TokenCounts, TokenNames, number
+
+
+class TokenNames:
+    """Names of token ids, as pieces of JSON; no two tokens of different bytes have the same one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, str]] = {}
+
+    def of(self, token_id: int) -> tuple[str, str]:
+        r"""Return a token's name, and its bytes as a list, or null for an id without a token.
+
+        A part of a character is `bytes:\xe2\x80`, as OpenAI's completions write it.
+        """
+        if (known := self._known.get(token_id)) is not None:
+            return known
+        content = self._tokenizer.token_bytes(token_id)
+        try:
+            name = content.decode("utf-8") or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        listed = "null" if not content else json.dumps(list(content), separators=(",", ":"))
+        self._known[token_id] = found = json.dumps(name), listed
+        return found
+
+
+def number(logprob: float) -> str:
+    """Write a logprob: JSON has no infinity, and clients know -9999.0 as what cannot be."""
+    return repr(max(logprob, -9999.0))
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of an HTTP request; `cached`: of the prompt, those that were not computed again."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+
+    def rounded(self, to: int) -> TokenCounts:
+        """Return them as multiples of `to`, rounded up."""
+        prompt, completion, cached = (
+            n + -n % to for n in (self.prompt, self.completion, self.cached)
+        )
+        return TokenCounts(prompt, completion, min(cached, prompt))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferedModel:
+    """The model as clients see it.
+
+    `max_model_len`: tokens of a prompt and its completion. `default_max_tokens`: of a chat's answer
+    where the client names no limit. `created`: seconds since 1970. `pooling`: of embeddings.
+    """
+
+    name: str
+    policy: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    max_model_len: int
+    default_max_tokens: int
+    system_fingerprint: str
+    created: int
+    pooling: Pooling = "last"
+    names: TokenNames = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", TokenNames(self.tokenizer))
 
 
 class SampleText:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, APIRouter
@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tee_side.serve.answers import OfferedModel
 from tee_side.serve.completions import chat_completions, completions
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
-from tee_side.serve.exchange import ENDING, EngineResponse, require_ready
+from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
+from tee_side.serve.identity import AnswerReceipt
 from tee_side.serve.prompts import detokenize, embeddings, require_model, tokenize, tokenizer_info
-from tee_side.serve.receipts import AnswerReceipt
-from tee_side.serve.serving import Caller, OfferedModel, Serving, serving_of
 
 log = logging.getLogger("tee_side")
 
@@ -29,13 +29,20 @@ log = logging.getLogger("tee_side")
 # is escaped to ASCII up to 12 bytes a character.
 _MIN_BODY_BYTES = 2**20
 _BODY_BYTES_PER_TOKEN = 32
-_SSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Error"}}
+_Responses: TypeAlias = dict[int | str, dict[str, Any]]
+_SSE: _Responses = {200: {"content": {"text/event-stream": {}}}}
+_ERRORS: _Responses = {"default": {"model": ErrorBody, "description": "Error"}}
 _TELEMETRY = ("tracing", "metrics", "logs", "operation_spans", "auto_configure")
 
 
 class Guarded(APIRoute):
-    """A path for those that `authorise` lets in; it is asked before the body is read."""
+    """A path for those that `authorise` lets in; it is asked before the body is read.
+
+    `metered`: limits of the caller are asked then, too. To turn a long text into tokens costs more
+    than all else until a first token is made.
+    """
+
+    metered = False
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler with the question in front of it."""
@@ -43,7 +50,9 @@ class Guarded(APIRoute):
 
         async def guarded(request: Request) -> Response:
             serving = serving_of(request)
-            request.state.caller = Caller(serving.authorise(request), serving.watch.request())
+            request.state.caller = serving.watch.request(serving.authorise(request))
+            if self.metered:
+                request.state.caller.precheck()
             response = await handler(request)
             if serving.receipts is not None and isinstance(response, EngineResponse):
                 # The very bytes that the handler has read.
@@ -51,6 +60,12 @@ class Guarded(APIRoute):
             return response
 
         return guarded
+
+
+class Metered(Guarded):
+    """A guarded path that reads prompts."""
+
+    metered = True
 
 
 class Bounds:
@@ -87,7 +102,7 @@ class Bounds:
         try:
             await self._app(scope, bounded, noted)
         except BaseException as error:  # noqa: BLE001 - whose message may hold the prompt
-            refused = of_engine(ENDING)
+            refused = of_engine(ending())
             if not isinstance(error, asyncio.CancelledError):
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 fields = {"error": type(error).__name__, "at": f"{frame.filename}:{frame.lineno}"}
@@ -129,8 +144,10 @@ def create_app(
             expose_headers=["*"],
         )
     guarded = APIRouter(route_class=Guarded, responses=_ERRORS)
-    for method, path, endpoint, responses in _GUARDED:
-        guarded.add_api_route(path, endpoint, methods=[method], responses=responses)
+    for method, path, endpoint, kind, responses in _GUARDED:
+        guarded.add_api_route(
+            path, endpoint, methods=[method], responses=responses, route_class_override=kind
+        )
     app.include_router(guarded)
     app.add_api_route("/health", health, methods=["GET"], responses=_ERRORS)
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
@@ -176,13 +193,13 @@ def _described(model: OfferedModel) -> dict[str, Any]:
     }
 
 
-_GUARDED: tuple[tuple[str, str, Callable[..., Any], dict[int | str, dict[str, Any]]], ...] = (
-    ("POST", "/v1/completions", completions, _SSE),
-    ("POST", "/v1/chat/completions", chat_completions, _SSE),
-    ("POST", "/v1/embeddings", embeddings, {}),
-    ("POST", "/tokenize", tokenize, {}),
-    ("POST", "/detokenize", detokenize, {}),
-    ("GET", "/tokenizer_info", tokenizer_info, {}),
-    ("GET", "/v1/models", models, {}),
-    ("GET", "/v1/models/{name:path}", model_of, {}),
+_GUARDED: tuple[tuple[str, str, Callable[..., Any], type[Guarded], _Responses], ...] = (
+    ("POST", "/v1/completions", completions, Metered, _SSE),
+    ("POST", "/v1/chat/completions", chat_completions, Metered, _SSE),
+    ("POST", "/v1/embeddings", embeddings, Metered, {}),
+    ("POST", "/tokenize", tokenize, Metered, {}),
+    ("POST", "/detokenize", detokenize, Guarded, {}),
+    ("GET", "/tokenizer_info", tokenizer_info, Guarded, {}),
+    ("GET", "/v1/models", models, Guarded, {}),
+    ("GET", "/v1/models/{name:path}", model_of, Guarded, {}),
 )

@@ -19,14 +19,13 @@ it. `records` and `chain` do, compared with values that were noted elsewhere.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -35,14 +34,12 @@ import msgpack
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from protocol.curve import SECRET_MODE, read_text, require_only_we_read
-from protocol.errors import InputError, KeyFileError
-from tee_side.protect.randomness import KEY_BYTES, derive_key
+from protocol.curve import SECRET_MODE
+from protocol.errors import InputError
+from tee_side.protect.randomness import derive_key
 
 Field = str | int | float | bytes | None
 
-KEY_LINE = "tsqp-audit-key 1 "
-_KEY = re.compile(f"{KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n?")
 _MAGIC = b"TSQPAUD1"
 _HEADER_BYTES = len(_MAGIC) + 32
 _LENGTH_BYTES = 4
@@ -74,19 +71,15 @@ class AuditLog:
         utc: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._clock, self._utc = clock, utc
-        self._file = _open_locked(path)
-        try:
+        with _refusing(path), ExitStack() as stack:
+            self._file = stack.enter_context(_opened(path))
+            _lock(self._file, path)
             reader = AuditReader(self._file, key, str(path))
             for _ in reader:
                 pass
             if reader.torn_bytes:
                 os.ftruncate(self._file.fileno(), reader.end)
-        except OSError as error:
-            self._file.close()
-            raise _refused(path, error) from None
-        except BaseException:
-            self._file.close()
-            raise
+            stack.pop_all()
         self.records, self.chain = reader.records, reader.chain
         self.errors = self.lost = self._lost_untold = 0
         # Sealed and not on the disk yet. A nonce is used once, whatever becomes of a write.
@@ -235,44 +228,8 @@ class AuditReader:
 
 def open_log(path: Path) -> BinaryIO:
     """Open a log to read. Raises AuditLogError."""
-    try:
+    with _refusing(path):
         return path.open("rb")
-    except OSError as error:
-        raise _refused(path, error) from None
-
-
-def encode_key(key: bytes) -> str:
-    """Return the content of a key file."""
-    return f"{KEY_LINE}{key.hex()}\n"
-
-
-def read_key(path: Path) -> bytes:
-    """Read a key file, which is for its owner alone. Raises KeyFileError."""
-    text, status = read_text(path, len(KEY_LINE) + 2 * KEY_BYTES + 1)
-    require_only_we_read(path, status)
-    return _parse_key(text, str(path))
-
-
-def read_key_from(descriptor: int) -> bytes:
-    """Read a key from an open descriptor, such as a pipe, to its end, and close it.
-
-    Raises KeyFileError.
-    """
-    where = f"descriptor {descriptor}"
-    try:
-        with os.fdopen(descriptor, "rb") as file:
-            return _parse_key(file.read(1024).decode("ascii", "replace"), where)
-    except OSError as error:
-        raise KeyFileError(
-            where, got=error.strerror or type(error).__name__, expected="an open one with a key"
-        ) from None
-
-
-def _parse_key(text: str, where: str) -> bytes:
-    if (found := _KEY.fullmatch(text)) is None:
-        # Never quoted: it may be the key.
-        raise KeyFileError(where, got="another content", expected="a key of tsqp audit new-key")
-    return bytes.fromhex(found[1])
 
 
 def _cipher(key: bytes, salt: bytes) -> AESGCM:
@@ -283,34 +240,28 @@ def _next(chain: bytes, content: bytes) -> bytes:
     return hashlib.sha256(chain + content).digest()
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """Open a log to write, for this process alone."""
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Raise AuditLogError in place of an OSError."""
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.fdopen(os.open(path, flags, SECRET_MODE), "r+b")
+        yield
     except OSError as error:
-        raise _refused(path, error) from None
+        got = error.strerror or type(error).__name__
+        raise AuditLogError(str(path), got=got, expected="an audit log") from None
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a log to write; it is made where there is none. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, SECRET_MODE), "r+b")
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Keep a log for this process alone. Raises AuditLogError."""
+    regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    AuditLogError.unless(regular, str(path), "no regular file", "an audit log")
     try:
-        AuditLogError.unless(
-            stat.S_ISREG(os.fstat(file.fileno()).st_mode),
-            str(path),
-            "no regular file",
-            "an audit log",
-        )
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if error.errno == errno.EWOULDBLOCK:
-            raise AuditLogError(
-                str(path), got="a log that another process writes", expected="one of its own"
-            ) from None
-        raise _refused(path, error) from None
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _refused(path: Path, error: OSError) -> AuditLogError:
-    got = error.strerror or type(error).__name__
-    return AuditLogError(str(path), got=got, expected="an audit log")
+    except BlockingIOError:
+        got = "a log that another process writes"
+        raise AuditLogError(str(path), got=got, expected="one of its own") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -12,19 +11,25 @@ from starlette.responses import Response
 
 from protocol.errors import TsqpError
 from tee_side.engine.request import Grammar, Request, SamplingSettings
-from tee_side.serve.answers import AnswerForm, ChatForm, CompletionForm, StreamedAnswer, WholeAnswer
-from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import EngineResponse, precheck
-from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
-from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
-from tee_side.serve.serving import (
-    Caller,
-    GrammarKind,
+from tee_side.serve.answers import (
+    AnswerForm,
+    ChatForm,
+    CompletionForm,
     OfferedModel,
+    StreamedAnswer,
+    WholeAnswer,
+)
+from tee_side.serve.errors import ApiError, of_engine, require
+from tee_side.serve.exchange import (
+    EngineResponse,
+    GrammarKind,
     Serving,
     caller_of,
     serving_of,
 )
+from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
+from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
+from tee_side.serve.watch import RequestWatch
 
 # Requests of one owner that compile a grammar, or wait to; others get 503.
 _MOST_COMPILING = 64
@@ -35,31 +40,16 @@ _CLIENT_LEFT = 499
 _Body = TypeVar("_Body", bound=Generating)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What an endpoint wants beside the common fields.
-
-    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
-    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
-    logprobs too if those of new tokens are wanted.
-    """
-
-    prompts: Sequence[tuple[int, ...]]
-    param: str
-    max_tokens: int
-    logprobs: int | None
-    echo: Sequence[str] | None = None
-
-
 async def prepared(
-    prepare: Callable[[Serving, Caller, _Body], EngineResponse], body: _Body, request: HttpRequest
+    prepare: Callable[[Serving, RequestWatch, _Body], EngineResponse],
+    body: _Body,
+    request: HttpRequest,
 ) -> Response:
     """Return the answer that `prepare` makes of a body, in a thread. Raises ApiError.
 
     Compiling a grammar may take seconds: of one owner, few are compiled at a time.
     """
     serving, caller = serving_of(request), caller_of(request)
-    precheck(caller)
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
@@ -75,7 +65,7 @@ async def prepared(
         async with compiling.turns:
             if await request.is_disconnected():
                 return Response(status_code=_CLIENT_LEFT)
-            precheck(caller)
+            caller.precheck()
             return await asyncio.to_thread(prepare, serving, caller, body)
     finally:
         compiling.count -= 1
@@ -99,32 +89,31 @@ def check_fields(body: Generating) -> None:
 
 
 def exchange(
-    serving: Serving, caller: Caller, form: AnswerForm, body: Generating, wanted: Wanted
+    serving: Serving,
+    caller: RequestWatch,
+    form: AnswerForm,
+    body: Generating,
+    *,
+    prompts: Sequence[tuple[int, ...]],
+    param: str,
+    max_tokens: int,
+    logprobs: int | None,
+    echo: Sequence[str] | None = None,
 ) -> EngineResponse:
-    """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while."""
-    requests = engine_requests(serving, caller.owner, body, wanted)
-    model, echo = serving.model, wanted.echo
-    if not body.stream:
-        return EngineResponse(serving, caller, requests, WholeAnswer(form, model, requests, echo))
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
-    return EngineResponse(serving, caller, requests, answer)
+    """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while.
 
-
-def engine_requests(
-    serving: Serving, owner: str, body: Generating, wanted: Wanted
-) -> list[Request]:
-    """Return a request for each prompt. Raises ApiError."""
+    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
+    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
+    logprobs too if those of new tokens are wanted.
+    """
     model = serving.model
-    rooms = [
-        require_room(model, ids, wanted.param, for_new=wanted.max_tokens) for ids in wanted.prompts
-    ]
+    rooms = [require_room(model, ids, param, for_new=max_tokens) for ids in prompts]
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    sampling, grammar = _sampling(model, body), _grammar(serving, owner, body)
-    of_prompt = wanted.logprobs
-    if not wanted.max_tokens and of_prompt is None:
+    sampling, grammar = _sampling(model, body), _grammar(serving, caller.owner, body)
+    of_prompt = logprobs
+    if not max_tokens and of_prompt is None:
         of_prompt = 0  # so that the prompt is read at all
-    return [
+    requests = [
         Request(
             prompt_ids=ids,
             max_new_tokens=room,
@@ -132,14 +121,19 @@ def engine_requests(
             sampling=sampling,
             stop=tuple(stop),
             stop_ids=_stop_ids(model, body),
-            logprobs=wanted.logprobs,
-            prompt_logprobs=None if wanted.echo is None else of_prompt,
+            logprobs=logprobs,
+            prompt_logprobs=None if echo is None else of_prompt,
             grammar=grammar,
-            owner=owner,
+            owner=caller.owner,
             salt=body.cache_salt or "",
         )
-        for ids, room in zip(wanted.prompts, rooms, strict=True)
+        for ids, room in zip(prompts, rooms, strict=True)
     ]
+    if not body.stream:
+        return EngineResponse(serving, caller, requests, WholeAnswer(form, model, requests, echo))
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
+    return EngineResponse(serving, caller, requests, answer)
 
 
 def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
@@ -217,7 +211,9 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     return await prepared(prepare_completion, body, request)
 
 
-def prepare_completion(serving: Serving, caller: Caller, body: CompletionRequest) -> EngineResponse:
+def prepare_completion(
+    serving: Serving, caller: RequestWatch, body: CompletionRequest
+) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.prompt"
     require_model(model, body.model)
@@ -231,10 +227,17 @@ def prepare_completion(serving: Serving, caller: Caller, body: CompletionRequest
         # The client's own words where there are some: special tokens in them are shown.
         given = listed(body.prompt)
         echo = [one if isinstance(one, str) else model.tokenizer.decode(one) for one in given]
-    wanted = Wanted(
-        prompts=prompts, param=param, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo
+    return exchange(
+        serving,
+        caller,
+        _COMPLETION,
+        body,
+        prompts=prompts,
+        param=param,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        echo=echo,
     )
-    return exchange(serving, caller, _COMPLETION, body, wanted)
 
 
 _CHAT = ChatForm()
@@ -245,7 +248,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     return await prepared(prepare_chat, body, request)
 
 
-def prepare_chat(serving: Serving, caller: Caller, body: ChatRequest) -> EngineResponse:
+def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model = serving.model
     require_model(model, body.model)
@@ -254,10 +257,13 @@ def prepare_chat(serving: Serving, caller: Caller, body: ChatRequest) -> EngineR
     add = body.add_generation_prompt is not False
     ids = encode_chat(model, body.messages, add_generation_prompt=add)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    wanted = Wanted(
+    return exchange(
+        serving,
+        caller,
+        _CHAT,
+        body,
         prompts=[ids],
         param="body.messages",
         max_tokens=model.default_max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return exchange(serving, caller, _CHAT, body, wanted)

@@ -182,6 +182,10 @@ def answer_errors(app: FastAPI) -> None:
         message = _MESSAGES.get(status, "the request was refused")
         return ApiError(status, message, headers=error.headers).response()
 
+    @app.exception_handler(TsqpError)
+    async def failed(_request: Request, error: TsqpError) -> Response:
+        return of_engine(error).response()
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
         return of_validation(error.errors()).response()

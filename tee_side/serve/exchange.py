@@ -1,25 +1,30 @@
-"""One HTTP request of the model: from its admission to the last byte, or the client's leaving."""
+"""What endpoints are given (`Serving`), and one HTTP request of the model (`EngineResponse`).
+
+A request goes from its admission to the last byte, or to the client's leaving.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import EngineError, TsqpError
-from tee_side.engine.background import Ticket
-from tee_side.engine.request import Delivery, Request
+from tee_side.engine.background import BackgroundEngine, Ticket
+from tee_side.engine.request import Delivery, Grammar, Request
 from tee_side.engine.waiting import QueueFullError
+from tee_side.serve.answers import OfferedModel, TokenCounts
 from tee_side.serve.errors import ApiError, loading, of_engine
-from tee_side.serve.receipts import HEADER, AnswerReceipt
-from tee_side.serve.serving import Caller, Serving, TokenCounts
+from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
+from tee_side.serve.watch import RequestWatch, Watch
 
 STREAM = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
@@ -28,6 +33,58 @@ _DONE = "data: [DONE]\n\n"
 _AT_ONCE = 16
 # After which a request that has begun looks for a place in the queue again.
 _RETRY_S = 0.05
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+
+def anyone(_request: HttpRequest) -> str:
+    """Let everyone in, where no keys are used."""
+    return ""
+
+
+class Compiling:
+    """Turns of one owner to compile a grammar. `count`: requests that have one, or wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.turns = asyncio.Semaphore(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Everything that an endpoint needs.
+
+    `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
+    PromptError. `compiling`: grammars of each owner.
+    `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
+    which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
+    told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
+    """
+
+    engine: BackgroundEngine
+    model: OfferedModel
+    compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
+    version: str
+    watch: Watch
+    authorise: Callable[[HttpRequest], str] = anyone
+    tempo_s: float = 0.0
+    round_usage: int = 1
+    receipts: ReceiptChain | None = None
+    compiling: dict[str, Compiling] = field(
+        default_factory=lambda: defaultdict(Compiling), init=False
+    )
+
+
+def serving_of(request: HttpRequest) -> Serving:
+    """Return what the app of a request was made with."""
+    serving: Serving = request.app.state.serving
+    return serving
+
+
+def caller_of(request: HttpRequest) -> RequestWatch:
+    """Return what accounts for a request, of the owner that `authorise` named."""
+    caller: RequestWatch = request.state.caller
+    return caller
 
 
 class AnswerWriter(Protocol):
@@ -53,7 +110,11 @@ class EngineResponse(Response):
     """
 
     def __init__(
-        self, serving: Serving, caller: Caller, requests: Sequence[Request], answer: AnswerWriter
+        self,
+        serving: Serving,
+        caller: RequestWatch,
+        requests: Sequence[Request],
+        answer: AnswerWriter,
     ) -> None:
         super().__init__()
         for request in requests:
@@ -62,7 +123,7 @@ class EngineResponse(Response):
             except TsqpError as error:
                 param = "body.n" if error.where == "samples" else None
                 raise of_engine(error, param) from None
-        self._serving, self._owner, self._watched = serving, caller.owner, caller.watched
+        self._serving, self._watched = serving, caller
         self._requests, self._answer = requests, answer
         self.receipt: AnswerReceipt | None = None
         self._open: dict[int, Ticket] = {}
@@ -80,20 +141,16 @@ class EngineResponse(Response):
         self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError as long as nothing was sent."""
+        """Answer. Raises ApiError and TsqpError as long as nothing was sent."""
         require_ready(self._serving)
         most = sum(request.samples * request.max_new_tokens for request in self._requests)
-        try:
-            self._watched.begin(self._owner, self._counts.prompt, most)
-        except TsqpError as error:
-            raise of_engine(error) from None
+        self._watched.begin(self._counts.prompt, most)
         leaving = asyncio.ensure_future(_leaving(receive))
         leaving.add_done_callback(self._leave)
         try:
             await self._run(send)
         except Exception as error:
-            cause = error.__cause__ or error
-            self._outcome = type(cause).__name__
+            self._outcome = type(error).__name__
             raise
         finally:
             leaving.remove_done_callback(self._leave)
@@ -124,11 +181,10 @@ class EngineResponse(Response):
             await self._tick()
             text, end = self._answer.finish(self._told()), _DONE if self._streamed else ""
         except (TsqpError, asyncio.CancelledError) as error:
-            cause = error if isinstance(error, TsqpError) else ENDING
-            refused = of_engine(cause)
+            cause = error if isinstance(error, TsqpError) else ending()
             if not self._started:
-                raise refused from cause
-            text, end, outcome = f"data: {refused.body}\n\n", "", type(cause).__name__
+                raise cause from None
+            text, end, outcome = f"data: {of_engine(cause).body}\n\n", "", type(cause).__name__
         if self._left.is_set():
             return
         # Settled before the last byte: a client that has all may leave.
@@ -266,17 +322,6 @@ class EngineResponse(Response):
         self._open = {}
 
 
-def precheck(caller: Caller) -> None:
-    """Raise ApiError (429) for a caller beyond its limits, before anything is read of its prompt.
-
-    To turn a long text into tokens costs more than all else until a first token is made.
-    """
-    try:
-        caller.watched.precheck(caller.owner)
-    except TsqpError as error:
-        raise of_engine(error) from None
-
-
 def require_ready(serving: Serving) -> None:
     """Raise ApiError (503) unless the engine could make a token."""
     state = serving.engine.state
@@ -286,7 +331,9 @@ def require_ready(serving: Serving) -> None:
         raise ApiError(503, "the engine has failed", code=state)
 
 
-ENDING = EngineError("server", got="a signal to end", expected="more time")
+def ending() -> EngineError:
+    """Return the error of what a server that ends does not answer any more."""
+    return EngineError("server", got="a signal to end", expected="more time")
 
 
 async def _leaving(receive: Receive) -> None:

@@ -263,11 +263,6 @@ class Limits:
         state.running += 1
         return held
 
-    def running(self, owner: str) -> int:
-        """Return how many requests of a key are under way."""
-        state = self._states.get(owner)
-        return state.running if state else 0
-
     def headers(self, owner: str) -> dict[str, str]:
         """Return `x-ratelimit-*` of the limits that a key has, as OpenAI names them."""
         state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)

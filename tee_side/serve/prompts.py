@@ -1,13 +1,12 @@
 """Prompts to token ids, and the endpoints that answer from prompts without generating.
 
 `/tokenize`, `/detokenize` and `/tokenizer_info` use the words of vLLM and of llama.cpp.
-`/v1/embeddings` returns the last hidden state of each input, with a length of one. What takes long
-for a long prompt runs in a thread.
+`/v1/embeddings` returns the last hidden state of each input, with a length of one. They are
+plain functions, which the framework runs in threads: a long prompt takes long.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Sequence
@@ -19,23 +18,15 @@ from starlette.responses import Response
 
 from protocol.errors import ModelError, TsqpError
 from tee_side.engine.request import Delivery, Request
-from tee_side.serve.answers import head
+from tee_side.serve.answers import OfferedModel, TokenCounts, head
 from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import EngineResponse, precheck
+from tee_side.serve.exchange import EngineResponse, caller_of, serving_of
 from tee_side.serve.schema import (
     ChatMessage,
     DetokenizeRequest,
     EmbeddingsRequest,
     Prompt,
     TokenizeRequest,
-)
-from tee_side.serve.serving import (
-    Caller,
-    OfferedModel,
-    Serving,
-    TokenCounts,
-    caller_of,
-    serving_of,
 )
 
 # Of all prompts and samples of a request.
@@ -157,42 +148,10 @@ _FIELDS_OF = {
 }
 
 
-async def tokenize(body: TokenizeRequest, request: HttpRequest) -> dict[str, Any]:
+def tokenize(body: TokenizeRequest, request: HttpRequest) -> dict[str, Any]:
     """Return the token ids of a text or a conversation."""
     model = serving_of(request).model
     require_model(model, body.model)
-    precheck(caller_of(request))
-    return await asyncio.to_thread(_tokenize, model, body)
-
-
-async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> dict[str, str]:
-    """Return the text of token ids: `prompt` is vLLM's name, `content` llama.cpp's."""
-    model = serving_of(request).model
-    require_model(model, body.model)
-    require(
-        max(body.tokens, default=0) < model.config.vocab_size,
-        "body.tokens",
-        f"token ids below {model.config.vocab_size}",
-    )
-    try:
-        text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
-    except TsqpError as error:
-        raise of_engine(error, "body.tokens") from None
-    return {"prompt": text, "content": text}
-
-
-async def tokenizer_info(request: HttpRequest) -> dict[str, Any]:
-    """Return what a client needs to write prompts by itself."""
-    model = serving_of(request).model
-    try:
-        info = await asyncio.to_thread(model.tokenizer.info)
-    except TsqpError as error:
-        raise of_engine(error) from None
-    size = model.tokenizer.vocabulary_size
-    return {**info, "vocab_size": size, "model_max_length": model.max_model_len}
-
-
-def _tokenize(model: OfferedModel, body: TokenizeRequest) -> dict[str, Any]:
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     require(len(given) == 1, "body", "one of prompt, messages and content")
     for name in body.model_fields_set - _FIELDS_OF[given[0]]:
@@ -212,6 +171,29 @@ def _tokenize(model: OfferedModel, body: TokenizeRequest) -> dict[str, Any]:
     strings = [json.loads(model.names.of(at)[0]) for at in ids] if body.return_token_strs else None
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
     return answer | {"token_strs": strings}
+
+
+def detokenize(body: DetokenizeRequest, request: HttpRequest) -> dict[str, str]:
+    """Return the text of token ids: `prompt` is vLLM's name, `content` llama.cpp's."""
+    model = serving_of(request).model
+    require_model(model, body.model)
+    require(
+        max(body.tokens, default=0) < model.config.vocab_size,
+        "body.tokens",
+        f"token ids below {model.config.vocab_size}",
+    )
+    try:
+        text = model.tokenizer.decode(body.tokens)
+    except TsqpError as error:
+        raise of_engine(error, "body.tokens") from None
+    return {"prompt": text, "content": text}
+
+
+def tokenizer_info(request: HttpRequest) -> dict[str, Any]:
+    """Return what a client needs to write prompts by itself."""
+    model = serving_of(request).model
+    size = model.tokenizer.vocabulary_size
+    return {**model.tokenizer.info(), "vocab_size": size, "model_max_length": model.max_model_len}
 
 
 def _piece(model: OfferedModel, token_id: int) -> str | list[int]:
@@ -253,15 +235,9 @@ class EmbeddingAnswer:
         return f'{begin}"data":[{",".join(self._found)}],"usage":{used}}}'
 
 
-async def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
+def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     """Return a vector for each input."""
-    caller = caller_of(request)
-    precheck(caller)
-    return await asyncio.to_thread(prepare_embeddings, serving_of(request), caller, body)
-
-
-def prepare_embeddings(serving: Serving, caller: Caller, body: EmbeddingsRequest) -> EngineResponse:
-    """Return the answer of a body. Raises ApiError."""
+    serving, caller = serving_of(request), caller_of(request)
     model, param = serving.model, "body.input"
     require_model(model, body.model)
     require(

@@ -32,11 +32,9 @@ from functools import partial
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hpke
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives import hashes, hpke
+from cryptography.hazmat.primitives.asymmetric import mlkem, x25519
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -63,13 +61,13 @@ class HpkeKey:
     """
 
     def __init__(self, *, hybrid: bool = True) -> None:
-        key = X25519PrivateKey.generate()
-        self._private: X25519PrivateKey | hpke.MLKEM768X25519PrivateKey = key
+        key = x25519.X25519PrivateKey.generate()
+        self._private: x25519.X25519PrivateKey | hpke.MLKEM768X25519PrivateKey = key
         self.suite: SuiteName = "x25519"
         self.public = key.public_key().public_bytes_raw()
         with suppress(UnsupportedAlgorithm):
             if hybrid:
-                other = MLKEM768PrivateKey.generate()
+                other = mlkem.MLKEM768PrivateKey.generate()
                 self._private = hpke.MLKEM768X25519PrivateKey(other, key)
                 self.suite = "mlkem768-x25519"
                 self.public = other.public_key().public_bytes_raw() + self.public
@@ -90,10 +88,12 @@ def seal(suite: SuiteName, public: bytes, info: bytes, plain: bytes) -> bytes:
     """Return bytes sealed to a public key. Raises ProtocolError where it is no key of `suite`."""
     first = public[:-KEY_BYTES]
     try:
-        key: X25519PublicKey | hpke.MLKEM768X25519PublicKey
-        key = last = X25519PublicKey.from_public_bytes(public[-KEY_BYTES:])
+        key: x25519.X25519PublicKey | hpke.MLKEM768X25519PublicKey
+        key = last = x25519.X25519PublicKey.from_public_bytes(public[-KEY_BYTES:])
         if first:
-            key = hpke.MLKEM768X25519PublicKey(MLKEM768PublicKey.from_public_bytes(first), last)
+            key = hpke.MLKEM768X25519PublicKey(
+                mlkem.MLKEM768PublicKey.from_public_bytes(first), last
+            )
         return _hpke(suite).encrypt(plain, key, info)
     except (TypeError, ValueError):
         raise _refused(got="another public key", expected=f"one of {suite}") from None
@@ -134,7 +134,7 @@ class Direction:
     """Seals one direction, a request or a response, or opens it. `salt`: what stands before it."""
 
     def __init__(self, name: Literal[b"request", b"response"], salt: bytes, secret: bytes) -> None:
-        key = HKDF(SHA256(), KEY_BYTES, salt, _DOMAIN + name).derive(secret)
+        key = HKDF(hashes.SHA256(), KEY_BYTES, salt, _DOMAIN + name).derive(secret)
         self._cipher, self._count, self._data, self._ended = AESGCM(key), 0, bytearray(), False
 
     def seal(self, piece: bytes, *, final: bool = False) -> bytes:

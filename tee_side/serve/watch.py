@@ -197,9 +197,9 @@ class Watch:
         self.limits, self.metrics, self.audit = limits, metrics, audit
         self.policy, self.clock = policy, clock
 
-    def request(self) -> RequestWatch:
-        """Return what accounts for a request that arrives now."""
-        return RequestWatch(self)
+    def request(self, owner: str) -> RequestWatch:
+        """Return what accounts for a request that arrives now; `owner`: the name of its key."""
+        return RequestWatch(self, owner)
 
 
 class RequestWatch:
@@ -208,27 +208,24 @@ class RequestWatch:
     Without `begin`, or where that refuses it, there is no end.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, owner: str) -> None:
+        self._watch, self.owner = watch, owner
         self._arrived_s = watch.clock()
         self._token_s: float | None = None
-        self._owner = ""
         self._admission: Admission | None = None
 
-    def precheck(self, owner: str) -> None:
+    def precheck(self) -> None:
         """Raise RateLimitError, as `begin`, where it would whatever the request says."""
-        self._owner = owner
         with self._refusing(0):
-            self._watch.limits.precheck(owner)
+            self._watch.limits.precheck(self.owner)
 
-    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
+    def begin(self, prompt_tokens: int, max_tokens: int) -> None:
         """Let the request in, or raise RateLimitError, which is accounted for: no `end` then.
 
-        `owner`: the name of its API key. `max_tokens`: what it may answer, all samples together.
+        `max_tokens`: what it may answer, all samples together.
         """
-        self._owner = owner
         with self._refusing(prompt_tokens):
-            self._admission = self._watch.limits.begin(owner, prompt_tokens, max_tokens)
+            self._admission = self._watch.limits.begin(self.owner, prompt_tokens, max_tokens)
 
     @contextmanager
     def _refusing(self, prompt_tokens: int) -> Iterator[None]:
@@ -240,7 +237,7 @@ class RequestWatch:
 
     def headers(self) -> dict[str, str]:
         """Return `x-ratelimit-*` for an answer, as they are now."""
-        return self._watch.limits.headers(self._owner)
+        return self._watch.limits.headers(self.owner)
 
     def token(self, count: int) -> None:
         """Note that a step gave the request `count` new tokens, one or several at a time."""
@@ -280,7 +277,7 @@ class RequestWatch:
         if self._watch.audit is not None:
             self._watch.audit.record(
                 "request",
-                key=self._owner,
+                key=self.owner,
                 policy=self._watch.policy,
                 outcome=outcome,
                 prompt_tokens=prompt_tokens,

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.serve.serving import TokenNames
+from tee_side.serve.answers import TokenNames
 from tests.kit.http_proxy import certificate
 from tests.kit.service import TEE_ONLY, Server, call, running_server, running_service, until
 from tsqp.run.settings import model_directory

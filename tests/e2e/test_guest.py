@@ -26,7 +26,7 @@ import pytest
 from tests.kit.guest import build, missing, unpack
 from tests.kit.service import ENVIRONMENT, Forked, Service, run, running_server, running_service
 from tsqp.client import NotAttestedError, connect
-from tsqp.deploy.lock import COMMAND_LINE, INITRAMFS, KERNEL, LOCK, first_difference
+from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL, LOCK, first_difference
 from tsqp.run.settings import model_directory
 
 BUILD_S, BOOT_S = 3600, 600

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.guest import BOOT_S, build, missing, small_guest
-from tsqp.deploy.lock import LOCK, first_difference
+from tsqp.deploy.image import LOCK, first_difference
 
 BUILD_S = 900
 UEFI = Path("/usr/share/ovmf/OVMF.fd")

@@ -45,10 +45,11 @@ from tee_side.remote import linear
 from tee_side.remote.call import CallPlan
 from tee_side.remote.services.member import Member
 from tee_side.serve import answers, completions, exchange
-from tee_side.serve.audit_log import AuditReader, encode_key, open_log, read_key
+from tee_side.serve.audit_log import AuditReader, open_log
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
 from tests.kit.service import until
 from tsqp.cli.serve import serve
+from tsqp.key_files import AUDIT_KEY
 from tsqp.lab.research.float_check import FloatCheck
 from tsqp.run import load
 from tsqp.run.process import configure
@@ -318,7 +319,7 @@ class Served:
         allowed = hash_of(self.key)
         entry = ApiKey(name="canary", sha256=allowed, concurrent=8, tokens_per_minute=10**9)
         self._keys.write_text(entry.entry(), encoding="utf-8")
-        self._audit_key.write_text(encode_key(random.Random(seed + 1).randbytes(32)))
+        self._audit_key.write_text(AUDIT_KEY.encode(random.Random(seed + 1).randbytes(32)))
         for path in (self._keys, self._audit_key):
             path.chmod(0o600)
         (folder / "model" / TEMPLATE_FILE).write_text(_TEMPLATE, encoding="utf-8")
@@ -488,7 +489,7 @@ class Served:
         self._ask("GET", "/metrics", b"", self.own)
         # What the audit log says under its seal is searched with the logs.
         with open_log(self._audit) as file:
-            records = list(AuditReader(file, read_key(self._audit_key), "audit log"))
+            records = list(AuditReader(file, AUDIT_KEY.read(self._audit_key), "audit log"))
         (self.folder / "logs" / "audit.log").write_text(json.dumps(records, default=bytes.hex))
         self.search()
 
@@ -612,7 +613,7 @@ def stand_in(session: Served) -> None:
 
     fails = [lambda *_, where=where: session.fail(where) for where in CRASHES]
     told: Sequence[tuple[str, Any, str, Callable[..., object]]] = (
-        ("before", completions, "engine_requests", fails[0]),
+        ("before", completions, "exchange", fails[0]),
         ("before", answers.StreamedAnswer, "add", fails[1]),
         ("before", Engine, "step", fails[3]),
         ("before", PadStore, "__init__", lambda *which: session.canaries.add("key", which[3])),

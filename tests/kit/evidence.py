@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import Product, SigningKey, Tcb
-from tee_side.attest.statement import Statement
-from tee_side.serve.identity import About, Identity
+from tee_side.attest.statement import About, Statement
+from tee_side.serve.identity import Identity
 from tsqp.run.attestation import tls_files
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -91,7 +91,7 @@ def identity(measurement: bytes = MEASUREMENT, **other: object) -> Identity:
         "attested_services": "none",
     }
     attester = find_attester("simulated", measurement=measurement)
-    return Identity(attester, About(**(usual | other)))  # type: ignore[arg-type]
+    return Identity(attester, About.model_validate(usual | other))
 
 
 def policy_text(measurements: object = (MEASUREMENT.hex(),), **other: object) -> str:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tsqp.deploy.lock import COMMAND_LINE, INITRAMFS, KERNEL
+from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL
 from tsqp.deploy.packages import _APT, ARCHIVE, KEYRING
 
 BOOT_S = 180

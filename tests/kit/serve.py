@@ -20,8 +20,10 @@ from protocol.model.config import read_config
 from tee_side.engine.background import EngineStats, State
 from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
+from tee_side.serve.exchange import GrammarKind, Serving
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,
@@ -32,7 +34,6 @@ from tee_side.serve.sealed import (
     seal_secret,
 )
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import GrammarKind, OfferedModel, Serving
 from tsqp.run.settings import model_directory
 
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
@@ -177,18 +178,19 @@ class FakeWatch:
     ended: list[tuple[str, int, int]] = field(default_factory=list)
     receipts: list[bytes | None] = field(default_factory=list)
 
-    def request(self) -> FakeWatch:
+    def request(self, owner: str) -> FakeWatch:
+        self.owner = owner
         return self
 
-    def precheck(self, owner: str) -> None:
-        self.prechecked.append(owner)
+    def precheck(self) -> None:
+        self.prechecked.append(self.owner)
         if self.full:
             raise self.full
 
-    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
+    def begin(self, prompt_tokens: int, max_tokens: int) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.begun.append((owner, prompt_tokens, max_tokens))
+        self.begun.append((self.owner, prompt_tokens, max_tokens))
 
     def headers(self) -> Mapping[str, str]:
         return {"x-ratelimit-limit-requests": "9"}

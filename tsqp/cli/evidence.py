@@ -402,10 +402,10 @@ def keyserver(
     sealed to the program that proved itself: the network may be anyone's.
     """
     from tsqp.client.attested_tls import Address
+    from tsqp.key_files import SEAL_KEY
     from tsqp.keyserver import KeyRelease, KeyServer
-    from tsqp.seal_keys import read_key
 
-    key, appraisal = read_key(keyfile), read_appraisal(policy, mode)
+    key, appraisal = SEAL_KEY.read(keyfile), read_appraisal(policy, mode)
     say = partial(click.echo, err=True)
     release = KeyRelease(key, appraisal, say)
     with KeyServer(listen, release, say) as server:

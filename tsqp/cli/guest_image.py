@@ -8,20 +8,16 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
-from tsqp.deploy.lock import Suite
+from tsqp.deploy.image import INITRAMFS, LOCK, Launch, Lock, Suite, fetch, first_difference
 from tsqp.extras import needing
 from tsqp.run.process import bytes_for_people
-
-if TYPE_CHECKING:
-    from tsqp.deploy.launch import Launch
-
 
 # OVMF.amdsev.fd of Debian unstable.
 TESTED_FIRMWARE = "3e4fd0b3fe3b2dbe481c3d9e99418a034174f26cbe1f55aa212b0f18c12d2d6f"
@@ -61,8 +57,6 @@ def read_launch(
     vcpus: int, vcpu_type: str, ovmf: Path | None, ovmf_sha256: str, host_data: str
 ) -> Launch:
     """Return how the host starts an image. Raises SettingsError, for other firmware, too."""
-    from tsqp.deploy.launch import Launch
-
     if ovmf is None:
         raise SettingsError("--ovmf", got="none", expected="OVMF.amdsev.fd, or --no-tee to run")
     SettingsError.unless(
@@ -83,9 +77,10 @@ def read_launch(
 
 def measured(image: Path, launch: Launch) -> bytes:
     """Return what SEV-SNP measures, 48 bytes. Raises SettingsError, also without the library."""
+    from tsqp.deploy.image import measure
+
     with needing("tsqp measure", _EXTRA):
-        from tsqp.deploy.measurement import measure
-    return measure(image, launch)
+        return measure(image, launch)
 
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -141,7 +136,6 @@ def build(
     from tsqp.deploy.build import build as make
     from tsqp.deploy.build import resolve
     from tsqp.deploy.launch import least_memory_mib
-    from tsqp.deploy.lock import INITRAMFS, LOCK, Lock, fetch
     from tsqp.deploy.packages import TORCH_INDEX
 
     def progress(step: str) -> None:
@@ -339,8 +333,6 @@ def run(
 @config_option
 def compare(left: Path, right: Path) -> None:
     """Compare two images, and name the first file that differs."""
-    from tsqp.deploy.lock import first_difference
-
     differs = first_difference(left, right)
     SettingsError.unless(
         differs is None, f"{right}: {differs}", "another content", f"that of {left}"

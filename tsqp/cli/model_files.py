@@ -165,7 +165,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     cannot, and give it to tee-runner --manifest-digest.
     """
     from protocol.model.manifest import MANIFEST_FILE
-    from tsqp.manifest import make_manifest
+    from tsqp.model_at_rest import make_manifest
 
     directory = model_directory(model)
     SettingsError.unless(
@@ -346,10 +346,10 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
     seen. A host that can write to the disk can put an older seal back: keep the printed digest
     where it cannot, and give it to tee-runner --seal-digest.
     """
-    from tsqp.seal import seal_model as run
-    from tsqp.seal_keys import read_key
+    from tsqp.key_files import SEAL_KEY
+    from tsqp.model_at_rest import seal_model as run
 
-    key = read_key(to)
+    key = SEAL_KEY.read(to)
     with _progress(f"seal {model}") as show:
         made = run(model_directory(model), key, output, show)
     if made.skipped:
@@ -363,15 +363,10 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
 @config_option
 def new_seal_key(file: Path) -> None:
     """Make a key: FILE, which must stay secret, in the TEE and where models are sealed."""
-    import secrets
+    from protocol.model.sealed import key_id
+    from tsqp.key_files import SEAL_KEY
 
-    from protocol.curve import SECRET_MODE
-    from protocol.model.sealed import KEY_BYTES, key_id
-    from tsqp.key_files import write_new
-    from tsqp.seal_keys import encode_key
-
-    key = secrets.token_bytes(KEY_BYTES)
-    write_new(file, encode_key(key), SECRET_MODE)
+    key = SEAL_KEY.new(file)
     click.echo(
         f"{file}: key {key_id(key)}; without it no model that is sealed to it can be read: keep a"
         " copy in a safe place"
@@ -389,13 +384,13 @@ def rewrap(*, settings: RunSettings, directory: Path, to: Path) -> None:
     The digest stays. A party that kept the old sealed.tsqp and the old key can still open it: where
     that matters, seal the model again.
     """
-    from tsqp.seal import rewrap as run
-    from tsqp.seal_keys import provided_key, read_key
+    from tsqp.key_files import SEAL_KEY, provided_key
+    from tsqp.model_at_rest import rewrap as run
 
     digest = run(
         directory,
         provided_key(settings.seal_key, settings.seal_key_fd, settings.seal_key_command),
-        read_key(to),
+        SEAL_KEY.read(to),
     )
     click.echo(f"{directory}: for the key of {to} from now on")
     click.echo(f"SHA-256 of the seal, as before: {digest}")

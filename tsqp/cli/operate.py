@@ -173,14 +173,9 @@ def audit() -> None:
 @config_option
 def new_audit_key(file: Path) -> None:
     """Make the key of a log: FILE, which must stay secret, in the TEE and where logs are read."""
-    import secrets
+    from tsqp.key_files import AUDIT_KEY
 
-    from protocol.curve import SECRET_MODE
-    from tee_side.protect.randomness import KEY_BYTES
-    from tee_side.serve.audit_log import encode_key
-    from tsqp.key_files import write_new
-
-    write_new(file, encode_key(secrets.token_bytes(KEY_BYTES)), SECRET_MODE)
+    AUDIT_KEY.new(file)
     click.echo(f"{file}: without it nothing in the log can be read; keep a copy in a safe place")
 
 
@@ -205,10 +200,11 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
     records off the end, which only a comparison with noted values shows. Exit status 1 if the log
     was changed; records before that place are printed.
     """
-    from tee_side.serve.audit_log import AuditLogError, AuditReader, open_log, read_key
+    from tee_side.serve.audit_log import AuditLogError, AuditReader, open_log
+    from tsqp.key_files import AUDIT_KEY
     from tsqp.tables import open_console, table
 
-    key, rows, changed = read_key(key_file), [], False
+    key, rows, changed = AUDIT_KEY.read(key_file), [], False
     with open_log(log) as file:
         reader = AuditReader(file, key, str(log))
         try:

@@ -22,8 +22,8 @@ import threading
 import time
 from base64 import b64decode
 from binascii import Error as Base64Error
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException, HTTPResponse
@@ -54,11 +54,13 @@ class NotAttestedError(TsqpError):
         super().__init__(where, got=got, expected=expected)
         self.appraisal = appraisal
 
-    @classmethod
-    def of(cls, where: str, appraisal: Appraisal) -> NotAttestedError:
-        """Name the first step that failed."""
-        step = appraisal.failure
-        return cls(f"{where}: {step.name}", step.got, step.expected, appraisal)
+
+def passed(where: str, found: Appraisal) -> Claims:
+    """Return the claims of an appraisal. Raises NotAttestedError by the first step that failed."""
+    if not found.passed or found.claims is None:
+        step = found.failure
+        raise NotAttestedError(f"{where}: {step.name}", step.got, step.expected, found)
+    return found.claims
 
 
 @dataclass(frozen=True)
@@ -124,20 +126,17 @@ class AttestedContext(ssl.SSLContext):
             return
         try:
             stated, tls_key = read_certificate(certificate)
-            first = self._appraise("certificate", stated, _OF_A_CERTIFICATE, tls_key)
+            first = self._appraise(stated, _OF_A_CERTIFICATE, tls_key)
+            certified = passed("certificate", first)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            second = self._appraise("new evidence", _ask(connection, nonce), nonce, tls_key)
+            second = self._appraise(_ask(connection, nonce), nonce, tls_key)
         except EvidenceError as error:
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
-        _require_same(first.claims, second.claims)
+        _require_same(certified, passed("new evidence", second))
         self.proved = Proved(certificate, first, second, self._clock())
 
-    def _appraise(self, where: str, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
-        expected = Expected(nonce, tls_key, self._utc(), "serve")
-        found = appraise(stated, self.policy, expected)
-        if not found.passed:
-            raise NotAttestedError.of(where, found)
-        return found
+    def _appraise(self, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
+        return appraise(stated, self.policy, Expected(nonce, tls_key, self._utc(), "serve"))
 
 
 class _AttestedSocket(ssl.SSLSocket):
@@ -157,17 +156,12 @@ class _AttestedSocket(ssl.SSLSocket):
             raise TypeError("AttestedContext: got another context, expected the one that made this")
         timeout_s = self.gettimeout()
         self.settimeout(_TIMEOUT_S if timeout_s is None else timeout_s)
-        # Of all together: the other end could send a byte now and then.
-        ending = threading.Timer(_TIMEOUT_S, cut, (self,))
-        ending.daemon = True
-        ending.start()
         try:
-            context.require(self)
+            with cut_after(_TIMEOUT_S, self):
+                context.require(self)
         except BaseException:
             self.close()
             raise
-        finally:
-            ending.cancel()
         self.settimeout(timeout_s)
         self._proved = True
 
@@ -211,6 +205,27 @@ def cut(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
+@contextmanager
+def cut_after(seconds: float, connection: socket.socket) -> Iterator[threading.Event]:
+    """End a connection where the block takes longer, and tell so by the event.
+
+    The bound holds for all of the block: the other end could send a byte now and then.
+    """
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        cut(connection)
+
+    ending = threading.Timer(seconds, end)
+    ending.daemon = True
+    ending.start()
+    try:
+        yield late
+    finally:
+        ending.cancel()
+
+
 def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     """Ask over a connection for a statement of now. Raises EvidenceError."""
     path = f"/v1/attestation?nonce={nonce.hex()}"
@@ -244,10 +259,8 @@ def read_answer(body: bytes) -> Statement:
         ) from None
 
 
-def _require_same(certified: Claims | None, fresh: Claims | None) -> None:
+def _require_same(certified: Claims, fresh: Claims) -> None:
     """Require the claims of a certificate again; its nonce and its time are its own."""
-    if certified is None or fresh is None:
-        raise NotAttestedError("claims", "none", "those of the certificate", None)
     ours, theirs = (claims.model_dump(exclude={"nonce", "time"}) for claims in (certified, fresh))
     for name, value in ours.items():
         if theirs[name] != value:

@@ -41,6 +41,7 @@ from tsqp.client.attested_tls import (
     Address,
     AttestedContext,
     NotAttestedError,
+    passed,
     prove,
     read_answer,
 )
@@ -210,11 +211,9 @@ class ProvedTransport(httpx2.BaseTransport):
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request, sealed."""
         with self._guard:
-            if self._sealed is None or self._clock() - self._since_s >= self._again_s:
-                self._prove()
             sealed = self._sealed
-        if sealed is None:
-            raise NotAttestedError("server", "no proof", "one", None)
+            if sealed is None or self._clock() - self._since_s >= self._again_s:
+                _, sealed = self._prove()
         try:
             return sealed.handle_request(request)
         except UnsealedError:
@@ -225,13 +224,13 @@ class ProvedTransport(httpx2.BaseTransport):
     def prove(self) -> Appraisal:
         """Have the server prove itself. Raises NotAttestedError, httpx2.TransportError."""
         with self._guard:
-            return self._prove()
+            return self._prove()[0]
 
     def close(self) -> None:
         """Close what carries requests."""
         self._inner.close()
 
-    def _prove(self) -> Appraisal:
+    def _prove(self) -> tuple[Appraisal, SealedTransport]:
         self._sealed = None
         nonce = secrets.token_bytes(NONCE_BYTES)
         asked = httpx2.Request("GET", self._url, params={"nonce": nonce.hex()})
@@ -244,12 +243,10 @@ class ProvedTransport(httpx2.BaseTransport):
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
         finally:
             answer.close()
-        if not found.passed or found.claims is None:
-            raise NotAttestedError.of("new evidence", found)
-        claims = found.claims
-        self._sealed = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
+        claims = passed("new evidence", found)
+        self._sealed = made = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
         self._since_s = self._clock()
-        return found
+        return found, made
 
 
 def _body(answer: httpx2.Response) -> bytes:

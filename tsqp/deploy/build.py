@@ -11,14 +11,15 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from protocol.errors import SettingsError
+from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Lock, Suite, fetch
 from tsqp.deploy.launch import SELF_TEST, command_line
-from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Lock, Suite, fetch
 from tsqp.deploy.packages import (
     EPOCH,
     TORCH_INDEX,
@@ -182,12 +183,16 @@ def add_units(root: Path) -> None:
     for entry in ours.iterdir():
         if entry.name.endswith((".service", ".mount")):
             _write(units / entry.name, entry.read_text())
-    _write(root / "etc/systemd/network/80-tsqp.network", (ours / "tsqp.network").read_text())
-    _write(root / "usr/lib/tmpfiles.d/tsqp.conf", (ours / "tsqp.tmpfiles").read_text())
-    _write(root / "usr/lib/tsqp/start.py", (ours / "start.py").read_text())
-    _write(root / "etc/hostname", "tsqp\n")
-    _write(root / "etc/machine-id", "")
-    _write(root / "etc/modules-load.d/tsqp.conf", "".join(f"{name}\n" for name in _LOADED))
+    contents = {
+        "etc/systemd/network/80-tsqp.network": (ours / "tsqp.network").read_text(),
+        "usr/lib/tmpfiles.d/tsqp.conf": (ours / "tsqp.tmpfiles").read_text(),
+        "usr/lib/tsqp/start.py": (ours / "start.py").read_text(),
+        "etc/hostname": "tsqp\n",
+        "etc/machine-id": "",
+        "etc/modules-load.d/tsqp.conf": "".join(f"{name}\n" for name in _LOADED),
+    }
+    for path, content in contents.items():
+        _write(root / path, content)
     for wants, names in _ENABLED.items():
         (units / wants).mkdir()
         for name in names:
@@ -281,62 +286,46 @@ def build(
     SettingsError.unless(
         not output.exists(), str(output), "something that exists", "a new directory"
     )
-    umask = os.umask(0o022)
-    try:
-        with TemporaryDirectory(dir=scratch, prefix="tsqp-image-") as name:
-            temporary = Path(name).resolve()
-            _build(lock, source, output, progress, packages, jobs, temporary, line)
-    finally:
-        os.umask(umask)
-
-
-def _build(
-    lock: Lock,
-    source: Path,
-    output: Path,
-    progress: Progress,
-    folders: Sequence[Path],
-    jobs: int,
-    scratch: Path,
-    line: str,
-) -> None:
-    packages, tools = scratch / "packages", scratch / "tools"
-    root = tools / "image"
-    progress(f"fetch {len(lock.artifacts)} packages")
-    fetch(lock.artifacts, packages, folders)
-    progress("install the tools")
-    install_packages(lock.suite, lock.tools, packages, tools)
-    progress("install the system")
-    install_packages(lock.suite, lock.root, packages, root)
-    unpack(packages / lock.kernel.file, tools / "kernel")
-    release = _add_kernel(tools)
-    own = None
-    if not lock.small:
-        progress("build the runner")
-        wheel = build_own(source, tools, lock.build, packages)
-        own = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        progress("install the runner")
-        install_wheels(lock.wheels, wheel, packages, tools)
-    strip(root)
-    add_units(root)
-    progress("pack")
-    unpacked = _pack(tools, jobs)
-    made = {
-        KERNEL: (tools / "kernel/boot" / f"vmlinuz-{release}").read_bytes(),
-        INITRAMFS: (tools / INITRAMFS).read_bytes(),
-        COMMAND_LINE: line.encode(),
-    }
-    facts = {
-        "files": {name: hashlib.sha256(content).hexdigest() for name, content in made.items()},
-        "commit": commit_of(source),
-        "lock": hashlib.sha256(lock.to_bytes()).hexdigest(),
-        "runner_wheel": own,
-        "unpacked_bytes": unpacked,
-    }
-    output.mkdir(parents=True)
-    for name, content in made.items():
-        (output / name).write_bytes(content)
-    (output / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    with ExitStack() as stack:
+        stack.callback(os.umask, os.umask(0o022))
+        name = stack.enter_context(TemporaryDirectory(dir=scratch, prefix="tsqp-image-"))
+        fetched, tools = Path(name).resolve() / "packages", Path(name).resolve() / "tools"
+        root = tools / "image"
+        progress(f"fetch {len(lock.artifacts)} packages")
+        fetch(lock.artifacts, fetched, packages)
+        progress("install the tools")
+        install_packages(lock.suite, lock.tools, fetched, tools)
+        progress("install the system")
+        install_packages(lock.suite, lock.root, fetched, root)
+        unpack(fetched / lock.kernel.file, tools / "kernel")
+        release = _add_kernel(tools)
+        own = None
+        if not lock.small:
+            progress("build the runner")
+            wheel = build_own(source, tools, lock.build, fetched)
+            own = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            progress("install the runner")
+            install_wheels(lock.wheels, wheel, fetched, tools)
+        strip(root)
+        add_units(root)
+        progress("pack")
+        unpacked = _pack(tools, jobs)
+        made = {
+            KERNEL: (tools / "kernel/boot" / f"vmlinuz-{release}").read_bytes(),
+            INITRAMFS: (tools / INITRAMFS).read_bytes(),
+            COMMAND_LINE: line.encode(),
+        }
+        facts = {
+            "files": {name: hashlib.sha256(content).hexdigest() for name, content in made.items()},
+            "commit": commit_of(source),
+            "lock": hashlib.sha256(lock.to_bytes()).hexdigest(),
+            "runner_wheel": own,
+            "unpacked_bytes": unpacked,
+        }
+        output.mkdir(parents=True)
+        for name, content in made.items():
+            (output / name).write_bytes(content)
+        (output / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _add_kernel(tools: Path) -> str:

@@ -31,7 +31,7 @@ from xml.sax.saxutils import escape, quoteattr
 from protocol.errors import SettingsError
 from tee_side.attest.appraisal_policy import MinimumTcb
 from tee_side.attest.snp import Product
-from tsqp.deploy.lock import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, require_image
+from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Launch, require_image
 from tsqp.processes import END_TIMEOUT_S, child, ending_with_us
 
 # Of x86's kernel, with the zero that ends it.
@@ -99,19 +99,6 @@ def configure(image: Path, arguments: Sequence[str], manifest_digest: str | None
 
 # A guest's policy: bit 17 is always one, 16 lets it run with SMT. No debugging, no migration.
 GUEST_POLICY = 1 << 17 | 1 << 16
-
-NO_HOST_DATA = bytes(32)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the processor is told. `host_data`: 32 bytes, in the report and not measured."""
-
-    vcpus: int
-    vcpu_type: str
-    firmware: Path
-    host_data: bytes = NO_HOST_DATA
-
 
 QEMU = "qemu-system-x86_64"
 

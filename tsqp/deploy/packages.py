@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from protocol.errors import SettingsError
-from tsqp.deploy.lock import PYTHONS, Artifact, Suite
+from tsqp.deploy.image import PYTHONS, Artifact, Suite
 
 # Every time in an image: 2026-01-01. A constant, as two builds of one lock must be identical.
 EPOCH = 1_767_225_600

@@ -27,16 +27,16 @@ from zmq.utils import z85
 from protocol.endpoint import one_for_each
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.attesters import Attester, find_attester
-from tee_side.attest.statement import NONE, GpuEvidence, Statement
+from tee_side.attest.statement import NONE, About, GpuEvidence, Statement
 from tee_side.plugins import source_of
-from tee_side.serve.identity import About, Identity, state
+from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed import HpkeKey
 from tsqp.extras import require
+from tsqp.keyserver import key_of_server
 from tsqp.run.load import policy_digest
 from tsqp.run.process import tell
 from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
 from tsqp.run.trust import read_client_keys
-from tsqp.seal_keys import key_of_server
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest

@@ -35,16 +35,17 @@ from tee_side.engine.grammar import GrammarCompiler
 from tee_side.protect.calibration import calibration_path
 from tee_side.protect.resumption import ResumeWatch, watch
 from tee_side.runner import Runner
+from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import Guarded, create_app
-from tee_side.serve.attestation import Attestation
-from tee_side.serve.audit_log import AuditLog, read_key, read_key_from
+from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.errors import ApiError, loading
-from tee_side.serve.identity import Identity
+from tee_side.serve.exchange import Serving, anyone
+from tee_side.serve.identity import Attestation, Identity
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.sealing import Sealing
-from tee_side.serve.serving import OfferedModel, Serving, anyone
 from tee_side.serve.watch import Metrics, Watch
-from tsqp.manifest import MAX_FILE_BYTES
+from tsqp.key_files import AUDIT_KEY
+from tsqp.model_at_rest import MAX_FILE_BYTES
 from tsqp.run.attestation import tls_files
 from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
@@ -315,8 +316,8 @@ def _authorise(keys: ApiKeys, request: HttpRequest) -> str:
 
 def _audit_log(settings: ServeSettings) -> AuditLog | None:
     path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
-    keys = [] if file is None else [partial(read_key, file)]
-    keys += [] if descriptor is None else [partial(read_key_from, descriptor)]
+    keys = [] if file is None else [partial(AUDIT_KEY.read, file)]
+    keys += [] if descriptor is None else [partial(AUDIT_KEY.read_from, descriptor)]
     SettingsError.unless(
         len(keys) == (path is not None),
         "--audit-log",

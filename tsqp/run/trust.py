@@ -47,7 +47,7 @@ def open_seal(
     if release is None and all(one is None for one in (*given, digest)):
         return
     from protocol.model.sealed import SealedModel
-    from tsqp.seal_keys import provided_key
+    from tsqp.key_files import provided_key
 
     seal = SealedModel(directory, provided_key(*given, release), digest)
     use_seal(directory, seal)

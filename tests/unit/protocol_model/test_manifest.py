@@ -26,7 +26,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.manifest import make_manifest
+from tsqp.model_at_rest import make_manifest
 from tsqp.run.settings import model_directory
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -41,8 +41,8 @@ from protocol.model.sealed import (
 )
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.kit.rows import each_row
+from tsqp.model_at_rest import rewrap, seal_model
 from tsqp.run.settings import model_directory
-from tsqp.seal import rewrap, seal_model
 
 DEMO = model_directory("demo")
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)

@@ -51,7 +51,7 @@ from tsqp.client.attested_tls import Address, AttestedContext, prove
 from tsqp.client.transports import ProvedTransport
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease
-from tsqp.manifest import make_manifest
+from tsqp.model_at_rest import make_manifest
 from tsqp.run import attestation
 from tsqp.run.attestation import ask_gpus, identify, release_key, settings_digest, tls_files
 from tsqp.run.load import Loaded, policy_digest

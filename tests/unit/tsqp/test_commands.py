@@ -15,14 +15,13 @@ from click.testing import CliRunner, Result
 from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
 from protocol.messages import HealthReply
 from protocol.model.sealed import SEAL_FILE, SealedModel
-from tee_side.serve import audit_log
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
 from tsqp.cli.chat import Conversation
 from tsqp.cli.main import command
+from tsqp.key_files import AUDIT_KEY, SEAL_KEY
 from tsqp.run.settings import TextSettings, model_directory
-from tsqp.seal_keys import read_key
 
 
 def run(*arguments: object, **environment: str) -> Result:
@@ -75,7 +74,7 @@ def test_an_api_key_is_admitted_by_the_entry_that_was_made_with_it(tmp_path: Pat
 def test_an_audit_log_is_shown_as_far_as_it_is_whole(tmp_path: Path) -> None:
     key, path = tmp_path / "audit.key", tmp_path / "audit.log"
     assert run("audit", "new-key", key).exit_code == 0
-    with AuditLog(path, audit_log.read_key(key)) as written:
+    with AuditLog(path, AUDIT_KEY.read(key)) as written:
         written.record("start", policy="shielded")
         written.record("request", key="alice", outcome="ok", completion_tokens=345)
         written.record("receipt", digest=b"\x0f\xf0")
@@ -109,12 +108,12 @@ def test_a_model_is_sealed_and_given_to_another_key(tmp_path: Path) -> None:
     done = run("seal", model, "--to", key, "-o", output)
     assert done.exit_code == 0, done.output
     assert "left out, as they are no files: original" in done.stderr
-    digest = SealedModel(output, read_key(key)).digest
+    digest = SealedModel(output, SEAL_KEY.read(key)).digest
     assert done.stdout.splitlines()[1] == f"SHA-256 of the seal: {digest}"
     assert sorted(p.name for p in output.iterdir()) == ["config.json", SEAL_FILE, "tokenizer.json"]
     rewrap = ("seal", "rewrap", output, "--seal-key", key, "--to", other)
     assert run(*rewrap).stdout.splitlines()[-1].split()[-1] == digest
-    assert SealedModel(output, read_key(other), digest)
+    assert SealedModel(output, SEAL_KEY.read(other), digest)
     assert isinstance(run(*rewrap).exception, SealError)
     for arguments, error in (
         ((model, "--to", tmp_path / "none", "-o", tmp_path / "x"), KeyFileError),

@@ -18,8 +18,7 @@ from tee_side.attest.statement import NONE, Claims, Statement, report_data
 from tee_side.serve.sealed import HpkeKey, open_secret, seal, seal_secret
 from tests.kit.evidence import DIGESTS, MEASUREMENT, SERVICE, identity
 from tests.kit.rows import each_row
-from tsqp.keyserver import KeyRelease, KeyServer
-from tsqp.seal_keys import _STEP, key_of_server, release_info
+from tsqp.keyserver import _STEP, KeyRelease, KeyServer, key_of_server, release_info
 
 WAIT_S = 30
 KEY = b"\xa5" * 32

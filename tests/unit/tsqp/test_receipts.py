@@ -15,7 +15,7 @@ from protocol.errors import SettingsError
 from tee_side.attest.attesters import simulate
 from tee_side.attest.statement import Claims, Statement, report_data
 from tee_side.serve.app import create_app
-from tee_side.serve.receipts import ReceiptChain
+from tee_side.serve.identity import ReceiptChain
 from tests.kit.evidence import body_of, identity
 from tests.kit.serve import Reply, call, serving
 from tsqp.cli.main import command

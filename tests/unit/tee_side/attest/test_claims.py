@@ -33,8 +33,7 @@ from tee_side.attest.statement import (
     report_data,
     verify_receipt,
 )
-from tee_side.serve.identity import certify
-from tee_side.serve.receipts import ReceiptChain
+from tee_side.serve.identity import ReceiptChain, certify
 from tests.kit import evidence as identities
 from tests.kit.rows import each_row
 

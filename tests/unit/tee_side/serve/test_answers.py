@@ -15,8 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tee_side.attest.statement import Receipt, verify_receipt
 from tee_side.engine.request import Logprob
-from tee_side.serve.receipts import ReceiptChain
-from tee_side.serve.serving import Serving, TokenNames
+from tee_side.serve.answers import TokenNames
+from tee_side.serve.exchange import Serving
+from tee_side.serve.identity import ReceiptChain
 from tests.kit.rows import each_row
 from tests.kit.serve import (
     GONE,

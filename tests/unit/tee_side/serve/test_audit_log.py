@@ -12,17 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from protocol.errors import KeyFileError
 from tee_side.serve import audit_log
-from tee_side.serve.audit_log import (
-    AuditLog,
-    AuditLogError,
-    AuditReader,
-    encode_key,
-    open_log,
-    read_key,
-    read_key_from,
-)
+from tee_side.serve.audit_log import AuditLog, AuditLogError, AuditReader, open_log
 from tests.kit.rows import each_row
 from tests.kit.serve import Clock
 
@@ -295,32 +286,3 @@ def test_a_log_has_one_writer_and_is_a_file(tmp_path: Path) -> None:
     for name in ("pipe", "link"):
         with pytest.raises(AuditLogError, match="expected an audit log"):
             AuditLog(tmp_path / name, KEY)
-
-
-def test_a_key_is_read_from_a_file_and_from_a_descriptor_and_not_quoted(tmp_path: Path) -> None:
-    path, good = tmp_path / "key", encode_key(KEY)
-
-    def descriptor(text: str) -> int:
-        reader, writer = os.pipe()
-        os.write(writer, text.encode())
-        os.close(writer)
-        return reader
-
-    def write_key(text: str, mode: int = 0o600) -> Path:
-        path.write_text(text)
-        path.chmod(mode)
-        return path
-
-    reader = descriptor(good.rstrip())
-    assert read_key(write_key(good)) == read_key_from(reader) == KEY
-    with pytest.raises(KeyFileError, match=f"descriptor {reader}: got Bad file descriptor"):
-        read_key_from(reader)
-    with pytest.raises(KeyFileError, match="got mode 0640, expected 0600"):
-        read_key(write_key(good, 0o640))
-    for text in ("", KEY.hex(), good[:-2], f"{good}\n"):
-        with pytest.raises(KeyFileError) as by_file:
-            read_key(write_key(text))
-        with pytest.raises(KeyFileError) as by_descriptor:
-            read_key_from(descriptor(text))
-        # It may be the key.
-        assert KEY.hex()[:20] not in f"{by_file.value} {by_descriptor.value}"

@@ -31,6 +31,11 @@ def scrape(metrics: Metrics) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(body.decode())}
 
 
+def running(limits: Limits, owner: str = "alice") -> int:
+    state = limits._states.get(owner)
+    return state.running if state else 0
+
+
 class World:
     def __init__(self, path: Path) -> None:
         self.clock, self.path = Clock(), path
@@ -64,15 +69,15 @@ def world(tmp_path: Path) -> Iterator[World]:
     yield made
     made.audit.close()
     # However it ended, nothing of it runs on.
-    assert made.limits.running("alice") == 0
+    assert running(made.limits) == 0
 
 
 def test_an_answer(world: World) -> None:
-    one = world.watch.request()
+    one = world.watch.request("alice")
     world.clock.wait(0.5)
-    one.begin("alice", 10, 20)
+    one.begin(10, 20)
     assert one.headers()["x-ratelimit-remaining-tokens"] == "70"
-    assert world.limits.running("alice") == 1
+    assert running(world.limits) == 1
     one.token(0)  # a step that read a part of the prompt
     for seconds, count in ((1.5, 1), (0.25, 1), (0.25, 3)):
         world.clock.wait(seconds)
@@ -97,9 +102,9 @@ def test_an_answer(world: World) -> None:
 def test_an_end_counts_once_and_no_text_of_it_is_in_the_log(world: World) -> None:
     texts = ("", "My password is", "password", "A" * 65)
     for outcome in ("stop", "cancelled", "PadsExhaustedError", *texts):
-        one = world.watch.request()
+        one = world.watch.request("alice")
         one.end("length", 1, 1)  # it has not begun
-        one.begin("alice", 1, 1)
+        one.begin(1, 1)
         one.end(outcome, 1, 0)
         one.end("length", 1, 1)
         world.clock.wait(60)
@@ -112,16 +117,16 @@ def test_an_end_counts_once_and_no_text_of_it_is_in_the_log(world: World) -> Non
 
 
 def test_a_refusal_is_accounted_for_at_once(world: World) -> None:
-    first, second = world.watch.request(), world.watch.request()
+    first, second = world.watch.request("alice"), world.watch.request("alice")
     with pytest.raises(RateLimitError):
-        first.begin("alice", 90, 11)
+        first.begin(90, 11)
     first.end("RateLimitError", 90, 0)
-    second.precheck("alice")
+    second.precheck()
     assert len(world.records()) == 1
     # Before its prompt is read as well.
     held = world.limits.begin("alice", 90, 10)
     with pytest.raises(RateLimitError):
-        second.precheck("alice")
+        second.precheck()
     second.end("RateLimitError", 0, 0)
     held.end(0)
     names = ("key", "outcome", "prompt_tokens", "completion_tokens")
@@ -200,10 +205,10 @@ class Keyed:
         return self.limits.begin("alice", prompt, tokens)
 
     def refused(self, tokens: int = 1, prompt: int = 0) -> RateLimitError:
-        before = self.limits.running("alice"), self.limits.headers("alice")
+        before = running(self.limits), self.limits.headers("alice")
         with pytest.raises(RateLimitError) as refused:
             self.begin(tokens, prompt=prompt)
-        assert (self.limits.running("alice"), self.limits.headers("alice")) == before
+        assert (running(self.limits), self.limits.headers("alice")) == before
         return refused.value
 
     def left(self, what: str = "tokens") -> int:
@@ -231,7 +236,7 @@ def test_requests_a_minute_refill_steadily() -> None:
     keyed.limits.precheck("bob")
     keyed.limits.begin("bob", 0, 1)
     assert keyed.limits.headers("bob")["x-ratelimit-remaining-requests"] == "0"
-    assert keyed.limits.running("bob") == 1
+    assert running(keyed.limits, "bob") == 1
 
 
 def test_tokens_are_reserved_and_settled() -> None:
@@ -282,7 +287,7 @@ def test_what_a_key_took_outlives_a_change_of_its_limits() -> None:
     held.append(keyed.begin(10**6))
     for one in held:
         one.end(30)
-    assert keyed.limits.running("alice") == 0
+    assert running(keyed.limits) == 0
     keyed.key(tokens_per_minute=100)
     # Two of 30, and one that took 30 and had reserved none; the fourth had no limit.
     assert keyed.left() == 10

@@ -22,17 +22,15 @@ from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
 from tsqp.deploy.build import strip
 from tsqp.deploy.guest.start import command
+from tsqp.deploy.image import COMMAND_LINE, FACTS, MEASURED, Artifact, Launch, fetch, measure
 from tsqp.deploy.launch import (
     MAX_COMMAND_LINE,
     GuestMachine,
-    Launch,
     command_line,
     configure,
     domain,
     read_minimum,
 )
-from tsqp.deploy.lock import COMMAND_LINE, FACTS, MEASURED, Artifact, fetch
-from tsqp.deploy.measurement import measure
 from tsqp.deploy.packages import _tracked, commit_of
 
 DIGEST = "0123456789abcdef" * 4

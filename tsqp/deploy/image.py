@@ -1,6 +1,7 @@
-"""The files of an image, by name, and what it is made of: packages and wheels, by SHA-256.
+"""An image: its files by name, what it is made of, and what an AMD processor measures of it.
 
-Packages come from folders or from their addresses, and with no other content than the lock says.
+The lock names packages and wheels, by SHA-256. They come from folders or from their addresses, and
+with no other content than the lock says.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -167,3 +169,70 @@ def _copy(artifact: Artifact, target: Path, folders: Sequence[Path]) -> None:
             artifact.url, got=str(error), expected="it there, or in a folder of --packages"
         ) from None
     part.rename(target)
+
+
+NO_HOST_DATA = bytes(32)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the processor is told. `host_data`: 32 bytes, in the report and not measured."""
+
+    vcpus: int
+    vcpu_type: str
+    firmware: Path
+    host_data: bytes = NO_HOST_DATA
+
+
+# Of QEMU and KVM: SNP active, nothing else; Linux 6.12 on a host sets no more by itself.
+_GUEST_FEATURES = 0x1
+
+
+def measure(image: Path, launch: Launch) -> bytes:
+    """Return the 48 bytes that a report of SEV-SNP has as its measurement.
+
+    Firmware, hashes of kernel, initramfs and command line, and the start of each vCPU, as QEMU lays
+    them out with kernel-hashes=on. Raises SettingsError for files that are not such ones,
+    and ImportError without the package `sev-snp-measure`.
+    """
+    from sevsnpmeasure.guest import calc_launch_digest
+    from sevsnpmeasure.sev_mode import SevMode
+    from sevsnpmeasure.vcpu_types import CPU_SIGS
+
+    require_image(image)
+    expected = f"one of {', '.join(sorted(CPU_SIGS))}"
+    SettingsError.unless(launch.vcpu_type in CPU_SIGS, "vcpu type", launch.vcpu_type, expected)
+    _require_kernel_hashes(launch.firmware)
+    try:
+        line = (image / COMMAND_LINE).read_text(encoding="ascii")
+    except UnicodeDecodeError:
+        raise SettingsError(
+            str(image / COMMAND_LINE), got="another content", expected="ASCII"
+        ) from None
+    return bytes(
+        calc_launch_digest(
+            SevMode.SEV_SNP,
+            launch.vcpus,
+            CPU_SIGS[launch.vcpu_type],
+            str(launch.firmware),
+            str(image / KERNEL),
+            str(image / INITRAMFS),
+            line,
+            _GUEST_FEATURES,
+        )
+    )
+
+
+def _require_kernel_hashes(firmware: Path) -> None:
+    """Raise SettingsError for firmware that would start a kernel that nothing measured."""
+    from sevsnpmeasure.ovmf import OVMF, SectionType
+
+    expected = "firmware that checks hashes of the kernel, such as Debian's OVMF.amdsev.fd"
+    try:
+        found = OVMF(str(firmware)).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise SettingsError(str(firmware), got=got, expected=expected) from None
+    except (RuntimeError, ValueError, KeyError, IndexError, AssertionError):
+        raise SettingsError(str(firmware), got="another content", expected=expected) from None
+    SettingsError.unless(found, str(firmware), "no place for them", expected)

@@ -1,4 +1,4 @@
-"""The key of sealed models: from a file, a descriptor and a command, and never in a message."""
+"""Secret keys of models and audit logs: files, descriptors, a command; never in a message."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from protocol.errors import KeyFileError, SettingsError
 from tests.kit.rows import each_row
-from tsqp import seal_keys
-from tsqp.seal_keys import encode_key, key_of_command, provided_key, read_key, read_key_from
+from tsqp import key_files
+from tsqp.key_files import AUDIT_KEY, SEAL_KEY, key_of_command, provided_key
 
 KEY = bytes(range(32))
-TEXT = encode_key(KEY)
+TEXT = SEAL_KEY.encode(KEY)
 NOTHING: dict[str, Any] = dict.fromkeys(("file", "descriptor", "command"))
 
 
@@ -40,8 +40,9 @@ def python(code: str) -> str:
 
 
 def test_one_provider_gives_the_key(file: Path) -> None:
+    assert AUDIT_KEY.read_from(pipe(AUDIT_KEY.encode(KEY))) == KEY
     descriptor = pipe(TEXT.rstrip("\n"))  # a tool may leave out the newline
-    assert read_key_from(descriptor) == KEY
+    assert SEAL_KEY.read_from(descriptor) == KEY
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     for given in (
@@ -88,7 +89,7 @@ def test_a_command_has_no_stdin_and_does_not_wait_for_ever(monkeypatch: pytest.M
         os.dup2(ours, 0)
         os.close(ours)
         os.close(other)
-    monkeypatch.setattr(seal_keys, "_COMMAND_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(key_files, "_COMMAND_TIMEOUT_S", 0.01)
     with pytest.raises(KeyFileError, match=r"got nothing within 0\.01 s"):
         key_of_command("sleep 60")
 
@@ -104,7 +105,7 @@ def test_a_command_has_no_stdin_and_does_not_wait_for_ever(monkeypatch: pytest.M
 )
 def test_another_content_is_refused_and_not_quoted(file: Path, text: str) -> None:
     file.write_text(text, encoding="latin-1")
-    for read in (lambda: read_key(file), lambda: read_key_from(pipe(text))):
+    for read in (lambda: SEAL_KEY.read(file), lambda: SEAL_KEY.read_from(pipe(text))):
         with pytest.raises(KeyFileError) as refused:
             read()
         assert KEY.hex() not in str(refused.value).lower()
@@ -114,6 +115,6 @@ def test_a_key_file_is_for_its_owner_alone(file: Path) -> None:
     for mode in (0o640, 0o604, 0o620):
         file.chmod(mode)
         with pytest.raises(KeyFileError, match=f"got mode {mode:04o}"):
-            read_key(file)
+            SEAL_KEY.read(file)
     with pytest.raises(KeyFileError, match="descriptor 999: got Bad file descriptor"):
-        read_key_from(999)
+        SEAL_KEY.read_from(999)
