@@ -11,8 +11,7 @@ from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.pending import PendingChannel
 
 if TYPE_CHECKING:
-    from protocol.curve import ClientKeys
-    from protocol.http_access import HttpAccess
+    from protocol.curve import ClientKeys, HttpAccess
     from protocol.stream import StreamChannel
 
 # Only the transport of the endpoint is imported: a run does not trust the code of the others.
@@ -30,8 +29,8 @@ def open_channel(
 ) -> PendingChannel:
     """Connect to a service.
 
-    `timeout_s`: deadline of a request that names none. `spin_us`: see `protocol.spin`. `keys`: ours
-    and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any.
+    `timeout_s`: deadline of a request that names none. `spin_us`: see `protocol.liveness`. `keys`:
+    ours and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any.
     `http`: of use for URLs alone. Raises EndpointError, and SettingsError for keys where the
     endpoint has no use for them, and without the extra `http` where it needs it.
     """
@@ -74,7 +73,7 @@ def _stream_class(scheme: str) -> type[StreamChannel]:
 
             return ShmChannel
         case "ivshmem":
-            from protocol.ivshmem import IvshmemChannel
+            from protocol.shm import IvshmemChannel
 
             return IvshmemChannel
         case _:

@@ -1,4 +1,4 @@
-"""Keys of a channel: which clients a service admits, and to which service a client talks.
+"""Keys and tokens of a channel: which clients a service admits, to which service a client talks.
 
 CurveZMQ (ZeroMQ's CURVE mechanism, on tcp:// and ipc://) encrypts and authenticates a connection
 with one long-term key pair on each side. A client knows its service's public key; a service has a
@@ -15,6 +15,9 @@ list of the clients' public keys that it lets in. On disk each is a small text f
 
 No key begins with # (it would be more than 32 bits hold), and so a public key file can be appended
 to an allow-list as it is.
+
+Over HTTP a client shows a bearer token: a secret of one line, in a file of its own (mode 0600). The
+service has its SHA-256 alone. `tsqp api-key NAME --digest --to FILE` makes one.
 """
 
 from __future__ import annotations
@@ -187,3 +190,35 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
         return content.decode("utf-8").replace("\r\n", "\n"), status
     except UnicodeDecodeError:
         raise KeyFileError(where, "bytes that are no text", "keys as text") from None
+
+
+# What stands beside requests and replies: the client's channel, drawn anew for each, and the
+# service's process.
+RPC_PATH = "/v1/rpc"
+CHANNEL_HEADER = "tsqp-channel"
+INSTANCE_HEADER = "tsqp-instance"
+CONTENT_TYPE = "application/octet-stream"
+# Of RFC 6750; too many to be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{32,512}=*")
+
+
+@dataclass(frozen=True)
+class HttpAccess:
+    """What a client has for HTTP: a token, if any, and CAs (PEM), None for the system's."""
+
+    token: str | None = field(default=None, repr=False)
+    ca: str | None = None
+
+
+def read_token(path: Path) -> str:
+    """Read a token's file. Raises KeyFileError, which quotes nothing, as a secret key's."""
+    text, status = read_text(path, MAX_KEY_FILE_BYTES)
+    require_only_we_read(path, status)
+    token = text.removesuffix("\n")
+    KeyFileError.unless(
+        _TOKEN.fullmatch(token),
+        str(path),
+        f"{len(token)} characters that are no token",
+        "one line of 32 or more of A-Z a-z 0-9 ._~+/-",
+    )
+    return token

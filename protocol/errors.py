@@ -175,7 +175,14 @@ class DeadlineExceededError(TsqpError):
 class ProtocolError(TsqpError):
     """Bytes from the peer that do not follow the wire schema."""
 
-    def __init__(self, where: str, got: str, expected: str, *, code: ErrorCode) -> None:
+    def __init__(
+        self,
+        where: str,
+        got: str,
+        expected: str,
+        *,
+        code: ErrorCode = ErrorCode.MALFORMED_MESSAGE,
+    ) -> None:
         super().__init__(where, got, expected)
         self.code = code
 

@@ -156,8 +156,7 @@ class PendingChannel(ABC):
     ) -> int:
         """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
         begun_ns = time.perf_counter_ns()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
+        timeout_s, timeout_ms = self._limits(timeout_s)
         frames = encode_request(request, self._last_id + 1, timeout_ms)
         pending = Pending(
             method=request.method,
@@ -173,8 +172,7 @@ class PendingChannel(ABC):
     ) -> int:
         """See `Channel.start`."""
         begun_ns = time.perf_counter_ns()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
+        timeout_s, timeout_ms = self._limits(timeout_s)
         request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
         fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
         simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
@@ -198,6 +196,11 @@ class PendingChannel(ABC):
             return request_id
         header = REQUEST.header(prepared.template, request_id, timeout_ms)
         return self._begin(pending, [header, prepared.payload(payload)], begun_ns, timeout_s)
+
+    def _limits(self, timeout_s: float | None) -> tuple[float, int]:
+        """Return how long a request may take in seconds, and as the service is told."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return timeout_s, min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
 
     def _begin(
         self, pending: Pending, frames: Sequence[Buffer], begun_ns: int, send_within_s: float
@@ -228,7 +231,7 @@ class PendingChannel(ABC):
                 self._wait_until(pending, pending.deadline)
         finally:
             # Also given up: should it still come, it must not be taken for another's.
-            del self._pending[request_id]
+            self.abandon(request_id)
         reply = pending.reply
         if pending.output is not None:
             queue_us, compute_us = pending.times_us

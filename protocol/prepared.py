@@ -18,6 +18,7 @@ from protocol import native
 from protocol.encoding import REPLY, REQUEST, HeaderLayout, reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
 from protocol.messages import (
+    SEED_SHAPE,
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
@@ -28,7 +29,6 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.seed import SEED_SHAPE
 from protocol.stream_wire import layout
 from protocol.tensors import (
     Buffer,

@@ -2,7 +2,7 @@
 
 The client makes the segment, and hands its file over a Unix socket; the service maps what it gets
 after checking it (`adopt`). Between a VM and its host each end maps a file of its own
-(`protocol.ivshmem`). A segment is
+(`protocol.shm`). A segment is
 
     head      magic, slots, session, size of a request's area and of a reply's (`_HEAD`), and where
               the session is written back (`TAKEN`)

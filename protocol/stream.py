@@ -20,11 +20,10 @@ from protocol import native
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES, REQUEST
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError, TsqpError
-from protocol.liveness import PROBE_AFTER_S, LivenessProbe
+from protocol.liveness import PROBE_AFTER_S, AdaptiveSpin, LivenessProbe
 from protocol.memory_pool import MemoryPool
 from protocol.pending import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
-from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import BUFFER_BYTES, MessageReader, MessageWriter, prepare, to_pieces
 from protocol.tensors import Buffer
 
@@ -50,7 +49,7 @@ class StreamChannel(PendingChannel):
     """Our client over a stream socket.
 
     It connects at the first request, and waits for the service to appear as long as that request
-    may take. `spin_us`: see `protocol.spin`.
+    may take. `spin_us`: see `protocol.liveness`.
     """
 
     _skips_empty = False
@@ -243,17 +242,9 @@ class StreamChannel(PendingChannel):
             left_s = deadline - time.monotonic() if deadline else 0.0
             if self._writer.unsent:
                 self._read_and_write(left_s, reading=True)
-            elif not self._spin.is_on:
-                self._read(left_s)
             else:
-                started_ns = time.perf_counter_ns()
-                if not (self._spin.expects_soon and self._spin.until(self._read_now, left_s)):
-                    self._read(deadline - time.monotonic() if deadline else 0.0)
-                self._spin.waited(started_ns)
+                self._spin.wait(self._read, left_s)
         return messages.popleft() if messages else None
-
-    def _read_now(self) -> bool:
-        return self._read(0.0)
 
     def _read(self, left_s: float) -> bool:
         """Read what comes in so many seconds, or is there; False if nothing was.
@@ -311,7 +302,7 @@ class StreamChannel(PendingChannel):
             self._note_silence(timeout_s)
         for _, events in ready:
             if reading and events & ~select.POLLOUT:
-                self._read_now()
+                self._read(0.0)
             if events & select.POLLOUT and self._socket is not None:
                 try:
                     self._writer.flush()

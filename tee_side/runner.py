@@ -46,8 +46,7 @@ from tee_side.remote.services.plan import (
 from tee_side.words import Operator
 
 if TYPE_CHECKING:
-    from protocol.curve import ClientKeys
-    from protocol.http_access import HttpAccess
+    from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.manifest import Manifest
     from tee_side.engine.background import Totals
 

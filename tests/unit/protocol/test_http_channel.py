@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
+from protocol.curve import HttpAccess, read_token
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -22,7 +23,6 @@ from protocol.errors import (
     ProtocolError,
     SettingsError,
 )
-from protocol.http_access import HttpAccess, read_token
 from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.shared_memory import frames_in
