@@ -62,8 +62,7 @@ class _Map(dict[str, Any]):
 
 def pack(message: dict[str, Any]) -> bytes:
     """Encode a message as msgpack with separate string and binary types."""
-    packed: bytes = msgpack.packb(message, use_bin_type=True)
-    return packed
+    return bytes(msgpack.packb(message, use_bin_type=True))
 
 
 def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> dict[str, Any]:
@@ -71,10 +70,7 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
 
     Raises ProtocolError for anything that is not one map of string keys within the limits.
     """
-    if len(data) > max_bytes:
-        raise ProtocolError(
-            where, f"{len(data)} bytes", f"at most {max_bytes}", code=ErrorCode.LIMIT_EXCEEDED
-        )
+    ProtocolError.at_most(max_bytes, where, len(data))
     containers = 0
 
     def count() -> None:
@@ -124,7 +120,7 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
         # ValueError covers bad UTF-8, trailing bytes, exceeded limits and our own refusals.
         message, got = None, f"undecodable msgpack ({type(error).__name__}: {error})"[:160]
     if not isinstance(message, _Map):
-        raise ProtocolError(where, got, "a map within limits", code=ErrorCode.MALFORMED_MESSAGE)
+        raise ProtocolError(where, got, "a map within limits")
     return message
 
 
@@ -196,8 +192,8 @@ def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer],
     """
     unused = set(range(1, len(frames)))
     fields = _resolve_frames(body, frames, unused, where)
-    got, code = f"{len(unused)} frames that no field points at", ErrorCode.MALFORMED_MESSAGE
-    ProtocolError.unless(not unused, where, got, "every frame used once", code=code)
+    got = f"{len(unused)} frames that no field points at"
+    ProtocolError.unless(not unused, where, got, "every frame used once")
     return validate(cls, fields, where)
 
 
@@ -280,9 +276,8 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
-    malformed, few = ErrorCode.MALFORMED_MESSAGE, 1 <= len(frames) <= MAX_REPLY_FRAMES
-    got, expected = f"{len(frames)} frames", f"1 to {MAX_REPLY_FRAMES}"
-    ProtocolError.unless(few, "reply", got, expected, code=malformed)
+    few, expected = 1 <= len(frames) <= MAX_REPLY_FRAMES, f"1 to {MAX_REPLY_FRAMES}"
+    ProtocolError.unless(few, "reply", f"{len(frames)} frames", expected)
     envelope = unpack(
         frames[0],
         where="reply",
@@ -303,7 +298,6 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
         "reply",
         f"status {header.status} with {len(envelope)} keys",
         "response with success, error with error",
-        code=malformed,
     )
     response: Response | None = None
     if header.response is not None:

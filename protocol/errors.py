@@ -186,6 +186,13 @@ class ProtocolError(TsqpError):
         super().__init__(where, got, expected)
         self.code = code
 
+    @classmethod
+    def at_most(cls, limit: int, where: str, size: int) -> None:
+        """Refuse more than `limit` bytes."""
+        if size > limit:
+            code = ErrorCode.LIMIT_EXCEEDED
+            raise cls(where, f"{size} bytes", f"at most {limit}", code=code)
+
 
 class ServiceError(TsqpError):
     """An error reply; the detail is in the service's own log. `known`: what we know of it."""

@@ -29,7 +29,7 @@ from protocol.curve import (
 )
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import is_exposed, parse_endpoint
-from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
+from protocol.errors import EndpointError, ProtocolError, SettingsError
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import longest_bytes, to_pieces
@@ -204,13 +204,8 @@ class HttpChannel(PendingChannel):
             received = bytearray()
             async for piece in response.aiter_stream():
                 received += piece
-                if len(received) > longest_bytes(MAX_REPLY_FRAMES, most_bytes):
-                    raise ProtocolError(
-                        f"reply from {self.endpoint}",
-                        f"{len(received)} bytes and more",
-                        f"at most {most_bytes}",
-                        code=ErrorCode.LIMIT_EXCEEDED,
-                    )
+                limit = longest_bytes(MAX_REPLY_FRAMES, most_bytes)
+                ProtocolError.at_most(limit, f"reply from {self.endpoint}", len(received))
         received_ns = time.perf_counter_ns()
         limits = {"max_frames": MAX_REPLY_FRAMES, "max_message_bytes": most_bytes}
         return frames_in(memoryview(received), self.endpoint, **limits), received_ns

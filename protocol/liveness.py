@@ -106,7 +106,10 @@ class LivenessProbe:
         """
         self._waited_s += waited_s
         try:
-            self._look()
+            with suppress(BlockingIOError):
+                if not self._socket.recv(PROBES_BYTES, socket.MSG_DONTWAIT):
+                    return False
+                self._answered = True
             if not self._answered:
                 return self._waited_s < _ANSWER_WITHIN_S
             if self._waited_s >= PROBE_AFTER_S:
@@ -116,12 +119,6 @@ class LivenessProbe:
         except OSError:
             return False
         return True
-
-    def _look(self) -> None:
-        with suppress(BlockingIOError):
-            if not self._socket.recv(PROBES_BYTES, socket.MSG_DONTWAIT):
-                raise ConnectionResetError
-            self._answered = True
 
     def close(self) -> None:
         """Close the connection."""

@@ -10,7 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
+
+import torch
 
 from protocol.encoding import REPLY, REQUEST, Reply, decode_reply, encode_request
 from protocol.errors import (
@@ -33,9 +35,6 @@ from protocol.messages import (
 )
 from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import Buffer, WireTensor
-
-if TYPE_CHECKING:
-    import torch
 
 # How long a request may wait for a lost connection to come back before it is sent.
 RECONNECT_S = 2.0
@@ -328,13 +327,7 @@ class PendingChannel(ABC):
         """
         started_ns = time.perf_counter_ns()
         size = sum(map(len, frames))
-        if size > self._max_reply_bytes:
-            raise ProtocolError(
-                f"reply from {self.endpoint}",
-                f"{size} bytes",
-                f"at most {self._max_reply_bytes}, which is the largest to ask for",
-                code=ErrorCode.LIMIT_EXCEEDED,
-            )
+        ProtocolError.at_most(self._max_reply_bytes, f"reply from {self.endpoint}", size)
         reply = self._expected_reply(frames) or decode_reply(frames)
         request_id = reply.request_id
         pending = self._pending.get(request_id)
@@ -351,7 +344,6 @@ class PendingChannel(ABC):
                 f"reply from {self.endpoint}",
                 f"request id {request_id}" + (f" with {reply.error.value}" if reply.error else ""),
                 "the id of a request that was sent",
-                code=ErrorCode.MALFORMED_MESSAGE,
             )
 
     def _expected_reply(self, frames: Sequence[memoryview]) -> Reply | None:

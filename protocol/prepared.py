@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy
+import torch
 
 from protocol import native
 from protocol.encoding import REPLY, REQUEST, HeaderLayout, reply_template, request_template
@@ -39,10 +40,6 @@ from protocol.tensors import (
     to_torch,
     torch_dtype,
 )
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Requests that carry exactly one tensor.
 Preparable: TypeAlias = (

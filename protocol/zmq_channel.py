@@ -58,8 +58,8 @@ class ZmqChannel(PendingChannel):
     """Our client.
 
     `spin_us`: see `protocol.liveness`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `keys`:
-    ours, and that of the only service that may answer. A service with other keys, or one that refuses
-    ours, is an EndpointError that says so.
+    ours, and that of the only service that may answer. A service with other keys, or one that
+    refuses ours, is an EndpointError that says so.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol import native
-from protocol.channel import ChannelWrapper
-from protocol.connect import open_channel
+from protocol.channel import ChannelWrapper, open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError

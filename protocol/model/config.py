@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
 from protocol.model.files import is_there, parse_object, read_bytes
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
@@ -114,10 +114,8 @@ Factors: TypeAlias = Annotated[tuple[Positive, ...], Field(strict=False, fail_fa
 HeadDim: TypeAlias = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
 
 
-class RopeParameters(BaseModel):
+class RopeParameters(Strict):
     """RoPE frequencies; the names are those of `rope_parameters` (or `rope_scaling`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     rope_type: RopeType = "default"
     # Its logarithm is divided by.
@@ -160,10 +158,8 @@ class _Sizes(BaseModel):
     tie_word_embeddings: bool = False
 
 
-class ModelConfig(_Sizes):
+class ModelConfig(_Sizes, Strict):
     """Everything about a model that the forward pass depends on, except the weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     architecture: ArchitectureName
     num_key_value_heads: Size
@@ -372,8 +368,7 @@ def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(layers))
     known = {"sliding_attention": window, "full_attention": None}
     fits = isinstance(types, list) and len(types) == layers
-    if not fits or any(not isinstance(t, str) or t not in known for t in types):
-        raise ModelError(
-            f"{path}: layer_types", describe(types), f"{layers} times {' or '.join(known)}"
-        )
+    fits = fits and all(isinstance(t, str) and t in known for t in types)
+    expected = f"{layers} times {' or '.join(known)}"
+    ModelError.unless(fits, f"{path}: layer_types", describe(types), expected)
     return tuple(known[t] for t in types)

@@ -31,7 +31,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.errors import ModelError, SealError
 from protocol.messages import Digest
@@ -43,7 +43,7 @@ from protocol.model.files import (
     read_bytes,
     shown,
 )
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 SEAL_FILE = "sealed.tsqp"
 KEY_BYTES = 32
@@ -59,19 +59,15 @@ _FIRST_LINE = re.compile(f"{_LINE} ([0-9a-f]{{16}}) ([0-9a-f]{{24}}) ([0-9a-f]{{
 _CHANGED, _AS_SEALED = "other bytes than were sealed", "the file as tsqp seal wrote it"
 
 
-class FileSeal(BaseModel):
+class FileSeal(Strict):
     """What the index says of a file. `size`: of the plain one, in bytes; `header`: its SHA-256."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     size: Annotated[int, Field(ge=0, lt=2**63)]
     header: Digest
 
 
-class SealIndex(BaseModel):
+class SealIndex(Strict):
     """What follows the first line of `sealed.tsqp`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     files: dict[str, FileSeal]
 

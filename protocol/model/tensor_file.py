@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.model.files import fill, opened, parse_object, read_start, shown, size_of
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 # The largest models that we run have some thousand tensors, at 150 bytes each.
 MAX_HEADER_BYTES = 2 * 1024 * 1024
@@ -45,10 +45,8 @@ def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
     return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
-class Entry(BaseModel):
+class Entry(Strict):
     """A tensor in a file. `data_offsets`: where it begins and ends, from the header's end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dtype: Literal["F16", "BF16", "F32", "F64"]
     # The first fault ends the reading: pydantic would take some kilobytes for each.
