@@ -1,7 +1,7 @@
 """How a request reaches the service and its reply comes back, whatever carries the bytes.
 
-`Channel` is the client's end; `open_channel` makes one, by the scheme of the endpoint: no other code
-picks a transport. The service's end is the GPU side's own business. Several requests may be in
+`Channel` is the client's end; `open_channel` alone picks a transport, by the endpoint's scheme.
+The service's end is the GPU side's own business. Several requests may be in
 flight: `submit` returns at once, `wait` returns the reply to one of them. A channel belongs to one
 thread.
 """

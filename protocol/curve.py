@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,17 +156,11 @@ def checked_key(text: str, where: str) -> bytes:
     got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
     KeyFileError.unless(_KEY_TEXT.fullmatch(text), where, got, _A_KEY)
     key = text.encode("ascii")
-    # Five characters can say more than four bytes hold.
-    fits = all(_value(key[start : start + 5]) < 2**32 for start in range(0, 40, 5))
-    KeyFileError.unless(fits, where, "five characters beyond 32 bits", _A_KEY)
+    try:
+        z85.decode(key)
+    except struct.error:  # five characters can say more than four bytes hold
+        raise KeyFileError(where, "five characters beyond 32 bits", _A_KEY) from None
     return key
-
-
-def _value(group: bytes) -> int:
-    value = 0
-    for character in group:
-        value = value * 85 + z85.Z85MAP[character]
-    return value
 
 
 def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[str, os.stat_result]:

@@ -324,7 +324,8 @@ def frames_in(
     """
     count = int.from_bytes(message[: _COUNT.size], "little")
     head = bytes(message[_COUNT.size :][: 8 * min(count, max_frames)])
-    places, total = (), 0
+    places: tuple[slice, ...] = ()
+    total = 0
     if 0 < 8 * count == len(head):
         sizes = struct.unpack(f"<{count}Q", head)
         ProtocolError.at_most(max_message_bytes, f"message from {where}", sum(sizes))

@@ -66,8 +66,8 @@ class ShmChannel(StreamChannel):
     # The requests in the others.
     _asked: dict[int, int]
 
-    def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
-        connection = super()._connect(method, timeout_s, give_up)
+    def _connect(self, give_up: float) -> socket.socket:
+        connection = super()._connect(give_up)
         try:
             self._share(connection)
         except EndpointError:

@@ -87,19 +87,15 @@ class StreamChannel(PendingChannel):
 
     # ------------------------------------------------------------------------- connection
 
-    def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
-        while True:
-            try:
-                connection, self._probe = _connected_twice(self._address, give_up)
-                break
-            except OSError as error:
-                if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
-                    raise EndpointError(
-                        self.endpoint, os.strerror(error.errno or 0), "an address to connect to"
-                    ) from None
-                if time.monotonic() >= give_up:
-                    raise self._nobody_there(method, timeout_s) from None
-            time.sleep(_CONNECT_INTERVAL_S)
+    def _connect(self, give_up: float) -> socket.socket:
+        """Connect once. Raises OSError where another attempt may help, and EndpointError."""
+        try:
+            connection, self._probe = _connected_twice(self._address, give_up)
+        except OSError as error:
+            if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
+                got, expected = os.strerror(error.errno or 0), "an address to connect to"
+                raise EndpointError(self.endpoint, got, expected) from None
+            raise
         late = self._reader.messages if self._was_connected else ()
         self._reader = MessageReader(
             connection,
@@ -145,7 +141,7 @@ class StreamChannel(PendingChannel):
                         most_s = RECONNECT_S if self._was_connected else timeout_s
                         give_up = time.monotonic() + min(most_s, timeout_s)
                     if self._socket is None:
-                        self._connect(method, timeout_s, give_up)
+                        self._connect(give_up)
                     self._make_room(size, give_up)
                 sent_ns = time.perf_counter_ns()
                 left_s = give_up - time.monotonic() if give_up else timeout_s

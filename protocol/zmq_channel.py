@@ -44,14 +44,16 @@ _NOTICE_S = 1.0
 # Heartbeats, and a few bytes for each frame.
 _BYTES_OF_ITS_OWN = 2**20
 
-_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_CONNECTED, _CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_CLOSED)
-_EVENTS = _CONNECTED | _CLOSED | _SUCCEEDED | _DISCONNECTED | _REFUSED | _PROTOCOL | _NO_DETAIL
-_WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_NO_DETAIL = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = int(
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | _NO_DETAIL
+)
 
 
 class ZmqChannel(PendingChannel):
@@ -170,24 +172,27 @@ class ZmqChannel(PendingChannel):
         while is_readable(self._events):
             message = parse_monitor_message(self._events.recv_multipart())
             event, value = int(message["event"]), int(message["value"])
-            if event == _CONNECTED:
+            if event == zmq.EVENT_CONNECTED:
                 self._descriptor, self._bytes_before = value, None
-            elif event == _SUCCEEDED:
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._lost = self._ended = False
                 self._established, self._refusal = True, None
-            elif event == _CLOSED:
+            elif event == zmq.EVENT_CLOSED:
                 # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
                 if self._one_connection:
                     self._lost = True
                     self._refusal = (AbsentError, "nothing that listens", "a gpu-service")
                     self._connection += 1
-            elif event == _DISCONNECTED:
+            elif event == zmq.EVENT_DISCONNECTED:
                 # Also follows a handshake that failed, after which ZeroMQ may try again.
                 self._ended |= self._established
                 self._established = False
                 self._lost = True
                 self._connection += 1
-            elif event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
+            elif event == _NO_DETAIL and value in (
+                errno.EAGAIN,
+                errno.EINTR,
+            ):
                 # Of a time that is over the value is whatever the last call before it left.
                 self._refusal = (AbsentError, "no handshake", "a gpu-service that answers there")
             else:
@@ -206,9 +211,12 @@ class ZmqChannel(PendingChannel):
                 failed,
                 "a gpu-service without keys, or --identity and --service-key for one with them",
             )
-        if event == _REFUSED:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "a refusal of our key", f"a service that allows {keys.public.decode('ascii')}"
-        if event == _PROTOCOL and value == _WRONG_MECHANISM:
+        if (
+            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        ):
             return "a service without keys", "one that holds the key of --service-key"
         return failed, "the service that holds the key of --service-key (has it another, or none?)"
 

@@ -99,11 +99,11 @@ class Checkpoint:
         self._contents = directory / SINGLE_FILE
         if is_there(self._contents):
             self._add_file(self._contents)
-            return
-        self._contents = directory / INDEX_FILE
-        if not is_there(self._contents):
+        elif is_there(directory / INDEX_FILE):
+            self._contents = directory / INDEX_FILE
+            self._add_index()
+        else:
             raise _no_weights(directory)
-        self._add_index()
 
     def holds(self, tensors: Iterable[str]) -> bool:
         """Say whether all of these tensors are there."""
