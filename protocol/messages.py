@@ -145,7 +145,7 @@ class RingLinearRequest(Message):
 class SeededRingLinearRequest(Message):
     """A RingLinear of elements int32 [rows, columns] that the service draws itself, from a seed.
 
-    `seed`: int32 [8], which `protocol.seed.expand` makes the elements of. `columns`: in_features.
+    `seed`: int32 [8], which `expand` makes the elements of. `columns`: in_features.
     """
 
     method: ClassVar[str] = "SeededRingLinear"
