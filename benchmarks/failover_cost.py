@@ -44,8 +44,7 @@ from benchmarks.harness import (
     temporary,
     transports,
 )
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError
 from protocol.messages import (
     FUSED_MODULES,

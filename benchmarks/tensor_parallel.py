@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Found, elapsed_us, main, say, service, temporary
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.messages import (
     FUSED_MODULES,
     LinearOperator,

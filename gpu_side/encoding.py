@@ -21,8 +21,17 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.codec import MAX_HEADER_BYTES, MAX_REQUEST_CONTAINERS, pack, unpack
-from protocol.encoding import REPLY, REQUEST, UNTIMED_REPLY, read_framed, reply_template
+from protocol.encoding import (
+    MAX_HEADER_BYTES,
+    MAX_REQUEST_CONTAINERS,
+    REPLY,
+    REQUEST,
+    UNTIMED_REPLY,
+    pack,
+    read_framed,
+    reply_template,
+    unpack,
+)
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
     MAX_TIMEOUT_MS,

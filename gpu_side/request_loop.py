@@ -33,7 +33,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.state import SUCCESS, Rejected, ServiceState
 from gpu_side.transfer import Kernel, Result, Working, wait_until
 from gpu_side.transport.listener import Incoming, Listener
-from protocol.codec import MAX_HEADER_BYTES
+from protocol.encoding import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import HealthRequest, Request, Response, checked_timing
 

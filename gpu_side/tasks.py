@@ -17,6 +17,8 @@ from gpu_side.served_model import OPERATOR_OF, ServedModel
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     FUSED_MODULES,
+    SEED_SHAPE,
+    TAG_BYTES,
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
@@ -26,7 +28,6 @@ from protocol.messages import (
     SeededRingLinearRequest,
     SegmentRequest,
 )
-from protocol.seed import SEED_SHAPE, TAG_BYTES
 from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, MAX_TENSOR_BYTES, WireTensor, to_torch
 
 # Everything but Init, Health, and a seed: what that stands for is computed.

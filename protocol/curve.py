@@ -1,4 +1,4 @@
-"""Keys of a channel: which clients a service admits, and to which service a client talks.
+"""Keys and tokens of a channel: which clients a service admits, to which service a client talks.
 
 CurveZMQ (ZeroMQ's CURVE mechanism, on tcp:// and ipc://) encrypts and authenticates a connection
 with one long-term key pair on each side. A client knows its service's public key; a service has a
@@ -15,6 +15,9 @@ list of the clients' public keys that it lets in. On disk each is a small text f
 
 No key begins with # (it would be more than 32 bits hold), and so a public key file can be appended
 to an allow-list as it is.
+
+Over HTTP a client shows a bearer token: a secret of one line, in a file of its own (mode 0600). The
+service has its SHA-256 alone. `tsqp api-key NAME --digest --to FILE` makes one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,17 +156,11 @@ def checked_key(text: str, where: str) -> bytes:
     got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
     KeyFileError.unless(_KEY_TEXT.fullmatch(text), where, got, _A_KEY)
     key = text.encode("ascii")
-    # Five characters can say more than four bytes hold.
-    fits = all(_value(key[start : start + 5]) < 2**32 for start in range(0, 40, 5))
-    KeyFileError.unless(fits, where, "five characters beyond 32 bits", _A_KEY)
+    try:
+        z85.decode(key)
+    except struct.error:  # five characters can say more than four bytes hold
+        raise KeyFileError(where, "five characters beyond 32 bits", _A_KEY) from None
     return key
-
-
-def _value(group: bytes) -> int:
-    value = 0
-    for character in group:
-        value = value * 85 + z85.Z85MAP[character]
-    return value
 
 
 def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[str, os.stat_result]:
@@ -187,3 +185,35 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
         return content.decode("utf-8").replace("\r\n", "\n"), status
     except UnicodeDecodeError:
         raise KeyFileError(where, "bytes that are no text", "keys as text") from None
+
+
+# What stands beside requests and replies: the client's channel, drawn anew for each, and the
+# service's process.
+RPC_PATH = "/v1/rpc"
+CHANNEL_HEADER = "tsqp-channel"
+INSTANCE_HEADER = "tsqp-instance"
+CONTENT_TYPE = "application/octet-stream"
+# Of RFC 6750; too many to be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{32,512}=*")
+
+
+@dataclass(frozen=True)
+class HttpAccess:
+    """What a client has for HTTP: a token, if any, and CAs (PEM), None for the system's."""
+
+    token: str | None = field(default=None, repr=False)
+    ca: str | None = None
+
+
+def read_token(path: Path) -> str:
+    """Read a token's file. Raises KeyFileError, which quotes nothing, as a secret key's."""
+    text, status = read_text(path, MAX_KEY_FILE_BYTES)
+    require_only_we_read(path, status)
+    token = text.removesuffix("\n")
+    KeyFileError.unless(
+        _TOKEN.fullmatch(token),
+        str(path),
+        f"{len(token)} characters that are no token",
+        "one line of 32 or more of A-Z a-z 0-9 ._~+/-",
+    )
+    return token

@@ -11,6 +11,11 @@ In ours the numbers come first, each a msgpack uint64: a header is a head of kno
 numbers in it, and a *template*, the bytes behind it, which is the same for every request of its
 kind (`protocol.prepared`). msgpack of any other spelling and order is read too. The service's half,
 and the other encoding of the same schema, are in `gpu_side.encoding`.
+
+What a peer may make us allocate is bounded before it is allocated. A byte limit alone is not enough
+for msgpack: three megabytes of empty lists decode into hundreds of megabytes of objects. So
+containers are counted as they close, arrays hold only scalars, nesting is shallow, and duplicate
+keys, non-string keys and extension types are refused (`unpack`).
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.codec import MAX_REPLY_CONTAINERS, pack, unpack
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -35,6 +40,89 @@ from protocol.messages import (
 )
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import M, validate
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_ARRAY_LENGTH = 64
+MAX_MAP_LENGTH = 4096
+MAX_STRING_BYTES = 256
+MAX_DEPTH = 6
+
+# A request holds an envelope, its fields and up to three tensor descriptions. An Init reply holds
+# two norms a layer, and no model known to us has more than a few hundred layers.
+MAX_REQUEST_CONTAINERS = 64
+MAX_REPLY_CONTAINERS = 16384
+
+
+class _Map(dict[str, Any]):
+    """A decoded map that remembers how deeply it is nested, so that depth can be bounded."""
+
+    __slots__ = ("depth",)
+    depth: int
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Encode a message as msgpack with separate string and binary types."""
+    return bytes(msgpack.packb(message, use_bin_type=True))
+
+
+def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> dict[str, Any]:
+    """Decode one msgpack map and nothing else.
+
+    Raises ProtocolError for anything that is not one map of string keys within the limits.
+    """
+    ProtocolError.at_most(max_bytes, where, len(data))
+    containers = 0
+
+    def count() -> None:
+        nonlocal containers
+        containers += 1
+        if containers > max_containers:
+            raise ValueError(f"more than {max_containers} maps and arrays")
+
+    def on_array(items: list[Any]) -> list[Any]:
+        count()
+        if any(isinstance(item, (list, dict)) for item in items):
+            raise ValueError("an array of containers")
+        return items
+
+    def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
+        count()
+        result = _Map(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a duplicate key")
+        if any(type(key) is not str for key in result):
+            raise ValueError("a key that is not a string")
+        inner = (value.depth for value in result.values() if type(value) is _Map)
+        result.depth = 1 + max(inner, default=0)
+        if result.depth > MAX_DEPTH:
+            raise ValueError(f"maps nested more than {MAX_DEPTH} deep")
+        return result
+
+    def on_extension(_code: int, _data: bytes) -> Any:
+        raise ValueError("an extension type")
+
+    try:
+        message = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            list_hook=on_array,
+            object_pairs_hook=on_map,
+            max_str_len=MAX_STRING_BYTES,
+            max_bin_len=max_bytes,
+            max_array_len=MAX_ARRAY_LENGTH,
+            max_map_len=min(MAX_MAP_LENGTH, max_containers),
+            max_ext_len=0,
+            ext_hook=on_extension,
+        )
+        got = type(message).__name__
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        # ValueError covers bad UTF-8, trailing bytes, exceeded limits and our own refusals.
+        message, got = None, f"undecodable msgpack ({type(error).__name__}: {error})"[:160]
+    if not isinstance(message, _Map):
+        raise ProtocolError(where, got, "a map within limits")
+    return message
+
 
 DEFAULT_MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 MAX_REPLY_HEADER_BYTES = 2 * 1024 * 1024
@@ -104,8 +192,8 @@ def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer],
     """
     unused = set(range(1, len(frames)))
     fields = _resolve_frames(body, frames, unused, where)
-    got, code = f"{len(unused)} frames that no field points at", ErrorCode.MALFORMED_MESSAGE
-    ProtocolError.unless(not unused, where, got, "every frame used once", code=code)
+    got = f"{len(unused)} frames that no field points at"
+    ProtocolError.unless(not unused, where, got, "every frame used once")
     return validate(cls, fields, where)
 
 
@@ -188,9 +276,8 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
-    malformed, few = ErrorCode.MALFORMED_MESSAGE, 1 <= len(frames) <= MAX_REPLY_FRAMES
-    got, expected = f"{len(frames)} frames", f"1 to {MAX_REPLY_FRAMES}"
-    ProtocolError.unless(few, "reply", got, expected, code=malformed)
+    few, expected = 1 <= len(frames) <= MAX_REPLY_FRAMES, f"1 to {MAX_REPLY_FRAMES}"
+    ProtocolError.unless(few, "reply", f"{len(frames)} frames", expected)
     envelope = unpack(
         frames[0],
         where="reply",
@@ -211,7 +298,6 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
         "reply",
         f"status {header.status} with {len(envelope)} keys",
         "response with success, error with error",
-        code=malformed,
     )
     response: Response | None = None
     if header.response is not None:

@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, cast
 
-import zmq
-
 from protocol.errors import EndpointError, SettingsError
 
 Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock", "ivshmem", "http", "https"]
@@ -37,7 +35,7 @@ SPELLINGS = (
     "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH, vsock://CID:PORT,"
     " ivshmem://MEMORY,CID:PORT or http(s)://HOST:PORT"
 )
-# sockaddr_un has 108 bytes, one of which ends the path.
+# sockaddr_un has 108 bytes, one of which ends the path; ZeroMQ takes as many.
 UNIX_PATH_MAX_BYTES = 107
 VSOCK_ANY = 2**32 - 1
 
@@ -90,15 +88,13 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
     scheme, _, rest = endpoint.partition("://")
     if host := _network_host(endpoint, for_bind):
         return Endpoint(endpoint, cast("Scheme", scheme), host=host)
-    if scheme == "ipc" and _is_path(endpoint, rest, zmq.IPC_PATH_MAX_LEN):
-        return Endpoint(endpoint, "ipc")
-    if scheme in ("unix", "shm") and _is_path(endpoint, rest, UNIX_PATH_MAX_BYTES):
-        return Endpoint(endpoint, "shm" if scheme == "shm" else "unix", rest)
+    if scheme in ("ipc", "unix", "shm") and _is_path(endpoint, rest):
+        return Endpoint(endpoint, cast("Scheme", scheme), None if scheme == "ipc" else rest)
     if scheme == "vsock" and (address := _vsock_address(endpoint, for_bind)) is not None:
         return Endpoint(endpoint, "vsock", address)
     memory, _, stream = rest.rpartition(",")
     if scheme == "ivshmem" and memory.startswith("/") and "\0" not in memory:
-        if stream.startswith("/") and _is_path(endpoint, stream, UNIX_PATH_MAX_BYTES):
+        if stream.startswith("/") and _is_path(endpoint, stream):
             return Endpoint(endpoint, "ivshmem", stream, memory)
         if (address := _vsock_address(f"vsock://{stream}", for_bind)) is not None:
             return Endpoint(endpoint, "ivshmem", address, memory)
@@ -117,8 +113,8 @@ def _network_host(endpoint: str, for_bind: bool) -> str:
     return host if good_port and (for_bind or host != "*") else ""
 
 
-def _is_path(endpoint: str, path: str, limit: int) -> bool:
-    size = len(os.fsencode(path))
+def _is_path(endpoint: str, path: str) -> bool:
+    size, limit = len(os.fsencode(path)), UNIX_PATH_MAX_BYTES
     EndpointError.unless(size <= limit, endpoint, f"a path of {size} bytes", f"at most {limit}")
     named, got = not path.startswith(("@", "\0")), "an abstract socket, which any process can bind"
     EndpointError.unless(named, endpoint, got, "a path")

@@ -175,9 +175,23 @@ class DeadlineExceededError(TsqpError):
 class ProtocolError(TsqpError):
     """Bytes from the peer that do not follow the wire schema."""
 
-    def __init__(self, where: str, got: str, expected: str, *, code: ErrorCode) -> None:
+    def __init__(
+        self,
+        where: str,
+        got: str,
+        expected: str,
+        *,
+        code: ErrorCode = ErrorCode.MALFORMED_MESSAGE,
+    ) -> None:
         super().__init__(where, got, expected)
         self.code = code
+
+    @classmethod
+    def at_most(cls, limit: int, where: str, size: int) -> None:
+        """Refuse more than `limit` bytes."""
+        if size > limit:
+            code = ErrorCode.LIMIT_EXCEEDED
+            raise cls(where, f"{size} bytes", f"at most {limit}", code=code)
 
 
 class ServiceError(TsqpError):

@@ -20,18 +20,17 @@ from typing import Any
 
 import httpcore2
 
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
-from protocol.endpoint import is_exposed, parse_endpoint
-from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
-from protocol.http_access import (
+from protocol.curve import (
     CHANNEL_HEADER,
     CONTENT_TYPE,
     INSTANCE_HEADER,
     RPC_PATH,
     HttpAccess,
 )
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
+from protocol.endpoint import is_exposed, parse_endpoint
+from protocol.errors import EndpointError, ProtocolError, SettingsError
 from protocol.pending import RECONNECT_S, PendingChannel, Received
-from protocol.prepared import Exchange
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import longest_bytes, to_pieces
 from protocol.tensors import Buffer
@@ -122,19 +121,9 @@ class HttpChannel(PendingChannel):
         self._thread.join()
         self._loop.close()
 
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        try:
-            return super().wait(request_id)
-        finally:
-            self._give_up(request_id)
-
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
         super().abandon(request_id)
-        self._give_up(request_id)
-
-    def _give_up(self, request_id: int) -> None:
         if (request := self._requests.pop(request_id, None)) is not None:
             request.cancel()
 
@@ -215,13 +204,8 @@ class HttpChannel(PendingChannel):
             received = bytearray()
             async for piece in response.aiter_stream():
                 received += piece
-                if len(received) > longest_bytes(MAX_REPLY_FRAMES, most_bytes):
-                    raise ProtocolError(
-                        f"reply from {self.endpoint}",
-                        f"{len(received)} bytes and more",
-                        f"at most {most_bytes}",
-                        code=ErrorCode.LIMIT_EXCEEDED,
-                    )
+                limit = longest_bytes(MAX_REPLY_FRAMES, most_bytes)
+                ProtocolError.at_most(limit, f"reply from {self.endpoint}", len(received))
         received_ns = time.perf_counter_ns()
         limits = {"max_frames": MAX_REPLY_FRAMES, "max_message_bytes": most_bytes}
         return frames_in(memoryview(received), self.endpoint, **limits), received_ns

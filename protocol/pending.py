@@ -10,7 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
+
+import torch
 
 from protocol.encoding import REPLY, REQUEST, Reply, decode_reply, encode_request
 from protocol.errors import (
@@ -33,9 +35,6 @@ from protocol.messages import (
 )
 from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import Buffer, WireTensor
-
-if TYPE_CHECKING:
-    import torch
 
 # How long a request may wait for a lost connection to come back before it is sent.
 RECONNECT_S = 2.0
@@ -156,8 +155,7 @@ class PendingChannel(ABC):
     ) -> int:
         """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
         begun_ns = time.perf_counter_ns()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
+        timeout_s, timeout_ms = self._limits(timeout_s)
         frames = encode_request(request, self._last_id + 1, timeout_ms)
         pending = Pending(
             method=request.method,
@@ -173,8 +171,7 @@ class PendingChannel(ABC):
     ) -> int:
         """See `Channel.start`."""
         begun_ns = time.perf_counter_ns()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
+        timeout_s, timeout_ms = self._limits(timeout_s)
         request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
         fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
         simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
@@ -198,6 +195,11 @@ class PendingChannel(ABC):
             return request_id
         header = REQUEST.header(prepared.template, request_id, timeout_ms)
         return self._begin(pending, [header, prepared.payload(payload)], begun_ns, timeout_s)
+
+    def _limits(self, timeout_s: float | None) -> tuple[float, int]:
+        """Return how long a request may take in seconds, and as the service is told."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return timeout_s, min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
 
     def _begin(
         self, pending: Pending, frames: Sequence[Buffer], begun_ns: int, send_within_s: float
@@ -228,7 +230,7 @@ class PendingChannel(ABC):
                 self._wait_until(pending, pending.deadline)
         finally:
             # Also given up: should it still come, it must not be taken for another's.
-            del self._pending[request_id]
+            self.abandon(request_id)
         reply = pending.reply
         if pending.output is not None:
             queue_us, compute_us = pending.times_us
@@ -325,13 +327,7 @@ class PendingChannel(ABC):
         """
         started_ns = time.perf_counter_ns()
         size = sum(map(len, frames))
-        if size > self._max_reply_bytes:
-            raise ProtocolError(
-                f"reply from {self.endpoint}",
-                f"{size} bytes",
-                f"at most {self._max_reply_bytes}, which is the largest to ask for",
-                code=ErrorCode.LIMIT_EXCEEDED,
-            )
+        ProtocolError.at_most(self._max_reply_bytes, f"reply from {self.endpoint}", size)
         reply = self._expected_reply(frames) or decode_reply(frames)
         request_id = reply.request_id
         pending = self._pending.get(request_id)
@@ -348,7 +344,6 @@ class PendingChannel(ABC):
                 f"reply from {self.endpoint}",
                 f"request id {request_id}" + (f" with {reply.error.value}" if reply.error else ""),
                 "the id of a request that was sent",
-                code=ErrorCode.MALFORMED_MESSAGE,
             )
 
     def _expected_reply(self, frames: Sequence[memoryview]) -> Reply | None:

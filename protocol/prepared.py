@@ -10,14 +10,16 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy
+import torch
 
 from protocol import native
 from protocol.encoding import REPLY, REQUEST, HeaderLayout, reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
 from protocol.messages import (
+    SEED_SHAPE,
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
@@ -28,7 +30,6 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.seed import SEED_SHAPE
 from protocol.stream_wire import layout
 from protocol.tensors import (
     Buffer,
@@ -39,10 +40,6 @@ from protocol.tensors import (
     to_torch,
     torch_dtype,
 )
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Requests that carry exactly one tensor.
 Preparable: TypeAlias = (

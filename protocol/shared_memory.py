@@ -2,7 +2,7 @@
 
 The client makes the segment, and hands its file over a Unix socket; the service maps what it gets
 after checking it (`adopt`). Between a VM and its host each end maps a file of its own
-(`protocol.ivshmem`). A segment is
+(`protocol.shm`). A segment is
 
     head      magic, slots, session, size of a request's area and of a reply's (`_HEAD`), and where
               the session is written back (`TAKEN`)
@@ -31,13 +31,12 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from protocol import native
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.prepared import MessageShape
-from protocol.stream_wire import ALIGNMENT, layout
+from protocol.stream_wire import layout
 from protocol.tensors import Buffer
 
 # What a client says on its connection, with the segment's file beside it: where a service expects
@@ -60,8 +59,7 @@ _LINE_BYTES = 64
 _CLIENT_SLEEPS, _SERVICE_SLEEPS, _LINES = 64, 128, 192
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COUNT = struct.Struct("<I")
-# Of so many frames the sizes stand before the first frame, which begins at `ALIGNMENT`.
-_SHORT_FRAMES = (ALIGNMENT - _COUNT.size) // 8
+_WHERE = "shared memory"
 
 
 class Areas(NamedTuple):
@@ -133,19 +131,23 @@ def adopt(file: int, owner: int) -> Lane:
         seals, found = fcntl.fcntl(file, fcntl.F_GET_SEALS), os.fstat(file)
         page = os.fstatvfs(file).f_bsize
     except OSError as error:
-        raise _refused(os.strerror(error.errno or 0), "a memfd") from None
+        raise ProtocolError(_WHERE, os.strerror(error.errno or 0), "a memfd") from None
     sealed = seals & _SEALS == _SEALS
-    _require(sealed, "a file that may change its size", "one sealed against it")
+    ProtocolError.unless(sealed, _WHERE, "a file that may change its size", "one sealed against it")
     # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
     # of transparent ones as well, which do no harm.)
-    _require(page == mmap.PAGESIZE, f"pages of {page} bytes", f"{mmap.PAGESIZE}")
-    _require(found.st_uid == owner, "a file of another user than the peer", "one of its own")
-    fits, limit = _HEAD.size <= found.st_size <= LARGEST, ErrorCode.LIMIT_EXCEEDED
-    _require(fits, f"{found.st_size} bytes", f"{_HEAD.size} to {LARGEST}", limit)
+    small, expected = page == mmap.PAGESIZE, f"{mmap.PAGESIZE}"
+    ProtocolError.unless(small, _WHERE, f"pages of {page} bytes", expected)
+    own, got = found.st_uid == owner, "a file of another user than the peer"
+    ProtocolError.unless(own, _WHERE, got, "one of its own")
+    fits, got = _HEAD.size <= found.st_size <= LARGEST, f"{found.st_size} bytes"
+    expected, limit = f"{_HEAD.size} to {LARGEST}", ErrorCode.LIMIT_EXCEEDED
+    ProtocolError.unless(fits, _WHERE, got, expected, code=limit)
     try:
         mapped = mmap.mmap(file, found.st_size)
     except (OSError, ValueError):
-        raise _refused("a file that cannot be mapped", "one that can be written") from None
+        got, expected = "a file that cannot be mapped", "one that can be written"
+        raise ProtocolError(_WHERE, got, expected) from None
     return Lane(mapped, areas_in(mapped), is_client=False)
 
 
@@ -163,20 +165,9 @@ def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
     else:
         fits = areas.total <= len(mapped) and named == session
     good = magic == MAGIC and 0 < areas.slots <= SLOTS and whole and fits
-    _require(good, "another head", f"{MAGIC.decode()}, whose areas fill the file")
+    expected = f"{MAGIC.decode()}, whose areas fill the file"
+    ProtocolError.unless(good, _WHERE, "another head", expected)
     return areas
-
-
-def _refused(
-    got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE
-) -> ProtocolError:
-    return ProtocolError("shared memory", got, expected, code=code)
-
-
-def _require(
-    holds: object, got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE
-) -> None:
-    ProtocolError.unless(holds, "shared memory", got, expected, code=code)
 
 
 def require_library() -> None:
@@ -315,9 +306,7 @@ class Lane:
         Raises ProtocolError for one that claims to be larger than its area.
         """
         size = self._seen[2 * slot + 1]
-        if size > self._incoming:
-            expected = f"at most {self._incoming}"
-            raise _refused(f"a message of {size} bytes", expected, ErrorCode.LIMIT_EXCEEDED)
+        ProtocolError.at_most(self._incoming, _WHERE, size)
         start = self._in[slot]
         return self._memory[start : start + size]
 
@@ -333,39 +322,18 @@ def frames_in(
 
     Raises ProtocolError for what is no message.
     """
-    head = bytes(message[:ALIGNMENT])
-    if len(head) >= _COUNT.size and _COUNT.unpack_from(head)[0] > _SHORT_FRAMES:
-        head = bytes(message[: _COUNT.size + 8 * max_frames])
-    places, size, total = (_remembered if len(head) <= ALIGNMENT else _laid_out)(head)
-    if size > max_message_bytes:
+    count = int.from_bytes(message[: _COUNT.size], "little")
+    head = bytes(message[_COUNT.size :][: 8 * min(count, max_frames)])
+    places: tuple[slice, ...] = ()
+    total = 0
+    if 0 < 8 * count == len(head):
+        sizes = struct.unpack(f"<{count}Q", head)
+        ProtocolError.at_most(max_message_bytes, f"message from {where}", sum(sizes))
+        places, _, total = layout(sizes)
+    if not places or total != len(message):
         raise ProtocolError(
             f"message from {where}",
-            f"{size} bytes",
-            f"at most {max_message_bytes}",
-            code=ErrorCode.LIMIT_EXCEEDED,
-        )
-    if not 1 <= len(places) <= max_frames or total != len(message):
-        raise ProtocolError(
-            f"message from {where}",
-            f"{len(places)} frames in {len(message)} bytes",
+            f"{count} frames in {len(message)} bytes",
             f"1 to {max_frames} frames, and no byte behind them",
-            code=ErrorCode.MALFORMED_MESSAGE,
         )
     return list(map(message.__getitem__, places))
-
-
-def _laid_out(head: bytes) -> tuple[tuple[slice, ...], int, int]:
-    """Return where the frames of a message lie, by its first bytes: no frames for one without.
-
-    Then their size, and that of the message.
-    """
-    count = _COUNT.unpack_from(head)[0] if len(head) >= _COUNT.size else 0
-    if not count or len(head) < _COUNT.size + 8 * count:
-        return (), 0, 0
-    sizes = struct.unpack_from(f"<{count}Q", head, _COUNT.size)
-    places, _, total = layout(sizes)
-    return places, sum(sizes), total
-
-
-# Longer heads are not remembered: a peer could make them hold much.
-_remembered = lru_cache(maxsize=256)(_laid_out)

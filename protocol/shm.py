@@ -1,11 +1,26 @@
 """The client's end of shared memory: a stream that carries as little as it can.
 
 Connecting, signs of life and waking up go over the Unix socket, and so does what is too large for a
-slot or comes while all slots are taken.
+slot or comes while all slots are taken (`ShmChannel`).
+
+`IvshmemChannel` uses memory that a virtual machine has as a device. QEMU's `ivshmem-plain` lets a
+guest map a file of its host: in the guest it is `resource2` of the device in /sys. (Not
+`resource2_wc`: what is written there may arrive in another order.) A file cannot be handed over
+vsock, so each end maps the one that its own operator has named.
+
+That memory holds the segment of one client, and what earlier clients have left. So the client says
+a random number over the stream, which is in the head as well. It uses slots once the service has
+written the number back: then it has mapped this memory, and writes nothing more for others. Until
+then messages go over the stream.
+
+The host can make its file smaller, and the kernel then ends us (SIGBUS) when we touch the rest:
+that denies service, as a host always can, and tells it nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import socket
 import time
@@ -15,10 +30,23 @@ from contextlib import suppress
 import torch
 
 from protocol.encoding import MAX_REPLY_FRAMES
+from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ProtocolError
 from protocol.pending import NOT_PUT, Pending
 from protocol.prepared import PreparedRequest
-from protocol.shared_memory import ATTACH, WAKE_UP, Lane, create, frames_in
+from protocol.shared_memory import (
+    ATTACH,
+    MAGIC,
+    SESSION_BYTES,
+    SMALLEST,
+    TAKEN,
+    WAKE_UP,
+    Lane,
+    areas_for,
+    create,
+    frames_in,
+    lay_out,
+)
 from protocol.stream import StreamChannel
 from protocol.tensors import Buffer
 
@@ -38,8 +66,8 @@ class ShmChannel(StreamChannel):
     # The requests in the others.
     _asked: dict[int, int]
 
-    def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
-        connection = super()._connect(method, timeout_s, give_up)
+    def _connect(self, give_up: float) -> socket.socket:
+        connection = super()._connect(give_up)
         try:
             self._share(connection)
         except EndpointError:
@@ -205,3 +233,48 @@ class ShmChannel(StreamChannel):
             self._disconnect()
             raise
         self._reader.messages.append((frames, time.perf_counter_ns()))
+
+
+class IvshmemChannel(ShmChannel):
+    """Our client over the memory of a device."""
+
+    # Locked while we are connected: no other client of this machine lays out its own there.
+    _file: int | None = None
+    # A segment that the service has not taken yet, its memory, and its number.
+    _offered: tuple[Lane, mmap.mmap, bytes] | None = None
+
+    def _share(self, connection: socket.socket) -> None:
+        path = parse_endpoint(self.endpoint).memory
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size = os.fstat(self._file).st_size
+            EndpointError.unless(size >= SMALLEST, path, f"{size} bytes", f"{SMALLEST} or more")
+            areas = areas_for(self._max_message_bytes, self._max_reply_bytes, size)
+            mapped = mmap.mmap(self._file, areas.total)
+        except BlockingIOError:
+            raise EndpointError(path, "another client", "one at a time") from None
+        except OSError as error:
+            raise EndpointError(
+                path, os.strerror(error.errno or 0), "a file to map (resource2)"
+            ) from None
+        ours = mapped[: len(MAGIC)] in (MAGIC, bytes(len(MAGIC)))
+        EndpointError.unless(ours, path, "something else in it", "zeros, or a segment")
+        session = os.urandom(SESSION_BYTES)
+        self._offered = lay_out(mapped, areas, session), mapped, session
+        connection.sendall(ATTACH + session)
+
+    def _write(self, frames: Sequence[Buffer], most_s: float) -> None:
+        if self._offered is not None and self._offered[1][TAKEN] == self._offered[2]:
+            self._use(self._offered[0])
+            self._offered = None
+        super()._write(frames, most_s)
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        self._offered = None
+        if self._file is not None:
+            # By itself it would stay locked as long as it is mapped.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(self._file)
+            self._file = None

@@ -20,11 +20,10 @@ from protocol import native
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES, REQUEST
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError, TsqpError
-from protocol.liveness import PROBE_AFTER_S, LivenessProbe
+from protocol.liveness import PROBE_AFTER_S, AdaptiveSpin, LivenessProbe
 from protocol.memory_pool import MemoryPool
 from protocol.pending import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
-from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import BUFFER_BYTES, MessageReader, MessageWriter, prepare, to_pieces
 from protocol.tensors import Buffer
 
@@ -50,7 +49,7 @@ class StreamChannel(PendingChannel):
     """Our client over a stream socket.
 
     It connects at the first request, and waits for the service to appear as long as that request
-    may take. `spin_us`: see `protocol.spin`.
+    may take. `spin_us`: see `protocol.liveness`.
     """
 
     _skips_empty = False
@@ -88,19 +87,15 @@ class StreamChannel(PendingChannel):
 
     # ------------------------------------------------------------------------- connection
 
-    def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
-        while True:
-            try:
-                connection, self._probe = _connected_twice(self._address, give_up)
-                break
-            except OSError as error:
-                if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
-                    raise EndpointError(
-                        self.endpoint, os.strerror(error.errno or 0), "an address to connect to"
-                    ) from None
-                if time.monotonic() >= give_up:
-                    raise self._nobody_there(method, timeout_s) from None
-            time.sleep(_CONNECT_INTERVAL_S)
+    def _connect(self, give_up: float) -> socket.socket:
+        """Connect once. Raises OSError where another attempt may help, and EndpointError."""
+        try:
+            connection, self._probe = _connected_twice(self._address, give_up)
+        except OSError as error:
+            if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
+                got, expected = os.strerror(error.errno or 0), "an address to connect to"
+                raise EndpointError(self.endpoint, got, expected) from None
+            raise
         late = self._reader.messages if self._was_connected else ()
         self._reader = MessageReader(
             connection,
@@ -146,7 +141,7 @@ class StreamChannel(PendingChannel):
                         most_s = RECONNECT_S if self._was_connected else timeout_s
                         give_up = time.monotonic() + min(most_s, timeout_s)
                     if self._socket is None:
-                        self._connect(method, timeout_s, give_up)
+                        self._connect(give_up)
                     self._make_room(size, give_up)
                 sent_ns = time.perf_counter_ns()
                 left_s = give_up - time.monotonic() if give_up else timeout_s
@@ -243,17 +238,9 @@ class StreamChannel(PendingChannel):
             left_s = deadline - time.monotonic() if deadline else 0.0
             if self._writer.unsent:
                 self._read_and_write(left_s, reading=True)
-            elif not self._spin.is_on:
-                self._read(left_s)
             else:
-                started_ns = time.perf_counter_ns()
-                if not (self._spin.expects_soon and self._spin.until(self._read_now, left_s)):
-                    self._read(deadline - time.monotonic() if deadline else 0.0)
-                self._spin.waited(started_ns)
+                self._spin.wait(self._read, left_s)
         return messages.popleft() if messages else None
-
-    def _read_now(self) -> bool:
-        return self._read(0.0)
 
     def _read(self, left_s: float) -> bool:
         """Read what comes in so many seconds, or is there; False if nothing was.
@@ -311,7 +298,7 @@ class StreamChannel(PendingChannel):
             self._note_silence(timeout_s)
         for _, events in ready:
             if reading and events & ~select.POLLOUT:
-                self._read_now()
+                self._read(0.0)
             if events & select.POLLOUT and self._socket is not None:
                 try:
                     self._writer.flush()

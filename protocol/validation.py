@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 from protocol.errors import (
@@ -27,6 +27,12 @@ from protocol.model.files import shown
 
 M = TypeVar("M", bound=BaseModel)
 _OURS = "refusal"
+
+
+class Strict(BaseModel):
+    """Base of what is read from a file or a peer: no unknown key, no conversion, no change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:

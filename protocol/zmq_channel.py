@@ -22,9 +22,8 @@ from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import AbsentError, EndpointError, ErrorCode, ProtocolError
-from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S, AdaptiveSpin
 from protocol.pending import RECONNECT_S, PendingChannel, Received
-from protocol.spin import AdaptiveSpin
 from protocol.tensors import Buffer
 from protocol.zmq_sockets import (
     DONTWAIT,
@@ -39,28 +38,30 @@ from protocol.zmq_sockets import (
 )
 
 # How often a waiting client looks whether its connection is still there.
-EVENTS_INTERVAL_MS = 100
+EVENTS_INTERVAL_S = 0.1
 # How long it takes at most until a handshake's failure is told of.
 _NOTICE_S = 1.0
 # Heartbeats, and a few bytes for each frame.
 _BYTES_OF_ITS_OWN = 2**20
 
-_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_CONNECTED, _CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_CLOSED)
-_EVENTS = _CONNECTED | _CLOSED | _SUCCEEDED | _DISCONNECTED | _REFUSED | _PROTOCOL | _NO_DETAIL
-_WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_NO_DETAIL = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = int(
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | _NO_DETAIL
+)
 
 
 class ZmqChannel(PendingChannel):
     """Our client.
 
-    `spin_us`: see `protocol.spin`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `keys`: ours,
-    and that of the only service that may answer. A service with other keys, or one that refuses
-    ours, is an EndpointError that says so.
+    `spin_us`: see `protocol.liveness`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `keys`:
+    ours, and that of the only service that may answer. A service with other keys, or one that
+    refuses ours, is an EndpointError that says so.
     """
 
     def __init__(
@@ -171,24 +172,27 @@ class ZmqChannel(PendingChannel):
         while is_readable(self._events):
             message = parse_monitor_message(self._events.recv_multipart())
             event, value = int(message["event"]), int(message["value"])
-            if event == _CONNECTED:
+            if event == zmq.EVENT_CONNECTED:
                 self._descriptor, self._bytes_before = value, None
-            elif event == _SUCCEEDED:
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._lost = self._ended = False
                 self._established, self._refusal = True, None
-            elif event == _CLOSED:
+            elif event == zmq.EVENT_CLOSED:
                 # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
                 if self._one_connection:
                     self._lost = True
                     self._refusal = (AbsentError, "nothing that listens", "a gpu-service")
                     self._connection += 1
-            elif event == _DISCONNECTED:
+            elif event == zmq.EVENT_DISCONNECTED:
                 # Also follows a handshake that failed, after which ZeroMQ may try again.
                 self._ended |= self._established
                 self._established = False
                 self._lost = True
                 self._connection += 1
-            elif event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
+            elif event == _NO_DETAIL and value in (
+                errno.EAGAIN,
+                errno.EINTR,
+            ):
                 # Of a time that is over the value is whatever the last call before it left.
                 self._refusal = (AbsentError, "no handshake", "a gpu-service that answers there")
             else:
@@ -207,9 +211,12 @@ class ZmqChannel(PendingChannel):
                 failed,
                 "a gpu-service without keys, or --identity and --service-key for one with them",
             )
-        if event == _REFUSED:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "a refusal of our key", f"a service that allows {keys.public.decode('ascii')}"
-        if event == _PROTOCOL and value == _WRONG_MECHANISM:
+        if (
+            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        ):
             return "a service without keys", "one that holds the key of --service-key"
         return failed, "the service that holds the key of --service-key (has it another, or none?)"
 
@@ -249,7 +256,7 @@ class ZmqChannel(PendingChannel):
                 self._pending
                 and len(self._kept) < QUEUED_MESSAGES
                 and time.monotonic() < keep_until
-                and (frames := self._next_message(0)) is not None
+                and (frames := self._next_message(0.0)) is not None
             ):
                 self._kept.append((frames, time.perf_counter_ns()))
         self._close_socket()
@@ -265,13 +272,9 @@ class ZmqChannel(PendingChannel):
     def _receive(self, deadline: float) -> Received | None:
         if self._kept:
             return self._kept.popleft()
-        left_ms = ceil((deadline - time.monotonic()) * 1000) if deadline else 0
-        patience_ms = max(0, min(left_ms, EVENTS_INTERVAL_MS))
+        left_s = deadline - time.monotonic() if deadline else 0.0
         try:
-            if self._spin.is_on:
-                frames = self._spin_for_message(patience_ms)
-            else:
-                frames = self._next_message(patience_ms)
+            frames = self._spin.wait(self._next_message, min(left_s, EVENTS_INTERVAL_S))
         except ProtocolError:
             # To read the rest of the message may take longer than the caller has.
             self._end_connection()
@@ -304,28 +307,13 @@ class ZmqChannel(PendingChannel):
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
 
-    def _spin_for_message(self, patience_ms: int) -> list[memoryview] | None:
-        frames: list[memoryview] | None = None
-
-        def arrived() -> bool:
-            nonlocal frames
-            frames = self._next_message(0)
-            return frames is not None
-
-        started_ns = time.perf_counter_ns()
-        if not (self._spin.expects_soon and self._spin.until(arrived, patience_ms / 1000)):
-            spent_ms = (time.perf_counter_ns() - started_ns) // 1_000_000
-            frames = self._next_message(max(0, patience_ms - spent_ms))
-        self._spin.waited(started_ns)
-        return frames
-
-    def _next_message(self, patience_ms: int) -> list[memoryview] | None:
+    def _next_message(self, patience_s: float) -> list[memoryview] | None:
         """Return what arrives next, None if nothing does.
 
         Waiting in the call that receives takes a third less time than polling both sockets first,
         in every round trip. Raises ProtocolError for too many frames; the socket is of no more use.
         """
-        flags = 0
+        patience_ms, flags = max(0, ceil(patience_s * 1000)), 0
         if patience_ms == 0:
             flags = DONTWAIT
         elif patience_ms != self._patience_ms:

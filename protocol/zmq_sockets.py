@@ -59,16 +59,19 @@ def set_options(
     heartbeat_timeout_s: float,
 ) -> None:
     """Set what holds for both ends. `heartbeat_timeout_s`: 0 is without heartbeats."""
-    zmq_socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    zmq_socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-    zmq_socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-    zmq_socket.setsockopt(zmq.IPV6, "[" in endpoint)
-    zmq_socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-    zmq_socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    options = {
+        zmq.MAXMSGSIZE: max_message_bytes,
+        zmq.RCVHWM: QUEUED_MESSAGES,
+        zmq.SNDHWM: QUEUED_MESSAGES,
+        zmq.IPV6: "[" in endpoint,
+        zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
+        zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+    }
     if heartbeat_timeout_s > 0:
         timeout_ms = max(2, ceil(heartbeat_timeout_s * 1000))
-        zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, timeout_ms // 4))
-        zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+        options |= {zmq.HEARTBEAT_IVL: max(1, timeout_ms // 4), zmq.HEARTBEAT_TIMEOUT: timeout_ms}
+    for option, value in options.items():
+        zmq_socket.setsockopt(option, value)
 
 
 def receive_frames(

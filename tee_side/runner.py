@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol import native
-from protocol.channel import ChannelWrapper
-from protocol.connect import open_channel
+from protocol.channel import ChannelWrapper, open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
@@ -46,8 +45,7 @@ from tee_side.remote.services.plan import (
 from tee_side.words import Operator
 
 if TYPE_CHECKING:
-    from protocol.curve import ClientKeys
-    from protocol.http_access import HttpAccess
+    from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.manifest import Manifest
     from tee_side.engine.background import Totals
 

@@ -17,7 +17,7 @@ from protocol.errors import ManifestError, ModelError, SealError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
-from protocol.model.files import SEALED_MAGIC, fill, is_there, opened, read_bytes, size_of
+from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
 from protocol.model.manifest import (
     MANIFEST_VERSION,
     PINNED_FILES,
@@ -187,16 +187,16 @@ def _check_output(output: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    with opened(path) as descriptor:
-        return size_of(descriptor, path)
+    with opened(path) as file:
+        return file.size
 
 
 def _seal_file(
     path: Path, content_key: bytes, output: Path, tell: Callable[[int], None]
 ) -> FileSeal:
     header = SEALED_MAGIC + secrets.token_bytes(SALT_BYTES)
-    with opened(path) as descriptor:
-        cipher = ChunkCipher(content_key, header, size_of(descriptor, path))
+    with opened(path) as file:
+        cipher = ChunkCipher(content_key, header, file.size)
 
         def stored() -> Iterator[bytes]:
             yield header
@@ -204,7 +204,7 @@ def _seal_file(
             for chunk in range(cipher.chunks):
                 start = chunk * CHUNK_BYTES
                 part = plain[: cipher.size - start]
-                fill(descriptor, part, start, path)
+                file.fill(part, start)
                 yield cipher.seal(chunk, part)
                 tell(len(part))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from protocol.connect import open_channel
+from protocol.channel import open_channel
 from protocol.curve import ClientKeys
 from protocol.endpoint import is_exposed, one_for_each
 from protocol.errors import ReplyError, TsqpError

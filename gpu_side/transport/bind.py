@@ -22,7 +22,7 @@ def open_listener(
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
     http: HttpKeys | None = None,
 ) -> Listener:
-    """Bind a service's endpoint. `spin_us`: see `protocol.spin`.
+    """Bind a service's endpoint. `spin_us`: see `protocol.liveness`.
 
     `keys`: ours and those of the clients that are let in; None lets in every client.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any. `http`: of use for URLs

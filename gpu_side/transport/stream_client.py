@@ -3,7 +3,7 @@
 When a client is read from, and when it has stalled, is said here; what follows from it is the
 listener's business (`gpu_side.transport.stream_listener`).
 
-Memory that a virtual machine has as a device (`protocol.ivshmem`) is a file of the operator's, as
+Memory that a virtual machine has as a device (`protocol.shm`) is a file of the operator's, as
 QEMU has it (memory-backend-file, share=on), and no client names one. Whatever the virtual machine
 writes into it, the file keeps its size: nothing is missing when the service touches it, as long as
 the operator does not truncate it.

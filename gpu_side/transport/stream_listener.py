@@ -31,9 +31,9 @@ from gpu_side.transport.stream_client import STALLED_S, Client, DeviceMemory, Pa
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.liveness import AdaptiveSpin
 from protocol.memory_pool import MemoryPool
 from protocol.shared_memory import ATTACH, Lane, adopt, require_library
-from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import (
     BUFFER_BYTES,
     patience_s,
@@ -71,7 +71,7 @@ class StreamListener:
     Of `shm://`, each client shares memory with it, and the socket carries what does not fit there.
     Of `ivshmem://` that memory is one for all, and a client is refused while another has it.
     Raises EndpointError when the endpoint is malformed, in use or not ours to bind. `spin_us`: see
-    `protocol.spin`.
+    `protocol.liveness`.
     """
 
     def __init__(

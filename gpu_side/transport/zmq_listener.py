@@ -37,8 +37,7 @@ from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
-from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.spin import AdaptiveSpin
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S, AdaptiveSpin
 from protocol.tensors import Buffer
 from protocol.zmq_sockets import (
     DONTWAIT,

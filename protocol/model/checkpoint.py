@@ -99,11 +99,11 @@ class Checkpoint:
         self._contents = directory / SINGLE_FILE
         if is_there(self._contents):
             self._add_file(self._contents)
-            return
-        self._contents = directory / INDEX_FILE
-        if not is_there(self._contents):
+        elif is_there(directory / INDEX_FILE):
+            self._contents = directory / INDEX_FILE
+            self._add_index()
+        else:
             raise _no_weights(directory)
-        self._add_index()
 
     def holds(self, tensors: Iterable[str]) -> bool:
         """Say whether all of these tensors are there."""
@@ -189,11 +189,11 @@ class Checkpoint:
         if pin is None and wanted.step > 1:
             size = 1  # a block is read whole only where it is verified
         buffer = torch.empty(size * entry.row_bytes, dtype=torch.uint8)
-        with file.reading(name) as descriptor:
+        with file.reading(name) as reading:
             for block in sorted({row // size for row in wanted}):
                 rows = slice(block * size, min(entry.shape[0], (block + 1) * size))
                 part = buffer[: (rows.stop - rows.start) * entry.row_bytes]
-                file.read_rows(descriptor, entry, rows.start, part)
+                file.read_rows(reading, entry, rows.start, part)
                 if self.manifest is not None and pin is not None:
                     self.manifest.check_block(pin, where, block, bytes_of(part))
                 found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])

@@ -2,23 +2,95 @@
 
 Field names are Hugging Face's. What we do not know how to compute is refused by name rather than
 ignored; keys that do not change the forward pass are skipped.
+
+The table of architectures (`ARCHITECTURES`) says how each differs from Llama. Configuration,
+checkpoint, weights, digests and the forward pass read it. A `Width` is a letter or two of the shape
+suffixes: D hidden size, F intermediate size, C head dim, HC and KC all query heads and all
+key/value heads side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
-from protocol.model.architecture import ARCHITECTURES, Architecture, ArchitectureName, Width
 from protocol.model.files import is_there, parse_object, read_bytes
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
+
+ArchitectureName = Literal[
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+]
+Width = Literal["D", "F", "C", "HC", "KC"]
+
+
+class Weight(NamedTuple):
+    """A module or an RMSNorm of a layer: where its tensors are, and how wide its output is.
+
+    `inputs`: how wide a module's input is.
+    """
+
+    path: str
+    outputs: Width
+    inputs: Width = "D"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One entry.
+
+    `biases`: the modules that may have one, each with the key of config.json that says so; empty
+    where they always have. `head_dim`: of a config.json that does not say; None for the hidden size
+    over the number of heads. `windows`: which layers have `sliding_window`: none, all, or those
+    that config.json lists.
+    """
+
+    norms: Mapping[str, Weight]
+    modules: Mapping[ModuleName, Weight]
+    biases: Mapping[str, str]
+    head_dim: int | None = None
+    windows: Literal["none", "all", "listed"] = "none"
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_ATTENTION = dict.fromkeys((*_QKV, "o_proj"), "attention_bias")
+_MLP = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias")
+
+LLAMA = Architecture(
+    norms={name: Weight(name, "D") for name in ("input_layernorm", "post_attention_layernorm")},
+    modules={
+        "q_proj": Weight("self_attn.q_proj", "HC"),
+        "k_proj": Weight("self_attn.k_proj", "KC"),
+        "v_proj": Weight("self_attn.v_proj", "KC"),
+        "o_proj": Weight("self_attn.o_proj", "D", "HC"),
+        "gate_proj": Weight("mlp.gate_proj", "F"),
+        "up_proj": Weight("mlp.up_proj", "F"),
+        "down_proj": Weight("mlp.down_proj", "D", "F"),
+    },
+    biases={**_ATTENTION, **_MLP},
+)
+_HEAD_NORMS = {"q_norm": Weight("self_attn.q_norm", "C"), "k_norm": Weight("self_attn.k_norm", "C")}
+
+ARCHITECTURES: Mapping[ArchitectureName, Architecture] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": replace(LLAMA, biases={}, windows="all"),
+    "Qwen2ForCausalLM": replace(LLAMA, biases=dict.fromkeys(_QKV, ""), windows="listed"),
+    "Qwen3ForCausalLM": replace(
+        LLAMA,
+        norms={**LLAMA.norms, **_HEAD_NORMS},
+        biases=_ATTENTION,
+        head_dim=128,
+        windows="listed",
+    ),
+}
 
 # An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
 MAX_JSON_BYTES = 2 * 1024 * 1024
@@ -42,10 +114,8 @@ Factors: TypeAlias = Annotated[tuple[Positive, ...], Field(strict=False, fail_fa
 HeadDim: TypeAlias = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
 
 
-class RopeParameters(BaseModel):
+class RopeParameters(Strict):
     """RoPE frequencies; the names are those of `rope_parameters` (or `rope_scaling`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     rope_type: RopeType = "default"
     # Its logarithm is divided by.
@@ -88,10 +158,8 @@ class _Sizes(BaseModel):
     tie_word_embeddings: bool = False
 
 
-class ModelConfig(_Sizes):
+class ModelConfig(_Sizes, Strict):
     """Everything about a model that the forward pass depends on, except the weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     architecture: ArchitectureName
     num_key_value_heads: Size
@@ -300,8 +368,7 @@ def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(layers))
     known = {"sliding_attention": window, "full_attention": None}
     fits = isinstance(types, list) and len(types) == layers
-    if not fits or any(not isinstance(t, str) or t not in known for t in types):
-        raise ModelError(
-            f"{path}: layer_types", describe(types), f"{layers} times {' or '.join(known)}"
-        )
+    fits = fits and all(isinstance(t, str) and t in known for t in types)
+    expected = f"{layers} times {' or '.join(known)}"
+    ModelError.unless(fits, f"{path}: layer_types", describe(types), expected)
     return tuple(known[t] for t in types)

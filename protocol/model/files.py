@@ -10,7 +10,6 @@ above sees names, sizes and bytes of the plain model.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
@@ -36,6 +35,43 @@ _STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
 SEALED_MAGIC = b"TSQPSEA1"
 
 
+class OpenFile:
+    """A regular file that is open for reading, and its bytes as they lie on the disk.
+
+    `size`: in bytes; `stamp`: differs once the file was replaced, or rewritten without hiding it.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        found = os.fstat(descriptor)
+        self.path, self.size = path, found.st_size
+        self.stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        self._descriptor = descriptor
+
+    def start(self, limit: int) -> bytes:
+        """Read up to `limit` bytes, whatever size the file claims.
+
+        Raises ModelError, and SealError for a sealed file of which `use_seal` was not told.
+        """
+        with _readable(self.path), os.fdopen(self._descriptor, "rb", closefd=False) as file:
+            start = file.read(limit)
+        plain, expected = not start.startswith(SEALED_MAGIC), "a plain one, or its key"
+        SealError.unless(
+            plain, str(self.path), "a sealed file", f"{expected} (tee-runner --seal-key)"
+        )
+        return start
+
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer from a place in the file. Raises ModelError."""
+        done = 0
+        with _readable(self.path):
+            while done < len(buffer) and (
+                n := os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            ):
+                done += n
+        expected = f"{offset + len(buffer)}"
+        ModelError.unless(done == len(buffer), str(self.path), f"{offset + done} bytes", expected)
+
+
 class Seal(Protocol):
     """How the files of a sealed directory are read; every method raises SealError."""
 
@@ -43,11 +79,8 @@ class Seal(Protocol):
     def names(self) -> Collection[str]:
         """The files that were sealed."""
 
-    def size(self, path: Path) -> int:
-        """Return the bytes that a file had."""
-
-    def pieces(self, descriptor: int, path: Path, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes that an open file had from `start` on, at most to `stop`."""
+    def plain(self, stored: OpenFile) -> OpenFile:
+        """Return an open file as it was before it was sealed, whose methods raise SealError too."""
 
 
 # By directory, as a path without links followed: whoever owns the disk can change links.
@@ -113,13 +146,15 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
-    """Open a regular file for reading and give its descriptor; never waits.
+def opened(path: Path, *, inside: bool = True, stored: bool = False) -> Iterator[OpenFile]:
+    """Open a regular file for reading; never waits.
 
     `inside`: refuse a link out of the file's directory, unless it is sealed: see `require_inside`.
-    Raises ModelError that names the file.
+    `stored`: read what is on the disk, sealed or not. Raises ModelError that names the file, and
+    SealError.
     """
-    inside = inside and _seal_of(path) is None
+    seal = _seal_of(path)
+    inside = inside and seal is None
     target = require_inside(path) if inside else path
     # Not following, because `target` is where the last link led. Not blocking, because of pipes.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if inside else 0)
@@ -129,64 +164,19 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
         mode = os.fstat(descriptor).st_mode
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
         ModelError.unless(stat.S_ISREG(mode), str(path), kind, "a regular file")
-        yield descriptor
+        file = OpenFile(descriptor, path)
+        yield file if stored or seal is None else seal.plain(file)
     finally:
         os.close(descriptor)
 
 
-def size_of(descriptor: int, path: Path) -> int:
-    """Return the size of an open file in bytes; of a sealed one, of what was sealed."""
-    seal = _seal_of(path)
-    return os.fstat(descriptor).st_size if seal is None else seal.size(path)
-
-
-def read_start(descriptor: int, limit: int, path: Path) -> bytes:
-    """Read an open file up to `limit` bytes, whatever size it claims.
-
-    Raises ModelError, and SealError, also for a file that is sealed where `use_seal` was not told.
-    """
-    if (seal := _seal_of(path)) is not None:
-        content = io.BytesIO()  # gives its bytes away without a copy
-        for piece in seal.pieces(descriptor, path, 0, limit):
-            content.write(piece)
-        return content.getvalue()
-    with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
-        start = file.read(limit)
-    plain, expected = not start.startswith(SEALED_MAGIC), "a plain one, or its key"
-    SealError.unless(plain, str(path), "a sealed file", f"{expected} (tee-runner --seal-key)")
-    return start
-
-
 def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
     """Read a whole file of at most `limit` bytes. Raises ModelError, SealError, which name it."""
-    with opened(path, inside=inside) as descriptor:
-        size = size_of(descriptor, path)
-        content = b"" if size > limit else read_start(descriptor, limit + 1, path)
-    if (size := max(size, len(content))) > limit:
+    with opened(path, inside=inside) as file:
+        content = b"" if file.size > limit else file.start(limit + 1)
+    if (size := max(file.size, len(content))) > limit:
         raise ModelError(str(path), f"{size} bytes", f"at most {limit}")
     return content
-
-
-def fill(
-    descriptor: int, buffer: memoryview, offset: int, path: Path, *, stored: bool = False
-) -> None:
-    """Fill a buffer from a place in a file. Raises ModelError that names `path`, SealError.
-
-    `stored`: with what is on the disk, sealed or not.
-    """
-    done = 0
-    if not stored and (seal := _seal_of(path)) is not None:
-        for piece in seal.pieces(descriptor, path, offset, offset + len(buffer)):
-            buffer[done : done + len(piece)] = piece
-            done += len(piece)
-    else:
-        with _readable(path):
-            while done < len(buffer) and (
-                n := os.preadv(descriptor, [buffer[done:]], offset + done)
-            ):
-                done += n
-    expected = f"{offset + len(buffer)}"
-    ModelError.unless(done == len(buffer), str(path), f"{offset + done} bytes", expected)
 
 
 def limit_structure(

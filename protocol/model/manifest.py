@@ -19,13 +19,13 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from protocol.errors import ManifestError, ModelError
 from protocol.messages import Digest
 from protocol.model.files import is_there, limit_structure, parse_object, read_bytes, shown
 from protocol.model.tensor_file import rows_per_block
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
@@ -54,10 +54,8 @@ _UNREAD = "the manifest"
 _AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
 
 
-class TensorPin(BaseModel):
+class TensorPin(Strict):
     """What is pinned of a tensor. `blocks`: SHA-256, in hex, of each block of rows as stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dtype: PinnedDtype
     # The first fault ends the reading: pydantic would take some kilobytes for each.
@@ -75,10 +73,8 @@ class TensorPin(BaseModel):
         return self
 
 
-class FilePin(BaseModel):
+class FilePin(Strict):
     """What is pinned of a file outside the model directory. `size`: in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sha256: Digest
     size: Annotated[int, Field(ge=0, lt=2**63)]
@@ -92,18 +88,18 @@ class FilePin(BaseModel):
         return f"{self.size} bytes of SHA-256 {self.sha256}"
 
 
-class Manifest(BaseModel):
+class Manifest(Strict):
     """What a model directory must hold. `also`: by file name, what is pinned beside the model.
 
     Every method raises ManifestError that names the file, and the manifest where it was loaded.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     version: Annotated[int, Field(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)]
     files: dict[PinnedFile, Digest]
     tensors: dict[str, TensorPin]
-    also: dict[Annotated[str, Field(min_length=1, max_length=255)], FilePin] = {}
+    also: dict[Annotated[str, Field(min_length=1, max_length=255)], FilePin] = Field(
+        default_factory=dict
+    )
     # What errors call it. Of two manifests that differ in it alone, the content is the same.
     _source: str = PrivateAttr(_UNREAD)
 

@@ -7,11 +7,12 @@ Frequencies are equal to `transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 
-from protocol.model.config import ModelConfig, RopeParameters
+from protocol.model.config import ModelConfig, RopeType
 
 # Positions by which a table grows.
 _STEP = 1024
@@ -67,20 +68,7 @@ def rope_frequencies(config: ModelConfig, sequence_length: int = 1) -> tuple[tor
 
     `inv_freq`: float32 [head_dim / 2]. cos and sin are to be multiplied by `attention_scaling`.
     """
-    rope, dim = config.rope, config.head_dim
-    match rope.rope_type:
-        case "default":
-            return _plain(rope.rope_theta, dim), 1.0
-        case "linear":
-            return _plain(rope.rope_theta, dim) / _given(rope.factor), 1.0
-        case "dynamic":
-            return _dynamic_ntk(config, sequence_length), 1.0
-        case "yarn":
-            return _yarn(config)
-        case "longrope":
-            return _longrope(config, sequence_length)
-        case "llama3":
-            return _llama3(rope, dim), 1.0
+    return _FREQUENCIES[config.rope.rope_type](config, sequence_length)
 
 
 def _given(value: float | None) -> float:
@@ -92,8 +80,9 @@ def _exponents(dim: int) -> torch.Tensor:
     return torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
 
 
-def _plain(theta: float, dim: int) -> torch.Tensor:
-    return 1.0 / (theta ** _exponents(dim))
+def _plain(config: ModelConfig, growth: float = 1.0) -> torch.Tensor:
+    """Return the frequencies of the first RoPE, of a base that has grown so many times."""
+    return 1.0 / ((config.rope.rope_theta * growth) ** _exponents(config.head_dim))
 
 
 def _dynamic_ntk(config: ModelConfig, sequence_length: int) -> torch.Tensor:
@@ -102,7 +91,7 @@ def _dynamic_ntk(config: ModelConfig, sequence_length: int) -> torch.Tensor:
     factor = _given(config.rope.factor)
     length = max(sequence_length, trained)
     growth = (factor * length / trained) - (factor - 1)
-    return _plain(config.rope.rope_theta * growth ** (dim / (dim - 2)), dim)
+    return _plain(config, growth ** (dim / (dim - 2)))
 
 
 def _stretch(config: ModelConfig) -> tuple[float, int]:
@@ -154,9 +143,9 @@ def _longrope(config: ModelConfig, sequence_length: int) -> tuple[torch.Tensor, 
     return 1.0 / (extension * rope.rope_theta ** _exponents(config.head_dim)), scaling
 
 
-def _llama3(rope: RopeParameters, dim: int) -> torch.Tensor:
+def _llama3(config: ModelConfig) -> torch.Tensor:
     """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
-    inv_freq = _plain(rope.rope_theta, dim)
+    rope, inv_freq = config.rope, _plain(config)
     factor, low, high = map(_given, (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
     original = rope.original_max_position_embeddings or 8192
     wavelengths = 2 * math.pi / inv_freq
@@ -165,3 +154,14 @@ def _llama3(rope: RopeParameters, dim: int) -> torch.Tensor:
     blended = (1 - blend) * scaled / factor + blend * scaled
     between = ~(wavelengths < original / high) & ~(wavelengths > original / low)
     return torch.where(between, blended, scaled)
+
+
+_Frequencies: TypeAlias = Callable[[ModelConfig, int], tuple[torch.Tensor, float]]
+_FREQUENCIES: dict[RopeType, _Frequencies] = {
+    "default": lambda config, _: (_plain(config), 1.0),
+    "linear": lambda config, _: (_plain(config) / _given(config.rope.factor), 1.0),
+    "dynamic": lambda config, length: (_dynamic_ntk(config, length), 1.0),
+    "yarn": lambda config, _: _yarn(config),
+    "longrope": _longrope,
+    "llama3": lambda config, _: (_llama3(config), 1.0),
+}

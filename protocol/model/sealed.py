@@ -31,19 +31,19 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.errors import ModelError, SealError
 from protocol.messages import Digest
 from protocol.model.files import (
     SEALED_MAGIC,
-    fill,
+    OpenFile,
     opened,
     parse_object,
     read_bytes,
     shown,
 )
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 SEAL_FILE = "sealed.tsqp"
 KEY_BYTES = 32
@@ -59,19 +59,15 @@ _FIRST_LINE = re.compile(f"{_LINE} ([0-9a-f]{{16}}) ([0-9a-f]{{24}}) ([0-9a-f]{{
 _CHANGED, _AS_SEALED = "other bytes than were sealed", "the file as tsqp seal wrote it"
 
 
-class FileSeal(BaseModel):
+class FileSeal(Strict):
     """What the index says of a file. `size`: of the plain one, in bytes; `header`: its SHA-256."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     size: Annotated[int, Field(ge=0, lt=2**63)]
     header: Digest
 
 
-class SealIndex(BaseModel):
+class SealIndex(Strict):
     """What follows the first line of `sealed.tsqp`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     files: dict[str, FileSeal]
 
@@ -127,30 +123,40 @@ class SealedModel:
         """See `protocol.model.files.Seal`."""
         return self._files.keys()
 
-    def size(self, path: Path) -> int:
+    def plain(self, stored: OpenFile) -> OpenFile:
         """See `protocol.model.files.Seal`."""
-        return self._cipher(path).size
+        if (found := self._files.get(stored.path.name)) is None:
+            raise SealError(str(stored.path), "a file that was not sealed", "one that was")
+        return _SealedFile(stored, found)
 
-    def pieces(self, descriptor: int, path: Path, start: int, stop: int) -> Iterator[memoryview]:
-        """See `protocol.model.files.Seal`: a piece is of one chunk."""
-        cipher = self._cipher(path)
-        stop = min(stop, cipher.size)
-        for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+
+class _SealedFile(OpenFile):
+    """An open file as it was before it was sealed; of `stored`, which lies on the disk."""
+
+    def __init__(self, stored: OpenFile, cipher: ChunkCipher) -> None:
+        self.path, self.size, self.stamp = stored.path, cipher.size, stored.stamp
+        self._stored, self._cipher = stored, cipher
+
+    def start(self, limit: int) -> bytes:
+        content = bytearray(min(limit, self.size))
+        self.fill(memoryview(content), 0)
+        return bytes(content)
+
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        stop = offset + len(buffer)
+        ModelError.unless(stop <= self.size, str(self.path), f"{self.size} bytes", f"{stop}")
+        for chunk in range(offset // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             first = chunk * CHUNK_BYTES
-            sealed = bytearray(min(CHUNK_BYTES, cipher.size - first) + TAG_BYTES)
-            place = HEADER_BYTES + first + chunk * TAG_BYTES
+            sealed = bytearray(min(CHUNK_BYTES, self.size - first) + TAG_BYTES)
             with _as_seal_error():
-                fill(descriptor, memoryview(sealed), place, path, stored=True)
+                self._stored.fill(memoryview(sealed), HEADER_BYTES + first + chunk * TAG_BYTES)
             try:
-                plain = cipher.open(chunk, sealed)
+                plain = self._cipher.open(chunk, sealed)
             except InvalidTag:
-                raise SealError(f"{path}: chunk {chunk}", _CHANGED, _AS_SEALED) from None
-            yield memoryview(plain)[max(0, start - first) : stop - first]
-
-    def _cipher(self, path: Path) -> ChunkCipher:
-        if (found := self._files.get(path.name)) is None:
-            raise SealError(str(path), "a file that was not sealed", "one that was")
-        return found
+                raise SealError(f"{self.path}: chunk {chunk}", _CHANGED, _AS_SEALED) from None
+            wanted = memoryview(plain)[max(0, offset - first) : stop - first]
+            place = max(0, first - offset)
+            buffer[place : place + len(wanted)] = wanted
 
 
 def read_index(path: Path) -> bytes:
@@ -189,16 +195,15 @@ def key_id(key: bytes) -> str:
 def _checked(path: Path, file: FileSeal, content_key: bytes) -> ChunkCipher:
     """Check size and header of a file. Raises SealError that names it."""
     header = bytearray(HEADER_BYTES)
-    with _as_seal_error(), opened(path, inside=False) as descriptor:
-        stored = os.fstat(descriptor).st_size
-        fill(descriptor, memoryview(header), 0, path, stored=True)
+    with _as_seal_error(), opened(path, inside=False, stored=True) as stored:
+        stored.fill(memoryview(header), 0)
     same = hashlib.sha256(header).hexdigest() == file.header
     got = "the header of another file, or of another seal"
     SealError.unless(same, str(path), got, _AS_SEALED)
     cipher = ChunkCipher(content_key, bytes(header), file.size)
     wanted = HEADER_BYTES + file.size + cipher.chunks * TAG_BYTES
     expected = f"{wanted}, as were sealed"
-    SealError.unless(stored == wanted, str(path), f"{stored} bytes", expected)
+    SealError.unless(stored.size == wanted, str(path), f"{stored.size} bytes", expected)
     return cipher
 
 

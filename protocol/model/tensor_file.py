@@ -9,7 +9,6 @@ library accepts, those that hold floats of 16 bits or more and nothing else.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from protocol.errors import ModelError, describe
-from protocol.model.files import fill, opened, parse_object, read_start, shown, size_of
-from protocol.validation import validate_file
+from protocol.model.files import OpenFile, opened, parse_object, shown
+from protocol.validation import Strict, validate_file
 
 # The largest models that we run have some thousand tensors, at 150 bytes each.
 MAX_HEADER_BYTES = 2 * 1024 * 1024
@@ -45,10 +44,8 @@ def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
     return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
-class Entry(BaseModel):
+class Entry(Strict):
     """A tensor in a file. `data_offsets`: where it begins and ends, from the header's end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dtype: Literal["F16", "BF16", "F32", "F64"]
     # The first fault ends the reading: pydantic would take some kilobytes for each.
@@ -121,32 +118,25 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with opened(path) as descriptor:
-            self._stamp = _stamp(descriptor)
-            start = read_start(descriptor, 8 + MAX_HEADER_BYTES, path)
-            self.header = parse_header(start, size_of(descriptor, path), str(path))
+        with opened(path) as file:
+            self._stamp = file.stamp
+            self.header = parse_header(file.start(8 + MAX_HEADER_BYTES), file.size, str(path))
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[int]:
+    def reading(self, name: str) -> Iterator[OpenFile]:
         """Open the file again for a tensor. Raises ModelError if it is another file by now."""
-        with opened(self.path) as descriptor:
-            where, same = f"{self.path}: {shown(name)}", _stamp(descriptor) == self._stamp
+        with opened(self.path) as file:
+            where, same = f"{self.path}: {shown(name)}", file.stamp == self._stamp
             got = "another content since the file was checked"
             ModelError.unless(same, where, got, "the same")
-            yield descriptor
+            yield file
 
-    def read_rows(self, descriptor: int, entry: Entry, start: int, into: torch.Tensor) -> None:
+    def read_rows(self, file: OpenFile, entry: Entry, start: int, into: torch.Tensor) -> None:
         """Copy rows into memory of our own. `into`: uint8, a whole number of rows."""
         place = self.header.data_begin + entry.data_offsets[0] + start * entry.row_bytes
-        fill(descriptor, bytes_of(into), place, self.path)
+        file.fill(bytes_of(into), place)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, flat; writing to it writes to the tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
-
-
-def _stamp(descriptor: int) -> tuple[int, int, int, int]:
-    """Return what changes when a file is replaced or rewritten without hiding it."""
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from protocol.codec import pack, unpack
+from protocol.encoding import pack, unpack
 from protocol.errors import EvidenceError, ProtocolError
 from protocol.messages import NONCE_BYTES
 from protocol.validation import validate

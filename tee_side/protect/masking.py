@@ -12,7 +12,7 @@ from typing import NoReturn, TypeAlias
 import torch
 
 from protocol.errors import MaskError, PolicyError
-from protocol.seed import SEED_BYTES
+from protocol.messages import SEED_BYTES
 from protocol.tensors import short_name
 from tee_side.protect.masks.mask import (
     AdditiveMask,

@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.codec import pack, unpack
+from protocol.encoding import pack, unpack
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.validation import validate
 

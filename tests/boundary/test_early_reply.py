@@ -24,9 +24,8 @@ import torch
 from gpu_side.encoding import Form, encode_reply
 from protocol import stream_wire
 from protocol.errors import ErrorCode, ServiceError
-from protocol.messages import InitRequest, Request, Response
+from protocol.messages import SEED_BYTES, InitRequest, Request, Response
 from protocol.prepared import PreparedRequest
-from protocol.seed import SEED_BYTES
 from protocol.stream import StreamChannel
 from protocol.stream_wire import layout, to_pieces
 from protocol.tensors import WireTensor

@@ -19,8 +19,7 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.curve import ClientKeys
 from protocol.errors import (
     DeadlineExceededError,

@@ -21,7 +21,7 @@ import zmq
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import open_request
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.connect import open_channel
+from protocol.channel import open_channel
 from protocol.curve import ClientKeys, read_public_key, read_secret_key
 from protocol.errors import AbsentError, EndpointError
 from protocol.messages import InitReply, InitRequest, LMHeadRequest

@@ -25,8 +25,7 @@ import zmq
 from torch.nn.functional import linear
 
 from gpu_side.access import ServiceKeys
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.curve import ClientKeys
 from protocol.errors import ProtocolError, TsqpError
 from protocol.integer import exact_product

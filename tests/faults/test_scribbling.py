@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.connect import open_channel
+from protocol.channel import open_channel
 from protocol.errors import TsqpError
 from protocol.messages import EmbeddingRequest
 from protocol.shm import create

@@ -18,8 +18,7 @@ import pytest
 import torch
 import zmq
 
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import (
     HealthReply,
@@ -247,7 +246,7 @@ def test_programs_of_a_vm_that_was_resumed_end_and_say_why(tmp_path: Path) -> No
 # Fills every slot of its segment, says so, and waits to be killed.
 CLIENT = """
 import sys, time, torch
-from protocol.connect import open_channel
+from protocol.channel import open_channel
 from protocol.messages import LinearRequest
 from protocol.tensors import from_torch
 channel = open_channel(sys.argv[1])

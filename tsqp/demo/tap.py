@@ -17,7 +17,7 @@ import numpy as np
 
 from gpu_side.encoding import open_request, read_request
 from gpu_side.transport.bind import open_listener
-from protocol.connect import open_channel
+from protocol.channel import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply
 from protocol.errors import ProtocolError, TsqpError
 from protocol.messages import TensorReply

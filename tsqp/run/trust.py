@@ -13,8 +13,7 @@ from tsqp.run.process import tell
 from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 
 if TYPE_CHECKING:
-    from protocol.curve import ClientKeys
-    from protocol.http_access import HttpAccess
+    from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.config import ModelConfig
     from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
@@ -196,9 +195,8 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
     if not urls:
         option, expected = "--http-token" if tokens else "--http-ca", "a service with a URL"
         raise SettingsError(option, got=", ".join(settings.gpu), expected=expected)
-    from protocol.curve import read_text, require_only_we_write
+    from protocol.curve import HttpAccess, read_text, read_token, require_only_we_write
     from protocol.endpoint import one_for_each
-    from protocol.http_access import HttpAccess, read_token
 
     # Scheme, host and port.
     hosts = ["".join(url.lower().split("/")[:3]) for url in urls]

@@ -24,9 +24,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import MaskError
-from protocol.messages import FUSED_MODULES, Arithmetic
+from protocol.messages import FUSED_MODULES, Arithmetic, expand
 from protocol.model.config import ModelConfig
-from protocol.seed import expand
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
 
@@ -46,7 +45,7 @@ class Seed:
     dtype: ClassVar[torch.dtype] = torch.int32
 
     def elements(self) -> torch.Tensor:
-        """Return what the service makes of it (`protocol.seed`)."""
+        """Return what the service makes of it (`protocol.messages`)."""
         drawn = expand(self.key, math.prod(self.shape))
         return torch.frombuffer(drawn, dtype=torch.int32).view(self.shape)
 

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from protocol.messages import Arithmetic
-from protocol.seed import SEED_BYTES
+from protocol.messages import SEED_BYTES, Arithmetic
 from tee_side.protect.masks.mask import Masked, Seed, SharingMask
 from tee_side.protect.randomness import Randomness
 

@@ -13,8 +13,7 @@ from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
-from protocol.messages import InitReply, InitRequest, ModuleName, Request, TensorReply
-from protocol.seed import expand
+from protocol.messages import InitReply, InitRequest, ModuleName, Request, TensorReply, expand
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
 from tests.kit.model import SIZES, Models, SavedModel

@@ -31,8 +31,7 @@ from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.processes import RankJob, RankPlace, place_of
 from gpu_side.request_loop import StopSignal
 from gpu_side.weights import load_weights
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
+from protocol.curve import HttpAccess, read_token
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -22,7 +23,6 @@ from protocol.errors import (
     ProtocolError,
     SettingsError,
 )
-from protocol.http_access import HttpAccess, read_token
 from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.shared_memory import frames_in
@@ -113,7 +113,7 @@ def _ask(url: str, *, timeout_s: float = 20.0, access: HttpAccess | None = None)
         (_says(302, b"", "Location: http://127.0.0.1:1/"), EndpointError, "status 302"),
         (_says(404, b"", OURS), EndpointError, "status 404, expected gpu-service --http"),
         (_says(200, b"<html>"), EndpointError, "status 200 of another server"),
-        (_says(200, b"<html>", OURS), ProtocolError, "0 frames|1819568188 frames"),
+        (_says(200, b"<html>", OURS), ProtocolError, "1836345404 frames"),
         (
             _says(200, bytes(to_pieces([b"x"])[0][0]) + b"y", OURS),
             ProtocolError,
@@ -159,7 +159,7 @@ def test_a_reply_is_bounded_while_it_is_read(chunked: bool) -> None:
         thread.start()
         with HttpChannel(f"http://127.0.0.1:{listening.getsockname()[1]}") as channel:
             channel.limit_replies(1000)
-            with pytest.raises(ProtocolError, match="and more, expected at most 1000") as info:
+            with pytest.raises(ProtocolError, match="bytes, expected at most ") as info:
                 channel.call(REQUEST)
             assert info.value.code is ErrorCode.LIMIT_EXCEEDED
         assert stop.wait(20), "it goes on receiving"

@@ -16,10 +16,9 @@ import torch
 from gpu_side.encoding import open_request
 from gpu_side.transport.stream_client import DeviceMemory
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import ivshmem
+from protocol import shm as ivshmem
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.ivshmem import IvshmemChannel
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.shared_memory import (
     ATTACH,
@@ -30,6 +29,7 @@ from protocol.shared_memory import (
     Areas,
     areas_for,
 )
+from protocol.shm import IvshmemChannel
 from protocol.tensors import from_torch, to_torch
 from tests.kit.rows import each_row
 from tests.kit.shm import PAGE, message
@@ -131,7 +131,7 @@ def test_a_head_that_changes_while_connected_changes_nothing(
         file.seek(192 + 64 * (SLOTS + take(listener).route[1][0]))
         file.write(struct.pack("<IxxxxQ", 77, SIZE))
         file.flush()
-        with pytest.raises(ProtocolError, match=f"got a message of {SIZE} bytes"):
+        with pytest.raises(ProtocolError, match=f"got {SIZE} bytes"):
             channel.wait(request_id)
 
 

@@ -15,8 +15,16 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from gpu_side import encoding
 from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
-from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, unpack
-from protocol.encoding import MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES, decode_reply, encode_request
+from protocol.encoding import (
+    MAX_ARRAY_LENGTH,
+    MAX_DEPTH,
+    MAX_REPLY_FRAMES,
+    MAX_REPLY_HEADER_BYTES,
+    MAX_STRING_BYTES,
+    decode_reply,
+    encode_request,
+    unpack,
+)
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
     MAX_STATEMENT_BYTES,
@@ -34,8 +42,8 @@ from protocol.messages import (
     RotaryParams,
     TensorReply,
     Timing,
+    expand,
 )
-from protocol.seed import expand
 from protocol.tensors import MAX_DIMENSION, Buffer, WireTensor, from_torch, to_torch
 from tests.kit.rows import each_row
 from tests.kit.wire import Rows, changed, not_refused

@@ -16,9 +16,8 @@ import pytest
 from safetensors import safe_open
 
 from protocol.errors import ManifestError, ModelError
-from protocol.model.architecture import ARCHITECTURES
-from protocol.model.config import MAX_JSON_BYTES, ModelConfig, read_config
-from protocol.model.files import fill, is_there, opened, parse_object, read_bytes, require_inside
+from protocol.model.config import ARCHITECTURES, MAX_JSON_BYTES, ModelConfig, read_config
+from protocol.model.files import is_there, opened, parse_object, read_bytes, require_inside
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TensorFile, parse_header
 from tests.kit.rows import each_row
 
@@ -283,11 +282,11 @@ def test_what_is_no_file_or_too_short_is_refused_without_waiting(directory: Path
             pass
         assert not is_there(directory / name)
     path, buffer = directory / "a", memoryview(bytearray(4))
-    with opened(path) as descriptor:
-        fill(descriptor, buffer, 1, path)
+    with opened(path) as file:
+        file.fill(buffer, 1)
         assert buffer == b"nsid"
         with pytest.raises(ModelError, match=r"a: got 6 bytes, expected 9$"):
-            fill(descriptor, buffer, 5, path)
+            file.fill(buffer, 5)
 
 
 @each_row(

@@ -20,13 +20,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from protocol.errors import ModelError, SealError
 from protocol.model.config import read_config
 from protocol.model.files import (
-    fill,
     is_there,
     opened,
     read_bytes,
-    read_start,
     require_inside,
-    size_of,
     use_seal,
 )
 from protocol.model.sealed import (
@@ -107,22 +104,22 @@ def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
         for name in seal.names:
             path, expected = seals.first / name, (seals.plain / name).read_bytes()
             assert read_bytes(path, len(expected)) == expected
-            with opened(path) as descriptor:
-                assert size_of(descriptor, path) == len(expected)
-                assert read_start(descriptor, CHUNK_BYTES + 7, path) == expected[: CHUNK_BYTES + 7]
+            with opened(path) as file:
+                assert file.size == len(expected)
+                assert file.start(CHUNK_BYTES + 7) == expected[: CHUNK_BYTES + 7]
             if expected:
                 with pytest.raises(ModelError, match=f"got {len(expected)} bytes, expected at mos"):
                     read_bytes(path, len(expected) - 1)
         path, plain = seals.first / "three", (seals.plain / "three").read_bytes()
-        with opened(path) as descriptor:
+        with opened(path) as file:
             for start, stop in itertools.combinations(places, 2):
                 buffer = bytearray(stop - start)
                 if stop <= len(plain):
-                    fill(descriptor, memoryview(buffer), start, path)
+                    file.fill(memoryview(buffer), start)
                     assert buffer == plain[start:stop], (start, stop)
                     continue
                 with pytest.raises(ModelError, match=rf"three: got \d+ bytes, expected {stop}$"):
-                    fill(descriptor, memoryview(buffer), start, path)
+                    file.fill(memoryview(buffer), start)
 
 
 def test_a_seal_names_what_there_is(seals: Seals, changed: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.curve import ClientKeys
+from protocol.curve import ClientKeys, HttpAccess
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import (
     CalibrationError,
@@ -23,7 +23,6 @@ from protocol.errors import (
     PromptError,
     SettingsError,
 )
-from protocol.http_access import HttpAccess
 from tee_side import assembly
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from zmq.utils import z85
 
-from protocol.codec import pack
 from protocol.curve import ClientKeys
+from protocol.encoding import pack
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.attesters import simulate, verify_simulated

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.curve import HttpAccess
 from protocol.errors import SettingsError
-from protocol.http_access import HttpAccess
 from tests.kit.rows import each_row
 from tsqp.llm import settings_from
 from tsqp.run.settings import RunSettings

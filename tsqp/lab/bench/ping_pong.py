@@ -3,7 +3,7 @@
     python -m tsqp.lab.bench.ping_pong [--transports zeromq-ipc,zeromq-tcp,unix,shm,tcp]
         [--payloads 4096,65536,1048576] [--round-trips 1000] [--spin-us 0] [--json FILE]
 
-`ours`: a Linear through `protocol.connect` to `gpu-service --device null`, from tensor to tensor:
+`ours`: a Linear through `protocol.channel` to `gpu-service --device null`, from tensor to tensor:
 encoding, checks and decoding of both sides are in it. Its module is as wide as it is high, so that
 as many bytes come back. `raw`: an echo of frames of these sizes with nothing of ours
 (`tsqp.lab.bench.raw_echo`; of `shm`, with nothing above the slots); for `tcp`, a plain socket,
@@ -33,7 +33,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 from gpu_side.encoding import Form, encode_reply
-from protocol.connect import open_channel
+from protocol.channel import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import SettingsError
 from protocol.messages import LinearRequest, TensorReply, Timing

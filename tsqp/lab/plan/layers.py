@@ -12,8 +12,7 @@ import torch
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import RequestChecker
 from protocol import native
-from protocol.channel import Channel
-from protocol.connect import open_channel
+from protocol.channel import Channel, open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint

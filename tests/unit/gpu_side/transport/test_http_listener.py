@@ -23,9 +23,9 @@ from gpu_side.transport.bind import open_listener
 from gpu_side.transport.http_gateway import Gateway
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Incoming
+from protocol.curve import HttpAccess
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, ErrorCode, KeyFileError, SettingsError
-from protocol.http_access import HttpAccess
 from protocol.http_channel import HttpChannel
 from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream_wire import to_pieces

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from protocol.codec import pack, unpack
+from protocol.encoding import pack, unpack
 from protocol.errors import EvidenceError
 from tee_side.attest import attesters
 from tee_side.attest.attesters import simulate, verify_simulated

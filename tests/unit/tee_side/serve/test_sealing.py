@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from protocol.codec import pack
+from protocol.encoding import pack
 from protocol.errors import ProtocolError
 from tee_side.serve import sealing as module
 from tee_side.serve.app import create_app
