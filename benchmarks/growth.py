@@ -23,7 +23,7 @@ from benchmarks.harness import Found, main, say, temporary
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Case, PolicyRun
-from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.bench.summary import fit_exponent, sum_stages

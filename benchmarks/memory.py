@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness import Found, main, temporary
 from tsqp.lab.bench.machine import peak_bytes
-from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import program, start_service
 

@@ -34,7 +34,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch
-from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 
 SHAPE = "llama-3.2-1b"

@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -186,6 +187,22 @@ class _Lane:
 
     def _piece(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
         self._collector.piece(self._index, site, stage, started_ns, elapsed_ns)
+
+
+def rounds(most: int, budget_s: float, least: int = 1) -> Iterator[int]:
+    """Count to `most`, or until the time is over; to `least` in any case."""
+    started = time.perf_counter()
+    for number in range(most):
+        if number >= least and time.perf_counter() - started > budget_s:
+            return
+        yield number
+
+
+def elapsed_us(work: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    started_ns = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - started_ns) / 1e3
 
 
 # ---------------------------------------------------------------------------------- processes

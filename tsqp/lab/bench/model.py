@@ -6,6 +6,8 @@ of the engine; a *case* is one kind of step of one policy, run several times.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -51,14 +53,14 @@ STAGES: tuple[str, ...] = tuple(Stages.model_fields)
 
 
 class OperatorCost(Document):
-    """One operator in one layer (None: it belongs to none), in one step.
+    """One operator in one layer (None: in none, or in all together), in one step.
 
     `operator`: a placed one (`qkv_proj`) or a light one (`rms_norm`).
     """
 
     operator: str
     layer: int | None
-    place: Place
+    place: Place | Literal["tee+gpu"]
     calls: float
     rpcs: float
     bytes_sent: float
@@ -73,6 +75,12 @@ class Spread(Document):
     low: float
     high: float
     runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return that of some runs, at least one."""
+        median = statistics.median(values)
+        return cls(median=median, low=min(values), high=max(values), runs=len(values))
 
 
 class Case(Document):
@@ -149,12 +157,27 @@ class PadMaking(Document):
     cpu_ms: float
     batch_tokens: int
 
+    def scaled(self, *, token: float, cpu: float = 1.0) -> PadMaking:
+        """Return it with so many times as much of both times."""
+        longer = {"token_ms": self.token_ms * token, "cpu_ms": self.cpu_ms * cpu}
+        return self.model_copy(update=longer)
 
-class PolicyRun(Document):
-    """All cases of one policy. `*_peak_bytes`: largest resident set of each process.
 
-    `pads`: None for a policy that uses none up, or whose pads no bank holds: a step makes those.
+class Finished(Document):
+    """What is known of a policy once everything is measured, and 0 before.
+
+    `tee_peak_bytes`: largest resident set of the process. `pads`: None for a policy that uses none
+    up, or whose pads no bank holds: a step makes those.
     """
+
+    tee_peak_bytes: int = 0
+    kv_bytes: int = 0
+    vocabulary_bytes: int = 0
+    pads: PadMaking | None = None
+
+
+class PolicyRun(Finished):
+    """All cases of one policy. `gpu_peak_bytes`: of its services together, where they are ours."""
 
     policy: str
     summary: str
@@ -162,11 +185,7 @@ class PolicyRun(Document):
     cases: tuple[Case, ...]
     generation: Generation | None
     timelines: tuple[Timeline, ...]
-    tee_peak_bytes: int
     gpu_peak_bytes: int | None
-    kv_bytes: int
-    vocabulary_bytes: int
-    pads: PadMaking | None = None
 
 
 class Baseline(Document):
@@ -184,9 +203,9 @@ class Baseline(Document):
     dtype: str
     against: Literal["null", "cpu", "none"]
     step_ms: Spread
-    round_trips: int
-    bytes_sent: int
-    bytes_received: int
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 class PingPong(Document):

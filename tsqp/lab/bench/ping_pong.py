@@ -41,7 +41,7 @@ from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, from_torch, short_name
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import PingPong
-from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.raw_echo import TCP_SOCKET, connect
 from tsqp.processes import START_TIMEOUT_S, child, failure, start_service
 

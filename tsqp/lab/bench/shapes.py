@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,19 @@ def find_shape(name: str) -> Shape:
     known = f"one of {', '.join(SHAPES)}"
     SettingsError.unless(name in SHAPES, "--shape", repr(name), known)
     return SHAPES[name]
+
+
+def shape_of(model: Path | None, shape: str | None) -> Shape:
+    """Return a shape by its name, or that of a model's directory. Raises SettingsError, ModelError.
+
+    Of a directory only config.json is read.
+    """
+    require_one(model, shape)
+    if shape is not None or model is None:
+        return find_shape(shape or "")
+    read_config(model)  # its errors name the directory
+    path = model / "config.json"
+    return Shape(model.name, str(path), read_json(path) | {"eos_token_id": None})
 
 
 def require_one(model: object, shape: object) -> None:

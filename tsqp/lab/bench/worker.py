@@ -10,8 +10,8 @@ import gc
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -23,22 +23,23 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase
-from tsqp.lab.bench.job import WARM_UP, Finished, Job, Measured, Progress
+from tsqp.lab.bench.job import WARM_UP, Job
 from tsqp.lab.bench.machine import cpu_ns, peak_bytes
 from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
     Case,
+    Finished,
     Generation,
     OperatorCost,
-    PadMaking,
     Span,
     Spread,
     Timeline,
 )
-from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.measure import Collector, Tell
+from tsqp.lab.bench.pads import pad_making
+from tsqp.lab.measure import Collector, Tell, rounds
 from tsqp.run.link import Link
 
+_Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.
 _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
@@ -69,7 +70,7 @@ def measure(job: Job, tell: Tell) -> None:
         # Services of its own get tokens drawn at random, which are no secret.
         shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )
-    tell(Progress(doing="loading"))
+    tell("loading")
     with Runner(settings) as runner:
         gc.collect()
         gc.freeze()  # as tee-runner does
@@ -81,20 +82,15 @@ def measure(job: Job, tell: Tell) -> None:
             cases.decode(context, batch, timeline=(context, batch) == plan.decode[0])
         if plan.generation:
             cases.generation(*plan.generation)
-        itemsize = torch.empty(0, dtype=runner.dtype).itemsize
-        peak = peak_bytes()
-        pads: PadMaking | None = None
+        peak, itemsize = peak_bytes(), runner.dtype.itemsize
+        cached, pads = plan.cached_tokens(given.step_tokens), None
         if job.bank:
-            tell(Progress(doing="making pads"))
+            tell("making pads")
             pads = pad_making(job.model, policy, job.bank.with_name(f"{job.bank.name}-timed"))
         tell(
             Finished(
-                peak_bytes=peak,
-                kv_bytes=kv_bytes(
-                    runner.config,
-                    tokens=plan.cached_tokens(given.step_tokens),
-                    itemsize=itemsize,
-                ),
+                tee_peak_bytes=peak,
+                kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
                 vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
                 pads=pads,
             )
@@ -113,14 +109,14 @@ class _Cases:
 
     def prefill(self, tokens: int, *, timeline: bool) -> None:
         """Run whole prompts of a length, up to the first token."""
-        self._tell(Progress(doing=f"prefill {tokens}"))
+        self._tell(f"prefill {tokens}")
         self._measure(
             "prefill", tokens, 1, lambda: self._prompt(tokens), self._plan.repeats, timeline
         )
 
     def decode(self, context: int, batch: int, *, timeline: bool) -> None:
         """Run decode steps of some sequences, each with so many tokens behind it."""
-        self._tell(Progress(doing=f"decode {batch} x {context}"))
+        self._tell(f"decode {batch} x {context}")
         plan = self._plan
         new_tokens = plan.new_tokens(context, batch, self._settings.step_tokens)
         running = [self._generate(index, context, new_tokens) for index in range(batch)]
@@ -132,20 +128,18 @@ class _Cases:
 
     def generation(self, prompt_tokens: int, new_tokens: int) -> None:
         """Run a request to its end, as a client waits for it."""
-        self._tell(Progress(doing=f"generating {new_tokens} tokens"))
+        self._tell(f"generating {new_tokens} tokens")
         running = self._generate(0, prompt_tokens, new_tokens)
         for _ in running.steps():
             pass
         timing = running.result().timing
         self._tell(
-            Measured(
-                generation=Generation(
-                    prompt_tokens=prompt_tokens,
-                    new_tokens=new_tokens,
-                    ttft_ms=timing.ttft_s * 1e3,
-                    tpot_ms=(timing.tpot_s or 0.0) * 1e3,
-                    total_ms=timing.total_s * 1e3,
-                )
+            Generation(
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                ttft_ms=timing.ttft_s * 1e3,
+                tpot_ms=(timing.tpot_s or 0.0) * 1e3,
+                total_ms=timing.total_s * 1e3,
             )
         )
 
@@ -167,7 +161,7 @@ class _Cases:
         repeats: int,
         timeline: bool,
     ) -> None:
-        for _ in _rounds(WARM_UP, _WARM_UP_S):
+        for _ in rounds(WARM_UP, _WARM_UP_S):
             work()
         pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
         cpu_before = [cpu_ns(pid) for pid in pids]
@@ -176,7 +170,7 @@ class _Cases:
         heavy_ms: list[float] = []
         heavy = Collector()
         self._runner.observe(heavy, HEAVY)
-        for _ in _rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
+        for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
             before = time.perf_counter_ns()
             heavy.reset(before)
             work()
@@ -189,61 +183,45 @@ class _Cases:
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
         traffic = self._runner.traffic
-        times = self._plan.observed(phase, count)
-        observed = self._observe(work, times, timeline=timeline)
-        median = statistics.median(times_ms)
+        elapsed_us, costs, spans = self._observe(work, self._plan.observed(phase, count), timeline)
+        step_ms = Spread.of(times_ms)
         done = batch if phase == "decode" else tokens
-        case = Case(
-            phase=phase,
-            tokens=tokens,
-            batch=batch,
-            micro_batches=self._settings.micro_batches,
-            step_ms=Spread(median=median, low=min(times_ms), high=max(times_ms), runs=count),
-            heavy_ms=statistics.median(heavy_ms),
-            overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
-            tokens_per_s=done / median * 1e3,
-            cpu_tee_ms=tee,
-            cpu_gpu_ms=None if self._job.endpoints and not services else sum(services),
-            rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
-            bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
-            bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
-            operators=observed.costs,
-            rest_us=observed.elapsed_us - sum(cost.stages.total_us for cost in observed.costs),
+        self._tell(
+            Case(
+                phase=phase,
+                tokens=tokens,
+                batch=batch,
+                micro_batches=self._settings.micro_batches,
+                step_ms=step_ms,
+                heavy_ms=statistics.median(heavy_ms),
+                overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
+                tokens_per_s=done / step_ms.median * 1e3,
+                cpu_tee_ms=tee,
+                cpu_gpu_ms=None if self._job.endpoints and not services else sum(services),
+                rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
+                bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
+                bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
+                operators=costs,
+                rest_us=elapsed_us - sum(cost.stages.total_us for cost in costs),
+            )
         )
-        kept = Timeline(phase=phase, tokens=tokens, batch=batch, spans=observed.spans)
-        self._tell(Measured(case=case, timeline=kept if kept.spans else None))
+        if spans:
+            self._tell(Timeline(phase=phase, tokens=tokens, batch=batch, spans=spans))
 
-    def _observe(self, work: Callable[[], None], times: int, *, timeline: bool) -> _Observed:
-        """Return the median one of some runs."""
+    def _observe(self, work: Callable[[], None], times: int, timeline: bool) -> _Observed:
+        """Return the median one of some runs: its time in us, its costs, and its spans if kept."""
         collector = Collector(keep_spans=timeline)
         self._runner.observe(collector)
         runs: list[_Observed] = []
-        for _ in _rounds(times, _OBSERVED_S):
+        for _ in rounds(times, _OBSERVED_S):
             before = time.perf_counter_ns()
             collector.reset(before)
             work()
             elapsed_us = (time.perf_counter_ns() - before) / 1e3
-            runs.append(_Observed(elapsed_us, collector.costs(1), collector.spans()))
+            runs.append((elapsed_us, collector.costs(1), collector.spans()))
         self._runner.observe(None)
         # Of two in the middle the shorter.
         return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
-
-
-class _Observed(NamedTuple):
-    """One run with an observer; `spans`: its timeline, if that was wanted."""
-
-    elapsed_us: float
-    costs: tuple[OperatorCost, ...]
-    spans: tuple[Span, ...]
-
-
-def _rounds(most: int, budget_s: float, *, least: int = 1) -> Iterator[int]:
-    """Count to `most`, or until the time is over; to `least` in any case."""
-    started = time.perf_counter()
-    for number in range(most):
-        if number >= least and time.perf_counter() - started > budget_s:
-            return
-        yield number
 
 
 def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:

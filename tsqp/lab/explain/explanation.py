@@ -26,8 +26,8 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
-from tsqp.lab.bench.memory import pad_layouts
 from tsqp.lab.bench.model import Document
+from tsqp.lab.bench.pads import pad_layouts, pad_phases
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
@@ -282,15 +282,10 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
     pads = []
     for mask, layout in pad_layouts(policy, config).items():
         on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
-        phases = tuple(
-            phase
-            for phase in PHASES
-            if any(p.mask == mask and p.phase in (None, phase) for _, p in policy.leaving())
-        )
         pads.append(
             PadsNeeded(
                 mask=mask.name,
-                phases=phases,
+                phases=pad_phases(policy, mask),
                 sites=len(layout.sites),
                 memory_bytes=layout.token_bytes,
                 bank_bytes=on_disk,
