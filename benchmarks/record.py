@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import OperatorCost, Report
-from tsqp.lab.bench.summary import OperatorTotal, by_operator
+from tsqp.lab.bench.summary import by_operator
 from tsqp.processes import ProcessError, program
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,11 +82,9 @@ def without_layers(document: Any) -> dict[str, Any]:
     return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
 
 
-def _added_up(total: OperatorTotal) -> OperatorCost:
+def _added_up(total: OperatorCost) -> OperatorCost:
     # Where layers differ, part of the work leaves the TEE.
-    place: Literal["tee", "gpu"] = "tee" if total.place == "tee" else "gpu"
-    kept = ("operator", "calls", "rpcs", "bytes_sent", "bytes_received", "stages")
-    return OperatorCost(layer=None, place=place, **{name: getattr(total, name) for name in kept})
+    return total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -49,6 +49,8 @@ class Stages(Document):
         return Stages(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
+# What a baseline's service does, where it has one.
+Against: TypeAlias = Literal["null", "cpu", "none"]
 STAGES: tuple[str, ...] = tuple(Stages.model_fields)
 
 
@@ -135,6 +137,11 @@ class Span(Document):
     start_us: float
     duration_us: float
 
+    @property
+    def end_us(self) -> float:
+        """When it ended."""
+        return self.start_us + self.duration_us
+
 
 class Timeline(Document):
     """One measured step, piece by piece."""
@@ -201,7 +208,7 @@ class Baseline(Document):
     tokens: int
     new_tokens: int
     dtype: str
-    against: Literal["null", "cpu", "none"]
+    against: Against
     step_ms: Spread
     round_trips: int = 0
     bytes_sent: int = 0

@@ -111,31 +111,16 @@ def main_cases(report: Report, phase: Phase) -> list[Measured]:
     return [(run, case) for run, case in found if case is not None]
 
 
-def fastest_alone(pairs: Iterable[Measured]) -> tuple[Measured, list[Measured]] | None:
+def fastest_alone(pairs: Sequence[Measured]) -> tuple[Measured, list[Measured]] | None:
     """Return of one kind of case the fastest policy that needs no service, and those that do.
 
     None where no policy does without, or a step took no time.
     """
-    alone: list[Measured] = []
-    sent: list[Measured] = []
-    for run, case in pairs:
-        if case.step_ms.median <= 0:
-            return None
-        (sent if any(one.rpcs for one in run.cases) else alone).append((run, case))
-    return (min(alone, key=lambda pair: pair[1].step_ms.median), sent) if alone else None
-
-
-@dataclass(frozen=True)
-class OperatorTotal:
-    """An operator over all layers. `place`: `tee`, `gpu`, or both where layers differ."""
-
-    operator: str
-    place: str
-    calls: float
-    rpcs: float
-    bytes_sent: float
-    bytes_received: float
-    stages: Stages
+    alone = [pair for pair in pairs if not any(one.rpcs for one in pair[0].cases)]
+    if not alone or min(case.step_ms.median for _, case in pairs) <= 0:
+        return None
+    best = min(alone, key=lambda pair: pair[1].step_ms.median)
+    return best, [pair for pair in pairs if pair not in alone]
 
 
 def in_order(operators: Iterable[str]) -> list[str]:
@@ -144,7 +129,7 @@ def in_order(operators: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW))
 
 
-def by_operator(case: Case) -> list[OperatorTotal]:
+def by_operator(case: Case) -> list[OperatorCost]:
     """Add up the layers of each operator, in the order of a step."""
     return [
         _total(name, [cost for cost in case.operators if cost.operator == name])
@@ -152,29 +137,24 @@ def by_operator(case: Case) -> list[OperatorTotal]:
     ]
 
 
-def by_layer(case: Case) -> list[tuple[OperatorTotal, list[OperatorCost]]]:
+def by_layer(case: Case) -> list[tuple[OperatorCost, list[OperatorCost]]]:
     """Return the total and the operators of each layer, last of what belongs to none."""
-    layers = sorted({c.layer for c in case.operators if c.layer is not None})
     found = []
-    for layer in (*layers, None):
+    for layer in (*sorted({c.layer for c in case.operators if c.layer is not None}), None):
         own = {c.operator: c for c in case.operators if c.layer == layer}
-        costs = [own[name] for name in in_order(own)]
-        if costs:
+        if own:
             name = "in no layer" if layer is None else f"layer {layer}"
+            costs = [own[operator] for operator in in_order(own)]
             found.append((_total(name, costs), costs))
     return found
 
 
-def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorTotal:
-    return OperatorTotal(
-        operator=name,
-        place="+".join(sorted({cost.place for cost in costs}, reverse=True)),
-        calls=math.fsum(cost.calls for cost in costs),
-        rpcs=math.fsum(cost.rpcs for cost in costs),
-        bytes_sent=math.fsum(cost.bytes_sent for cost in costs),
-        bytes_received=math.fsum(cost.bytes_received for cost in costs),
-        stages=sum_stages(cost.stages for cost in costs),
-    )
+def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorCost:
+    places = {place for cost in costs for place in cost.place.split("+")}
+    whole = {"operator": name, "layer": None, "place": "+".join(sorted(places, reverse=True))}
+    for count in ("calls", "rpcs", "bytes_sent", "bytes_received"):
+        whole[count] = math.fsum(getattr(cost, count) for cost in costs)
+    return OperatorCost.model_validate(whole | {"stages": sum_stages(c.stages for c in costs)})
 
 
 def sum_stages(stages: Iterable[Stages]) -> Stages:
@@ -246,11 +226,10 @@ def alike(report: Report, cases: Sequence[Measured]) -> list[list[Measured]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A baseline beside one policy. `ratio`: baseline / ours, None where they can't be compared."""
+    """A policy beside a baseline. `ratio`: baseline / ours, None where they can't be compared."""
 
-    baseline: Baseline
-    policy: str | None
-    ours_ms: float | None
+    policy: str
+    ours_ms: float
     ratio: float | None
 
 
@@ -271,24 +250,22 @@ def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> boo
     return bool(computes(device)) and (baseline.against == "none" or device.startswith("cpu"))
 
 
-def compare(report: Report) -> list[Comparison]:
-    """Put each baseline beside each policy's same case; beside none (policy None) if it has none.
+def compare(report: Report) -> list[tuple[Baseline, list[Comparison]]]:
+    """Put beside each baseline the same case of each policy that has one.
 
     Against a service that answers at once, what is compared is the overhead; otherwise the step.
     A baseline of a prompt and more new tokens than one is compared with the generation, which did
     the same work if all cases did.
     """
-    found: list[Comparison] = []
+    found = []
     for baseline in report.baselines:
-        matched = [
-            (run, ours) for run in report.policies if (ours := _ours_ms(run, baseline)) is not None
-        ]
-        if not matched:
-            found.append(Comparison(baseline, None, None, None))
-        for run, ours in matched:
-            same = comparable(report, _cases(run, baseline), baseline) and ours > 0
-            ratio = baseline.step_ms.median / ours if same else None
-            found.append(Comparison(baseline, run.policy, ours, ratio))
+        beside = []
+        for run in report.policies:
+            if (ours := _ours_ms(run, baseline)) is not None:
+                same = comparable(report, _cases(run, baseline), baseline) and ours > 0
+                ratio = baseline.step_ms.median / ours if same else None
+                beside.append(Comparison(run.policy, ours, ratio))
+        found.append((baseline, beside))
     return found
 
 
@@ -307,11 +284,8 @@ def _cases(run: PolicyRun, baseline: Baseline) -> Sequence[Case]:
 
 def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
     if is_generation(baseline):
-        made = run.generation
-        same = made is not None and (made.prompt_tokens, made.new_tokens) == (
-            baseline.tokens,
-            baseline.new_tokens,
-        )
+        lengths, made = (baseline.tokens, baseline.new_tokens), run.generation
+        same = made is not None and (made.prompt_tokens, made.new_tokens) == lengths
         return made.total_ms if made is not None and same else None
     for case in _cases(run, baseline):
         against_nothing = baseline.against == "null" and case.rpcs
@@ -343,7 +317,6 @@ class PowerLaw:
     factor: float
     r_squared: float
     worst: float
-    points: int
 
     def at(self, x: float) -> float:
         """Return the cost that the law predicts at `x`."""
@@ -365,12 +338,11 @@ def fit_exponent(points: Iterable[tuple[float, float]]) -> PowerLaw | None:
         return None
     exponent, offset = statistics.linear_regression(xs, ys)
     misses = [y - offset - exponent * x for x, y in zip(xs, ys, strict=True)]
-    variance = statistics.pvariance(ys)
+    variance, unexplained = statistics.pvariance(ys), statistics.fmean(miss**2 for miss in misses)
     # A cost that does not change at all is fitted perfectly by a flat line.
-    unexplained = statistics.fmean(miss**2 for miss in misses)
     r_squared = 1.0 - unexplained / variance if variance > 1e-18 else 1.0
     worst = math.exp(max(map(abs, misses)))
-    return PowerLaw(exponent, math.exp(offset), r_squared, worst, len(pairs))
+    return PowerLaw(exponent, math.exp(offset), r_squared, worst)
 
 
 @dataclass(frozen=True)
@@ -504,8 +476,6 @@ def findings(report: Report) -> Iterator[str]:
     """Say what to conclude, a sentence each, from the cases by which policies are compared."""
     for phase in PHASES:
         pairs = main_cases(report, phase)
-        if not pairs:
-            continue
         for same in alike(report, pairs):
             ranked = sorted(same, key=lambda pair: pair[1].step_ms.median)
             best, case = ranked[0]
@@ -520,10 +490,8 @@ def findings(report: Report) -> Iterator[str]:
             ]
             yield text + (f"; {', '.join(others)}." if others else ".")
         yield from _offloading(report, pairs)
-    compared = compare(report)
-    for baseline in report.baselines:
-        group = [found for found in compared if found.baseline is baseline]
-        ratios = [f"{figures(f.ratio)} times {f.policy}" for f in group if f.ratio is not None]
+    for baseline, beside in compare(report):
+        ratios = [f"{figures(f.ratio)} times {f.policy}" for f in beside if f.ratio is not None]
         if ratios:
             yield (
                 f"The baseline {baseline.name} takes {duration(baseline.step_ms.median * 1e3)} for"
@@ -533,8 +501,7 @@ def findings(report: Report) -> Iterator[str]:
 
 def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
     """Say whether each policy with a service wins against the fastest that never needs one."""
-    split = fastest_alone(pairs)
-    if split is None:
+    if (split := fastest_alone(pairs)) is None:
         return
     (best, case), sent = split
     alone_ms = case.step_ms.median
