@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, embedding, linear
 
-from benchmarks.harness import Found, main, say, service
+from benchmarks.harness import Found, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
@@ -109,8 +109,8 @@ class Bench:
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
         """Return operators that run here."""
-        local: LocalOperators = {(None, "lm_head"): lm_head}
-        local[None, "embedding"] = partial(embedding, weight=self._embedding)
+        look_up = partial(embedding, weight=self._embedding)
+        local: LocalOperators = {(None, "lm_head"): lm_head, (None, "embedding"): look_up}
         local.update(linears.items())
         return operators_here(local, self.config.num_hidden_layers)
 
@@ -161,7 +161,7 @@ def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
     return lambda x_TI: exact_product(scales.encode(x_TI), weights.weight) * scales.factor_N
 
 
-def score_policy(bench: Bench, directory: Path) -> Score:
+def score_policy(bench: Bench, endpoint: str) -> Score:
     """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
     policy = load_policy("quantized-clear")
     assembly = Assembly(
@@ -174,12 +174,12 @@ def score_policy(bench: Bench, directory: Path) -> Score:
     )
     with ExitStack() as closing:
         closing.callback(assembly.close)
-        channel = ZmqChannel(service(closing, directory, "tcp://127.0.0.1:*"))
+        channel = ZmqChannel(endpoint)
         closing.callback(channel.close)
         return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Score float32, the policy, its parts, and coarser inputs."""
     directory = model_directory("demo")
     bench = Bench(directory, options.documents or None)
@@ -201,7 +201,7 @@ def measure(options: Any) -> Found:
         if name in parts:
             score = bench.score(bench.operators(*parts[name]))
         else:
-            score = score_policy(bench, directory)
+            score = score_policy(bench, place.service(directory, transport="tcp"))
         rows[name] = {
             "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
             "top_1_agreement": (score.top == reference.top).double().mean().item(),

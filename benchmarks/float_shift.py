@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness import Found, main, say
+from benchmarks.harness import Found, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.errors import SettingsError
 from protocol.tensors import torch_dtype
@@ -131,7 +131,7 @@ class Search:
         return logits
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, _place: Place) -> Found:
     """Search at some positions of the text, in every dtype. Raises TsqpError."""
     directory, positions = model_directory(options.model), options.positions
     file = directory / VALIDATION_FILE

@@ -1,7 +1,7 @@
-"""What the measurements share: a command line, a record, turns, a runner that repeats a step.
+"""What the measurements share: a command line, a record, a place, turns, a repeated step.
 
-A measurement is a module with a function that takes the options and returns what it found, and
-whether it reached its target. `main` prints that, or writes it where `--json` says.
+A measurement is a module with a function that takes the options and a `Place`, and returns what it
+found, and whether it reached its target. `main` prints that, or writes it where `--json` says.
 """
 
 from __future__ import annotations
@@ -21,24 +21,69 @@ import torch
 
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
+from tsqp.lab.bench import prepare
 from tsqp.lab.bench.machine import describe_machine, script
 from tsqp.lab.bench.model import OperatorCost
-from tsqp.lab.measure import Collector
+from tsqp.lab.bench.shapes import Shape
+from tsqp.lab.measure import Collector, elapsed_us
 from tsqp.processes import start_service
 
 T = TypeVar("T")
 Found = tuple[dict[str, Any], bool]
 
 CORES = len(os.sched_getaffinity(0))
-BINDS = {"unix": "unix://{folder}/{name}.sock", "tcp": "tcp://127.0.0.1:*"}
+TRANSPORTS = ("unix", "tcp")
 
 
-def main(about: str | None, measure: Callable[[Any], Found], **options: Any) -> None:
+class Place:
+    """A folder that is gone afterwards, with services that end; `closing` ends what else there is.
+
+    `cases` are places for parts of a measurement: use them as context managers, as this.
+    """
+
+    def __init__(self) -> None:
+        self.closing = ExitStack()
+        name = tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")
+        self.folder = Path(self.closing.enter_context(name))
+        self._services = 0
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closing.close()
+
+    def service(
+        self, model: Path | str, *options: str, transport: str = "unix", bind: str = ""
+    ) -> str:
+        """Start a `gpu-service` with one thread, unless `options` say more; return its endpoint."""
+        self._services += 1
+        own = f"unix://{self.folder}/{self._services}.sock"
+        bind = bind or (own if transport == "unix" else "tcp://127.0.0.1:*")
+        command = [str(model), "--bind", bind, "--threads", "1", *options]
+        # Models of some gigabytes are read and quantised first.
+        return start_service(self.closing, command, timeout_s=600.0)[1]
+
+    def model(self, shape: Shape, *, linear: bool) -> Path:
+        """Return a directory of the shape with random weights. `linear`: also of its layers."""
+        say(f"making random weights of {shape.name}")
+        directory = self.folder / "model"
+        directory.mkdir()
+        prepare.random_model(directory, shape, linear=linear)
+        return directory
+
+
+def main(about: str | None, measure: Callable[[Any, Place], Found], **options: Any) -> None:
     """Measure and report; exit status 1 if a target is missed.
 
     `options`: see `script`. What names machine and versions is put in front of what was found.
     """
-    (found, reached), path = script(about, measure, **options)
+
+    def measured(given: Any) -> Found:
+        with Place() as place:
+            return measure(given, place)
+
+    (found, reached), path = script(about, measured, **options)
     text = json.dumps({"machine": describe_machine(), **found}, indent=1) + "\n"
     if path is None:
         sys.stdout.write(text)
@@ -55,7 +100,7 @@ def say(line: str) -> None:
 def transports(text: str) -> list[str]:
     """Read names of transports, with commas. Raises SettingsError."""
     names = text.split(",")
-    require_known("--transports", names, BINDS)
+    require_known("--transports", names, TRANSPORTS)
     return names
 
 
@@ -63,31 +108,7 @@ def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> No
     """Raise SettingsError for a name that is not among the known ones."""
     names = list(dict.fromkeys(known))
     for name in given:
-        SettingsError.unless(
-            name in names,
-            option,
-            repr(name),
-            f"of {', '.join(names)}",
-        )
-
-
-def temporary(closing: ExitStack) -> Path:
-    """Return a folder that is gone afterwards."""
-    return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")))
-
-
-def service(closing: ExitStack, model: Path | str, bind: str, *options: str) -> str:
-    """Start a `gpu-service` with one thread, unless `options` say more; return its endpoint."""
-    command = [str(model), "--bind", bind, "--threads", "1", *options]
-    # Models of some gigabytes are read and quantised first.
-    return start_service(closing, command, timeout_s=600.0)[1]
-
-
-def elapsed_us(work: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    started_ns = time.perf_counter_ns()
-    work()
-    return (time.perf_counter_ns() - started_ns) / 1e3
+        SettingsError.unless(name in names, option, repr(name), f"of {', '.join(names)}")
 
 
 def in_turns(work: Sequence[Callable[[], T]], rounds: int, warm_up: int = 0) -> list[list[T]]:

@@ -18,7 +18,6 @@ one core is left to it: `--threads`, of the TEE, is one less than there are.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,16 +25,15 @@ from statistics import median
 from typing import Any, Literal
 
 from benchmarks.harness import (
-    BINDS,
     CORES,
+    TRANSPORTS,
     Found,
+    Place,
     Repeated,
     in_turns,
     main,
     require_known,
     say,
-    service,
-    temporary,
     transports,
 )
 from gpu_side.devices import DeviceProfile
@@ -47,7 +45,6 @@ from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import RunnerSettings
 from tee_side.words import Phase
-from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
 
 POLICY = "attention-in-tee"
@@ -136,12 +133,11 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
     """
     prefill = case.phase == "prefill"
     repeats = options.repeats if prefill else options.decode_steps
-    with ExitStack() as closing:
-        folder = temporary(closing)
+    with Place() as place:
 
-        def contender(name: str, device: str, micro_batches: int) -> Repeated:
-            bind = BINDS[transport].format(folder=folder, name=name)
-            endpoint = service(closing, model, bind, "--device", device, "--arithmetic", "float")
+        def contender(device: str, micro_batches: int) -> Repeated:
+            how = ("--device", device, "--arithmetic", "float")
+            endpoint = place.service(model, *how, transport=transport)
             settings = RunnerSettings(
                 model=model,
                 policy=load_policy(POLICY),
@@ -154,18 +150,18 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
             # The first one has two medians.
             steps = 0 if prefill else 2 * (_WARM_UP + repeats) + _OBSERVED + 2
             size = {"tokens": case.tokens, "batch": case.batch}
-            return Repeated(closing, settings, **size, steps=steps)
+            return Repeated(place.closing, settings, **size, steps=steps)
 
-        null = contender("null", "null", 1)
+        null = contender("null", 1)
         config = null.runner.config
         target_ms = median(ms for ((ms, _),) in in_turns([null.timed_ms], repeats, _WARM_UP))
         rows = case.tokens if prefill else case.batch
         profile = matching_profile(config, rows, target_ms * 1e3, case.bound)
         fields = profile.model_dump()
-        file = folder / "profile.toml"
+        file = place.folder / "profile.toml"
         file.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
-        serial = contender("serial", f"model:{file}", 1)
-        overlapped = contender("overlapped", f"model:{file}", case.micro_batches)
+        serial = contender(f"model:{file}", 1)
+        overlapped = contender(f"model:{file}", case.micro_batches)
         three = [null, serial, overlapped]
         timed = in_turns([one.timed_ms for one in three], repeats, _WARM_UP)
         null_ms, serial_ms, overlapped_ms = (median(row[n][0] for row in timed) for n in range(3))
@@ -188,23 +184,19 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
     }
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Measure every case. Raises TsqpError."""
     over = transports(options.transports)
     require_known("--case", options.case, (case.case for case in CASES))
-    shape = find_shape(options.shape)
+    model = place.model(find_shape(options.shape), linear=False)
     results: list[dict[str, Any]] = []
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        say(f"making random weights of {options.shape}")
-        prepare.random_model(folder, shape, linear=False)
-        for case in (case for case in CASES if not options.case or case.case in options.case):
-            for transport in over:
-                found = measure_case(folder, case, transport, options)
-                said = "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
-                said += " {serial_ms:.1f} ms, cut {overlapped_ms:.1f} ms: {ratio:.2f} times"
-                say(said.format(**found))
-                results.append(found)
+    for case in (case for case in CASES if not options.case or case.case in options.case):
+        for transport in over:
+            found = measure_case(model, case, transport, options)
+            said = "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
+            said += " {serial_ms:.1f} ms, cut {overlapped_ms:.1f} ms: {ratio:.2f} times"
+            say(said.format(**found))
+            results.append(found)
     about = {"shape": options.shape, "policy": POLICY, "tee_threads": options.threads}
     return {**about, "results": results}, True
 
@@ -214,7 +206,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         shape="llama-3.2-1b",
-        transports=",".join(BINDS),
+        transports=",".join(TRANSPORTS),
         case=[],
         repeats=7,
         decode_steps=15,

@@ -227,11 +227,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def six_figures(value: Any) -> Any:
     """Return a JSON value with its floats rounded to six significant figures."""
-    if isinstance(value, dict):
-        return {key: six_figures(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [six_figures(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 def record_all(recordings: Sequence[Recording], results: Path) -> list[str]:

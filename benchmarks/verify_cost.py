@@ -23,17 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import (
-    BINDS,
-    CORES,
-    Found,
-    Repeated,
-    in_turns,
-    main,
-    say,
-    service,
-    temporary,
-)
+from benchmarks.harness import CORES, Found, Place, Repeated, in_turns, main, say
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
@@ -105,22 +95,17 @@ def _measure_batch(
     }
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Make the model, and measure every size of batch. Raises TsqpError."""
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        (folder / "model").mkdir()
-        say(f"making {options.shape}, first with random weights, for its scales, then with zeros")
-        prepare.random_model(folder / "model", find_shape(options.shape), linear=True)
-        calibrated = prepare.calibration(prepare.endless(folder / "model", folder), folder)
-        model = prepare.hollow(calibrated, folder)
-        bind = BINDS["unix"].format(folder=folder, name="gpu")
-        endpoint = service(closing, model, bind, "--device", "null", "--arithmetic", "int8")
-        results = []
-        for batch in options.batch:
-            found = _measure_batch(model, folder, endpoint, batch, options)
-            say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
-            results.append(found)
+    made, folder = place.model(find_shape(options.shape), linear=True), place.folder
+    # First with random weights, for its scales, then with zeros.
+    model = prepare.hollow(prepare.calibration(prepare.endless(made, folder), folder), folder)
+    endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
+    results = []
+    for batch in options.batch:
+        found = _measure_batch(model, folder, endpoint, batch, options)
+        say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
+        results.append(found)
     document = {
         "policy": POLICY,
         "shape": options.shape,

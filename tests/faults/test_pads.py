@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
+import signal
+import struct
 import tempfile
-from functools import partial
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.pad_draws import BLOCKS, ENDS, Ledger, crash_and_draw, prepare_end
 from protocol.errors import PadBankError, PadsExhaustedError
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile, read_bank_status
@@ -25,8 +29,70 @@ from tests.kit.pads import Crash, Disk, create, fill, place, put_all, reopen, us
 from tests.kit.rows import each_row
 
 _SITES = tuple(site.number for site in tiny.LAYOUT.sites)
+# How a life of a bank ends: it leaves without closing anything, it is killed (SIGKILL) at a moment
+# that it does not know, or kills itself before or after its n-th system call of a name.
+SYSTEM_CALLS = ("open", "write", "fsync", "replace", "pwrite")
+ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
+# A large block makes a million draws feasible, the default one is tested with them.
+BLOCKS = (16, 256, 1024, 1024)
+_TOTALS = struct.Struct("=QQ")  # as `Ledger.totals`
 # As `crash_and_draw` names them.
 KILLS = tuple(f"killed: {end}" for end in ENDS if end != "abandoned")
+
+
+class Ledger:
+    """Counts in memory that parent and children share: how often each index was drawn."""
+
+    def __init__(self, draws: int) -> None:
+        # Lost tokens take an index, too, a block a life.
+        self._memory = mmap.mmap(-1, _TOTALS.size + draws * 10 + 2**20)
+
+    def totals(self) -> tuple[int, int]:
+        """Return draws and tokens."""
+        draws, tokens = _TOTALS.unpack_from(self._memory)
+        return draws, tokens
+
+    def add(self, indices: range) -> None:
+        """Count one draw."""
+        draws, tokens = self.totals()
+        for index in indices:
+            position = _TOTALS.size + index
+            self._memory[position] = min(255, self._memory[position] + 1)
+        _TOTALS.pack_into(self._memory, 0, draws + 1, tokens + len(indices))
+
+    def counts(self) -> torch.Tensor:
+        """Return how often each index was drawn, uint8."""
+        counts = torch.frombuffer(bytearray(self._memory), dtype=torch.uint8)
+        return counts[_TOTALS.size :]
+
+
+def prepare_end(end: str, choose: random.Random) -> int:
+    """See to it that a life ends so; return after how many draws it should leave by itself."""
+    if end == "from outside":
+        return 2**62
+    if end not in SYSTEM_CALLS:
+        return choose.randint(1, 6000)
+    # Records are written one by one, everything else a few times a block.
+    countdown = choose.randint(1, 2000 if end == "pwrite" else 60)
+    _kill_at(end, countdown, after=choose.random() < 0.5)
+    return 6000
+
+
+def _kill_at(name: str, countdown: int, *, after: bool) -> None:
+    real: Callable[..., Any] = getattr(os, name)
+    left = countdown
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **keywords)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(os, name, call)
 
 
 def _life(
@@ -70,6 +136,33 @@ def _step(lane: PadLane, ledger: Ledger, choose: random.Random) -> None:
         lane.end_step()
 
 
+def crash_and_draw(folder: Path, draws: int, longest: int) -> tuple[Ledger, Counter[str]]:
+    """Draw so often over as many lives as it takes; return what was counted, and how they ended.
+
+    Every life is a real process. What it drew is counted in memory that it shares with this one,
+    which outlives a kill. A kill keeps what the kernel has: a loss of power is simulated below.
+    """
+    choose = random.Random(1)
+    BankFile.create(place(folder), tiny.PURPOSE, capacity=8192).close()
+    ledger, ends = Ledger(draws), Counter[str]()
+    while ledger.totals()[0] < draws:
+        end, life = choose.choice(ENDS), random.Random(choose.random())
+        delay_s = choose.uniform(0, 2)
+        child = os.fork()
+        if child == 0:
+            try:
+                _life(longest, folder, ledger, end, life, draws)
+            finally:
+                os._exit(4)  # an error; it was printed
+        if end == "from outside":
+            time.sleep(delay_s)
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL), f"a life that ended with {end}: status {status}"
+        ends[f"killed: {end}" if status else "abandoned"] += 1
+    return ledger, ends
+
+
 @Row(
     "pads",
     "pads",
@@ -83,25 +176,14 @@ def pads(count: int, full: bool) -> Found:
     """Draw so often. A request that is sent again draws nothing: it is the same bytes."""
     torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
     with tempfile.TemporaryDirectory() as name:
-        found = crash_and_draw(
-            Path(name),
-            count,
-            seed=1,
-            run_life=partial(_life, max(200, count // 20)),
-            purpose=tiny.PURPOSE,
-            indices_per_draw=10,
-        )
-    kills = [found["crashes"].get(kind, 0) for kind in KILLS]
+        ledger, ends = crash_and_draw(Path(name), count, max(200, count // 20))
+    (draws, rows), reused = ledger.totals(), int((ledger.counts() > 1).sum())
+    kills = [ends[kind] for kind in KILLS]
     return Found(
+        {"draws": draws, "rows": rows, "crashes": ends.total(), "reused": reused},
         {
-            "draws": found["draws"],
-            "rows": found["tokens"],
-            "crashes": found["crashes_total"],
-            "reused": found["reused_indices"],
-        },
-        {
-            "none reused": found["reused_indices"] == 0,
-            "enough": found["draws"] >= count,
+            "none reused": reused == 0,
+            "enough": draws >= count,
             "every kill" if full else "some kill": all(kills) if full else sum(kills) > 0,
         },
     )

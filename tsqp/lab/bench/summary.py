@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tee_side.words import OPERATORS, PHASES, Phase
 from tsqp.lab.bench.model import STAGES, Baseline, Case, OperatorCost, PolicyRun, Report, Stages
@@ -151,7 +152,8 @@ def by_layer(case: Case) -> list[tuple[OperatorCost, list[OperatorCost]]]:
 
 def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorCost:
     places = {place for cost in costs for place in cost.place.split("+")}
-    whole = {"operator": name, "layer": None, "place": "+".join(sorted(places, reverse=True))}
+    place = "+".join(sorted(places, reverse=True))
+    whole: dict[str, Any] = {"operator": name, "layer": None, "place": place}
     for count in ("calls", "rpcs", "bytes_sent", "bytes_received"):
         whole[count] = math.fsum(getattr(cost, count) for cost in costs)
     return OperatorCost.model_validate(whole | {"stages": sum_stages(c.stages for c in costs)})
