@@ -41,7 +41,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.measure import in_fresh_process
+from tsqp.lab.measure import in_fresh_process, rounds
 from tsqp.processes import program, start_server
 
 POLICY = "attention-in-tee"
@@ -50,6 +50,8 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 128
 HISTORY_TOKENS = 1000
 # Two processes share two cores with the kernel: of one round the ratio differs by a tenth.
 _ROUNDS = 5
+# More than there is time for.
+_MANY = 10**6
 # Waits for a token of the largest prompts on a busy machine.
 _LIMIT_S = 120.0
 # A text that repeats itself, whatever the model would say; and what it would say.
@@ -110,8 +112,7 @@ async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
 
 @cache
 def _model(address: str) -> str:
-    name: str = json.loads(_get(f"{address}/v1/models"))["data"][0]["id"]
-    return name
+    return str(json.loads(_get(f"{address}/v1/models"))["data"][0]["id"])
 
 
 def _get(request: str | urllib.request.Request) -> bytes:
@@ -155,21 +156,16 @@ def tokens_per_s(address: str, streams: int, seconds: float) -> float:
         count = sum(first < at <= last for one in found for at in one.times)
         return count / (last - first)
 
-    until = time.perf_counter() + seconds
-    rates = [asyncio.run(together())]
-    while time.perf_counter() < until:
-        rates.append(asyncio.run(together()))
-    return median(rates)
+    return median(asyncio.run(together()) for _ in rounds(_MANY, seconds))
 
 
 def engine_alone(model: Path, endpoint: str, streams: int, seconds: float) -> float:
     """Return the rate of as many sequences of an engine in this process."""
     settings = RunnerSettings(model=model, policy=load_policy(POLICY), gpu=(endpoint,), spin_us=50)
     rates: list[float] = []
-    until = time.perf_counter() + seconds
     with Runner(settings) as runner:
         engine = runner.engine
-        while not rates or time.perf_counter() < until:
+        for _ in rounds(_MANY, seconds):
             for stream in range(streams):
                 engine.add(prompt_of(stream, 0), max_new_tokens=NEW_TOKENS)
             while any(not sequence.token_ids for sequence in engine.running):
@@ -288,8 +284,7 @@ def _complete(address: str, fields: dict[str, Any]) -> str:
     body = json.dumps(common | fields).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
-    text: str = json.loads(_get(request))["choices"][0]["text"]
-    return text
+    return str(json.loads(_get(request))["choices"][0]["text"])
 
 
 def measure(options: Any, place: Place) -> Found:

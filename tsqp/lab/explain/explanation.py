@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +195,14 @@ def _ranges(
     policy: Policy, operator: Operator, count: int, within: Container[int]
 ) -> Iterator[range]:
     """Yield runs of layers with the same placements in both phases, all within segments or none."""
-    start = 0
-    for layer in range(1, count + 1):
-        if (
-            layer == count
-            or (start in within) != (layer in within)
-            or not all(
-                _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
-                for phase in PHASES
-            )
-        ):
-            yield range(start, layer)
-            start = layer
+
+    def placed(layer: int) -> object:
+        placements = (policy.at(operator, layer, phase) for phase in PHASES)
+        return layer in within, *((one.place, one.mask, one.verify) for one in placements)
+
+    for _, alike in groupby(range(count), key=placed):
+        first, *others = alike
+        yield range(first, (others or [first])[-1] + 1)
 
 
 def _alike(one: Placement, other: Placement) -> bool:
