@@ -17,15 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.machine import describe_machine, script
-from tsqp.lab.bench.model import OperatorCost
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.measure import Collector, elapsed_us
+from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
+from tsqp.lab.measure import elapsed_us
 from tsqp.processes import start_service
 
 T = TypeVar("T")
@@ -150,34 +148,12 @@ class Repeated:
         if needed > positions:
             expected = f"at least {needed} for {steps} steps"
             raise SettingsError("a sequence", got=f"{positions} positions", expected=expected)
-        generator = torch.Generator().manual_seed(0)
-        vocabulary, shape = runner.config.vocab_size, (batch, tokens)
-        prompts = torch.randint(vocabulary, shape, generator=generator).tolist()
-        self.step: Callable[[], object] = runner.step
-        if not steps:
-            prompt = prompts[0]
-            self.step = lambda: list(
-                runner.generate(prompt, max_new_tokens=1, with_text=False).steps()
-            )
-            return
-        running = [
-            runner.generate(prompt, max_new_tokens=steps + 2, with_text=False) for prompt in prompts
-        ]
-        for one in running:
-            closing.callback(one.close)
-        while not all(one.arrived for one in running):
-            runner.step()
+        prompts = random_prompts(runner.config, tokens, batch)
+        self.step = prompt_step(runner, prompts[0])
+        if steps:
+            self.step = decode_step(closing, runner, prompts, steps + 2)
 
     def timed_ms(self) -> tuple[float, float]:
         """Run a step; return its time, and the processor time of this process."""
         cpu_ns = time.process_time_ns()
         return elapsed_us(self.step) / 1e3, (time.process_time_ns() - cpu_ns) / 1e6
-
-    def observed(self) -> tuple[float, Sequence[OperatorCost]]:
-        """Run a step under an observer; return its milliseconds and what each operator cost."""
-        collector = Collector()
-        self.runner.observe(collector)
-        collector.reset(time.perf_counter_ns())
-        elapsed_ms = elapsed_us(self.step) / 1e3
-        self.runner.observe(None)
-        return elapsed_ms, collector.costs(1)

@@ -46,6 +46,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import RunnerSettings
 from tee_side.words import Phase
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.bench.worker import observed
 
 POLICY = "attention-in-tee"
 # Of a profile: as good as no time at all, and still a rate that it may have.
@@ -116,7 +117,8 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
 
 def _observed_ms(repeated: Repeated) -> tuple[float, float]:
     """Return ms a step of Embedding and LM head in the TEE, and of the GPU as it claims."""
-    steps = [repeated.observed()[1] for _ in range(_OBSERVED)]
+    runs = (observed(repeated.runner, repeated.step) for _ in range(_OBSERVED))
+    steps = [costs for ((_, costs, _),) in runs]
     tee = [[c for c in costs if c.place == "tee"] for costs in steps]
     heavy = (c.stages.tee_us for costs in tee for c in costs if c.operator in _VOCABULARY)
     claimed = (c.stages.gpu_us for costs in steps for c in costs)

@@ -7,10 +7,11 @@ measured in further steps, with one.
 from __future__ import annotations
 
 import gc
-import operator
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from operator import itemgetter, sub
 from typing import TypeAlias
 
 import torch
@@ -18,7 +19,6 @@ import torch
 from protocol.model.config import ModelConfig
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
-from tee_side.engine.generation import Generation as Running
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
@@ -36,10 +36,11 @@ from tsqp.lab.bench.model import (
     Timeline,
 )
 from tsqp.lab.bench.pads import pad_making
-from tsqp.lab.measure import Collector, Tell, rounds
+from tsqp.lab.measure import Collector, Tell, elapsed_us, rounds
 from tsqp.run.link import Link
 
-_Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
+Step: TypeAlias = Callable[[], object]
+Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.
 _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
@@ -97,39 +98,80 @@ def measure(job: Job, tell: Tell) -> None:
         )
 
 
+def random_prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
+    """Return random token ids: what they say makes no difference to time."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[list[int]] = torch.randint(
+        0, config.vocab_size, (count, tokens), generator=generator
+    ).tolist()
+    return ids
+
+
+def prompt_step(runner: Runner, prompt: Sequence[int]) -> Step:
+    """Return what runs a prompt up to its first token."""
+    return lambda: list(runner.generate(prompt, max_new_tokens=1, with_text=False).steps())
+
+
+def decode_step(
+    closing: ExitStack, runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> Step:
+    """Return what decodes a token of each of some sequences, which have had their prompts."""
+    running = [
+        runner.generate(prompt, max_new_tokens=new_tokens, with_text=False) for prompt in prompts
+    ]
+    for one in running:
+        closing.callback(one.close)
+    while not all(one.arrived for one in running):
+        runner.step()
+    return runner.step
+
+
+def observed(
+    runner: Runner, step: Step, most: int = 1, *, keep_spans: bool = False
+) -> list[Observed]:
+    """Run a step under an observer, so often or until the time is over.
+
+    Returns of each run its time in us, what each operator cost, and its spans if they are kept.
+    """
+    collector = Collector(keep_spans=keep_spans)
+    runner.observe(collector)
+    runs: list[Observed] = []
+    for _ in rounds(most, _OBSERVED_S):
+        collector.reset(time.perf_counter_ns())
+        runs.append((elapsed_us(step), collector.costs(1), collector.spans()))
+    runner.observe(None)
+    return runs
+
+
 class _Cases:
     """The cases of one policy."""
 
     def __init__(self, runner: Runner, job: Job, tell: Tell) -> None:
         self._runner, self._job, self._tell = runner, job, tell
         self._settings, self._plan = job.settings, job.settings.plan
-        self._prompts = _prompts(
-            runner.config, self._plan.longest(self._settings.step_tokens), self._plan.sequences
-        )
+        longest = self._plan.longest(self._settings.step_tokens)
+        self._prompts = random_prompts(runner.config, longest, self._plan.sequences)
 
     def prefill(self, tokens: int, *, timeline: bool) -> None:
         """Run whole prompts of a length, up to the first token."""
         self._tell(f"prefill {tokens}")
-        self._measure(
-            "prefill", tokens, 1, lambda: self._prompt(tokens), self._plan.repeats, timeline
-        )
+        step = prompt_step(self._runner, self._prompts[0][:tokens])
+        self._measure("prefill", tokens, 1, step, self._plan.repeats, timeline)
 
     def decode(self, context: int, batch: int, *, timeline: bool) -> None:
         """Run decode steps of some sequences, each with so many tokens behind it."""
         self._tell(f"decode {batch} x {context}")
-        plan = self._plan
-        new_tokens = plan.new_tokens(context, batch, self._settings.step_tokens)
-        running = [self._generate(index, context, new_tokens) for index in range(batch)]
-        while any(one.token_count == 0 and not one.arrived for one in running):
-            self._runner.step()
-        self._measure("decode", context, batch, self._runner.step, plan.decode_steps, timeline)
-        for one in running:
-            one.close()
+        new_tokens = self._plan.new_tokens(context, batch, self._settings.step_tokens)
+        prompts = [prompt[:context] for prompt in self._prompts[:batch]]
+        with ExitStack() as closing:
+            step = decode_step(closing, self._runner, prompts, new_tokens)
+            self._measure("decode", context, batch, step, self._plan.decode_steps, timeline)
 
     def generation(self, prompt_tokens: int, new_tokens: int) -> None:
         """Run a request to its end, as a client waits for it."""
         self._tell(f"generating {new_tokens} tokens")
-        running = self._generate(0, prompt_tokens, new_tokens)
+        prompt = self._prompts[0][:prompt_tokens]
+        running = self._runner.generate(prompt, max_new_tokens=new_tokens, with_text=False)
         for _ in running.steps():
             pass
         timing = running.result().timing
@@ -143,21 +185,12 @@ class _Cases:
             )
         )
 
-    def _prompt(self, tokens: int) -> None:
-        for _ in self._generate(0, tokens, 1).steps():
-            pass
-
-    def _generate(self, index: int, prompt_tokens: int, new_tokens: int) -> Running:
-        return self._runner.generate(
-            self._prompts[index][:prompt_tokens], max_new_tokens=new_tokens, with_text=False
-        )
-
     def _measure(
         self,
         phase: Phase,
         tokens: int,
         batch: int,
-        work: Callable[[], None],
+        work: Step,
         repeats: int,
         timeline: bool,
     ) -> None:
@@ -171,10 +204,8 @@ class _Cases:
         heavy = Collector()
         self._runner.observe(heavy, HEAVY)
         for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
-            before = time.perf_counter_ns()
-            heavy.reset(before)
-            work()
-            times_ms.append((time.perf_counter_ns() - before) / 1e6)
+            heavy.reset(0)
+            times_ms.append(elapsed_us(work) / 1e3)
             spent_ns = (heavy.sums(name, None).stages.get("tee", 0) for name in HEAVY)
             heavy_ms.append(sum(spent_ns) / 1e6)
         count = len(times_ms)
@@ -183,7 +214,10 @@ class _Cases:
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
         traffic = self._runner.traffic
-        elapsed_us, costs, spans = self._observe(work, self._plan.observed(phase, count), timeline)
+        often = self._plan.observed(phase, count)
+        runs = sorted(observed(self._runner, work, often, keep_spans=timeline), key=itemgetter(0))
+        # The median one; of two in the middle the shorter.
+        observed_us, costs, spans = runs[(len(runs) - 1) // 2]
         step_ms = Spread.of(times_ms)
         done = batch if phase == "decode" else tokens
         self._tell(
@@ -194,7 +228,7 @@ class _Cases:
                 micro_batches=self._settings.micro_batches,
                 step_ms=step_ms,
                 heavy_ms=statistics.median(heavy_ms),
-                overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
+                overhead_ms=statistics.median(map(sub, times_ms, heavy_ms)),
                 tokens_per_s=done / step_ms.median * 1e3,
                 cpu_tee_ms=tee,
                 cpu_gpu_ms=None if self._job.endpoints and not services else sum(services),
@@ -202,32 +236,8 @@ class _Cases:
                 bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
                 bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
                 operators=costs,
-                rest_us=elapsed_us - sum(cost.stages.total_us for cost in costs),
+                rest_us=observed_us - sum(cost.stages.total_us for cost in costs),
             )
         )
         if spans:
             self._tell(Timeline(phase=phase, tokens=tokens, batch=batch, spans=spans))
-
-    def _observe(self, work: Callable[[], None], times: int, timeline: bool) -> _Observed:
-        """Return the median one of some runs: its time in us, its costs, and its spans if kept."""
-        collector = Collector(keep_spans=timeline)
-        self._runner.observe(collector)
-        runs: list[_Observed] = []
-        for _ in rounds(times, _OBSERVED_S):
-            before = time.perf_counter_ns()
-            collector.reset(before)
-            work()
-            elapsed_us = (time.perf_counter_ns() - before) / 1e3
-            runs.append((elapsed_us, collector.costs(1), collector.spans()))
-        self._runner.observe(None)
-        # Of two in the middle the shorter.
-        return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
-
-
-def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
-    """Return random token ids: what they say makes no difference to time."""
-    generator = torch.Generator().manual_seed(0)
-    ids: list[list[int]] = torch.randint(
-        0, config.vocab_size, (count, tokens), generator=generator
-    ).tolist()
-    return ids
