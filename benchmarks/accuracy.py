@@ -82,8 +82,7 @@ class Bench:
             tokenizer.encode(line, add_special_tokens=False)[: self.config.context_length]
             for line in lines
         ]
-        vocabulary = (self.config.vocab_size, self.config.hidden_size)
-        self._embedding = load_tensor(self.checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
+        self._embedding = self._table(EMBEDDING)
         self._head = load_quantized(self.checkpoint, self.config, -1, "lm_head")
         self._sites: list[Site] = [
             (layer, operator)
@@ -135,12 +134,12 @@ class Bench:
 
     def float_head(self) -> Product:
         """LM head in float32."""
-        if self.config.tie_word_embeddings:
-            weight = self._embedding
-        else:
-            vocabulary = (self.config.vocab_size, self.config.hidden_size)
-            weight = load_tensor(self.checkpoint, "lm_head.weight", vocabulary, dtype=torch.float32)
-        return lambda h_ND: linear(h_ND, weight)
+        tied = self.config.tie_word_embeddings
+        return partial(linear, weight=self._embedding if tied else self._table("lm_head.weight"))
+
+    def _table(self, name: str) -> torch.Tensor:
+        vocabulary = (self.config.vocab_size, self.config.hidden_size)
+        return load_tensor(self.checkpoint, name, vocabulary, dtype=torch.float32)
 
     def integer_head(self, largest: int) -> Product:
         """LM head in int8 weights, its input scaled per row to integers up to `largest`."""

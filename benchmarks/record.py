@@ -111,23 +111,12 @@ def _bench(name: str, *options: str) -> Recording:
     return Recording(name, command, without_layers, talks=False)
 
 
-# Of recordings whose module is not named as they are.
-_MODULES = {
-    "calls": "tests.kit.calls",
-    "plan": "benchmarks.plan_check",
-    "ping_pong": "tsqp.lab.bench.ping_pong",
-    "ping_pong_spin": "tsqp.lab.bench.ping_pong",
-}
+def _script(name: str, *options: str, module: str = "", **how: Any) -> Recording:
+    command = ("python", "-m", module or f"benchmarks.{name}", *options)
+    return Recording(name, command, **how)
 
 
-def _script(
-    name: str, *options: str, shorten: Shorten = as_it_is, may_miss: bool = False
-) -> Recording:
-    module = _MODULES.get(name, f"benchmarks.{name}")
-    command = ("python", "-m", module, *options)
-    return Recording(name, command, shorten, may_miss=may_miss)
-
-
+_PING_PONG = "tsqp.lab.bench.ping_pong"
 # Both sides look for a message for a while before they sleep: where the service answers at once,
 # being woken up is most of a round trip.
 _SPIN = ("--spin-us", "300")
@@ -141,13 +130,13 @@ RECORDINGS: tuple[Recording, ...] = (
     _bench("bench_null_unix", *_NULL, "--policy", "published", "--transport", "unix"),
     _bench("bench_null_shm", *_NULL, "--transport", "shm"),
     _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
-    _script("calls", shorten=with_machine),
-    _script("ping_pong", shorten=with_machine),
-    _script("ping_pong_spin", *_SPIN, shorten=with_machine),
+    _script("calls", module="tests.kit.calls", shorten=with_machine),
+    _script("ping_pong", module=_PING_PONG, shorten=with_machine),
+    _script("ping_pong_spin", *_SPIN, module=_PING_PONG, shorten=with_machine),
     _script("overlap"),
     _script("serving"),
     _script("growth"),
-    _script("plan", may_miss=True),
+    _script("plan", module="benchmarks.plan_check", may_miss=True),
     _script("memory"),
     _script("verify_cost", may_miss=True),
     _script("failover_cost", may_miss=True),

@@ -20,7 +20,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -112,7 +112,6 @@ def our_pings(
     endpoint: str, hidden: torch.Tensor, spin_us: float
 ) -> Iterator[Callable[[], object]]:
     """Yield what sends a tensor through the square module and returns what comes back."""
-    channel = open_channel(endpoint, spin_us=spin_us)
     request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden))
     # As a call plan has it: the module is square, and its reply like its request.
     prepared = PreparedRequest(request, tuple(hidden.shape), short_name(hidden.dtype))
@@ -120,7 +119,7 @@ def our_pings(
     def round_trip() -> torch.Tensor:
         return prepared.output(channel.wait(channel.start(prepared, hidden)))
 
-    with closing(channel):
+    with open_channel(endpoint, spin_us=spin_us) as channel:
         yield round_trip
 
 

@@ -95,11 +95,11 @@ class _Layers:
             step_tokens=job.settings.step_tokens,
         )
         closing.callback(assembly.close)
-        self._channels: list[Channel] = []
-        for endpoint in job.endpoints:
-            channel = open_channel(endpoint, timeout_s=60.0, spin_us=job.settings.spin_us)
-            closing.callback(channel.close)
-            self._channels.append(channel)
+        spin_us = job.settings.spin_us
+        self._channels: list[Channel] = [
+            closing.enter_context(open_channel(endpoint, timeout_s=60.0, spin_us=spin_us))
+            for endpoint in job.endpoints
+        ]
         held = ServedModel(
             config=config,
             model_digest="",
