@@ -7,7 +7,6 @@ found, and whether it reached its target. `main` prints that, or writes it where
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.machine import describe_machine, script
+from tsqp.lab.bench.machine import describe_machine, script, write_results
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
 from tsqp.lab.measure import elapsed_us
@@ -82,11 +81,7 @@ def main(about: str | None, measure: Callable[[Any, Place], Found], **options: A
             return measure(given, place)
 
     (found, reached), path = script(about, measured, **options)
-    text = json.dumps({"machine": describe_machine(), **found}, indent=1) + "\n"
-    if path is None:
-        sys.stdout.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
+    write_results({"machine": describe_machine(), **found}, path)
     sys.exit(0 if reached else 1)
 
 

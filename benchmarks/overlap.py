@@ -40,6 +40,7 @@ from gpu_side.devices import DeviceProfile
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
+from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
@@ -82,12 +83,9 @@ CASES = (
 
 def gpu_us(profile: DeviceProfile, config: ModelConfig, rows: int) -> float:
     """Return what an accelerator takes for the linear modules of a step of so many rows."""
-    itemsize = ITEMSIZE[config.dtype]
-    total_us = 0.0
-    for modules in FUSED_MODULES.values():
-        shapes = [config.module_shape(module) for module in modules]
-        (width,) = {in_features for _, in_features in shapes}
-        height = sum(out_features for out_features, _ in shapes)
+    itemsize, total_us = ITEMSIZE[config.dtype], 0.0
+    for operator in FUSED_MODULES:
+        _, (height, width) = row_layout(config, operator)
         total_us += profile.linear_us(rows, width, height, itemsize)
         total_us += profile.transfer_us(rows * width * itemsize)
         total_us += profile.transfer_us(rows * height * itemsize)

@@ -200,9 +200,6 @@ def elapsed_us(work: Callable[[], object]) -> float:
 
 # ---------------------------------------------------------------------------------- processes
 
-# Read once, when torch is imported (tsqp/cli/program.py): what is started here has it, too.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
 # Of a process that `processes` has started: what tells the one that it belongs to.
 _telling: list[Tell] = []
 

@@ -16,7 +16,6 @@ Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +23,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 

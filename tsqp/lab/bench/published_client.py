@@ -19,15 +19,11 @@ the vocabulary's from the LM head's reply.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import msgpack
 import numpy as np

@@ -12,15 +12,11 @@ computed.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 import transformers
