@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import signal
-import struct
 import tempfile
 import time
 from collections import Counter
@@ -35,7 +33,6 @@ SYSTEM_CALLS = ("open", "write", "fsync", "replace", "pwrite")
 ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
 # A large block makes a million draws feasible, the default one is tested with them.
 BLOCKS = (16, 256, 1024, 1024)
-_TOTALS = struct.Struct("=QQ")  # as `Ledger.totals`
 # As `crash_and_draw` names them.
 KILLS = tuple(f"killed: {end}" for end in ENDS if end != "abandoned")
 
@@ -45,25 +42,13 @@ class Ledger:
 
     def __init__(self, draws: int) -> None:
         # Lost tokens take an index, too, a block a life.
-        self._memory = mmap.mmap(-1, _TOTALS.size + draws * 10 + 2**20)
-
-    def totals(self) -> tuple[int, int]:
-        """Return draws and tokens."""
-        draws, tokens = _TOTALS.unpack_from(self._memory)
-        return draws, tokens
+        self.counts = torch.zeros(draws * 10 + 2**20, dtype=torch.uint8).share_memory_()
+        self.totals = torch.zeros(2, dtype=torch.int64).share_memory_()  # draws, and tokens
 
     def add(self, indices: range) -> None:
         """Count one draw."""
-        draws, tokens = self.totals()
-        for index in indices:
-            position = _TOTALS.size + index
-            self._memory[position] = min(255, self._memory[position] + 1)
-        _TOTALS.pack_into(self._memory, 0, draws + 1, tokens + len(indices))
-
-    def counts(self) -> torch.Tensor:
-        """Return how often each index was drawn, uint8."""
-        counts = torch.frombuffer(bytearray(self._memory), dtype=torch.uint8)
-        return counts[_TOTALS.size :]
+        self.counts[indices.start : indices.stop : indices.step] += 1
+        self.totals += torch.tensor([1, len(indices)])
 
 
 def prepare_end(end: str, choose: random.Random) -> int:
@@ -99,11 +84,11 @@ def _life(
     longest: int, folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int
 ) -> None:
     """Run one life to its end, in a process of its own: two micro-batches draw in turns."""
-    last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
+    last = min(until, int(ledger.totals[0]) + min(longest, prepare_end(end, choose)))
     bank = BankFile.open(place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
     pads = Pads(Pad(), bank, None, "fail")
     lanes = [pads.lane(), pads.lane()]
-    while ledger.totals()[0] < last:
+    while int(ledger.totals[0]) < last:
         if bank.available < 12 and choose.random() < 0.9:
             fill(bank, min(bank.room, choose.randint(100, 1000)))
         try:
@@ -145,7 +130,7 @@ def crash_and_draw(folder: Path, draws: int, longest: int) -> tuple[Ledger, Coun
     choose = random.Random(1)
     BankFile.create(place(folder), tiny.PURPOSE, capacity=8192).close()
     ledger, ends = Ledger(draws), Counter[str]()
-    while ledger.totals()[0] < draws:
+    while int(ledger.totals[0]) < draws:
         end, life = choose.choice(ENDS), random.Random(choose.random())
         delay_s = choose.uniform(0, 2)
         child = os.fork()
@@ -177,7 +162,7 @@ def pads(count: int, full: bool) -> Found:
     torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
     with tempfile.TemporaryDirectory() as name:
         ledger, ends = crash_and_draw(Path(name), count, max(200, count // 20))
-    (draws, rows), reused = ledger.totals(), int((ledger.counts() > 1).sum())
+    (draws, rows), reused = ledger.totals.tolist(), int((ledger.counts > 1).sum())
     kills = [ends[kind] for kind in KILLS]
     return Found(
         {"draws": draws, "rows": rows, "crashes": ends.total(), "reused": reused},
