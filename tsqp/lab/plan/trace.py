@@ -193,8 +193,8 @@ def sections_of(events: Sequence[Event], start_ns: int, end_ns: int) -> Sections
             under_way[owner] += 1
             owner = None
         elif isinstance(event.what, Rpc):
-            # Among several lanes, when it arrived is not known.
-            rpc = replace(event.what, receive_us=0.0) if several else event.what
+            # A lane that runs alone does nothing while it waits: all of that is the wire's.
+            rpc = event.what if several else replace(event.what, receive_us=0.0)
             section.segments[-1].rpcs.append(rpc)
             under_way[owner] -= 1
         else:
