@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tee_side.words import LAYERLESS, PHASES, Phase
+from tsqp.lab.bench.conclusions import dominant
 from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report, Timeline
 from tsqp.lab.bench.summary import (
     REST_MEANING,
@@ -16,7 +17,6 @@ from tsqp.lab.bench.summary import (
     by_operator,
     case_name,
     comparable,
-    dominant,
     find_case,
     growth,
     in_order,

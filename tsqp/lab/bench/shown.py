@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tee_side.words import PHASES
+from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
@@ -33,16 +34,12 @@ from tsqp.lab.bench.summary import (
     case_key,
     case_name,
     case_stages,
-    caveats,
     compare,
-    dominant,
     find_case,
-    findings,
     growth,
     kinds,
     main_cases,
     main_kind,
-    missing,
     name_of,
     pads_ms,
     sustained_ms,
@@ -337,7 +334,8 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
     console.print()
     for sentence in (*caveats(report), *missing(report)):
         console.print(Text(f"! {sentence}", style="yellow"))
-    for sentence in (*findings(report), *_dominant(report)):
+    shares = (dominant(*pair) for phase in PHASES for pair in main_cases(report, phase))
+    for sentence in (*findings(report), *shares):
         console.print(f"* {sentence}")
     console.print()
     grids = overview(report)
@@ -359,10 +357,6 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
         console.print(Text(title, style="bold"))
         console.print(definitions(pairs))
         console.print()
-
-
-def _dominant(report: Report) -> list[str]:
-    return [dominant(*pair) for phase in PHASES for pair in main_cases(report, phase)]
 
 
 def render_html(report: Report) -> str:
