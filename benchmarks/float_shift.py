@@ -81,7 +81,8 @@ class _Product:
 
 def _length(x: torch.Tensor) -> torch.Tensor:
     """Return the length of each row, and not zero."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30)
+    length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30)
+    return length
 
 
 class Search:
