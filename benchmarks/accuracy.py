@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, embedding, linear
 
-from benchmarks.harness import Found, main, say, service
+from benchmarks.harness import Found, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
@@ -82,8 +82,7 @@ class Bench:
             tokenizer.encode(line, add_special_tokens=False)[: self.config.context_length]
             for line in lines
         ]
-        vocabulary = (self.config.vocab_size, self.config.hidden_size)
-        self._embedding = load_tensor(self.checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
+        self._embedding = self._table(EMBEDDING)
         self._head = load_quantized(self.checkpoint, self.config, -1, "lm_head")
         self._sites: list[Site] = [
             (layer, operator)
@@ -109,8 +108,8 @@ class Bench:
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
         """Return operators that run here."""
-        local: LocalOperators = {(None, "lm_head"): lm_head}
-        local[None, "embedding"] = partial(embedding, weight=self._embedding)
+        look_up = partial(embedding, weight=self._embedding)
+        local: LocalOperators = {(None, "lm_head"): lm_head, (None, "embedding"): look_up}
         local.update(linears.items())
         return operators_here(local, self.config.num_hidden_layers)
 
@@ -135,12 +134,12 @@ class Bench:
 
     def float_head(self) -> Product:
         """LM head in float32."""
-        if self.config.tie_word_embeddings:
-            weight = self._embedding
-        else:
-            vocabulary = (self.config.vocab_size, self.config.hidden_size)
-            weight = load_tensor(self.checkpoint, "lm_head.weight", vocabulary, dtype=torch.float32)
-        return lambda h_ND: linear(h_ND, weight)
+        tied = self.config.tie_word_embeddings
+        return partial(linear, weight=self._embedding if tied else self._table("lm_head.weight"))
+
+    def _table(self, name: str) -> torch.Tensor:
+        vocabulary = (self.config.vocab_size, self.config.hidden_size)
+        return load_tensor(self.checkpoint, name, vocabulary, dtype=torch.float32)
 
     def integer_head(self, largest: int) -> Product:
         """LM head in int8 weights, its input scaled per row to integers up to `largest`."""
@@ -161,7 +160,7 @@ def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
     return lambda x_TI: exact_product(scales.encode(x_TI), weights.weight) * scales.factor_N
 
 
-def score_policy(bench: Bench, directory: Path) -> Score:
+def score_policy(bench: Bench, endpoint: str) -> Score:
     """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
     policy = load_policy("quantized-clear")
     assembly = Assembly(
@@ -174,12 +173,12 @@ def score_policy(bench: Bench, directory: Path) -> Score:
     )
     with ExitStack() as closing:
         closing.callback(assembly.close)
-        channel = ZmqChannel(service(closing, directory, "tcp://127.0.0.1:*"))
+        channel = ZmqChannel(endpoint)
         closing.callback(channel.close)
         return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Score float32, the policy, its parts, and coarser inputs."""
     directory = model_directory("demo")
     bench = Bench(directory, options.documents or None)
@@ -201,7 +200,7 @@ def measure(options: Any) -> Found:
         if name in parts:
             score = bench.score(bench.operators(*parts[name]))
         else:
-            score = score_policy(bench, directory)
+            score = score_policy(bench, place.service(directory, transport="tcp"))
         rows[name] = {
             "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
             "top_1_agreement": (score.top == reference.top).double().mean().item(),

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from benchmarks.harness import Found, elapsed_us, in_turns, main
+from benchmarks.harness import Found, Place, in_turns, main
 from tee_side.attest import snp
 from tee_side.attest.appraisal import Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
@@ -35,6 +35,7 @@ from tee_side.attest.snp import verify_snp
 from tee_side.attest.statement import About, Statement, read_certificate
 from tee_side.serve.identity import Identity, certify
 from tests.kit import snp_chain
+from tsqp.lab.measure import elapsed_us
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
 # collateral.
@@ -140,7 +141,7 @@ def _contexts(certificate: bytes, key: Any) -> tuple[ssl.SSLContext, ssl.SSLCont
     return server, client
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, _place: Place) -> Found:
     """Measure both."""
     found, verified_ms = handshakes(options.rounds), verify_ms(options.rounds)
     slowest = max(found[kind]["ratio"] for kind in _EVIDENCE_BYTES)

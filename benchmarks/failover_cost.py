@@ -24,7 +24,6 @@ more than 2 us; also if noise is more than 0.2, on a machine that is too busy to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,17 +32,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.harness import (
-    BINDS,
-    Found,
-    elapsed_us,
-    in_turns,
-    main,
-    say,
-    service,
-    temporary,
-    transports,
-)
+from benchmarks.harness import TRANSPORTS, Found, Place, in_turns, main, say, transports
 from protocol.channel import Channel, open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError
 from protocol.messages import (
@@ -64,6 +53,7 @@ from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.leak.recording import AtOnce
+from tsqp.lab.measure import elapsed_us
 from tsqp.run.settings import model_directory
 
 POLICY = "attention-in-tee"
@@ -116,21 +106,15 @@ def _result(work: str, transport: str, times: Times, calls: int) -> dict[str, An
 
 def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[dict[str, Any]]:
     """Measure a small RPC and a decoded token over one transport. Raises TsqpError."""
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        endpoints: list[str] = []
-        for name in ("first", "second"):
-            bind = BINDS[transport].format(folder=folder, name=name)
-            device = ("--device", "null", "--arithmetic", "float")
-            endpoints.append(service(closing, model, bind, *device))
-        plain: list[Channel] = [open_channel(endpoints[0]) for _ in range(2)]
-        for channel in plain:
-            closing.callback(channel.close)
+    with Place() as place:
+        device = ("--device", "null", "--arithmetic", "float")
+        endpoints = [place.service(model, *device, transport=transport) for _ in range(2)]
+        plain = [place.closing.enter_context(open_channel(endpoints[0])) for _ in range(2)]
         settings = (
             RunnerSettings(model, load_policy(POLICY), gpu, threads=1)
             for gpu in ((endpoints[0],), tuple(endpoints))
         )
-        one, two = (closing.enter_context(Runner(each)) for each in settings)
+        one, two = (place.closing.enter_context(Runner(each)) for each in settings)
         channels = [*plain, one._services.at(0)[0], two._services.at(0)[0]]
         rpc = in_turns([_calls(channel, one, calls) for channel in channels], rounds, _WARM_UP)
         token = _tokens(two, channels, rounds)
@@ -239,15 +223,11 @@ def _only(channel: Channel, _layer: int) -> tuple[Channel]:
     return (channel,)
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, _place: Place) -> Found:
     """Measure over each transport. Raises TsqpError."""
     for name in ("rounds", "calls"):
-        SettingsError.unless(
-            getattr(options, name) >= 1,
-            f"--{name}",
-            str(getattr(options, name)),
-            "1 or more",
-        )
+        given = getattr(options, name)
+        SettingsError.unless(given >= 1, f"--{name}", str(given), "1 or more")
     model = model_directory(options.model)
     results: list[dict[str, Any]] = []
     for transport in transports(options.transports):
@@ -266,4 +246,4 @@ def measure(options: Any) -> Found:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure, model="demo", transports=",".join(BINDS), rounds=300, calls=20)
+    main(__doc__, measure, model="demo", transports=",".join(TRANSPORTS), rounds=300, calls=20)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness import Found, main, say
+from benchmarks.harness import Found, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.errors import SettingsError
 from protocol.tensors import torch_dtype
@@ -43,53 +44,45 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 
 
 class _Product:
-    """The modules of one product: what went in, and the error that is added to what comes out."""
+    """The modules of one product, and the error [1, T, O] that is added to all that they return.
+
+    `limit`: how long a row of it may be, [1, T, 1], as of the last pass.
+    """
 
     def __init__(self, modules: Sequence[torch.nn.Linear]) -> None:
-        self._modules = modules
         weight = torch.cat([module.weight.detach() for module in modules]).double()
         self._gain = float(weight.norm()) / math.sqrt(weight.shape[1])
-        self.errors: list[torch.Tensor] = []
-        self.limit = torch.empty(0)
-        self._outputs: list[torch.Tensor] = []
-        self._relative = 0.0
-        for index, module in enumerate(modules):
-            module.register_forward_hook(self._hook(index))
+        self._width, start = len(weight), 0
+        for module in modules:
+            module.register_forward_hook(partial(self._add, start))
+            start += module.out_features
 
-    def start(self, relative: float) -> None:
+    def start(self, relative: float, tokens: int) -> None:
         """Begin a search without errors."""
-        self.errors, self._relative = [], relative
+        self._relative, self._exact = relative, torch.zeros(1, tokens, self._width)
+        self.error = torch.zeros_like(self._exact, requires_grad=True)
 
-    def before(self) -> None:
-        """Forget the last pass."""
-        self._outputs = []
-
-    def _hook(self, index: int) -> Any:
-        def add(_module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
-            if len(self.errors) <= index:
-                self.errors.append(torch.zeros_like(output, requires_grad=True))
-            self._outputs.append(output.detach())
-            if index == len(self._modules) - 1:
-                size = torch.cat(self._outputs, dim=-1).norm(dim=-1)
-                length = inputs[0].detach().norm(dim=-1)
-                self.limit = self._relative * (size + self._gain * length)
-            return output + self.errors[index]
-
-        return add
+    def _add(
+        self, start: int, _module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        columns = slice(start, start + output.shape[-1])
+        self._exact[..., columns] = output.detach()
+        size, length = (x.norm(dim=-1, keepdim=True) for x in (self._exact, inputs[0].detach()))
+        self.limit = self._relative * (size + self._gain * length)
+        return output + self.error[..., columns]
 
     def ascend(self) -> None:
         """Go along the gradient, and back to the limit's length."""
-        gradients = [error.grad for error in self.errors]
-        steps = [
-            torch.zeros_like(error) if gradient is None else gradient
-            for error, gradient in zip(self.errors, gradients, strict=True)
-        ]
-        length = torch.cat(steps, dim=-1).norm(dim=-1, keepdim=True)
-        unit = [step / length.clamp_min(1e-30) * self.limit[..., None] for step in steps]
-        moved = [error.detach() + step for error, step in zip(self.errors, unit, strict=True)]
-        whole = torch.cat(moved, dim=-1).norm(dim=-1, keepdim=True)
-        scale = (self.limit[..., None] / whole.clamp_min(1e-30)).clamp_max(1.0)
-        self.errors = [(one * scale).requires_grad_() for one in moved]
+        error = self.error.detach()
+        if (gradient := self.error.grad) is not None:
+            error = error + gradient / _length(gradient) * self.limit
+        self.error = (error * (self.limit / _length(error)).clamp_max(1.0)).requires_grad_()
+
+
+def _length(x: torch.Tensor) -> torch.Tensor:
+    """Return the length of each row, and not zero."""
+    length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30)
+    return length
 
 
 class Search:
@@ -110,7 +103,7 @@ class Search:
     def worst(self, ids: Sequence[int], relative: float, steps: int) -> tuple[float, float]:
         """Return the margin without errors, and the smallest that was found with them."""
         for product in self._products:
-            product.start(relative)
+            product.start(relative, len(ids))
         logits = self._logits(ids)
         first, second = (int(token) for token in logits.topk(2).indices)
         margin = smallest = float((logits[first] - logits[second]).detach())
@@ -125,13 +118,11 @@ class Search:
         return margin, smallest
 
     def _logits(self, ids: Sequence[int]) -> torch.Tensor:
-        for product in self._products:
-            product.before()
         logits: torch.Tensor = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
         return logits
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, _place: Place) -> Found:
     """Search at some positions of the text, in every dtype. Raises TsqpError."""
     directory, positions = model_directory(options.model), options.positions
     file = directory / VALIDATION_FILE

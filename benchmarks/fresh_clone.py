@@ -13,11 +13,10 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, main, temporary
+from benchmarks.harness import Found, Place, main
 
 
 def timed(command: list[str], folder: Path) -> tuple[float, str]:
@@ -33,15 +32,14 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
     return elapsed, result.stdout
 
 
-def measure(_options: Any) -> Found:
+def measure(_options: Any, place: Place) -> Found:
     """Clone, and run the three commands of a newcomer."""
     source = Path(__file__).resolve().parent.parent
-    with ExitStack() as closing:
-        clone = temporary(closing) / "tsqp"
-        cloning, _ = timed(["git", "clone", "--quiet", str(source), str(clone)], source)
-        first, story = timed(["make", "demo"], clone)
-        second, _ = timed(["make", "demo"], clone)
-        testing, report = timed(["make", "test"], clone)
+    clone = place.folder / "tsqp"
+    cloning, _ = timed(["git", "clone", "--quiet", str(source), str(clone)], source)
+    first, story = timed(["make", "demo"], clone)
+    second, _ = timed(["make", "demo"], clone)
+    testing, report = timed(["make", "test"], clone)
     settings = sorted(name for name in os.environ if name.startswith("PIP_"))
     return {
         "pip_settings": " ".join(settings) or "none",

@@ -13,17 +13,14 @@ and the rest: attention looks at each earlier token, so it alone may grow faster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from benchmarks.harness import Found, main, say, temporary
+from benchmarks.harness import Found, Place, main, say
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Case, PolicyRun
-from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.bench.summary import fit_exponent, sum_stages
@@ -31,10 +28,6 @@ from tsqp.lab.bench.summary import fit_exponent, sum_stages
 ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
 # An exponent this far above 1 is still called linear: that is how well such a line can be drawn.
 TOLERANCE = 0.05
-
-
-def _overhead(case: Case) -> float:
-    return case.overhead_ms
 
 
 def _attention(case: Case) -> float:
@@ -48,15 +41,16 @@ def _attention(case: Case) -> float:
     return case.overhead_ms * found_us / total_us if total_us else 0.0
 
 
-def _all_else(case: Case) -> float:
-    return case.overhead_ms - _attention(case)
+def _cost(name: str, case: Case) -> float:
+    """Return a cost by its name: a case's overhead, or of it attention or all else."""
+    if name.endswith("attention"):
+        return _attention(case)
+    return case.overhead_ms - (_attention(case) if name.endswith("all else") else 0.0)
 
 
-def _fitted(
-    cost: str, against: str, at: str, points: Iterable[tuple[int, float]], may_exceed: bool
-) -> dict[str, Any]:
-    """Fit one cost against one size. `may_exceed`: whether it may grow faster than linearly."""
-    pairs = sorted(points)
+def _fitted(cost: str, against: str, at: str, cases: dict[int, Case]) -> dict[str, Any]:
+    """Fit one cost against one size."""
+    pairs = sorted((size, _cost(cost, case)) for size, case in cases.items())
     law = fit_exponent(pairs)
     return {
         "cost": cost,
@@ -64,7 +58,8 @@ def _fitted(
         "at": at,
         "points": pairs,
         **{name: getattr(law, name, None) for name in ("exponent", "r_squared", "worst")},
-        "may_exceed": may_exceed,
+        # Attention alone may grow faster than the prompt.
+        "may_exceed": cost == "prefill, attention",
         "linear": law is not None and law.exponent <= 1 + TOLERANCE,
     }
 
@@ -84,20 +79,16 @@ def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[di
     contexts = {n: case("decode", n) for n in sizes["contexts"]}
     prompts = {n: case("prefill", n) for n in sizes["prompts"]}
     batches = {n: case("decode", context, n) for n in sizes["batches"]}
-    rows: tuple[tuple[str, str, str, dict[int, Case], Callable[[Case], float]], ...] = (
-        ("decode step", "layers", f"context {context}", decoded, _overhead),
-        ("prefill", "layers", f"prompt {prompt}", prefilled, _overhead),
-        ("decode step", "context", layers, contexts, _overhead),
-        ("decode step, attention", "context", layers, contexts, _attention),
-        ("prefill, attention", "prompt", layers, prompts, _attention),
-        ("prefill, all else", "prompt", layers, prompts, _all_else),
-        ("decode step", "batch", f"{layers}, context {context}", batches, _overhead),
+    rows: tuple[tuple[str, str, str, dict[int, Case]], ...] = (
+        ("decode step", "layers", f"context {context}", decoded),
+        ("prefill", "layers", f"prompt {prompt}", prefilled),
+        ("decode step", "context", layers, contexts),
+        ("decode step, attention", "context", layers, contexts),
+        ("prefill, attention", "prompt", layers, prompts),
+        ("prefill, all else", "prompt", layers, prompts),
+        ("decode step", "batch", f"{layers}, context {context}", batches),
     )
-    found = []
-    for cost, against, at, cases, of in rows:
-        points = [(size, of(one)) for size, one in cases.items()]
-        found.append(_fitted(cost, against, at, points, cost == "prefill, attention"))
-    return found
+    return [_fitted(*row) for row in rows]
 
 
 def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any) -> PolicyRun:
@@ -113,14 +104,12 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any
         repeats=options.repeats,
         decode_steps=options.decode_steps,
     )
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        # Random weights of the linear modules are for a service that computes.
-        write_random_model(folder, dict(shape.with_layers(count).settings), linear=False)
+    with Place() as place:
         settings = BenchSettings(
             command="growth",
             policies=((options.policy, load_policy(options.policy)),),
-            model=folder,
+            # Random weights of the linear modules are for a service that computes.
+            model=place.model(shape.with_layers(count), linear=False),
             device="null",
             transport=options.transport,
             threads=options.threads,
@@ -134,7 +123,7 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any
         return run
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, _place: Place) -> Found:
     """Measure each number of layers, and fit. Raises TsqpError."""
     names = ("layers", "contexts", "prompts", "batches")
     sizes = {name: list(getattr(options, name)) for name in names}

@@ -18,11 +18,10 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, main, say, service, temporary
+from benchmarks.harness import Found, Place, main, say
 from protocol.errors import SettingsError
 from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
 from tsqp.deploy.launch import GuestMachine
@@ -93,43 +92,36 @@ def measuring_copy(image: Path, folder: Path, words: list[object]) -> Path:
     return copy
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Start the copy, and read what it printed. Raises TsqpError."""
-    SettingsError.unless(
-        options.image,
-        "--image",
-        "nothing",
-        "a folder of tsqp image build",
+    SettingsError.unless(options.image, "--image", "nothing", "a folder of tsqp image build")
+    folder = place.folder
+    memory, console = folder / "memory", folder / "console"
+    memory.write_bytes(bytes(MEMORY_BYTES))
+    spins = ("--device", "null", "--arithmetic", "float", "--spin-us", str(options.spin_us))
+    place.service("demo", *spins, bind=f"unix://{folder}/vm_{_PORT}")
+    place.service("demo", *spins, bind=f"ivshmem://{memory},{folder}/vm_{_PORT + 1}")
+    tcp = place.service("demo", *spins, transport="tcp")
+    endpoints = {
+        "unix in the guest": "unix:///run/tsqp/own",
+        "tcp in the guest": "tcp://127.0.0.1:5555",
+        "vsock": f"vsock://2:{_PORT}",
+        "ivshmem": f"ivshmem://{_DEVICE},2:{_PORT + 1}",
+        "tcp": f"tcp://10.0.2.2:{tcp.rpartition(':')[2]}",
+    }
+    words: list[object] = [endpoints, options.round_trips, options.spin_us]
+    machine = GuestMachine(
+        image=measuring_copy(Path(options.image), folder, words),
+        launch=None,
+        vcpus=2,
+        memory_mib=4096,
+        reach_network=True,
+        vsock=folder / "vm",
+        shared_memory=memory,
     )
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        memory = folder / "memory"
-        memory.write_bytes(bytes(MEMORY_BYTES))
-        spins = ("--device", "null", "--arithmetic", "float", "--spin-us", str(options.spin_us))
-        service(closing, "demo", f"unix://{folder}/vm_{_PORT}", *spins)
-        service(closing, "demo", f"ivshmem://{memory},{folder}/vm_{_PORT + 1}", *spins)
-        tcp = service(closing, "demo", "tcp://127.0.0.1:*", *spins)
-        endpoints = {
-            "unix in the guest": "unix:///run/tsqp/own",
-            "tcp in the guest": "tcp://127.0.0.1:5555",
-            "vsock": f"vsock://2:{_PORT}",
-            "ivshmem": f"ivshmem://{_DEVICE},2:{_PORT + 1}",
-            "tcp": f"tcp://10.0.2.2:{tcp.rpartition(':')[2]}",
-        }
-        words: list[object] = [endpoints, options.round_trips, options.spin_us]
-        machine = GuestMachine(
-            image=measuring_copy(Path(options.image), folder, words),
-            launch=None,
-            vcpus=2,
-            memory_mib=4096,
-            reach_network=True,
-            vsock=folder / "vm",
-            shared_memory=memory,
-        )
-        console = folder / "console"
-        with console.open("wb") as output:
-            machine.run(output=output.fileno())
-        said = console.read_text(errors="replace")
+    with console.open("wb") as output:
+        machine.run(output=output.fileno())
+    said = console.read_text(errors="replace")
     found = [line for line in said.splitlines() if line.startswith("links ")]
     if not found:
         sys.exit(said)

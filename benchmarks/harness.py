@@ -1,13 +1,12 @@
-"""What the measurements share: a command line, a record, turns, a runner that repeats a step.
+"""What the measurements share: a command line, a record, a place, turns, a repeated step.
 
-A measurement is a module with a function that takes the options and returns what it found, and
-whether it reached its target. `main` prints that, or writes it where `--json` says.
+A measurement is a module with a function that takes the options and a `Place`, and returns what it
+found, and whether it reached its target. `main` prints that, or writes it where `--json` says.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -17,33 +16,72 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.lab.bench.machine import describe_machine, script
-from tsqp.lab.bench.model import OperatorCost
-from tsqp.lab.measure import Collector
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.machine import describe_machine, script, write_results
+from tsqp.lab.bench.shapes import Shape
+from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
+from tsqp.lab.measure import elapsed_us
 from tsqp.processes import start_service
 
 T = TypeVar("T")
 Found = tuple[dict[str, Any], bool]
 
 CORES = len(os.sched_getaffinity(0))
-BINDS = {"unix": "unix://{folder}/{name}.sock", "tcp": "tcp://127.0.0.1:*"}
+TRANSPORTS = ("unix", "tcp")
 
 
-def main(about: str | None, measure: Callable[[Any], Found], **options: Any) -> None:
+class Place:
+    """A folder that is gone afterwards, with services that end; `closing` ends what else there is.
+
+    `cases` are places for parts of a measurement: use them as context managers, as this.
+    """
+
+    def __init__(self) -> None:
+        self.closing = ExitStack()
+        name = tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")
+        self.folder = Path(self.closing.enter_context(name))
+        self._services = 0
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closing.close()
+
+    def service(
+        self, model: Path | str, *options: str, transport: str = "unix", bind: str = ""
+    ) -> str:
+        """Start a `gpu-service` with one thread, unless `options` say more; return its endpoint."""
+        self._services += 1
+        own = f"unix://{self.folder}/{self._services}.sock"
+        bind = bind or (own if transport == "unix" else "tcp://127.0.0.1:*")
+        command = [str(model), "--bind", bind, "--threads", "1", *options]
+        # Models of some gigabytes are read and quantised first.
+        return start_service(self.closing, command, timeout_s=600.0)[1]
+
+    def model(self, shape: Shape, *, linear: bool) -> Path:
+        """Return a directory of the shape with random weights. `linear`: also of its layers."""
+        say(f"making random weights of {shape.name}")
+        directory = self.folder / "model"
+        directory.mkdir()
+        prepare.random_model(directory, shape, linear=linear)
+        return directory
+
+
+def main(about: str | None, measure: Callable[[Any, Place], Found], **options: Any) -> None:
     """Measure and report; exit status 1 if a target is missed.
 
     `options`: see `script`. What names machine and versions is put in front of what was found.
     """
-    (found, reached), path = script(about, measure, **options)
-    text = json.dumps({"machine": describe_machine(), **found}, indent=1) + "\n"
-    if path is None:
-        sys.stdout.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
+
+    def measured(given: Any) -> Found:
+        with Place() as place:
+            return measure(given, place)
+
+    (found, reached), path = script(about, measured, **options)
+    write_results({"machine": describe_machine(), **found}, path)
     sys.exit(0 if reached else 1)
 
 
@@ -55,7 +93,7 @@ def say(line: str) -> None:
 def transports(text: str) -> list[str]:
     """Read names of transports, with commas. Raises SettingsError."""
     names = text.split(",")
-    require_known("--transports", names, BINDS)
+    require_known("--transports", names, TRANSPORTS)
     return names
 
 
@@ -63,31 +101,7 @@ def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> No
     """Raise SettingsError for a name that is not among the known ones."""
     names = list(dict.fromkeys(known))
     for name in given:
-        SettingsError.unless(
-            name in names,
-            option,
-            repr(name),
-            f"of {', '.join(names)}",
-        )
-
-
-def temporary(closing: ExitStack) -> Path:
-    """Return a folder that is gone afterwards."""
-    return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")))
-
-
-def service(closing: ExitStack, model: Path | str, bind: str, *options: str) -> str:
-    """Start a `gpu-service` with one thread, unless `options` say more; return its endpoint."""
-    command = [str(model), "--bind", bind, "--threads", "1", *options]
-    # Models of some gigabytes are read and quantised first.
-    return start_service(closing, command, timeout_s=600.0)[1]
-
-
-def elapsed_us(work: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    started_ns = time.perf_counter_ns()
-    work()
-    return (time.perf_counter_ns() - started_ns) / 1e3
+        SettingsError.unless(name in names, option, repr(name), f"of {', '.join(names)}")
 
 
 def in_turns(work: Sequence[Callable[[], T]], rounds: int, warm_up: int = 0) -> list[list[T]]:
@@ -129,34 +143,12 @@ class Repeated:
         if needed > positions:
             expected = f"at least {needed} for {steps} steps"
             raise SettingsError("a sequence", got=f"{positions} positions", expected=expected)
-        generator = torch.Generator().manual_seed(0)
-        vocabulary, shape = runner.config.vocab_size, (batch, tokens)
-        prompts = torch.randint(vocabulary, shape, generator=generator).tolist()
-        self.step: Callable[[], object] = runner.step
-        if not steps:
-            prompt = prompts[0]
-            self.step = lambda: list(
-                runner.generate(prompt, max_new_tokens=1, with_text=False).steps()
-            )
-            return
-        running = [
-            runner.generate(prompt, max_new_tokens=steps + 2, with_text=False) for prompt in prompts
-        ]
-        for one in running:
-            closing.callback(one.close)
-        while not all(one.arrived for one in running):
-            runner.step()
+        prompts = random_prompts(runner.config, tokens, batch)
+        self.step = prompt_step(runner, prompts[0])
+        if steps:
+            self.step = decode_step(closing, runner, prompts, steps + 2)
 
     def timed_ms(self) -> tuple[float, float]:
         """Run a step; return its time, and the processor time of this process."""
         cpu_ns = time.process_time_ns()
         return elapsed_us(self.step) / 1e3, (time.process_time_ns() - cpu_ns) / 1e6
-
-    def observed(self) -> tuple[float, Sequence[OperatorCost]]:
-        """Run a step under an observer; return its milliseconds and what each operator cost."""
-        collector = Collector()
-        self.runner.observe(collector)
-        collector.reset(time.perf_counter_ns())
-        elapsed_ms = elapsed_us(self.step) / 1e3
-        self.runner.observe(None)
-        return elapsed_ms, collector.costs(1)

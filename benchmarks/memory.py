@@ -12,13 +12,12 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, main, temporary
+from benchmarks.harness import Found, Place, main
 from tsqp.lab.bench.machine import peak_bytes
-from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import program, start_service
 
@@ -53,18 +52,17 @@ def _peak_of_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[
     return usage.ru_maxrss * KIB, json.loads(said)["rpc"]
 
 
-def measure(_options: Any) -> Found:
+def measure(_options: Any, place: Place) -> Found:
     """Measure each process. Raises TsqpError."""
-    with ExitStack() as closing:
-        model = temporary(closing)
-        size = write_random_model(model, SHAPE.settings)
-        imported = _peak_of_import()
-        command = [str(model), "--bind", "tcp://127.0.0.1:*", "--arithmetic", "float"]
-        pid, endpoint = start_service(closing, command, timeout_s=600.0)
-        loaded = peak_bytes(pid)
-        offloaded, rpc = _peak_of_runner(model, "attention-in-tee", endpoint)
-        served = peak_bytes(pid)
-        alone, _ = _peak_of_runner(model, "tee-only", "tcp://127.0.0.1:9")
+    model = place.folder / "model"
+    model.mkdir()
+    size, imported = write_random_model(model, SHAPE.settings), _peak_of_import()
+    command = [str(model), "--bind", "tcp://127.0.0.1:*", "--arithmetic", "float"]
+    pid, endpoint = start_service(place.closing, command, timeout_s=600.0)
+    loaded = peak_bytes(pid)
+    offloaded, rpc = _peak_of_runner(model, "attention-in-tee", endpoint)
+    served = peak_bytes(pid)
+    alone, _ = _peak_of_runner(model, "tee-only", "tcp://127.0.0.1:9")
     embedding = SHAPE.settings["vocab_size"] * SHAPE.settings["hidden_size"] * 2
     return {
         "rpc": rpc,

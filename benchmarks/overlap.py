@@ -18,7 +18,6 @@ one core is left to it: `--threads`, of the TEE, is one less than there are.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,29 +25,29 @@ from statistics import median
 from typing import Any, Literal
 
 from benchmarks.harness import (
-    BINDS,
     CORES,
+    TRANSPORTS,
     Found,
+    Place,
     Repeated,
     in_turns,
     main,
     require_known,
     say,
-    service,
-    temporary,
     transports,
 )
 from gpu_side.devices import DeviceProfile
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
+from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import RunnerSettings
 from tee_side.words import Phase
-from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.bench.worker import observed
 
 POLICY = "attention-in-tee"
 # Of a profile: as good as no time at all, and still a rate that it may have.
@@ -84,12 +83,9 @@ CASES = (
 
 def gpu_us(profile: DeviceProfile, config: ModelConfig, rows: int) -> float:
     """Return what an accelerator takes for the linear modules of a step of so many rows."""
-    itemsize = ITEMSIZE[config.dtype]
-    total_us = 0.0
-    for modules in FUSED_MODULES.values():
-        shapes = [config.module_shape(module) for module in modules]
-        (width,) = {in_features for _, in_features in shapes}
-        height = sum(out_features for out_features, _ in shapes)
+    itemsize, total_us = ITEMSIZE[config.dtype], 0.0
+    for operator in FUSED_MODULES:
+        _, (height, width) = row_layout(config, operator)
         total_us += profile.linear_us(rows, width, height, itemsize)
         total_us += profile.transfer_us(rows * width * itemsize)
         total_us += profile.transfer_us(rows * height * itemsize)
@@ -119,7 +115,8 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
 
 def _observed_ms(repeated: Repeated) -> tuple[float, float]:
     """Return ms a step of Embedding and LM head in the TEE, and of the GPU as it claims."""
-    steps = [repeated.observed()[1] for _ in range(_OBSERVED)]
+    runs = (observed(repeated.runner, repeated.step) for _ in range(_OBSERVED))
+    steps = [costs for ((_, costs, _),) in runs]
     tee = [[c for c in costs if c.place == "tee"] for costs in steps]
     heavy = (c.stages.tee_us for costs in tee for c in costs if c.operator in _VOCABULARY)
     claimed = (c.stages.gpu_us for costs in steps for c in costs)
@@ -136,12 +133,11 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
     """
     prefill = case.phase == "prefill"
     repeats = options.repeats if prefill else options.decode_steps
-    with ExitStack() as closing:
-        folder = temporary(closing)
+    with Place() as place:
 
-        def contender(name: str, device: str, micro_batches: int) -> Repeated:
-            bind = BINDS[transport].format(folder=folder, name=name)
-            endpoint = service(closing, model, bind, "--device", device, "--arithmetic", "float")
+        def contender(device: str, micro_batches: int) -> Repeated:
+            how = ("--device", device, "--arithmetic", "float")
+            endpoint = place.service(model, *how, transport=transport)
             settings = RunnerSettings(
                 model=model,
                 policy=load_policy(POLICY),
@@ -154,18 +150,18 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
             # The first one has two medians.
             steps = 0 if prefill else 2 * (_WARM_UP + repeats) + _OBSERVED + 2
             size = {"tokens": case.tokens, "batch": case.batch}
-            return Repeated(closing, settings, **size, steps=steps)
+            return Repeated(place.closing, settings, **size, steps=steps)
 
-        null = contender("null", "null", 1)
+        null = contender("null", 1)
         config = null.runner.config
         target_ms = median(ms for ((ms, _),) in in_turns([null.timed_ms], repeats, _WARM_UP))
         rows = case.tokens if prefill else case.batch
         profile = matching_profile(config, rows, target_ms * 1e3, case.bound)
         fields = profile.model_dump()
-        file = folder / "profile.toml"
+        file = place.folder / "profile.toml"
         file.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
-        serial = contender("serial", f"model:{file}", 1)
-        overlapped = contender("overlapped", f"model:{file}", case.micro_batches)
+        serial = contender(f"model:{file}", 1)
+        overlapped = contender(f"model:{file}", case.micro_batches)
         three = [null, serial, overlapped]
         timed = in_turns([one.timed_ms for one in three], repeats, _WARM_UP)
         null_ms, serial_ms, overlapped_ms = (median(row[n][0] for row in timed) for n in range(3))
@@ -188,23 +184,19 @@ def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[
     }
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Measure every case. Raises TsqpError."""
     over = transports(options.transports)
     require_known("--case", options.case, (case.case for case in CASES))
-    shape = find_shape(options.shape)
+    model = place.model(find_shape(options.shape), linear=False)
     results: list[dict[str, Any]] = []
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        say(f"making random weights of {options.shape}")
-        prepare.random_model(folder, shape, linear=False)
-        for case in (case for case in CASES if not options.case or case.case in options.case):
-            for transport in over:
-                found = measure_case(folder, case, transport, options)
-                said = "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
-                said += " {serial_ms:.1f} ms, cut {overlapped_ms:.1f} ms: {ratio:.2f} times"
-                say(said.format(**found))
-                results.append(found)
+    for case in (case for case in CASES if not options.case or case.case in options.case):
+        for transport in over:
+            found = measure_case(model, case, transport, options)
+            said = "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
+            said += " {serial_ms:.1f} ms, cut {overlapped_ms:.1f} ms: {ratio:.2f} times"
+            say(said.format(**found))
+            results.append(found)
     about = {"shape": options.shape, "policy": POLICY, "tee_threads": options.threads}
     return {**about, "results": results}, True
 
@@ -214,7 +206,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         shape="llama-3.2-1b",
-        transports=",".join(BINDS),
+        transports=",".join(TRANSPORTS),
         case=[],
         repeats=7,
         decode_steps=15,

@@ -19,9 +19,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from benchmarks.record import RECORDINGS, RESULTS
-from protocol.errors import SettingsError
+from tsqp.lab.bench.conclusions import dominant
 from tsqp.lab.bench.model import Baseline, Case, PolicyRun, Report
-from tsqp.lab.bench.summary import case_name, dominant, find_case, sustained_ms, tokens_per_step
+from tsqp.lab.bench.summary import case_name, find_case, sustained_ms, tokens_per_step
 from tsqp.lab.report import figures, percent, size
 
 Documents = Mapping[str, Mapping[str, Any]]
@@ -150,11 +150,12 @@ class _Page:
         self, source: str, name: str, phase: str, tokens: int, new_tokens: int | None = None
     ) -> Baseline | None:
         """Return what a report has of a baseline."""
-        for one in self.reports[source].baselines:
-            same = (one.name, one.phase, one.tokens) == (name, phase, tokens)
-            if same and new_tokens in (None, one.new_tokens):
-                return one
-        return None
+        same = (
+            one
+            for one in self.reports[source].baselines
+            if (one.name, one.phase, one.tokens) == (name, phase, tokens)
+        )
+        return next((one for one in same if new_tokens in (None, one.new_tokens)), None)
 
 
 def hundredths(value: float | None, rounding: Callable[[float], int] = round) -> str:
@@ -194,23 +195,9 @@ def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read what is recorded, by name. Raises SettingsError for a file that is no JSON object."""
-    found = {}
-    for path in (folder / f"{recording.name}.json" for recording in RECORDINGS):
-        if not path.exists():
-            continue
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise SettingsError(str(path), got=f"no JSON ({error})", expected="JSON") from None
-        SettingsError.unless(
-            isinstance(document, dict),
-            str(path),
-            type(document).__name__,
-            "a JSON object",
-        )
-        found[path.stem] = document
-    return found
+    """Read what is recorded, by name."""
+    paths = [folder / f"{recording.name}.json" for recording in RECORDINGS]
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in paths if path.exists()}
 
 
 def benchmarks_page(documents: Documents) -> str:
@@ -234,16 +221,10 @@ def benchmarks_page(documents: Documents) -> str:
     return re.sub(r"(?<=[^\n])\n *(?=[^\n|#-])", " ", text.strip()) + "\n"
 
 
-def main(arguments: list[str]) -> None:
-    """Write the page to the file that is named. Raises SettingsError."""
-    SettingsError.unless(
-        len(arguments) == 1,
-        "python -m benchmarks.page",
-        repr(arguments),
-        "one file",
-    )
-    Path(arguments[0]).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")
+def main(file: str) -> None:
+    """Write the page to a file."""
+    Path(file).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

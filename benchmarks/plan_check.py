@@ -9,21 +9,21 @@ described and over a link that takes as long as the one described; both in the s
 from __future__ import annotations
 
 import json
-import time
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.harness import CORES, Found, main, require_known, say, temporary
+from benchmarks.harness import CORES, Found, Place, main, require_known, say
 from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.run import Bench
+from tsqp.lab.measure import elapsed_us
 from tsqp.lab.plan.costs import PlanSettings
 from tsqp.lab.plan.fit import Machine, fit_machine
 from tsqp.lab.plan.planning import Planning
@@ -179,25 +179,19 @@ def yardstick_ms() -> float:
     """
     weight = torch.ones(16384, 4096, dtype=torch.bfloat16)
     row = torch.ones(1, 4096, dtype=torch.bfloat16)
-    times = []
-    for _ in range(_YARDSTICKS):
-        before = time.perf_counter()
-        torch.nn.functional.linear(row, weight)
-        times.append(time.perf_counter() - before)
-    return round(median(times) * 1e3, 2)
+    product = partial(torch.nn.functional.linear, row, weight)
+    return round(median(elapsed_us(product) for _ in range(_YARDSTICKS)) / 1e3, 2)
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Check every case; a prediction may be a fifth off. Raises TsqpError."""
     require_known("--case", options.case, (case.name for case in CASES))
     cases = [case for case in CASES if not options.case or case.name in options.case]
     machine = fit_machine(CORES, 0.0, None, say) if any(c.fitted for c in cases) else None
-    with ExitStack() as closing:
-        # As `--device model:FILE` takes it.
-        slow = temporary(closing) / "slow.toml"
-        fields = SLOW.model_dump()
-        slow.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
-        rows = [row for case in cases for row in check(case, slow, machine)]
+    # As `--device model:FILE` takes it.
+    slow, fields = place.folder / "slow.toml", SLOW.model_dump()
+    slow.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
+    rows = [row for case in cases for row in check(case, slow, machine)]
     largest = max(abs(row["error"]) for row in rows)
     document = {
         "slow": fields,

@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import OperatorCost, Report
-from tsqp.lab.bench.summary import OperatorTotal, by_operator
+from tsqp.lab.bench.summary import by_operator
 from tsqp.processes import ProcessError, program
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,11 +82,9 @@ def without_layers(document: Any) -> dict[str, Any]:
     return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
 
 
-def _added_up(total: OperatorTotal) -> OperatorCost:
+def _added_up(total: OperatorCost) -> OperatorCost:
     # Where layers differ, part of the work leaves the TEE.
-    place: Literal["tee", "gpu"] = "tee" if total.place == "tee" else "gpu"
-    kept = ("operator", "calls", "rpcs", "bytes_sent", "bytes_received", "stages")
-    return OperatorCost(layer=None, place=place, **{name: getattr(total, name) for name in kept})
+    return total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
 
 
 @dataclass(frozen=True)
@@ -113,23 +111,12 @@ def _bench(name: str, *options: str) -> Recording:
     return Recording(name, command, without_layers, talks=False)
 
 
-# Of recordings whose module is not named as they are.
-_MODULES = {
-    "calls": "tests.kit.calls",
-    "plan": "benchmarks.plan_check",
-    "ping_pong": "tsqp.lab.bench.ping_pong",
-    "ping_pong_spin": "tsqp.lab.bench.ping_pong",
-}
+def _script(name: str, *options: str, module: str = "", **how: Any) -> Recording:
+    command = ("python", "-m", module or f"benchmarks.{name}", *options)
+    return Recording(name, command, **how)
 
 
-def _script(
-    name: str, *options: str, shorten: Shorten = as_it_is, may_miss: bool = False
-) -> Recording:
-    module = _MODULES.get(name, f"benchmarks.{name}")
-    command = ("python", "-m", module, *options)
-    return Recording(name, command, shorten, may_miss=may_miss)
-
-
+_PING_PONG = "tsqp.lab.bench.ping_pong"
 # Both sides look for a message for a while before they sleep: where the service answers at once,
 # being woken up is most of a round trip.
 _SPIN = ("--spin-us", "300")
@@ -143,13 +130,13 @@ RECORDINGS: tuple[Recording, ...] = (
     _bench("bench_null_unix", *_NULL, "--policy", "published", "--transport", "unix"),
     _bench("bench_null_shm", *_NULL, "--transport", "shm"),
     _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
-    _script("calls", shorten=with_machine),
-    _script("ping_pong", shorten=with_machine),
-    _script("ping_pong_spin", *_SPIN, shorten=with_machine),
+    _script("calls", module="tests.kit.calls", shorten=with_machine),
+    _script("ping_pong", module=_PING_PONG, shorten=with_machine),
+    _script("ping_pong_spin", *_SPIN, module=_PING_PONG, shorten=with_machine),
     _script("overlap"),
     _script("serving"),
     _script("growth"),
-    _script("plan", may_miss=True),
+    _script("plan", module="benchmarks.plan_check", may_miss=True),
     _script("memory"),
     _script("verify_cost", may_miss=True),
     _script("failover_cost", may_miss=True),
@@ -229,11 +216,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def six_figures(value: Any) -> Any:
     """Return a JSON value with its floats rounded to six significant figures."""
-    if isinstance(value, dict):
-        return {key: six_figures(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [six_figures(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 def record_all(recordings: Sequence[Recording], results: Path) -> list[str]:

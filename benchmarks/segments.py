@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, main, say, temporary
+from benchmarks.harness import Found, Place, main, say
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.model import Report
 
@@ -53,27 +52,25 @@ def _report(model: str, name: str, folder: Path) -> Report:
     return Report.model_validate_json(document.read_bytes())
 
 
-def measure(_options: Any) -> Found:
+def measure(_options: Any, place: Place) -> Found:
     """Measure every policy of both models."""
     results: list[dict[str, Any]] = []
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        for model, policies in _POLICIES.items():
-            token_ms = 0.0
-            for name in policies:
-                prompt, token = _report(model, name, folder).policies[0].cases
-                token_ms = token_ms or token.step_ms.median
-                found: dict[str, Any] = {
-                    "model": model,
-                    "policy": name,
-                    "token_ms": token.step_ms.median,
-                    "prompt_ms": prompt.step_ms.median,
-                    "ratio": token_ms / token.step_ms.median,
-                    "rpcs": token.rpcs,
-                    "bytes": token.bytes_sent + token.bytes_received,
-                }
-                say("{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})".format(**found))
-                results.append(found)
+    for model, policies in _POLICIES.items():
+        token_ms = 0.0
+        for name in policies:
+            prompt, token = _report(model, name, place.folder).policies[0].cases
+            token_ms = token_ms or token.step_ms.median
+            found: dict[str, Any] = {
+                "model": model,
+                "policy": name,
+                "token_ms": token.step_ms.median,
+                "prompt_ms": prompt.step_ms.median,
+                "ratio": token_ms / token.step_ms.median,
+                "rpcs": token.rpcs,
+                "bytes": token.bytes_sent + token.bytes_received,
+            }
+            say("{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})".format(**found))
+            results.append(found)
     clear = next(r for r in results if r["policy"] == "clear-segment")
     return {"rtt_us": RTT_US, "results": results}, clear["ratio"] >= LEAST_RATIO
 

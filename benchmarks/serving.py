@@ -35,14 +35,14 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.harness import Found, main, service, temporary
+from benchmarks.harness import Found, Place, main
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.measure import in_fresh_process
-from tsqp.processes import program
+from tsqp.lab.measure import in_fresh_process, rounds
+from tsqp.processes import program, start_server
 
 POLICY = "attention-in-tee"
 STREAMS = 16
@@ -50,9 +50,10 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 128
 HISTORY_TOKENS = 1000
 # Two processes share two cores with the kernel: of one round the ratio differs by a tenth.
 _ROUNDS = 5
+# More than there is time for.
+_MANY = 10**6
 # Waits for a token of the largest prompts on a busy machine.
 _LIMIT_S = 120.0
-_READY = re.compile(r"ready: (\S+)/v1")
 # A text that repeats itself, whatever the model would say; and what it would say.
 _REPETITIVE = {"guided_regex": "( the dog and the cat, a small boy and a girl){12}"}
 _STORY: dict[str, Any] = {}
@@ -70,17 +71,10 @@ def add_tokenizer(directory: Path) -> None:
 @contextmanager
 def server(model: str | Path, endpoint: str, policy: str, *options: str) -> Iterator[str]:
     """Run `tee-runner serve`, and yield its address once it is ready."""
-    command = [program("tee-runner"), "serve", str(model), "--port", "0", "--gpu", endpoint]
-    command += ["--policy", policy, "--spin-us", "50", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            lines = iter(process.stderr or ())
-            found = next((m[1] for line in lines if (m := _READY.search(line))), None)
-            if found is None:
-                raise SystemExit(f"{' '.join(command)}: got no address, expected one")
-            yield found
-        finally:
-            process.terminate()
+    command = [str(model), "--port", "0", "--gpu", endpoint, "--policy", policy]
+    with ExitStack() as running:
+        _, url = start_server(running, [*command, "--spin-us", "50", *options])
+        yield url.removesuffix("/v1")
 
 
 @dataclass
@@ -118,8 +112,7 @@ async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
 
 @cache
 def _model(address: str) -> str:
-    name: str = json.loads(_get(f"{address}/v1/models"))["data"][0]["id"]
-    return name
+    return str(json.loads(_get(f"{address}/v1/models"))["data"][0]["id"])
 
 
 def _get(request: str | urllib.request.Request) -> bytes:
@@ -163,21 +156,16 @@ def tokens_per_s(address: str, streams: int, seconds: float) -> float:
         count = sum(first < at <= last for one in found for at in one.times)
         return count / (last - first)
 
-    until = time.perf_counter() + seconds
-    rates = [asyncio.run(together())]
-    while time.perf_counter() < until:
-        rates.append(asyncio.run(together()))
-    return median(rates)
+    return median(asyncio.run(together()) for _ in rounds(_MANY, seconds))
 
 
 def engine_alone(model: Path, endpoint: str, streams: int, seconds: float) -> float:
     """Return the rate of as many sequences of an engine in this process."""
     settings = RunnerSettings(model=model, policy=load_policy(POLICY), gpu=(endpoint,), spin_us=50)
     rates: list[float] = []
-    until = time.perf_counter() + seconds
     with Runner(settings) as runner:
         engine = runner.engine
-        while not rates or time.perf_counter() < until:
+        for _ in rounds(_MANY, seconds):
             for stream in range(streams):
                 engine.add(prompt_of(stream, 0), max_new_tokens=NEW_TOKENS)
             while any(not sequence.token_ids for sequence in engine.running):
@@ -250,20 +238,18 @@ def prefix_case(model: Path, endpoint: str, turns: int) -> dict[str, Any]:
     return {"with_ms": with_reuse, "without_ms": without, "ratio": with_reuse / without}
 
 
-def speculation_case(folder: Path) -> dict[str, Any]:
+def speculation_case(place: Place) -> dict[str, Any]:
     """Count round trips a token of a repetitive text, with and without speculation."""
     found: dict[str, Any] = {}
-    with ExitStack() as closing:
-        bind = f"unix://{folder}/demo.sock"
-        endpoint = service(closing, "demo", bind, "--arithmetic", "int8")
-        for name, options in (("without", ()), ("with", ("--speculative", "ngram"))):
-            # Speculation stops where less than half of the pads are left.
-            bank = ("--bank", f"{folder}/{name}", "--bank-key-beside-bank")
-            making = [program("tee-runner"), "pads", "make", "demo", "--tokens", "2048", *bank]
-            subprocess.run(making, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            with server("demo", endpoint, "shielded", *bank, *options) as address:
-                found[name] = _counted(address, _REPETITIVE)
-                found[f"story_{name}"] = _counted(address, _STORY)
+    endpoint = place.service("demo", "--arithmetic", "int8")
+    for name, options in (("without", ()), ("with", ("--speculative", "ngram"))):
+        # Speculation stops where less than half of the pads are left.
+        bank = ("--bank", f"{place.folder}/{name}", "--bank-key-beside-bank")
+        making = [program("tee-runner"), "pads", "make", "demo", "--tokens", "2048", *bank]
+        subprocess.run(making, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with server("demo", endpoint, "shielded", *bank, *options) as address:
+            found[name] = _counted(address, _REPETITIVE)
+            found[f"story_{name}"] = _counted(address, _STORY)
     same = [
         found[name].pop("text") == found[f"{name[: -len('with')]}without"].pop("text")
         for name in ("with", "story_with")
@@ -298,30 +284,23 @@ def _complete(address: str, fields: dict[str, Any]) -> str:
     body = json.dumps(common | fields).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
-    text: str = json.loads(_get(request))["choices"][0]["text"]
-    return text
+    return str(json.loads(_get(request))["choices"][0]["text"])
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Measure everything."""
     seconds = options.seconds
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        random_model = folder / "model"
-        random_model.mkdir()
-        prepare.random_model(random_model, find_shape(options.shape), linear=False)
-        model = prepare.endless(random_model, folder)
-        add_tokenizer(model)
-        device = ("--device", "null", "--spin-us", "50")
-        endpoint = service(closing, model, f"unix://{folder}/gpu.sock", *device)
-        return {
-            "shape": options.shape,
-            "policy": POLICY,
-            "streams": streams_case(model, endpoint, seconds / 3),
-            "overload": overload_case(model, endpoint, 3 * seconds),
-            "prefix": prefix_case(model, endpoint, 5),
-            "speculation": speculation_case(folder),
-        }, True
+    model = prepare.endless(place.model(find_shape(options.shape), linear=False), place.folder)
+    add_tokenizer(model)
+    endpoint = place.service(model, "--device", "null", "--spin-us", "50")
+    return {
+        "shape": options.shape,
+        "policy": POLICY,
+        "streams": streams_case(model, endpoint, seconds / 3),
+        "overload": overload_case(model, endpoint, 3 * seconds),
+        "prefix": prefix_case(model, endpoint, 5),
+        "speculation": speculation_case(place),
+    }, True
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 _GRAMMAR: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _WORDS: dict[str, list[str]] = _GRAMMAR["words"]
 _TEXTS: dict[str, list[Any]] = _GRAMMAR["texts"]
+_COMMON: dict[str, list[Any]] = _GRAMMAR["common"]
 _ANIMALS: dict[str, str] = _GRAMMAR["animals"]
 _PLACES: dict[str, list[str]] = _GRAMMAR["places"]
 # The pronouns that each name goes by.
@@ -83,15 +84,9 @@ def expand(template: str, slots: dict[str, str], rng: random.Random) -> str:
     return _SENTENCE_START.sub(lambda match: match[1] + match[2].upper(), text)
 
 
-def _words(value: str | list[str]) -> list[str]:
-    """Return a list of words that a plan has, or names."""
-    return _WORDS[value] if isinstance(value, str) else value
-
-
-def _common(value: str | list[str]) -> list[str]:
-    """Return a beat or a question that a plan has, or names."""
-    found: list[str] = _GRAMMAR["common"][value] if isinstance(value, str) else value
-    return found
+def _listed(value: str | list[Any], lists: dict[str, list[Any]]) -> list[Any]:
+    """Return what a plan lists: itself, or by the name of one of the grammar's lists."""
+    return lists[value] if isinstance(value, str) else value
 
 
 def _friend_phrase(rng: random.Random, friend: str, kind: str | None, sibling: str) -> str:
@@ -115,7 +110,7 @@ def story(rng: random.Random, hero: str | None = None) -> Story:
     place = rng.choice(_WORDS["wild"] if plan["wild"] else tuple(_PLACES))
     preposition, *spots = _PLACES[place]
     home = rng.choice([other for other in _WORDS["wild"] if other != place])
-    noun = rng.choice(_words(plan["nouns"]))
+    noun = rng.choice(_listed(plan["nouns"], _WORDS))
     case = rng.choice(plan["cases"])
     day, day2 = rng.sample(_WORDS["days"], 2)
     spots = rng.sample(spots, 3)
@@ -129,7 +124,7 @@ def story(rng: random.Random, hero: str | None = None) -> Story:
         "kind": kind or "", "kind_home": _ANIMALS[kind] if kind else "",
         "animal": animal, "animal_home": _ANIMALS[animal],
         "small": rng.choice(("small", "young", "little", "tiny", "gray", "brown")),
-        "noun": noun, "obj": rng.choice(_words(plan["looks"])) + " {noun}",
+        "noun": noun, "obj": rng.choice(_listed(plan["looks"], _WORDS)) + " {noun}",
         "look": rng.choice(("bright", "strange", "familiar", "colorful")),
         "treasure": rng.choice(_WORDS["treasure_looks"]) + " " + rng.choice(_WORDS["treasures"]),
         "place": place, "the_place": f"the {place}", "to_place": f"to the {place}",
@@ -139,15 +134,15 @@ def story(rng: random.Random, hero: str | None = None) -> Story:
         "grown": rng.choice(_WORDS["grown_ups"]), "lesson": rng.choice(plan["lessons"]),
     } | case  # fmt: skip
     beats = [rng.choice(_TEXTS["animal_introductions" if kind else "child_introductions"])]
-    beats += [rng.choice(_common(beat)) for beat in plan["beats"]]
+    beats += [rng.choice(_listed(beat, _COMMON)) for beat in plan["beats"]]
     if rng.random() < 0.6:
         # The first closing speaks of the place.
         beats.append(rng.choice(_TEXTS["closings"][0 if plan["names_place"] else 1 :]))
     questions = [*plan["questions"], ["What did {hero} learn?", "{hero} learned that {lesson}."]]
     text = " ".join(expand(beat, slots, rng) for beat in beats)
     answers = []
-    for asked in map(_common, questions):
-        question, answer = (expand(one, slots, rng) for one in asked)
+    for asked in questions:
+        question, answer = (expand(one, slots, rng) for one in _listed(asked, _COMMON))
         answers.append((question, answer))
     return Story(
         text=text,

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.harness import Found, elapsed_us, main, say, service, temporary
+from benchmarks.harness import Found, Place, main, say
 from protocol.channel import Channel, open_channel
 from protocol.messages import (
     FUSED_MODULES,
@@ -33,8 +32,8 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch
-from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import elapsed_us
 
 SHAPE = "llama-3.2-1b"
 _BLOCK = 4
@@ -75,7 +74,7 @@ def _ask(channel: Channel, request: Request) -> None:
     channel.wait(channel.submit(request))
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Measure each operator, and a layer's together."""
     cores = {int(core) for core in options.cores.split(",")}
     os.sched_setaffinity(0, cores)  # children's, too
@@ -83,29 +82,26 @@ def measure(options: Any) -> Found:
     config = shape.config()
     results: list[dict[str, Any]] = []
     torch.set_num_threads(1)
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        write_random_model(folder, shape.settings)
-        channels: list[Channel] = []
-        for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
-            asked = ["--arithmetic", "int8", "--tensor-parallel", str(ranks)]
-            asked += ["--threads", str(max(1, threads))]
-            endpoint = service(closing, folder, f"unix://{folder}/{len(channels)}", *asked)
-            channels.append(closing.enter_context(open_channel(endpoint, timeout_s=600.0)))
-        for rows in options.rows:
-            rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
-            found: dict[str, list[float]] = {}
-            for operator in (*FUSED_MODULES, None):
-                layers = range(config.num_hidden_layers)
-                requests = [request_of(config, operator, layer, rows) for layer in layers]
-                times = times_us(channels, requests, rounds, options.quantile)
-                found[operator or "lm_head"] = times
-            columns = zip(*(found[operator] for operator in FUSED_MODULES), strict=True)
-            found["a layer"] = [sum(column) for column in columns]
-            for what, (one, two, half) in found.items():
-                say(f"{rows} rows, {what}: ratio {two / one:.2f}, gain {half / two:.2f}")
-                each = {"one_us": one, "two_us": two, "half_us": half}
-                results.append({"rows": rows, "operator": what, **each})
+    model = place.model(shape, linear=True)
+    channels: list[Channel] = []
+    for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
+        asked = ["--arithmetic", "int8", "--tensor-parallel", str(ranks)]
+        endpoint = place.service(model, *asked, "--threads", str(max(1, threads)))
+        channels.append(place.closing.enter_context(open_channel(endpoint, timeout_s=600.0)))
+    for rows in options.rows:
+        rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
+        found: dict[str, list[float]] = {}
+        for operator in (*FUSED_MODULES, None):
+            layers = range(config.num_hidden_layers)
+            requests = [request_of(config, operator, layer, rows) for layer in layers]
+            times = times_us(channels, requests, rounds, options.quantile)
+            found[operator or "lm_head"] = times
+        columns = zip(*(found[operator] for operator in FUSED_MODULES), strict=True)
+        found["a layer"] = [sum(column) for column in columns]
+        for what, (one, two, half) in found.items():
+            say(f"{rows} rows, {what}: ratio {two / one:.2f}, gain {half / two:.2f}")
+            each = {"one_us": one, "two_us": two, "half_us": half}
+            results.append({"rows": rows, "operator": what, **each})
     return {"results": results}, True
 
 

@@ -24,7 +24,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import rankdata
 
-from benchmarks.harness import Found, main, service, temporary
+from benchmarks.harness import Found, Place, main
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
@@ -161,11 +162,11 @@ def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[b
     if each * len(showed) + 1 != len(requests):  # one for Init
         raise RuntimeError(f"{len(requests)} requests of {len(showed)} tokens")
     first, last = requests[1::each], requests[each::each]
-    found: dict[str, list[tuple[bool, float]]] = {"gap": [], "step": []}
-    for n in range(8, len(showed) - 2):
-        found["gap"].append((showed[n], (first[n + 1] - last[n]) / 1e3))
-        found["step"].append((showed[n], (first[n + 2] - first[n + 1]) / 1e3))
-    return found
+    kept = range(8, len(showed) - 2)
+    return {
+        "gap": [(showed[n], (first[n + 1] - last[n]) / 1e3) for n in kept],
+        "step": [(showed[n], (first[n + 2] - first[n + 1]) / 1e3) for n in kept],
+    }
 
 
 def auc(printed: Times, silent: Times) -> tuple[float, float, float]:
@@ -194,25 +195,19 @@ def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[flo
     }
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Let both ways take turns. Raises TsqpError."""
-    times: dict[str, dict[str, list[tuple[bool, float]]]]
-    times = {way: {"gap": [], "step": []} for way in WAYS}
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        half_silent(folder / "model")
-        service(closing, "demo", f"unix://{folder}/service")
-        relay = Relay(f"{folder}/relay", f"{folder}/service")
-        for seed in range(options.rounds):
-            for way in WAYS if seed % 2 else WAYS[::-1]:
-                arguments = [way, f"{folder}/model", f"unix://{folder}/relay", options.policy]
-                found = intervals(*_run(relay, [*arguments, str(seed)], folder / "result.json"))
-                for kind, values in found.items():
-                    times[way][kind] += values
-    report = {
-        way: {kind: summary(values) for kind, values in kinds.items()}
-        for way, kinds in times.items()
-    }
+    times = defaultdict[tuple[str, str], list[tuple[bool, float]]](list)
+    folder = place.folder
+    half_silent(folder / "model")
+    relay = Relay(f"{folder}/relay", place.service("demo").removeprefix("unix://"))
+    for seed in range(options.rounds):
+        for way in WAYS if seed % 2 else WAYS[::-1]:
+            arguments = [way, f"{folder}/model", f"unix://{folder}/relay", options.policy]
+            found = intervals(*_run(relay, [*arguments, str(seed)], folder / "result.json"))
+            for kind, values in found.items():
+                times[way, kind] += values
+    report = {way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS}
     return {"policy": options.policy, "rounds": options.rounds, **report}, True
 
 

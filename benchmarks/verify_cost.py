@@ -23,24 +23,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import (
-    BINDS,
-    CORES,
-    Found,
-    Repeated,
-    in_turns,
-    main,
-    say,
-    service,
-    temporary,
-)
+from benchmarks.harness import CORES, Found, Place, Repeated, in_turns, main, say
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.verification import Secrets
 from tee_side.runner import RunnerSettings
-from tsqp.lab.bench import prepare
+from tsqp.lab.bench import pads, prepare
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.bench.worker import observed
 
 POLICY = "shielded"
 MOST_SHARE = 0.15
@@ -58,12 +49,12 @@ def _believed(policy: Policy) -> Policy:
 
 def _observed_ms(repeated: Repeated) -> tuple[float, float]:
     """Return ms of one step: of the stages that hold checks, and of the trusted side in all."""
-    elapsed_ms, costs = repeated.observed()
+    ((elapsed_us, costs, _),) = observed(repeated.runner, repeated.step)
     stages = [cost.stages for cost in costs]
     away_us = sum(one.wire_us + one.queue_us + one.gpu_us for one in stages)
     # Compiled, a check is part of the passes that mask and unmask.
     noted_us = sum(one.mask_us + one.verify_us + one.unmask_us for one in stages)
-    return noted_us / 1e3, elapsed_ms - away_us / 1e3
+    return noted_us / 1e3, (elapsed_us - away_us) / 1e3
 
 
 def _measure_batch(
@@ -75,7 +66,7 @@ def _measure_batch(
     with ExitStack() as closing:
         for policy in (load_policy(POLICY), _believed(load_policy(POLICY))):
             tokens, place = batch * (steps + _PROMPT), folder / f"{policy.name}-{batch}"
-            bank = prepare.bank(model, policy, tokens, place, zeros=True)
+            bank = pads.bank(model, policy, tokens, place, zeros=True)
             settings = RunnerSettings(
                 model=model,
                 policy=policy,
@@ -105,22 +96,17 @@ def _measure_batch(
     }
 
 
-def measure(options: Any) -> Found:
+def measure(options: Any, place: Place) -> Found:
     """Make the model, and measure every size of batch. Raises TsqpError."""
-    with ExitStack() as closing:
-        folder = temporary(closing)
-        (folder / "model").mkdir()
-        say(f"making {options.shape}, first with random weights, for its scales, then with zeros")
-        prepare.random_model(folder / "model", find_shape(options.shape), linear=True)
-        calibrated = prepare.calibration(prepare.endless(folder / "model", folder), folder)
-        model = prepare.hollow(calibrated, folder)
-        bind = BINDS["unix"].format(folder=folder, name="gpu")
-        endpoint = service(closing, model, bind, "--device", "null", "--arithmetic", "int8")
-        results = []
-        for batch in options.batch:
-            found = _measure_batch(model, folder, endpoint, batch, options)
-            say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
-            results.append(found)
+    made, folder = place.model(find_shape(options.shape), linear=True), place.folder
+    # First with random weights, for its scales, then with zeros.
+    model = prepare.hollow(prepare.calibration(prepare.endless(made, folder), folder), folder)
+    endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
+    results = []
+    for batch in options.batch:
+        found = _measure_batch(model, folder, endpoint, batch, options)
+        say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
+        results.append(found)
     document = {
         "policy": POLICY,
         "shape": options.shape,

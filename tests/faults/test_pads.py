@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import tempfile
-from functools import partial
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.pad_draws import BLOCKS, ENDS, Ledger, crash_and_draw, prepare_end
 from protocol.errors import PadBankError, PadsExhaustedError
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile, read_bank_status
@@ -25,19 +27,68 @@ from tests.kit.pads import Crash, Disk, create, fill, place, put_all, reopen, us
 from tests.kit.rows import each_row
 
 _SITES = tuple(site.number for site in tiny.LAYOUT.sites)
+# How a life of a bank ends: it leaves without closing anything, it is killed (SIGKILL) at a moment
+# that it does not know, or kills itself before or after its n-th system call of a name.
+SYSTEM_CALLS = ("open", "write", "fsync", "replace", "pwrite")
+ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
+# A large block makes a million draws feasible, the default one is tested with them.
+BLOCKS = (16, 256, 1024, 1024)
 # As `crash_and_draw` names them.
 KILLS = tuple(f"killed: {end}" for end in ENDS if end != "abandoned")
+
+
+class Ledger:
+    """Counts in memory that parent and children share: how often each index was drawn."""
+
+    def __init__(self, draws: int) -> None:
+        # Lost tokens take an index, too, a block a life.
+        self.counts = torch.zeros(draws * 10 + 2**20, dtype=torch.uint8).share_memory_()
+        self.totals = torch.zeros(2, dtype=torch.int64).share_memory_()  # draws, and tokens
+
+    def add(self, indices: range) -> None:
+        """Count one draw."""
+        self.counts[indices.start : indices.stop : indices.step] += 1
+        self.totals += torch.tensor([1, len(indices)])
+
+
+def prepare_end(end: str, choose: random.Random) -> int:
+    """See to it that a life ends so; return after how many draws it should leave by itself."""
+    if end == "from outside":
+        return 2**62
+    if end not in SYSTEM_CALLS:
+        return choose.randint(1, 6000)
+    # Records are written one by one, everything else a few times a block.
+    countdown = choose.randint(1, 2000 if end == "pwrite" else 60)
+    _kill_at(end, countdown, after=choose.random() < 0.5)
+    return 6000
+
+
+def _kill_at(name: str, countdown: int, *, after: bool) -> None:
+    real: Callable[..., Any] = getattr(os, name)
+    left = countdown
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **keywords)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(os, name, call)
 
 
 def _life(
     longest: int, folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int
 ) -> None:
     """Run one life to its end, in a process of its own: two micro-batches draw in turns."""
-    last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
+    last = min(until, int(ledger.totals[0]) + min(longest, prepare_end(end, choose)))
     bank = BankFile.open(place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
     pads = Pads(Pad(), bank, None, "fail")
     lanes = [pads.lane(), pads.lane()]
-    while ledger.totals()[0] < last:
+    while int(ledger.totals[0]) < last:
         if bank.available < 12 and choose.random() < 0.9:
             fill(bank, min(bank.room, choose.randint(100, 1000)))
         try:
@@ -70,6 +121,33 @@ def _step(lane: PadLane, ledger: Ledger, choose: random.Random) -> None:
         lane.end_step()
 
 
+def crash_and_draw(folder: Path, draws: int, longest: int) -> tuple[Ledger, Counter[str]]:
+    """Draw so often over as many lives as it takes; return what was counted, and how they ended.
+
+    Every life is a real process. What it drew is counted in memory that it shares with this one,
+    which outlives a kill. A kill keeps what the kernel has: a loss of power is simulated below.
+    """
+    choose = random.Random(1)
+    BankFile.create(place(folder), tiny.PURPOSE, capacity=8192).close()
+    ledger, ends = Ledger(draws), Counter[str]()
+    while int(ledger.totals[0]) < draws:
+        end, life = choose.choice(ENDS), random.Random(choose.random())
+        delay_s = choose.uniform(0, 2)
+        child = os.fork()
+        if child == 0:
+            try:
+                _life(longest, folder, ledger, end, life, draws)
+            finally:
+                os._exit(4)  # an error; it was printed
+        if end == "from outside":
+            time.sleep(delay_s)
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL), f"a life that ended with {end}: status {status}"
+        ends[f"killed: {end}" if status else "abandoned"] += 1
+    return ledger, ends
+
+
 @Row(
     "pads",
     "pads",
@@ -83,25 +161,14 @@ def pads(count: int, full: bool) -> Found:
     """Draw so often. A request that is sent again draws nothing: it is the same bytes."""
     torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
     with tempfile.TemporaryDirectory() as name:
-        found = crash_and_draw(
-            Path(name),
-            count,
-            seed=1,
-            run_life=partial(_life, max(200, count // 20)),
-            purpose=tiny.PURPOSE,
-            indices_per_draw=10,
-        )
-    kills = [found["crashes"].get(kind, 0) for kind in KILLS]
+        ledger, ends = crash_and_draw(Path(name), count, max(200, count // 20))
+    (draws, rows), reused = ledger.totals.tolist(), int((ledger.counts > 1).sum())
+    kills = [ends[kind] for kind in KILLS]
     return Found(
+        {"draws": draws, "rows": rows, "crashes": ends.total(), "reused": reused},
         {
-            "draws": found["draws"],
-            "rows": found["tokens"],
-            "crashes": found["crashes_total"],
-            "reused": found["reused_indices"],
-        },
-        {
-            "none reused": found["reused_indices"] == 0,
-            "enough": found["draws"] >= count,
+            "none reused": reused == 0,
+            "enough": draws >= count,
             "every kill" if full else "some kill": all(kills) if full else sum(kills) > 0,
         },
     )

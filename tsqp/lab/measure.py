@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -52,10 +53,7 @@ class _Sums:
     rpcs: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    stages: dict[str, int] = field(default_factory=dict)
-
-    def add(self, stage: str, elapsed_ns: int) -> None:
-        self.stages[stage] = self.stages.get(stage, 0) + elapsed_ns
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 class Collector:
@@ -144,9 +142,7 @@ class _Lane:
         started_ns: int,
         ended_ns: int,
     ) -> None:
-        elapsed_ns = ended_ns - started_ns
-        self._collector.sums(operator, layer).add(stage, elapsed_ns)
-        self._collector.piece(self._index, (operator, layer), stage, started_ns, elapsed_ns)
+        self._spent((operator, layer), stage, started_ns, ended_ns - started_ns)
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
@@ -156,12 +152,10 @@ class _Lane:
             sums.rpcs += 1
             sums.bytes_sent += exchange.bytes_sent
             sums.bytes_received += exchange.bytes_received
-            sums.add("encode", exchange.encode_ns)
-            sums.add("decode", exchange.decode_ns)
             began_ns = exchange.sent_ns - exchange.encode_ns
             received_ns = exchange.sent_ns + exchange.elapsed_ns
-            self._piece(site, "encode", began_ns, exchange.encode_ns)
-            self._piece(site, "decode", received_ns, exchange.decode_ns)
+            self._spent(site, "encode", began_ns, exchange.encode_ns)
+            self._spent(site, "decode", received_ns, exchange.decode_ns)
         # Requests side by side: the slowest is the time that they took.
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         timing = slowest.timing
@@ -170,28 +164,41 @@ class _Lane:
         # The service's clock is its own and its claims are not checked: they are made to fit.
         queue_ns = min(queue_ns, slowest.elapsed_ns)
         gpu_ns = min(gpu_ns, slowest.elapsed_ns - queue_ns)
-        wire_ns = slowest.elapsed_ns - queue_ns - gpu_ns
-        for stage, elapsed_ns in (("wire", wire_ns), ("queue", queue_ns), ("gpu", gpu_ns)):
-            sums.add(stage, elapsed_ns)
         # How the wire's time divides into there and back is not known: in halves.
+        half_ns = (slowest.elapsed_ns - queue_ns - gpu_ns) / 2
         start_ns = float(slowest.sent_ns)
         for stage, spent_ns in (
-            ("wire", wire_ns / 2),
+            ("wire", half_ns),
             ("queue", queue_ns),
             ("gpu", gpu_ns),
-            ("wire", wire_ns / 2),
+            ("wire", half_ns),
         ):
-            self._piece(site, stage, start_ns, spent_ns)
+            self._spent(site, stage, start_ns, spent_ns)
             start_ns += spent_ns
 
-    def _piece(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
+    def _spent(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
+        stages = self._collector.sums(*site).stages
+        stages[stage] = stages.get(stage, 0) + elapsed_ns
         self._collector.piece(self._index, site, stage, started_ns, elapsed_ns)
 
 
-# ---------------------------------------------------------------------------------- processes
+def rounds(most: int, budget_s: float, least: int = 1) -> Iterator[int]:
+    """Count to `most`, or until the time is over; to `least` in any case."""
+    started = time.perf_counter()
+    for number in range(most):
+        if number >= least and time.perf_counter() - started > budget_s:
+            return
+        yield number
 
-# Read once, when torch is imported (tsqp/cli/program.py): what is started here has it, too.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+def elapsed_us(work: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    started_ns = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - started_ns) / 1e3
+
+
+# ---------------------------------------------------------------------------------- processes
 
 # Of a process that `processes` has started: what tells the one that it belongs to.
 _telling: list[Tell] = []

@@ -5,14 +5,15 @@ The terminal and the pages need the extra `bench` (rich, jinja2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+T = TypeVar("T")
 # A column of text is not made narrower than this for the sake of its neighbours.
 _TEXT_WIDTH = 24
 
@@ -49,6 +50,14 @@ class Grid:
             if place < self.texts or name in keep or any(row.cells[place] for row in self.rows)
         ]
         return self.select(self.title, names, texts=self.texts)
+
+
+def grid(
+    title: str, columns: Mapping[str, Callable[[T], str]], items: Iterable[T], note: str = ""
+) -> Grid:
+    """Return a table with a row for each item. `columns`: what a cell of each says of it."""
+    rows = tuple(Row(tuple(cell(one) for cell in columns.values())) for one in items)
+    return Grid(title, tuple(columns), rows, note=note)
 
 
 def heading(name: str, columns: Sequence[str]) -> Row:

@@ -24,8 +24,8 @@ from tests.kit.report import recorded_report, some_case
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import BenchSettings, Finished, Job, Measured, Plan
-from tsqp.lab.bench.model import Span, Timeline
+from tsqp.lab.bench.job import BenchSettings, Job, Plan
+from tsqp.lab.bench.model import Finished, Span, Timeline
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
@@ -78,10 +78,10 @@ def test_an_interrupted_run_says_what_is_missing(
     error = ProcessError("w", got="a", expected="b")
 
     def broken(job: Job) -> Iterator[Any]:
-        yield Measured(case=some_case(job.policy))
+        yield some_case(job.policy)
         if job.policy == "published":
             raise error
-        yield Finished(peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
+        yield Finished(tee_peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
 
     # Workers that answer so, and services that are none.
     monkeypatch.setattr(Bench, "_answers", lambda _self, job: broken(job))

@@ -24,9 +24,8 @@ from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan import planning
 from tsqp.lab.plan.costs import (
     PARTS,
-    Asked,
-    Costs,
     Lane,
+    ModelCosts,
     PlanReport,
     PlanSettings,
     Rpc,
@@ -35,7 +34,7 @@ from tsqp.lab.plan.costs import (
     Step,
 )
 from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
-from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode
+from tsqp.lab.plan.predict import Hardware, Turn, play, predict_decode
 from tsqp.run.link import Link
 
 WORK = LinearWork(1, 2048, 2048, False)
@@ -46,7 +45,7 @@ NO_LINK = Link(None, 0.0)
 def rpc(**numbers: Any) -> Rpc:
     given: dict[str, Any] = {
         "service": 0,
-        "asked": Asked(shape=PLAN.shape, dtype=PLAN.dtype, work=WORK, input_bytes=4096),
+        "asked": PLAN,
         "bytes_sent": 4200,
         "bytes_received": 4300,
         "encode_us": 1.0,
@@ -60,26 +59,22 @@ def rpc(**numbers: Any) -> Rpc:
 
 
 def section(work_us: float, *rpcs: Rpc, after_us: float = 0.0, **shares: float) -> Section:
-    segments = (Segment(work_us=work_us, rpcs=rpcs),) if rpcs else ()
+    segments = [Segment(work_us, [*rpcs])] if rpcs else []
     return Section(segments=segments, after_us=after_us if rpcs else work_us, **shares)
 
 
-def trip(**times: float) -> Trip:
-    given: dict[str, Any] = dict.fromkeys(
-        ("send_us", "wire_us", "service_us", "gpu_us", "up_us", "down_us", "receive_us"), 0.0
-    )
-    return Trip(**{"service": 0, **given, **times})
+def trip(**times: Any) -> Rpc:
+    return Rpc(0, PLAN, **times)
 
 
-def turn(work_us: float, *trips: Trip) -> Turn:
+def turn(work_us: float, *trips: Rpc) -> Turn:
     return Turn(0.0, work_us, 0.0, 0.0, trips)
 
 
-def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> Costs:
+def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> ModelCosts:
     lane = Lane(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
     step = Step(rows=rows, lanes=(lane,))
-    given = {"threads": 2, "layers": 3, "itemsize": 2, "order": (0,) * 4}
-    return Costs.model_validate({**given, "prefill": (step, step), "decode": step})
+    return ModelCosts((step, step), step, threads=2, layers=3, order=(0,) * 4)
 
 
 def hardware(profile: str | None = None, cores: int = 2) -> Hardware:
@@ -149,9 +144,7 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
         Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))
         for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
     )
-    measured = Costs(
-        threads=1, layers=3, itemsize=2, order=(0,) * 22, prefill=(prompt,), decode=decode
-    )
+    measured = ModelCosts([prompt], decode, threads=1, layers=3, order=(0,) * 22)
     monkeypatch.setattr(made, "_costs", lambda name, policy: measured)
     (found,) = made.run().policies
     assert found.ttft_ms == pytest.approx(3000)
@@ -162,7 +155,7 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     # On twice the cores pads take half as long: 4 sequences of 5 ms, after a step of 20.
     pads = PadMaking(phases=("decode",), token_ms=10.0, cpu_ms=10.0, batch_tokens=512)
     more = planning.Planning(replace(given, cores=2), print)
-    monkeypatch.setattr(more, "_costs", lambda *_: measured.model_copy(update={"pads": pads}))
+    monkeypatch.setattr(more, "_costs", lambda *_: replace(measured, pads=pads))
     (found,) = more.run().policies
     assert found.pads is not None
     assert found.pads.token_ms == pytest.approx(5)

@@ -1,1 +1,6 @@
-"""Where each microsecond and byte of a step goes: `tsqp bench` and `tsqp plan`."""
+"""`tsqp bench`: where each microsecond and byte of a step goes."""
+
+import os
+
+# Read once, when torch is imported: the programs have it, too (tsqp/cli/program.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -58,7 +58,7 @@ def measure(
         say("baseline: the published client")
         with ExitStack() as running:
             # Its socket is ZeroMQ's, whatever ours is.
-            policy, served = load_policy("published"), replace(settings.served, transport="tcp")
+            policy, served = load_policy("published"), replace(settings, transport="tcp")
             ((_, endpoint),) = start_services(running, policy, model, folder, served)
             yield _measured(
                 "published_client",

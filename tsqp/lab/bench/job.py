@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
 from tee_side.words import Phase
-from tsqp.lab.bench.model import Case, Document, Generation, PadMaking, Timeline
-
-TRANSPORTS = ("tcp", "ipc", "unix", "shm")
+from tsqp.lab.bench.model import Case, Document, Finished, Generation, Timeline
 
 # Of every case, before anything is timed.
 WARM_UP = 2
 _LEAST_OBSERVED, _MOST_OBSERVED = 3, 12
+
+
+class Requests(NamedTuple):
+    """`batch` requests side by side, and that `times` times. `option`: what asks for them."""
+
+    option: str
+    prompt_tokens: int
+    new_tokens: int
+    batch: int = 1
+    times: int = 1
 
 
 class Plan(Document):
@@ -57,49 +67,53 @@ class Plan(Document):
         prompts = -(-context * batch // max(1, step_tokens - batch + 1))
         return prompts + self.runs("decode")
 
+    def requests(self, step_tokens: int) -> Iterator[Requests]:
+        """Yield all that is asked for in a run, at most."""
+        for tokens in self.prefill:
+            yield Requests("--prefill", tokens, 1, times=self.runs("prefill"))
+        for context, batch in self.decode:
+            new = self.new_tokens(context, batch, step_tokens)
+            yield Requests("--context, --decode-steps", context, new, batch)
+        if self.generation:
+            yield Requests("the request", *self.generation)
+
     def longest(self, step_tokens: int) -> int:
         """Return how many tokens a sequence may become."""
-        lengths = [tokens + 1 for tokens in self.prefill]
-        lengths += [
-            context + self.new_tokens(context, batch, step_tokens) for context, batch in self.decode
-        ]
-        lengths += [sum(self.generation)] if self.generation else []
-        return max(lengths, default=1)
+        asked = self.requests(step_tokens)
+        return max((one.prompt_tokens + one.new_tokens for one in asked), default=1)
 
     def cached_tokens(self, step_tokens: int) -> int:
         """Return how many tokens of all sequences together are in KV caches, at most."""
-        cached = [*self.prefill]
-        cached += [
-            batch * (context + self.new_tokens(context, batch, step_tokens) - 1)
-            for context, batch in self.decode
-        ]
-        cached += [sum(self.generation) - 1] if self.generation else []
-        return max(cached, default=0)
+        asked = self.requests(step_tokens)
+        return max(
+            (one.batch * (one.prompt_tokens + one.new_tokens - 1) for one in asked), default=0
+        )
+
+    def pads(self, phases: Collection[Phase], step_tokens: int) -> int:
+        """Return how many pads a policy uses up, at most, where tokens of these phases take one."""
+        needed = 0
+        for one in self.requests(step_tokens):
+            tokens = one.prompt_tokens if "prefill" in phases else 0
+            # The first new token comes with the prompt.
+            tokens += one.new_tokens if "decode" in phases and one.new_tokens > 1 else 0
+            needed += one.times * one.batch * tokens
+        return needed
 
     def check(self, context_length: int, step_tokens: int) -> None:
         """Refuse cases that do not fit a model's context. Raises SettingsError."""
-        limit, longest = f"{context_length}, the model's context", max(self.prefill, default=0)
-        SettingsError.unless(
-            longest < context_length, "--prefill", f"{longest} tokens", f"fewer than {limit}"
-        )
         SettingsError.unless(
             self.sequences <= step_tokens,
             "--batch",
             f"{self.sequences} sequences",
             f"at most {step_tokens}, which is what --step-tokens puts into a step",
         )
-        for context, batch in self.decode:
-            new = self.new_tokens(context, batch, step_tokens)
+        for one in self.requests(step_tokens):
             SettingsError.unless(
-                context + new <= context_length,
-                "--context, --decode-steps",
-                f"{context} tokens and {new} decoded after them",
-                f"at most {limit}, together",
+                one.prompt_tokens + one.new_tokens <= context_length,
+                one.option,
+                f"{one.prompt_tokens} tokens and {one.new_tokens} new ones after them",
+                f"at most {context_length}, the model's context, together",
             )
-        whole = sum(self.generation or ())
-        SettingsError.unless(
-            whole <= context_length, "the request", f"{whole} tokens", f"at most {limit}"
-        )
 
     def fitted(
         self, context_length: int, step_tokens: int, *, prefill: bool, context: bool
@@ -109,24 +123,17 @@ class Plan(Document):
         `prefill`, `context`: whether these lengths are defaults. Then prompts that are too long
         are dropped, and contexts that are too long become the longest that is possible.
         """
+
+        def shortened(length: int, batch: int) -> tuple[int, int]:
+            longest = context_length - self.new_tokens(length, batch, step_tokens)
+            # One for which there is no room at all is kept, and refused by `check`.
+            return min(length, longest) if longest > 0 else length, batch
+
         prompts, decode, generation = self.prefill, self.decode, self.generation
         if prefill:
             prompts = tuple(tokens for tokens in prompts if tokens < context_length)
         if context:
-            fitting = (
-                (
-                    min(length, context_length - self.new_tokens(length, batch, step_tokens)),
-                    batch,
-                )
-                for length, batch in decode
-            )
-            # One for which there is no room at all is kept, and refused by `check`.
-            decode = tuple(
-                dict.fromkeys(
-                    (new, batch) if new > 0 else old
-                    for (new, batch), old in zip(fitting, decode, strict=True)
-                )
-            )
+            decode = tuple(dict.fromkeys(shortened(*one) for one in decode))
         if generation:
             prompt = min(generation[0], context_length - generation[1])
             generation = (prompt, generation[1]) if prompt > 0 else None
@@ -135,44 +142,42 @@ class Plan(Document):
         )
 
 
-@dataclass(frozen=True)
-class Served:
-    """How services are started that are measured with."""
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What `bench` and `plan` measure, and with which services of their own.
 
-    device: str
-    transport: str
+    `model`: a directory, or `shape`: the name of one whose weights are made at random. `device`,
+    `transport`, `kernels`, `gpu_threads`: of services; `kernels`, `dtype`, `spin_us`: of both
+    sides.
+    """
+
+    model: Path | None = None
+    shape: str | None = None
+    device: str = "null"
+    transport: str = "tcp"
     kernels: str = "auto"
-    threads: int = 1
+    gpu_threads: int = 1
     spin_us: float = 0.0
     dtype: FloatDtype | None = None
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
-class BenchSettings:
+class BenchSettings(Measuring):
     """One run of the benchmark.
 
-    `model`: a directory, or `shape`: the name of one whose weights are made at random. `endpoints`:
-    of services that run already, in place of those that are started with `device` over `transport`.
-    `policies`: with the name or path that each was given by. `baselines`: whether to measure the
-    others, too. `command`: as it was typed, for the report. `default_prefill`, `default_context`:
-    whether the plan's lengths are defaults, so that they may give way to a short context.
+    `endpoints`: of services that run already, in place of those that are started. `policies`: with
+    the name or path that each was given by. `baselines`: whether to measure the others, too.
+    `command`: as it was typed, for the report. `default_prefill`, `default_context`: whether the
+    plan's lengths are defaults, so that they may give way to a short context.
     `shares_in_the_clear`: whether `endpoints` may get shares over links without keys.
     """
 
     command: str
     policies: tuple[tuple[str, Policy], ...]
-    model: Path | None = None
-    shape: str | None = None
     endpoints: tuple[str, ...] = ()
-    device: str = "null"
-    transport: str = "tcp"
-    kernels: str = "auto"
     threads: int = 1
-    gpu_threads: int = 1
-    dtype: FloatDtype | None = None
-    step_tokens: int = DEFAULT_STEP_TOKENS
-    micro_batches: int = 1
-    spin_us: float = 0.0
     link_gbps: float | None = None
     link_rtt_us: float = 0.0
     key: Path | None = None
@@ -182,12 +187,6 @@ class BenchSettings:
     default_prefill: bool = False
     default_context: bool = False
     shares_in_the_clear: bool = False
-
-    @property
-    def served(self) -> Served:
-        """How services are started, where none was given."""
-        of_all = (self.device, self.transport, self.kernels, self.gpu_threads)
-        return Served(*of_all, self.spin_us, self.dtype)
 
     @property
     def computes(self) -> bool:
@@ -222,27 +221,5 @@ class Job:
     bank: Path | None = None
 
 
-class Progress(Document):
-    """What is being measured now."""
-
-    doing: str
-
-
-class Measured(Document):
-    """A case that is done, with its timeline if one was kept."""
-
-    case: Case | None = None
-    timeline: Timeline | None = None
-    generation: Generation | None = None
-
-
-class Finished(Document):
-    """The last line: what is known once everything is measured."""
-
-    peak_bytes: int
-    kv_bytes: int
-    vocabulary_bytes: int
-    pads: PadMaking | None = None
-
-
-Answer = Progress | Measured | Finished
+# What a job tells: what it does now, what it has measured, and at last what is known at its end.
+Answer: TypeAlias = str | Case | Timeline | Generation | Finished

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,9 +67,9 @@ def cpu_ns(pid: int | str = "self") -> int:
     return total
 
 
-def write_results(results: Iterable[BaseModel], path: Path | None) -> None:
-    """Write results as a JSON array to a file, or to stdout where none is named (None)."""
-    text = json.dumps([result.model_dump() for result in results], indent=1)
+def write_results(results: object, path: Path | None) -> None:
+    """Write results, documents among them, as JSON to a file, or to stdout where none is named."""
+    text = json.dumps(results, indent=1, default=BaseModel.model_dump)
     if path is None:
         print(text)
     else:

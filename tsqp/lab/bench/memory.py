@@ -7,9 +7,10 @@ step, are estimates on the large side.
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from protocol.errors import SettingsError
@@ -18,10 +19,9 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
-from tee_side.model.local_operators import sites_here, sites_under
+from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.pads.layout import PadLayout
+from tsqp.lab.bench.pads import pad_layouts
 
 # An interpreter with torch and our own code: 229 MB once (benchmarks/results/memory.json).
 PROCESS_BYTES = 300 * 10**6
@@ -98,16 +98,6 @@ def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
     return (embedding + apart) * config.vocab_size * config.hidden_size * itemsize
 
 
-def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLayout]:
-    """Return the sites under each mask that needs pads."""
-    layers = config.num_hidden_layers
-    return {
-        mask: PadLayout.of(config, sites_under(policy, layers, mask))
-        for mask in policy.masks
-        if isinstance(mask, AdditiveMask)
-    }
-
-
 def _pad_bytes(config: ModelConfig, policy: Policy, *, prefill: int, decode: int) -> int:
     """Count pads made in memory ahead of use, for as many rows as a step may have."""
     total = 0
@@ -133,29 +123,41 @@ def _temporary_bytes(config: ModelConfig, rows: int, context: int) -> int:
     return (max(attention, wide) + crossing + config.vocab_size) * _FLOAT_BYTES
 
 
-def check_memory(tee: Mapping[str, int], services: int) -> None:
-    """Check that the TEE side and services that run beside it fit into this machine's memory.
+def check_memory(
+    config: ModelConfig,
+    policies: Iterable[Policy],
+    *,
+    device: str,
+    services: int,
+    sequences: int,
+    tokens: int,
+    itemsize: int,
+    step_tokens: int,
+) -> None:
+    """Check that the TEE side under each policy fits into this machine's memory, beside services.
 
-    `tee`: parts in bytes; `services`: of all of them together. Raises SettingsError with the parts.
+    For sizes see `tee_parts`. Raises SettingsError with the parts of the policy that needs most.
     """
-    available = _available_memory()
-    needed = sum(tee.values()) + services
-    if needed > available:
-        parts = {**tee, "services": services}
-        words = ", ".join(f"{name} {_amount(size)}" for name, size in parts.items() if size)
-        got, expected = f"{_amount(available)} available", f"at least {_amount(needed)}: {words}"
-        raise SettingsError("memory", got=got, expected=expected)
+    sizes = {"tokens": tokens, "itemsize": itemsize, "step_tokens": step_tokens}
+    each = (tee_parts(config, policy, sequences=sequences, **sizes) for policy in policies)
+    parts = max(each, key=lambda parts: sum(parts.values()))
+    parts["services"] = services * service_bytes(config, device=device, **sizes)
+    available, needed = _available_memory(), sum(parts.values())
+    words = ", ".join(f"{name} {_amount(size)}" for name, size in parts.items() if size)
+    expected = f"at least {_amount(needed)}: {words}"
+    SettingsError.unless(needed <= available, "memory", f"{_amount(available)} available", expected)
 
 
-def check_disk(folder: Path, needed: int) -> None:
-    """Check that a folder's file system has room for so many bytes. Raises SettingsError."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
-        expected = f"at least {_amount(needed)} (TMPDIR names another folder)"
-        raise SettingsError(
-            f"disk space in {folder}", got=f"{_amount(free)} free", expected=expected
-        )
+def check_disk(needed: int) -> None:
+    """Check that the folder for temporary files has so many bytes of room. Raises SettingsError."""
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    SettingsError.unless(
+        needed <= free,
+        f"disk space in {folder}",
+        f"{_amount(free)} free",
+        f"at least {_amount(needed)} (TMPDIR names another folder)",
+    )
 
 
 def _available_memory() -> int:

@@ -6,7 +6,9 @@ of the engine; a *case* is one kind of step of one policy, run several times.
 
 from __future__ import annotations
 
-from typing import Literal
+import statistics
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -47,18 +49,20 @@ class Stages(Document):
         return Stages(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
+# What a baseline's service does, where it has one.
+Against: TypeAlias = Literal["null", "cpu", "none"]
 STAGES: tuple[str, ...] = tuple(Stages.model_fields)
 
 
 class OperatorCost(Document):
-    """One operator in one layer (None: it belongs to none), in one step.
+    """One operator in one layer (None: in none, or in all together), in one step.
 
     `operator`: a placed one (`qkv_proj`) or a light one (`rms_norm`).
     """
 
     operator: str
     layer: int | None
-    place: Place
+    place: Place | Literal["tee+gpu"]
     calls: float
     rpcs: float
     bytes_sent: float
@@ -73,6 +77,12 @@ class Spread(Document):
     low: float
     high: float
     runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return that of some runs, at least one."""
+        median = statistics.median(values)
+        return cls(median=median, low=min(values), high=max(values), runs=len(values))
 
 
 class Case(Document):
@@ -127,6 +137,11 @@ class Span(Document):
     start_us: float
     duration_us: float
 
+    @property
+    def end_us(self) -> float:
+        """When it ended."""
+        return self.start_us + self.duration_us
+
 
 class Timeline(Document):
     """One measured step, piece by piece."""
@@ -149,12 +164,27 @@ class PadMaking(Document):
     cpu_ms: float
     batch_tokens: int
 
+    def scaled(self, *, token: float, cpu: float = 1.0) -> PadMaking:
+        """Return it with so many times as much of both times."""
+        longer = {"token_ms": self.token_ms * token, "cpu_ms": self.cpu_ms * cpu}
+        return self.model_copy(update=longer)
 
-class PolicyRun(Document):
-    """All cases of one policy. `*_peak_bytes`: largest resident set of each process.
 
-    `pads`: None for a policy that uses none up, or whose pads no bank holds: a step makes those.
+class Finished(Document):
+    """What is known of a policy once everything is measured, and 0 before.
+
+    `tee_peak_bytes`: largest resident set of the process. `pads`: None for a policy that uses none
+    up, or whose pads no bank holds: a step makes those.
     """
+
+    tee_peak_bytes: int = 0
+    kv_bytes: int = 0
+    vocabulary_bytes: int = 0
+    pads: PadMaking | None = None
+
+
+class PolicyRun(Finished):
+    """All cases of one policy. `gpu_peak_bytes`: of its services together, where they are ours."""
 
     policy: str
     summary: str
@@ -162,11 +192,7 @@ class PolicyRun(Document):
     cases: tuple[Case, ...]
     generation: Generation | None
     timelines: tuple[Timeline, ...]
-    tee_peak_bytes: int
     gpu_peak_bytes: int | None
-    kv_bytes: int
-    vocabulary_bytes: int
-    pads: PadMaking | None = None
 
 
 class Baseline(Document):
@@ -182,11 +208,11 @@ class Baseline(Document):
     tokens: int
     new_tokens: int
     dtype: str
-    against: Literal["null", "cpu", "none"]
+    against: Against
     step_ms: Spread
-    round_trips: int
-    bytes_sent: int
-    bytes_received: int
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 class PingPong(Document):

@@ -16,19 +16,13 @@ Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 
@@ -41,9 +35,10 @@ from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, from_torch, short_name
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import PingPong
-from tsqp.lab.bench.random_model import write_random_model
-from tsqp.lab.bench.raw_echo import TCP_SOCKET, connect
-from tsqp.processes import START_TIMEOUT_S, child, failure, start_service
+from tsqp.lab.bench.prepare import write_random_model
+from tsqp.lab.bench.raw_echo import TCP_SOCKET, open_end, serve
+from tsqp.lab.measure import elapsed_us, processes
+from tsqp.processes import start_service
 
 PAYLOADS = (4096, 65536, 1048576)
 BLOCK, SETTLE = 50, 5
@@ -75,20 +70,25 @@ TRANSPORTS: dict[str, tuple[str | None, str]] = {
 }
 
 
-@contextmanager
-def raw_pings(
-    address: str, request: Sequence[Buffer], reply: Sequence[Buffer], spin_us: float
-) -> Iterator[Callable[[], object]]:
-    """Start an echo server for frames of these sizes, and yield what makes one round trip."""
-    sizes = [",".join(str(len(frame)) for frame in frames) for frames in (request, reply)]
-    command = [sys.executable, "-m", "tsqp.lab.bench.raw_echo", address, *sizes]
-    command += ["--spin-us", str(spin_us)]
-    frames = [bytes(frame) for frame in request]
-    with child(command, stdout=subprocess.DEVNULL) as (process, said):
-        if (line := said.ready_line(START_TIMEOUT_S)) is None:
-            raise failure("raw_echo", process.poll(), said.last, expected="a line that says ready")
-        lengths = sum(map(len, request)), sum(map(len, reply))
-        end = connect(line.partition(" ready: ")[2], lengths, spin_us)
+class RawEchoes:
+    """A process that echoes frames, for one address after the other (`tsqp.lab.bench.raw_echo`)."""
+
+    def __init__(self, closing: ExitStack) -> None:
+        """Start it; it ends with `closing`."""
+        self._told = SimpleQueue[str]()
+        self._submit = closing.enter_context(processes(1, "raw_echo", self._told.put))
+
+    @contextmanager
+    def pings(
+        self, address: str, request: Sequence[Buffer], reply: Sequence[Buffer], spin_us: float
+    ) -> Iterator[Callable[[], object]]:
+        """Have it echo frames of these sizes, and yield what makes one round trip."""
+        sizes = sum(map(len, request)), sum(map(len, reply))
+        serving = self._submit(serve, address, sizes[0], [*map(len, reply)], spin_us)
+        serving.add_done_callback(lambda _: self._told.put(""))
+        if not (listening := self._told.get()):
+            serving.result()
+        frames, end = [bytes(frame) for frame in request], open_end(listening, sizes, spin_us)
 
         def round_trip() -> None:
             end.send(frames)
@@ -99,6 +99,8 @@ def raw_pings(
             yield round_trip
         finally:
             end.close()
+        serving.result()
+        self._told.get()
 
 
 @contextmanager
@@ -106,7 +108,6 @@ def our_pings(
     endpoint: str, hidden: torch.Tensor, spin_us: float
 ) -> Iterator[Callable[[], object]]:
     """Yield what sends a tensor through the square module and returns what comes back."""
-    channel = open_channel(endpoint, spin_us=spin_us)
     request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden))
     # As a call plan has it: the module is square, and its reply like its request.
     prepared = PreparedRequest(request, tuple(hidden.shape), short_name(hidden.dtype))
@@ -114,10 +115,8 @@ def our_pings(
     def round_trip() -> torch.Tensor:
         return prepared.output(channel.wait(channel.start(prepared, hidden)))
 
-    try:
+    with open_channel(endpoint, spin_us=spin_us) as channel:
         yield round_trip
-    finally:
-        channel.close()
 
 
 def frames_of(hidden: torch.Tensor) -> tuple[list[Buffer], list[Buffer]]:
@@ -142,26 +141,28 @@ def interleaved(
                 for _ in range(SETTLE):
                     round_trip()
                 for _ in range(block):
-                    started_ns = time.perf_counter_ns()
-                    round_trip()
-                    times_us.append((time.perf_counter_ns() - started_ns) / 1e3)
+                    times_us.append(elapsed_us(round_trip))
     finally:
         gc.unfreeze()
     return found
 
 
-def measure(
-    name: str, payloads: Sequence[int], *, round_trips: int, device: str, spin_us: float
-) -> list[PingPong]:
+def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any) -> list[PingPong]:
     """Measure one transport with every payload. Raises EndpointError, SettingsError."""
-    ours, raw = TRANSPORTS[name]
+    (ours, raw), spin_us = TRANSPORTS[name], options.spin_us
     results: list[PingPong] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         endpoint = None
         if ours is not None:
             write_random_model(folder, _SETTINGS)
-            service = [str(folder), "--bind", ours.format(folder=folder), "--device", device]
+            service = [
+                str(folder),
+                "--bind",
+                ours.format(folder=folder),
+                "--device",
+                options.device,
+            ]
             service += ["--arithmetic", "float", "--spin-us", str(spin_us)]
             _, endpoint = start_service(stack, service)
         for payload in payloads:
@@ -172,9 +173,9 @@ def measure(
                     kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
                 address = raw.format(folder=f"{folder}/{payload}")
                 kinds["raw"] = of_payload.enter_context(
-                    raw_pings(address, *frames_of(hidden), spin_us)
+                    echoes.pings(address, *frames_of(hidden), spin_us)
                 )
-                times = interleaved(list(kinds.values()), round_trips)
+                times = interleaved(list(kinds.values()), options.round_trips)
             results += [
                 PingPong(
                     transport=name,
@@ -198,8 +199,9 @@ def measure_all(options: Any) -> list[PingPong]:
     for name in names:
         known = f"of {', '.join(TRANSPORTS)}"
         SettingsError.unless(name in TRANSPORTS, "--transports", repr(name), known)
-    how = {"round_trips": options.round_trips, "device": options.device, "spin_us": options.spin_us}
-    return [found for name in names for found in measure(name, options.payloads, **how)]
+    with ExitStack() as closing:
+        echoes = RawEchoes(closing)
+        return [found for n in names for found in measure(n, options.payloads, echoes, options)]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tee_side.words import LAYERLESS, PHASES, Phase
+from tsqp.lab.bench.conclusions import dominant
 from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report, Timeline
 from tsqp.lab.bench.summary import (
     REST_MEANING,
@@ -16,7 +17,6 @@ from tsqp.lab.bench.summary import (
     by_operator,
     case_name,
     comparable,
-    dominant,
     find_case,
     growth,
     in_order,
@@ -99,21 +99,20 @@ def _stage_bars(report: Report, phase: Phase) -> Picture | None:
         return None
     costs = [total for _, case in pairs for total in by_operator(case)]
     names = in_order(total.operator for total in costs if total.stages.total_us > 0)
+    used = {stage for stage in STAGES if any(getattr(total.stages, stage) for total in costs)}
     limit = _limit([case for _, case in pairs])
     columns = min(3, len(pairs))
     lines = -(-len(pairs) // columns)
     with drawing(lines * (0.235 * (len(names) + 1) + 0.75) + 0.55) as figure:
         axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
-        used = set[str]()
         for axis in axes.flat[len(pairs) :]:
             axis.set_visible(False)
         for axis, (run, case) in zip(axes.flat, pairs, strict=False):
             totals = {total.operator: total.stages for total in by_operator(case)}
-            parts = []
-            for stage in STAGES:
-                spent = [getattr(totals.get(name), stage, 0.0) / 1e3 for name in names]
-                used |= {stage} if any(spent) else set()
-                parts.append((_STAGE_COLOURS[stage], [*spent, 0.0]))
+            parts = [
+                (colour, [*(getattr(totals.get(name), stage, 0.0) / 1e3 for name in names), 0.0])
+                for stage, colour in _STAGE_COLOURS.items()
+            ]
             parts.append((LIGHT, [0.0] * len(names) + [max(case.rest_us, 0.0) / 1e3]))
             bars(axis, [*names, REST_NAME], parts, figures, limit, none="")
             axis.set_title(f"{run.policy}: {duration(case.step_ms.median * 1e3)}")
@@ -158,19 +157,21 @@ def _side_by_side(report: Report) -> Picture | None:
         axes = figure.subplots(len(rows), 3, squeeze=False, height_ratios=heights)
         for pairs, (rate, time, traffic) in zip(rows, axes, strict=True):
             names, cases = [run.policy for run, _ in pairs], [case for _, case in pairs]
+            tokens = [tokens_per_step(case) for case in cases]
+            parts = {
+                # Overhead, all of it where a step makes no RPC, Embedding and LM head.
+                colours[0]: [case.overhead_ms if case.rpcs else 0.0 for case in cases],
+                colours[1]: [0.0 if case.rpcs else case.overhead_ms for case in cases],
+                colours[2]: [case.heavy_ms for case in cases],
+                colours[3]: [c.bytes_sent / n for c, n in zip(cases, tokens, strict=True)],
+                colours[4]: [c.bytes_received / n for c, n in zip(cases, tokens, strict=True)],
+            }
             bars(rate, names, [(COLOURS[0], [case.tokens_per_s for case in cases])], figures)
             rate.set_title(f"{name_of(cases[0])}: tokens/s")
             rate.set_xlabel(worth.get(report.setup.device.partition(":")[0], ""), fontsize=8.5)
-            own = [case.overhead_ms if case.rpcs else 0.0 for case in cases]
-            alone = [0.0 if case.rpcs else case.overhead_ms for case in cases]
-            heavy = [case.heavy_ms for case in cases]
-            lengths = zip(colours[:3], (own, alone, heavy), strict=True)
-            bars(time, [""] * len(names), list(lengths), figures)
+            bars(time, [""] * len(names), [*parts.items()][:3], figures)
             time.set_title("ms a step")
-            sent = [case.bytes_sent / tokens_per_step(case) for case in cases]
-            received = [case.bytes_received / tokens_per_step(case) for case in cases]
-            lengths = zip(colours[3:], (sent, received), strict=True)
-            bars(traffic, [""] * len(names), list(lengths), size)
+            bars(traffic, [""] * len(names), [*parts.items()][3:], size)
             traffic.set_title("bytes a token")
         legend(figure, list(kinds.items()), "lower right")
         caption = "Of each phase the step by which policies are compared."
@@ -179,15 +180,13 @@ def _side_by_side(report: Report) -> Picture | None:
 
 def _growth(report: Report) -> Picture | None:
     """Draw time against prompt, context and batch on logarithmic axes; None without three sizes."""
-    curves = [
-        [one for one in growth(report) if (one.phase, one.against, one.cost) == (*kind, "step")]
-        for kind in (
-            ("prefill", "prompt tokens"),
-            ("decode", "context tokens"),
-            ("decode", "batch"),
-        )
+    curves = [one for one in growth(report) if one.cost == "step"]
+    kinds = (("prefill", "prompt tokens"), ("decode", "context tokens"), ("decode", "batch"))
+    panels = [
+        chosen
+        for kind in kinds
+        if (chosen := _undivided([one for one in curves if (one.phase, one.against) == kind]))
     ]
-    panels = [chosen for found in curves if (chosen := _undivided(found))]
     if not panels:
         return None
     order = [run.policy for run in report.policies]
@@ -215,13 +214,9 @@ def _growth(report: Report) -> Picture | None:
 
 def _undivided(found: Sequence[Growth]) -> list[Growth]:
     """Return of each policy the curve with the most points, three at least, of one micro-batch."""
-    best: dict[str, Growth] = {}
-    for one in found:
-        held = best.get(one.policy)
-        longer = held is None or len(one.points) > len(held.points)
-        if "micro" not in one.scope and len(one.points) > 2 and longer:
-            best[one.policy] = one
-    return list(best.values())
+    chosen = [one for one in found if "micro" not in one.scope and len(one.points) > 2]
+    by_policy = groupby(chosen, key=lambda one: one.policy)
+    return [max(curves, key=lambda one: len(one.points)) for _, curves in by_policy]
 
 
 def _baseline_marks(axis: Axes, report: Report) -> set[float]:

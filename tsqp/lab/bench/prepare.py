@@ -1,6 +1,7 @@
-"""Makes what a measurement needs: random weights, calibration and pads on disk, and services.
+"""Makes what a measurement needs: models in any shape that it takes, and services.
 
-Each in a process of its own, so that its memory is not counted with what is measured.
+Models are made in processes of their own, so that their memory is not counted with what is
+measured.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,46 +18,124 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from protocol.errors import ModelError, PolicyError
+from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import load_tensor, weight_rows
+from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.pads.maker import PadMaker, read_weights
-from tee_side.protect.pads.source import BATCH_TOKENS
-from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.lab.bench.job import Plan, Served
-from tsqp.lab.bench.machine import cpu_ns
-from tsqp.lab.bench.memory import pad_layouts
-from tsqp.lab.bench.model import PadMaking
-from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.job import Measuring
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import in_fresh_process
 from tsqp.processes import start_service
-from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 
-# Pads made while they are timed, and a few before.
-TIMED_PADS = PAD_BATCH + 32
+DTYPE = torch.bfloat16
+# A prime, so that no row of a matrix starts where another has started: all rows differ.
+_BLOCK = 4_194_301
+# Memory while writing is about this, or one tensor where that is larger.
+_SHARD_BYTES = 256 * 2**20
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
 _LOADING_TIMEOUT_S = 600.0
 
 
+def needs_linear(policy: Policy, config: ModelConfig) -> bool:
+    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
+    return (
+        policy.arithmetic == "int8"
+        or bool(sites_here(policy, config.num_hidden_layers))
+        or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
+    )
+
+
+# ------------------------------------------------------------------------------ random weights
+
+
 def random_model(directory: Path, shape: Shape, *, linear: bool) -> None:
-    """Write a shape with random weights into an empty directory."""
-    in_fresh_process(_write_random_model, directory, dict(shape.settings), linear)
+    """Write a shape with random weights into an empty directory, in a process of its own."""
+    in_fresh_process(write_random_model, directory, dict(shape.settings), linear)
 
 
-def _write_random_model(directory: Path, settings: dict[str, Any], linear: bool) -> None:
-    write_random_model(directory, settings, linear=linear)
+def model_tensors(config: ModelConfig, *, linear: bool = True) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors that a directory of this model has.
+
+    `linear`: with the linear modules; without them, what the TEE needs where they are elsewhere.
+    """
+    tensors = light_tensors(config)
+    return tensors | linear_tensors(config, FUSED_MODULES) if linear else tensors
+
+
+def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
+    """Return the size of the tensors on disk; their names and shapes come to a little more."""
+    shapes = model_tensors(config, linear=linear).values()
+    return sum(math.prod(shape) for shape in shapes) * DTYPE.itemsize
+
+
+def write_random_model(directory: Path, settings: Mapping[str, Any], linear: bool = True) -> int:
+    """Write config.json and bfloat16 weights into an existing directory; return their bytes.
+
+    Weights are normal, of variance 1 / in_features, so that activations stay in range; norms are
+    ones. They are cut out of one block of random values, which is as fast as the disk. Files are
+    shards with an index. Raises ModelError for settings that are no model's, OSError if the disk
+    is full (`memory.check_disk` says so before).
+    """
+    (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
+    config = read_config(directory)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.empty(_BLOCK).normal_(generator=generator)  # float32: scaled, then rounded once
+    blocks: dict[float, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(_shards(model_tensors(config, linear=linear)), start=1):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, shape in shard.items():
+            if len(shape) == 1 and not name.endswith(".bias"):
+                tensors[name] = torch.ones(shape, dtype=DTYPE)
+                continue
+            scale = 1 / math.sqrt(shape[-1])
+            if scale not in blocks:
+                blocks[scale] = (block * scale).to(DTYPE)
+            start = int(torch.randint(_BLOCK, (), generator=generator))
+            tensors[name] = _cut(blocks[scale], start, shape)
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = required_bytes(config, linear=linear)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    return total
+
+
+def _shards(tensors: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
+    shard: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, shape in tensors.items():
+        tensor_bytes = math.prod(shape) * DTYPE.itemsize
+        if shard and size + tensor_bytes > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = shape
+        size += tensor_bytes
+    yield shard
+
+
+def _cut(block: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of the block's values from `start` on, over and over."""
+    flat = torch.empty(math.prod(shape), dtype=block.dtype)
+    done = 0
+    while done < flat.numel():
+        piece = block[start : start + flat.numel() - done]
+        flat[done : done + piece.numel()] = piece
+        done += piece.numel()
+        start = 0
+    return flat.view(shape)
+
+
+# -------------------------------------------------------------------------- made from a model
 
 
 def endless(model: Path, beside: Path) -> Path:
@@ -67,12 +145,8 @@ def endless(model: Path, beside: Path) -> Path:
     """
     if not read_config(model).eos_token_ids:
         return model
-    made = beside / "endless"
-    made.mkdir()
-    for file in model.iterdir():
-        # Names further EOS ids.
-        if file.name not in ("config.json", "generation_config.json"):
-            _share(file, made / file.name)
+    # generation_config.json names further EOS ids.
+    made = _like(model, beside / "endless", "config.json", "generation_config.json")
     content = read_json(model / "config.json") | {"eos_token_id": None}
     (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return made
@@ -91,10 +165,7 @@ def calibration(model: Path, beside: Path) -> Path:
         "no linear weights and no calibration",
         "one of them",
     )
-    calibrated = beside / "calibrated"
-    calibrated.mkdir()
-    for file in model.iterdir():
-        _share(file, calibrated / file.name)
+    calibrated = _like(model, beside / "calibrated")
     in_fresh_process(_calibrate, calibrated)
     return calibrated
 
@@ -170,17 +241,20 @@ def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def _share(file: Path, name: Path) -> None:
-    """Give a file another name; a copy where the file system or its owner forbids it.
+def _like(model: Path, made: Path, *without: str) -> Path:
+    """Make a directory with the files of a model but for some; return it.
 
-    No symbolic link: one that leads out of a model's directory is refused.
+    Files get another name there, and are copied where the file system or their owner forbids that.
+    A symbolic link that leads out of a model's directory would be refused.
     """
-    if not file.is_file():
-        return
-    try:
-        name.hardlink_to(file.resolve())
-    except OSError:
-        shutil.copyfile(file, name)
+    made.mkdir()
+    for file in model.iterdir():
+        if file.is_file() and file.name not in without:
+            try:
+                (made / file.name).hardlink_to(file.resolve())
+            except OSError:
+                shutil.copyfile(file, made / file.name)
+    return made
 
 
 def _calibrate(directory: Path) -> None:
@@ -191,111 +265,11 @@ def _calibrate(directory: Path) -> None:
     save_calibration(made, directory / CALIBRATION_FILE)
 
 
-def pad_phases(policy: Policy) -> tuple[Phase, ...]:
-    """Return the phases of which each token uses up a pad."""
-    masked = {
-        placement.phase
-        for _, placement in policy.leaving()
-        if isinstance(placement.mask, AdditiveMask)
-    }
-    return tuple(phase for phase in PHASES if masked & {None, phase})
-
-
-def pads_needed(policy: Policy, plan: Plan, step_tokens: int) -> int:
-    """Return how many pads a policy uses up in a plan, at most."""
-    phases = pad_phases(policy)
-    needed = 0
-    if "prefill" in phases:
-        needed += plan.runs("prefill") * sum(plan.prefill)
-        needed += sum(context * batch for context, batch in plan.decode)
-        needed += plan.generation[0] if plan.generation else 0
-    if "decode" in phases:
-        needed += sum(
-            batch * plan.new_tokens(context, batch, step_tokens) for context, batch in plan.decode
-        )
-        needed += plan.generation[1] if plan.generation else 0
-    return needed
-
-
-def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -> Path | None:
-    """Make pads ahead; None for a policy without any, or whose mask no bank can hold.
-
-    `zeros`: factors u = 0, for services that answer with zeros: unmasked, activations stay finite.
-    The work online is the same.
-    """
-    masks = [mask for mask in policy.masks if isinstance(mask, AdditiveMask)]
-    if not masks or masks[0].arithmetic != "int8":
-        return None
-    PolicyError.unless(
-        len(masks) == 1,
-        f"policy {policy.name}",
-        f"{len(masks)} masks with pads",
-        "one: a bank is made for one",
-    )
-    in_fresh_process(_write_bank, model, policy, tokens, path, zeros)
-    return path
-
-
-def _write_bank(model: Path, policy: Policy, tokens: int, path: Path, zeros: bool) -> None:
-    store, maker = _new_bank(model, policy, tokens, path)
-    with store:
-        if not zeros:
-            maker.fill(store, tokens)
-            return
-        for first in range(0, store.capacity, BATCH_TOKENS):
-            count = min(BATCH_TOKENS, store.capacity - first)
-            with store.begin(count) as batch:
-                for site in store.layout.sites:
-                    batch.put(site.number, torch.zeros(count, site.out_features, dtype=torch.int32))
-                batch.commit()
-
-
-def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[BankFile, PadMaker]:
-    """Return an empty bank for a policy's one mask, and what fills it."""
-    config, checkpoint = read_config(model), Checkpoint(model)
-    ((mask, layout),) = pad_layouts(policy, config).items()
-    purpose = Purpose.of(
-        layout,
-        mask=mask.described(),
-        model=model.resolve().name,
-        model_digest=model_digest(config, checkpoint),
-        linear_digest=linear_digest(config, checkpoint) or "",
-    )
-    place, groups = BankPlace.at(path, beside_bank=True), -(-tokens // MAX_GROUP)
-    store = BankFile.create(place, purpose, capacity=groups * MAX_GROUP, group=MAX_GROUP)
-    return store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
-
-
-def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
-    """Make pads as `tee-runner pads make` does, into a bank of their own, and time it.
-
-    By this process's threads. `path`: of the bank, which is removed again. The weights' values make
-    no difference to time. Raises TsqpError.
-    """
-    store, maker = _new_bank(model, policy, TIMED_PADS, path)
-    try:
-        with store:
-            maker.fill(store, TIMED_PADS - PAD_BATCH)  # reads the weights a first time
-            started, cpu_before = time.perf_counter_ns(), cpu_ns()
-            maker.fill(store, PAD_BATCH)
-            cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
-    finally:
-        remove(path)
-    return PadMaking(
-        phases=pad_phases(policy),
-        token_ms=elapsed / 1e6 / PAD_BATCH,
-        cpu_ms=cpu / 1e6 / PAD_BATCH,
-        batch_tokens=PAD_BATCH,
-    )
-
-
-def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
-    """Return about how much room a bank takes on disk."""
-    return sum(one.token_bytes for one in pad_layouts(policy, config).values()) * tokens
+# ------------------------------------------------------------------------------------ services
 
 
 def start_services(
-    running: ExitStack, policy: Policy, model: Path, folder: Path, served: Served
+    running: ExitStack, policy: Policy, model: Path, folder: Path, settings: Measuring
 ) -> list[tuple[int, str]]:
     """Start the services of a policy, which end with `running`; their sockets are in `folder`.
 
@@ -303,22 +277,13 @@ def start_services(
     """
     found = []
     for number in range(policy.services):
-        bind = f"{served.transport}://{folder}/gpu-{number}.sock"
+        bind = f"{settings.transport}://{folder}/gpu-{number}.sock"
         arguments = [
-            *(str(model), "--device", served.device, "--arithmetic", policy.arithmetic),
-            *("--bind", "tcp://127.0.0.1:*" if served.transport == "tcp" else bind),
-            *("--kernels", served.kernels, "--threads", str(served.threads)),
-            *("--spin-us", str(served.spin_us)),
-            *(("--dtype", served.dtype) if served.dtype else ()),
+            *(str(model), "--device", settings.device, "--arithmetic", policy.arithmetic),
+            *("--bind", "tcp://127.0.0.1:*" if settings.transport == "tcp" else bind),
+            *("--kernels", settings.kernels, "--threads", str(settings.gpu_threads)),
+            *("--spin-us", str(settings.spin_us)),
+            *(("--dtype", settings.dtype) if settings.dtype else ()),
         ]
         found.append(start_service(running, arguments, timeout_s=_LOADING_TIMEOUT_S))
     return found
-
-
-def remove(path: Path) -> None:
-    """Delete a bank with the files beside it."""
-    for file in path.parent.glob(f"{path.name}*"):
-        if file.is_dir():
-            shutil.rmtree(file)
-        else:
-            file.unlink()

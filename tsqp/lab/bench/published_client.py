@@ -19,20 +19,14 @@ the vocabulary's from the LM head's reply.
 from __future__ import annotations
 
 import math
-import os
-import statistics
-import time
 import warnings
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Literal
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+from functools import partial
+from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 import zmq
 
@@ -45,7 +39,8 @@ from protocol.errors import (
 )
 from protocol.prepared import Traffic
 from tsqp.lab.bench.machine import script, write_results
-from tsqp.lab.bench.model import Baseline, Spread
+from tsqp.lab.bench.model import Against, Baseline, Spread
+from tsqp.lab.measure import elapsed_us, rounds
 
 NAME = "published"
 _ONE_THREAD_ROWS = 16
@@ -172,13 +167,6 @@ class PublishedModel:
             x_BTD = x_BTD + self.client.linear(layer, "down_proj", activated_BTF)
         return self.client.lm_head(self._norm("final_norm", x_BTD[:, -1:]))
 
-    def generate(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
-        """Return greedy token ids; each costs a pass over all tokens before it."""
-        ids = list(prompt)
-        for _ in range(new_tokens):
-            ids.append(int(self.forward(torch.tensor([ids]))[0, -1].argmax()))
-        return ids[len(prompt) :]
-
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, eps = self._norms[name]
         variance = x.pow(2).mean(-1, keepdim=True)
@@ -196,13 +184,12 @@ class PublishedModel:
     def _attention(
         self, layer: int, h_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
     ) -> torch.Tensor:
-        q_BHTC = self._heads(self.client.linear(layer, "q_proj", h_BTD))
-        k_BHTC = self._heads(self.client.linear(layer, "k_proj", h_BTD))
-        v_BHTC = self._heads(self.client.linear(layer, "v_proj", h_BTD))
-        q_BHTC = q_BHTC * cos_TC + _rotate_half(q_BHTC) * sin_TC
-        k_BHTC = k_BHTC * cos_TC + _rotate_half(k_BHTC) * sin_TC
-        k_BHTC = k_BHTC.repeat_interleave(self._groups, dim=1)
-        v_BHTC = v_BHTC.repeat_interleave(self._groups, dim=1)
+        q_BHTC, k_BHTC, v_BHTC = (
+            self._heads(self.client.linear(layer, name, h_BTD))
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        q_BHTC, k_BHTC = (x * cos_TC + _rotate_half(x) * sin_TC for x in (q_BHTC, k_BHTC))
+        k_BHTC, v_BHTC = (x.repeat_interleave(self._groups, dim=1) for x in (k_BHTC, v_BHTC))
         scores_BHTT = self.client.matmul(q_BHTC, k_BHTC.transpose(2, 3))
         weights_BHTT = torch.softmax(scores_BHTT / math.sqrt(self._head_dim), dim=-1)
         mixed_BTHC = self.client.matmul(weights_BHTT, v_BHTC).transpose(1, 2)
@@ -219,14 +206,10 @@ def _floats(data: bytes, shape: list[int]) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.float32).view(shape)
 
 
-def _warn_of_read_only_memory_now() -> None:
-    """Take the warning that torch gives once in a process for a view of bytes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.frombuffer(bytes(4), dtype=torch.float32)
-
-
-_warn_of_read_only_memory_now()
+# torch gives a warning once in a process for a view of bytes: take it now.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(4), dtype=torch.float32)
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -238,96 +221,52 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def measure_forward(
-    model: PublishedModel,
-    tokens: int,
-    *,
-    repeats: int,
-    case_s: float,
-    against: Literal["null", "cpu", "none"],
+    model: PublishedModel, tokens: int, repeats: int, case_s: float, against: Against
 ) -> Baseline:
     """Time one pass over a prompt of so many random tokens.
 
     Runs it `repeats` times, or until `case_s` is over; at least once.
     """
-    ids = _prompt(model, tokens)
-    before = replace(model.client.traffic)
-    times_ms = [_timed_ms(model, ids)]
-    while len(times_ms) < repeats and sum(times_ms) < case_s * 1e3:
-        times_ms.append(_timed_ms(model, ids))
-    return _baseline(
-        model,
-        before,
-        len(times_ms),
-        description="REQ socket, inline schema, one RPC per module, no fused modules",
-        tokens=tokens,
-        new_tokens=0,
-        against=against,
-        step_ms=_spread(times_ms),
-    )
+    before, ids = replace(model.client.traffic), _prompt(model, tokens)
+    step_ms = Spread.of([_timed_ms(model, ids) for _ in rounds(repeats, case_s)])
+    about = "REQ socket, inline schema, one RPC per module, no fused modules"
+    return _baseline(model, before, about, tokens, 0, against, step_ms)
 
 
 def measure_new_tokens(
-    model: PublishedModel,
-    tokens: int,
-    *,
-    new_tokens: int,
-    sampled: int,
-    against: Literal["null", "cpu", "none"],
+    model: PublishedModel, tokens: int, new_tokens: int, sampled: int, against: Against
 ) -> Baseline:
     """Estimate the time per new token after a prompt, from some of the passes that they take.
 
-    `step_ms`: mean of all of them, with the fastest and the slowest that were run.
+    `step_ms`: mean of all of them, with the fastest and the slowest that were run. Of passes that
+    are not run, the time lies between those of the next shorter and the next longer one.
     """
-    lengths = sample_lengths(tokens, new_tokens, sampled)
-    before = replace(model.client.traffic)
-    times_ms = [_timed_ms(model, _prompt(model, length)) for length in lengths]
-    mean_ms = mean_over(lengths, times_ms)
-    spread = Spread(median=mean_ms, low=min(times_ms), high=max(times_ms), runs=len(times_ms))
-    return _baseline(
-        model,
-        before,
-        len(lengths),
-        description="every new token runs the whole sequence again (no KV cache); mean per token"
-        f" from {len(lengths)} of {new_tokens} passes",
-        tokens=tokens,
-        new_tokens=new_tokens,
-        against=against,
-        step_ms=spread,
-    )
-
-
-def sample_lengths(tokens: int, new_tokens: int, sampled: int) -> list[int]:
-    """Return sequence lengths of passes to run: the first, the last, evenly between."""
-    last = tokens + new_tokens - 1
-    if sampled < 2 or new_tokens < 2:
-        return [(tokens + last) // 2]
+    before, lengths = replace(model.client.traffic), np.arange(tokens, tokens + new_tokens)
+    # The first, the last, evenly between; of one the middle.
     count = min(sampled, new_tokens)
-    return [tokens + round(i * (new_tokens - 1) / (count - 1)) for i in range(count)]
-
-
-def mean_over(lengths: Sequence[int], times_ms: Sequence[float]) -> float:
-    """Return the mean over every length from first to last, interpolated linearly between."""
-    if len(lengths) == 1:
-        return times_ms[0]
-    total, known = 0.0, list(zip(lengths, times_ms, strict=True))
-    for (left, a), (right, b) in pairwise(known):
-        total += sum(a + (b - a) * (n - left) / (right - left) for n in range(left, right))
-    return (total + times_ms[-1]) / (lengths[-1] - lengths[0] + 1)
+    places = np.linspace(0, new_tokens - 1, count) if count > 1 else [(new_tokens - 1) / 2]
+    run = lengths[np.round(places).astype(int)]
+    times_ms = [_timed_ms(model, _prompt(model, int(length))) for length in run]
+    mean_ms = float(np.interp(lengths, run, times_ms).mean())
+    step_ms = Spread.of(times_ms).model_copy(update={"median": mean_ms})
+    about = (
+        "every new token runs the whole sequence again (no KV cache); mean per token from"
+        f" {len(run)} of {new_tokens} passes"
+    )
+    return _baseline(model, before, about, tokens, new_tokens, against, step_ms)
 
 
 def _baseline(
     model: PublishedModel,
     before: Traffic,
-    passes: int,
-    *,
     description: str,
     tokens: int,
     new_tokens: int,
-    against: Literal["null", "cpu", "none"],
+    against: Against,
     step_ms: Spread,
 ) -> Baseline:
     """Put together a result; round trips and bytes are means of the passes since `before`."""
-    now = model.client.traffic
+    now, passes = model.client.traffic, step_ms.runs
     return Baseline(
         name=NAME,
         description=description,
@@ -349,9 +288,7 @@ def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if ids.shape[1] <= _ONE_THREAD_ROWS else threads)
     try:
-        started = time.perf_counter()
-        model.forward(ids)
-        return (time.perf_counter() - started) * 1e3
+        return elapsed_us(partial(model.forward, ids)) / 1e3
     finally:
         torch.set_num_threads(threads)
 
@@ -359,12 +296,6 @@ def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
 def _prompt(model: PublishedModel, tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(tokens)
     return torch.randint(model.vocab_size, (1, tokens), generator=generator)
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(
-        median=statistics.median(values), low=min(values), high=max(values), runs=len(values)
-    )
 
 
 @torch.inference_mode()
@@ -375,11 +306,11 @@ def measure_all(options: Any) -> list[Baseline]:
     with closing(PublishedClient(options.endpoint, timeout_s=options.timeout_s)) as client:
         model = PublishedModel(client)
         model.forward(_prompt(model, 1))  # warms up
-        often = {"repeats": options.repeats, "case_s": options.case_s}
-        found = [measure_forward(model, tokens, **often, against=against) for tokens in lengths]
+        often = options.repeats, options.case_s
+        found = [measure_forward(model, tokens, *often, against) for tokens in lengths]
         if options.new_tokens:
-            some = {"new_tokens": options.new_tokens, "sampled": options.sampled}
-            found.append(measure_new_tokens(model, max(lengths), **some, against=against))
+            some = options.new_tokens, options.sampled
+            found.append(measure_new_tokens(model, max(lengths), *some, against))
     return found
 
 

@@ -1,20 +1,16 @@
 """Frames over plain ZeroMQ, sockets and shared memory, with nothing of ours above: their costs.
 
-    python -m tsqp.lab.bench.raw_echo ADDRESS REQUEST_SIZES REPLY_SIZES [--spin-us N]
-
-Answers one client until it is terminated; says `raw_echo ready: ADDRESS` on stderr. An address is
-an endpoint of ours: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
-`socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the socket
-to wake up by. Sizes are those of the frames, with commas; a stream carries them one behind the
-other, and both ends know how long a message is.
+An address is an endpoint of ours: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://`
+and `socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the
+socket to wake up by. A stream carries frames one behind the other, and both ends know how long a
+message is.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
@@ -22,6 +18,7 @@ from typing import TypeAlias, TypeVar
 import zmq
 
 from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create, frames_in
+from tsqp.lab.measure import tell
 
 TCP_SOCKET = "socket://"
 SHARED_MEMORY = "shm://"
@@ -29,61 +26,79 @@ _UNIX = ("unix://", SHARED_MEMORY)
 R = TypeVar("R")
 
 
-def connect(address: str, sizes: tuple[int, int], spin_us: float) -> Raw:
-    """Return the client's end. `sizes`: of a request and a reply in bytes."""
+def serve(address: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float) -> None:
+    """Tell the address, and answer each request of one client until it has gone."""
+    reply = [bytes(size) for size in reply_sizes]
+    gc.collect()
+    gc.freeze()  # as gpu-service does
+    end = open_end(address, (request_bytes, sum(reply_sizes)), spin_us, tell)
+    while end.receive() is not None:
+        end.send(reply)
+    end.close()
+
+
+def open_end(
+    address: str,
+    sizes: tuple[int, int],
+    spin_us: float,
+    listening: Callable[[str], None] | None = None,
+) -> Raw:
+    """Return the client's end, or that of a server, which tells `listening` where it listens.
+
+    `sizes`: of a request and a reply in bytes.
+    """
     if not address.startswith((*_UNIX, TCP_SOCKET)):
-        return _Zmq(address, spin_us, bind=False)
+        return _Zmq(address, spin_us, listening)
     stream, place = _stream_socket(address)
-    stream.connect(place)
+    if listening is None:
+        stream.connect(place)
+    else:
+        with stream as listener:
+            listener.bind(place)
+            listener.listen(1)
+            if address.startswith(TCP_SOCKET):
+                address = f"{TCP_SOCKET}127.0.0.1:{listener.getsockname()[1]}"
+            listening(address)
+            stream, _ = listener.accept()
     if not address.startswith(SHARED_MEMORY):
-        return _Stream(stream, sizes[1], spin_us)
+        return _Stream(stream, sizes[1 if listening is None else 0], spin_us)
+    if listening is not None:
+        _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
+        return _Shm(stream, adopt(file, os.getuid()), spin_us)
     lane, file = create(*sizes)
     socket.send_fds(stream, [ATTACH], [file])
     os.close(file)
     return _Shm(stream, lane, spin_us)
 
 
-def accept(address: str, request_bytes: int, spin_us: float, ready: Callable[[str], None]) -> Raw:
-    """Listen at an address, tell `ready` which it is, and return the server's end."""
-    if not address.startswith((*_UNIX, TCP_SOCKET)):
-        bound = _Zmq(address, spin_us, bind=True)
-        ready(bound.address)
-        return bound
-    listening, place = _stream_socket(address)
-    with listening:
-        listening.bind(place)
-        listening.listen(1)
-        if address.startswith(TCP_SOCKET):
-            address = f"{TCP_SOCKET}127.0.0.1:{listening.getsockname()[1]}"
-        ready(address)
-        stream, _ = listening.accept()
-    if not address.startswith(SHARED_MEMORY):
-        return _Stream(stream, request_bytes, spin_us)
-    _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
-    return _Shm(stream, adopt(file, os.getuid()), spin_us)
-
-
 class _Zmq:
-    """A DEALER socket, whose peer is another."""
+    """A DEALER socket, whose peer is another. An empty message says that the peer has gone."""
 
-    def __init__(self, address: str, spin_us: float, *, bind: bool) -> None:
-        self._spin_us = spin_us
+    def __init__(
+        self, address: str, spin_us: float, listening: Callable[[str], None] | None
+    ) -> None:
+        self._spin_us, self._is_client = spin_us, listening is None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        (self._socket.bind if bind else self._socket.connect)(address)
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if listening is None:
+            self._socket.connect(address)
+        else:
+            self._socket.bind(address)
+            listening(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, frames: Sequence[bytes]) -> None:
         self._socket.send_multipart(frames, copy=False)
 
-    def receive(self) -> Sequence[object]:
+    def receive(self) -> Sequence[object] | None:
         def look(flags: int) -> list[zmq.Frame]:
             return self._socket.recv_multipart(flags, copy=False)
 
-        return _spinning(look, zmq.NOBLOCK, self._spin_us)
+        frames = _spinning(look, zmq.NOBLOCK, self._spin_us)
+        return frames if len(frames[0]) else None
 
     def close(self) -> None:
-        self._socket.close()
+        if self._is_client:
+            self._socket.send(b"")
+        self._socket.close(linger=1000)
 
 
 class _Stream:
@@ -166,27 +181,3 @@ def _stream_socket(address: str) -> tuple[socket.socket, str | tuple[str, int]]:
 
 # One end of a transport. `receive` returns None once the peer has gone.
 Raw: TypeAlias = _Zmq | _Stream | _Shm
-
-
-def main() -> None:
-    """Answer each request with a reply."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address")
-    parser.add_argument("request_sizes")
-    parser.add_argument("reply_sizes")
-    parser.add_argument("--spin-us", type=float, default=0.0)
-    options = parser.parse_args()
-    request_bytes = sum(map(int, options.request_sizes.split(",")))
-    reply = [bytes(int(size)) for size in options.reply_sizes.split(",")]
-    end = accept(
-        options.address,
-        request_bytes,
-        options.spin_us,
-        lambda address: print(f"raw_echo ready: {address}", file=sys.stderr, flush=True),
-    )
-    while end.receive() is not None:
-        end.send(reply)
-
-
-if __name__ == "__main__":
-    main()

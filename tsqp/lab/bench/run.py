@@ -12,36 +12,39 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
 from protocol.errors import ModelError, SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import read_config
 from protocol.tensors import ITEMSIZE
-from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
-from tsqp.lab.bench import baselines, prepare
-from tsqp.lab.bench.job import (
-    Answer,
-    BenchSettings,
-    Finished,
-    Job,
-    Measured,
-    Plan,
-    Progress,
-)
+from tsqp.lab.bench import baselines, pads, prepare
+from tsqp.lab.bench.job import Answer, BenchSettings, Job, Plan
 from tsqp.lab.bench.machine import describe_machine, peak_bytes
-from tsqp.lab.bench.memory import check_disk, check_memory, service_bytes, tee_parts
-from tsqp.lab.bench.model import Baseline, PingPong, PolicyRun, Report, Setup
-from tsqp.lab.bench.random_model import required_bytes
-from tsqp.lab.bench.shapes import find_shape, require_one
+from tsqp.lab.bench.memory import check_disk, check_memory
+from tsqp.lab.bench.model import (
+    Baseline,
+    Case,
+    Finished,
+    Generation,
+    PingPong,
+    PolicyRun,
+    Report,
+    Setup,
+    Timeline,
+)
+from tsqp.lab.bench.shapes import shape_of
 from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import run_job
 from tsqp.lab.research.feature_key import FeatureKey
+
+A = TypeVar("A")
 
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
@@ -60,7 +63,8 @@ class Bench:
         self._finished: set[str] = set()
         self._incomplete: str | None = None
         self._created = datetime.now(UTC)
-        self._config = config = _read_config(settings)
+        self._shape = shape_of(settings.model, settings.shape)
+        self._config = config = self._shape.config()
         fitted = settings.plan.fitted(
             config.context_length,
             settings.step_tokens,
@@ -68,6 +72,9 @@ class Bench:
             context=settings.default_context,
         )
         self._settings = replace(settings, plan=fitted)
+        self._all_policies = [*settings.policies]
+        if settings.baselines and all(policy.services for _, policy in settings.policies):
+            self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
         self._check()
         if fitted != settings.plan:
             say(f"prompts and contexts that fit the model: {_lengths(fitted)}")
@@ -84,7 +91,7 @@ class Bench:
     def _missing(self) -> Iterator[str]:
         """Say what has not been measured, or not to its end."""
         begun = {run.policy for run in self._policies}
-        names = [policy.name for _, policy in self._all_policies()]
+        names = [policy.name for _, policy in self._all_policies]
         for what, found in (
             ("in part", [name for name in names if name in begun - self._finished]),
             ("not", [name for name in names if name not in begun]),
@@ -101,22 +108,20 @@ class Bench:
 
     def report(self) -> Report:
         """Return what has been measured so far."""
-        settings, config = self._settings, self._config
+        settings, config, given = self._settings, self._config, self._settings.endpoints
         return Report(
             setup=Setup(
                 command=settings.command,
                 created=self._created.isoformat(timespec="seconds"),
                 machine=describe_machine(),
-                model=settings.shape or (settings.model.name if settings.model else ""),
+                model=self._shape.name,
                 num_hidden_layers=config.num_hidden_layers,
                 dtype=settings.dtype or config.dtype,
-                device="given services" if settings.endpoints else settings.device,
-                transport=_scheme(settings.endpoints[0])
-                if settings.endpoints
-                else settings.transport,
+                device="given services" if given else settings.device,
+                transport=given[0].split("://", 1)[0] if given else settings.transport,
                 link=settings.link,
                 tee_threads=settings.threads,
-                gpu_threads=None if settings.endpoints else settings.gpu_threads,
+                gpu_threads=None if given else settings.gpu_threads,
                 spin_us=settings.spin_us,
                 step_tokens=settings.step_tokens,
                 kernels=settings.kernels,
@@ -135,8 +140,7 @@ class Bench:
         Raises SettingsError, PolicyError, ModelError, EndpointError, FeatureKeyError.
         """
         settings, config, plan = self._settings, self._config, self._settings.plan
-        policies = self._all_policies()
-        _check_names(policies)
+        _check_names(self._all_policies)
         if settings.baselines:
             extra = "the extra bench (pip install '.[bench]'), or no baselines"
             require("transformers", "tsqp bench", extra)
@@ -146,39 +150,32 @@ class Bench:
             parse_device(settings.device)
         for endpoint in settings.endpoints:
             parse_endpoint(endpoint)
-        for _, policy in policies:
+        policies = [policy for _, policy in self._all_policies]
+        for policy in policies:
             policy.check(config.num_hidden_layers)
             self._check_endpoints(policy)
             self._check_feature_mask(policy)
         plan.check(config.context_length, settings.step_tokens)
-        longest = plan.longest(settings.step_tokens)
-        sizes = {
-            "tokens": longest,
-            "itemsize": ITEMSIZE[settings.dtype or config.dtype],
-            "step_tokens": settings.step_tokens,
-        }
-        needs = [
-            tee_parts(config, policy, sequences=plan.sequences, **sizes) for _, policy in policies
-        ]
-        service = service_bytes(config, device=settings.device, **sizes)
-        services = 0 if settings.endpoints else self._services()
-        check_memory(max(needs, key=lambda parts: sum(parts.values())), service * services)
-        self._check_disk()
-
-    def _check_disk(self) -> None:
-        pads = max(
-            (
-                prepare.bank_bytes(self._config, policy, self._pads(policy) + prepare.TIMED_PADS)
-                for _, policy in self._all_policies()
-            ),
-            default=0,
+        check_memory(
+            config,
+            policies,
+            device=settings.device,
+            services=0 if settings.endpoints else max(policy.services for policy in policies),
+            sequences=plan.sequences,
+            tokens=plan.longest(settings.step_tokens),
+            itemsize=ITEMSIZE[settings.dtype or config.dtype],
+            step_tokens=settings.step_tokens,
+        )
+        banks = (
+            pads.bank_bytes(config, policy, self._pads(policy) + pads.TIMED_PADS)
+            for policy in policies
         )
         weights = 0
-        if self._settings.shape is not None:
-            weights = required_bytes(self._config, linear=self._needs_linear())
-        if any(self._needs_hollow(policy) for _, policy in self._all_policies()):
-            weights += required_bytes(self._config, linear=False)
-        check_disk(Path(tempfile.gettempdir()), pads + weights)
+        if settings.shape is not None:
+            weights += prepare.required_bytes(config, linear=self._needs_linear())
+        if any(map(self._needs_hollow, policies)):
+            weights += prepare.required_bytes(config, linear=False)
+        check_disk(max(banks) + weights)
 
     def _check_endpoints(self, policy: Policy) -> None:
         settings = self._settings
@@ -223,28 +220,16 @@ class Bench:
                 f"{self._config.num_hidden_layers}, as {settings.model} has",
             )
 
-    def _all_policies(self) -> list[tuple[str, Policy]]:
-        found = list(self._settings.policies)
-        if self._settings.baselines and all(policy.services for _, policy in found):
-            found += [(name, load_policy(name)) for name in _TEE_ONLY]
-        return found
-
-    def _services(self) -> int:
-        return max(policy.services for _, policy in self._all_policies())
-
     def _needs_linear(self) -> bool:
-        """Whether a service that computes, or a TEE that keeps operators, needs linear weights."""
-        policies = self._all_policies()
+        """Whether a service that computes, or the TEE, needs linear weights."""
         return (
             self._settings.baselines
             or (self._settings.computes and not self._settings.endpoints)
-            or any(policy.arithmetic == "int8" for _, policy in policies)
-            or any(sites_here(policy, self._config.num_hidden_layers) for _, policy in policies)
+            or any(prepare.needs_linear(policy, self._config) for _, policy in self._all_policies)
         )
 
     def _pads(self, policy: Policy) -> int:
-        settings = self._settings
-        return prepare.pads_needed(policy, settings.plan, settings.step_tokens)
+        return self._settings.plan.pads(pads.pad_phases(policy), self._settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 
@@ -252,13 +237,13 @@ class Bench:
         settings = self._settings
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-bench-")))
         model = prepare.endless(settings.model or self._random_model(folder), folder)
-        if any(policy.arithmetic == "int8" for _, policy in self._all_policies()):
+        if any(policy.arithmetic == "int8" for _, policy in self._all_policies):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
         hollow = model
-        if any(self._needs_hollow(policy) for _, policy in self._all_policies()):
+        if any(self._needs_hollow(policy) for _, policy in self._all_policies):
             hollow = prepare.hollow(model, folder)
-        for name, policy in self._all_policies():
+        for name, policy in self._all_policies:
             # A service a policy: a fresh one, whose peak of memory is that policy's.
             with ExitStack() as running:
                 used = hollow if self._needs_hollow(policy) else model
@@ -276,9 +261,8 @@ class Bench:
     def _random_model(self, folder: Path) -> Path:
         directory = folder / "model"
         directory.mkdir()
-        self._say(f"making random weights of {self._settings.shape}")
-        shape = find_shape(self._settings.shape or "")
-        prepare.random_model(directory, shape, linear=self._needs_linear())
+        self._say(f"making random weights of {self._shape.name}")
+        prepare.random_model(directory, self._shape, linear=self._needs_linear())
         return directory
 
     def _measure(
@@ -289,14 +273,12 @@ class Bench:
             services = [(0, endpoint) for endpoint in settings.endpoints[: policy.services]]
         else:
             served = settings.server_model if policy.feature_mask else None
-            services = prepare.start_services(
-                running, policy, served or model, folder, settings.served
-            )
+            services = prepare.start_services(running, policy, served or model, folder, settings)
         bank = folder / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
-        given = prepare.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
-        running.callback(prepare.remove, bank)
+        given = pads.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
+        running.callback(pads.remove, bank)
         job = Job(
             # Policies are read again there.
             replace(settings, policies=()),
@@ -306,57 +288,42 @@ class Bench:
             service_pids=tuple(pid for pid, _ in services if pid),
             bank=given,
         )
-        measured: list[Measured] = []
-        finished: Finished | None = None
+        answers: list[Answer] = []
         try:
             for answer in self._answers(job):
-                if isinstance(answer, Progress):
-                    self._say(f"{policy.name}: {answer.doing}")
-                elif isinstance(answer, Measured):
-                    measured.append(answer)
+                if isinstance(answer, str):
+                    self._say(f"{policy.name}: {answer}")
                 else:
-                    finished = answer
+                    answers.append(answer)
             self._finished.add(policy.name)
         finally:
             gpu_peak_bytes: int | None = None
             with suppress(OSError):
                 gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
-            if measured:
-                self._policies.append(_policy_run(policy, measured, finished, gpu_peak_bytes))
+            if answers:
+                self._policies.append(_policy_run(policy, answers, gpu_peak_bytes))
 
     def _answers(self, job: Job) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
         return run_job(f"policy {job.policy}", measure, job)
 
 
-def _policy_run(
-    policy: Policy,
-    measured: Sequence[Measured],
-    finished: Finished | None,
-    gpu_peak_bytes: int | None,
-) -> PolicyRun:
+def _policy_run(policy: Policy, answers: Sequence[Answer], gpu_peak_bytes: int | None) -> PolicyRun:
     """Return what there is; without a last answer, 0 for what only that says."""
-    last = finished or Finished(peak_bytes=0, kv_bytes=0, vocabulary_bytes=0)
+
+    def of(kind: type[A]) -> list[A]:
+        return [answer for answer in answers if isinstance(answer, kind)]
+
     return PolicyRun(
         policy=policy.name,
         summary=policy.summary,
         leakage_summary=policy.leakage_summary(),
-        cases=tuple(one.case for one in measured if one.case),
-        generation=next((one.generation for one in measured if one.generation), None),
-        timelines=tuple(one.timeline for one in measured if one.timeline),
-        tee_peak_bytes=last.peak_bytes,
+        cases=tuple(of(Case)),
+        generation=next(iter(of(Generation)), None),
+        timelines=tuple(of(Timeline)),
         gpu_peak_bytes=gpu_peak_bytes,
-        kv_bytes=last.kv_bytes,
-        vocabulary_bytes=last.vocabulary_bytes,
-        pads=last.pads,
+        **dict(next(iter(of(Finished)), Finished())),
     )
-
-
-def _read_config(settings: BenchSettings) -> ModelConfig:
-    require_one(settings.model, settings.shape)
-    if settings.shape is not None:
-        return find_shape(settings.shape).config()
-    return read_config(settings.model or Path())
 
 
 def _check_names(policies: list[tuple[str, Policy]]) -> None:
@@ -379,7 +346,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TsqpError):
         return str(error)
     return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
-
-
-def _scheme(endpoint: str) -> str:
-    return endpoint.split("://", 1)[0]

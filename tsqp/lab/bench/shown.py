@@ -5,11 +5,22 @@ The page needs nothing but itself: no network, no script.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tee_side.words import PHASES
-from tsqp.lab.bench.model import STAGES, Case, OperatorCost, PingPong, PolicyRun, Report, Stages
+from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
+from tsqp.lab.bench.model import (
+    STAGES,
+    Case,
+    Generation,
+    OperatorCost,
+    PingPong,
+    PolicyRun,
+    Report,
+    Stages,
+)
 from tsqp.lab.bench.plots import plots, timelines
 from tsqp.lab.bench.summary import (
     REST_MEANING,
@@ -17,30 +28,25 @@ from tsqp.lab.bench.summary import (
     STAGE_MEANINGS,
     STAGE_NAMES,
     Growth,
-    OperatorTotal,
     baseline_name,
     by_layer,
     by_operator,
     case_key,
     case_name,
     case_stages,
-    caveats,
     compare,
-    dominant,
     find_case,
-    findings,
     growth,
     kinds,
     main_cases,
     main_kind,
-    missing,
     name_of,
     pads_ms,
     sustained_ms,
     tokens_per_step,
     whole_us,
 )
-from tsqp.lab.report import Grid, Row, figures, heading, page, percent, size, terminal, whole
+from tsqp.lab.report import Grid, Row, figures, grid, heading, page, percent, size, terminal, whole
 from tsqp.tables import definitions
 
 if TYPE_CHECKING:
@@ -76,6 +82,11 @@ _REQUESTS_NOTE = (
     "One request from prompt to last token, measured without an observer. TTFT: time to first"
     " token; TPOT: time per output token after it."
 )
+_OPERATORS_NOTE = (
+    "Times in ms of one step, run with an observer, all layers together. Shares are of all that was"
+    " done, part of it at the same time where micro-batches overlap."
+    f" {REST_NAME}: {REST_MEANING}."
+)
 _MEMORY_NOTE = (
     "Largest resident set of each process. Beyond: the peak less the two columns before it."
 )
@@ -105,7 +116,8 @@ _STAGES = tuple(STAGE_NAMES[name] for name in STAGES)
 
 def overview(report: Report) -> list[Grid]:
     """Return the tables that compare policies, those that hold anything."""
-    found = [*_steps(report), _requests(report), _memory(report), _growth(report)]
+    memory = grid("Memory", _MEMORY, report.policies, _MEMORY_NOTE)
+    found = [*_steps(report), _requests(report), memory, _growth(report)]
     return [grid for grid in (*found, _baselines(report), _ping_pong(report)) if grid.rows]
 
 
@@ -149,27 +161,30 @@ def _step(run: PolicyRun, case: Case) -> dict[str, str]:
     }
 
 
+_REQUESTS: dict[str, Callable[[tuple[PolicyRun, Generation]], str]] = {
+    "policy": lambda of: of[0].policy,
+    "prompt": lambda of: str(of[1].prompt_tokens),
+    "new": lambda of: str(of[1].new_tokens),
+    "TTFT ms": lambda of: figures(of[1].ttft_ms),
+    "TPOT ms": lambda of: figures(of[1].tpot_ms),
+    "total ms": lambda of: figures(of[1].total_ms),
+    "tokens/s": lambda of: figures(1e3 / of[1].tpot_ms) if of[1].tpot_ms > 0 else "",
+}
+_MEMORY: dict[str, Callable[[PolicyRun], str]] = {
+    "policy": lambda run: run.policy,
+    "TEE peak": lambda run: size(run.tee_peak_bytes),
+    "embedding, LM head": lambda run: size(run.vocabulary_bytes),
+    "KV cache": lambda run: size(run.kv_bytes),
+    "beyond": lambda run: size(max(0, run.tee_peak_bytes - run.kv_bytes - run.vocabulary_bytes)),
+    "GPU side peak": lambda run: (
+        "no service" if run.gpu_peak_bytes is None else size(run.gpu_peak_bytes)
+    ),
+}
+
+
 def _requests(report: Report) -> Grid:
-    rows = []
-    for run in report.policies:
-        if (made := run.generation) is not None:
-            rate = figures(1e3 / made.tpot_ms) if made.tpot_ms > 0 else ""
-            times = (figures(ms) for ms in (made.ttft_ms, made.tpot_ms, made.total_ms))
-            lengths = (str(made.prompt_tokens), str(made.new_tokens))
-            rows.append(Row((run.policy, *lengths, *times, rate)))
-    columns = ("policy", "prompt", "new", "TTFT ms", "TPOT ms", "total ms", "tokens/s")
-    return Grid("Whole requests", columns, tuple(rows), note=_REQUESTS_NOTE)
-
-
-def _memory(report: Report) -> Grid:
-    rows = []
-    for run in report.policies:
-        rest = max(0, run.tee_peak_bytes - run.kv_bytes - run.vocabulary_bytes)
-        sizes = map(size, (run.tee_peak_bytes, run.vocabulary_bytes, run.kv_bytes, rest))
-        served = "no service" if run.gpu_peak_bytes is None else size(run.gpu_peak_bytes)
-        rows.append(Row((run.policy, *sizes, served)))
-    columns = ("policy", "TEE peak", "embedding, LM head", "KV cache", "beyond", "GPU side peak")
-    return Grid("Memory", columns, tuple(rows), note=_MEMORY_NOTE)
+    made = [(run, run.generation) for run in report.policies if run.generation is not None]
+    return grid("Whole requests", _REQUESTS, made, _REQUESTS_NOTE)
 
 
 def operators_grid(case: Case, title: str) -> Grid:
@@ -186,13 +201,8 @@ def operators_grid(case: Case, title: str) -> Grid:
     crossed = (whole(case.rpcs), size(case.bytes_sent), size(case.bytes_received))
     step = figures((total.total_us + case.rest_us) / 1e3)
     rows.append(Row(("step", "", "", *crossed, step, "", *_spent(total, 1e3)), "total"))
-    note = (
-        "Times in ms of one step, run with an observer, all layers together. Shares are of all"
-        f" that was done, part of it at the same time where micro-batches overlap. {REST_NAME}:"
-        f" {REST_MEANING}."
-    )
     columns = ("operator", "where", *_COSTS, "share", *_STAGES)
-    return Grid(title, columns, tuple(rows), 2, note).without_empty(keep=_COSTS)
+    return Grid(title, columns, tuple(rows), 2, _OPERATORS_NOTE).without_empty(keep=_COSTS)
 
 
 def layers_grid(case: Case, title: str, *, operators: bool) -> Grid:
@@ -213,9 +223,7 @@ def _spent(stages: Stages, unit_us: float) -> tuple[str, ...]:
     return tuple(figures(getattr(stages, name) / unit_us) for name in STAGES)
 
 
-def _cost(
-    found: OperatorTotal | OperatorCost, unit_us: float
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _cost(found: OperatorCost, unit_us: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the cells of an operator up to its total, and those of its stages."""
     crossed = (whole(found.rpcs), size(found.bytes_sent), size(found.bytes_received))
     total = figures(found.stages.total_us / unit_us)
@@ -226,10 +234,8 @@ def _cost(
 def _growth(report: Report) -> Grid:
     columns = ("time of", "against", "exponent", "R2", "worst", "points")
     rows: list[Row] = []
-    found = growth(report)
-    for policy in dict.fromkeys(one.policy for one in found):
-        rows.append(heading(policy, columns))
-        rows += [_growth_row(one) for one in found if one.policy == policy]
+    for policy, found in groupby(growth(report), key=lambda one: one.policy):
+        rows += [heading(policy, columns), *map(_growth_row, found)]
     return Grid("Growth", columns, tuple(rows), texts=2, note=_GROWTH_NOTE)
 
 
@@ -245,16 +251,15 @@ def _growth_row(found: Growth) -> Row:
 def _baselines(report: Report) -> Grid:
     columns = ("baseline and policy", "ms", "baseline/policy", "round trips", "bytes")
     rows: list[Row] = []
-    compared = compare(report)
-    for one in report.baselines:
+    for one, beside in compare(report):
         crossed = size(one.bytes_sent + one.bytes_received)
         name, took = f"{one.name}, {baseline_name(one)}", figures(one.step_ms.median)
         rows.append(Row((name, took, "", whole(one.round_trips), crossed), "group"))
-        for found in compared:
-            if found.baseline is one:
-                ratio = figures(found.ratio or 0.0)
-                policy = found.policy or "no policy has such a step"
-                rows.append(Row((policy, figures(found.ours_ms or 0.0), ratio, "", "")))
+        for found in beside:
+            ratio = figures(found.ratio or 0.0)
+            rows.append(Row((found.policy, figures(found.ours_ms), ratio, "", "")))
+        if not beside:
+            rows.append(Row(("no policy has such a step", "", "", "", "")))
     about = (f" {one.name}: {one.description}, {one.dtype}." for one in report.baselines)
     note = _BASELINES_NOTE + "".join(dict.fromkeys(about))
     return Grid("Baselines", columns, tuple(rows), note=note)
@@ -329,7 +334,8 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
     console.print()
     for sentence in (*caveats(report), *missing(report)):
         console.print(Text(f"! {sentence}", style="yellow"))
-    for sentence in (*findings(report), *_dominant(report)):
+    shares = (dominant(*pair) for phase in PHASES for pair in main_cases(report, phase))
+    for sentence in (*findings(report), *shares):
         console.print(f"* {sentence}")
     console.print()
     grids = overview(report)
@@ -341,8 +347,8 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
                 grids.append(operators_grid(case, f"{title}: cost per operator, ms"))
                 if details:
                     grids.append(layers_grid(case, f"{title}: cost per layer, us", operators=False))
-    for grid in grids:
-        for part in terminal(grid, console):
+    for one in grids:
+        for part in terminal(one, console):
             console.print(part)
     for title, pairs in (
         ("What the GPU side learns", _leakage_summaries(report)),
@@ -351,10 +357,6 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
         console.print(Text(title, style="bold"))
         console.print(definitions(pairs))
         console.print()
-
-
-def _dominant(report: Report) -> list[str]:
-    return [dominant(*pair) for phase in PHASES for pair in main_cases(report, phase)]
 
 
 def render_html(report: Report) -> str:

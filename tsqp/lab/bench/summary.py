@@ -1,17 +1,16 @@
-"""What a report says: its cases by operator, layer and stage; growth, comparison, conclusions."""
+"""What a report has: its cases by operator, layer and stage; comparison with others, and growth."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tee_side.words import OPERATORS, PHASES, Phase
 from tsqp.lab.bench.model import STAGES, Baseline, Case, OperatorCost, PolicyRun, Report, Stages
-from tsqp.lab.report import duration, figures, percent
 
 STAGE_NAMES: dict[str, str] = {name: name.removesuffix("_us") for name in STAGES} | {
     "gpu_us": "GPU",
@@ -111,40 +110,13 @@ def main_cases(report: Report, phase: Phase) -> list[Measured]:
     return [(run, case) for run, case in found if case is not None]
 
 
-def fastest_alone(pairs: Iterable[Measured]) -> tuple[Measured, list[Measured]] | None:
-    """Return of one kind of case the fastest policy that needs no service, and those that do.
-
-    None where no policy does without, or a step took no time.
-    """
-    alone: list[Measured] = []
-    sent: list[Measured] = []
-    for run, case in pairs:
-        if case.step_ms.median <= 0:
-            return None
-        (sent if any(one.rpcs for one in run.cases) else alone).append((run, case))
-    return (min(alone, key=lambda pair: pair[1].step_ms.median), sent) if alone else None
-
-
-@dataclass(frozen=True)
-class OperatorTotal:
-    """An operator over all layers. `place`: `tee`, `gpu`, or both where layers differ."""
-
-    operator: str
-    place: str
-    calls: float
-    rpcs: float
-    bytes_sent: float
-    bytes_received: float
-    stages: Stages
-
-
 def in_order(operators: Iterable[str]) -> list[str]:
     """Return each of some operators once, in the order of a step; unknown ones come last."""
     names = dict.fromkeys(operators)
     return sorted(names, key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW))
 
 
-def by_operator(case: Case) -> list[OperatorTotal]:
+def by_operator(case: Case) -> list[OperatorCost]:
     """Add up the layers of each operator, in the order of a step."""
     return [
         _total(name, [cost for cost in case.operators if cost.operator == name])
@@ -152,29 +124,25 @@ def by_operator(case: Case) -> list[OperatorTotal]:
     ]
 
 
-def by_layer(case: Case) -> list[tuple[OperatorTotal, list[OperatorCost]]]:
+def by_layer(case: Case) -> list[tuple[OperatorCost, list[OperatorCost]]]:
     """Return the total and the operators of each layer, last of what belongs to none."""
-    layers = sorted({c.layer for c in case.operators if c.layer is not None})
     found = []
-    for layer in (*layers, None):
+    for layer in (*sorted({c.layer for c in case.operators if c.layer is not None}), None):
         own = {c.operator: c for c in case.operators if c.layer == layer}
-        costs = [own[name] for name in in_order(own)]
-        if costs:
+        if own:
             name = "in no layer" if layer is None else f"layer {layer}"
+            costs = [own[operator] for operator in in_order(own)]
             found.append((_total(name, costs), costs))
     return found
 
 
-def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorTotal:
-    return OperatorTotal(
-        operator=name,
-        place="+".join(sorted({cost.place for cost in costs}, reverse=True)),
-        calls=math.fsum(cost.calls for cost in costs),
-        rpcs=math.fsum(cost.rpcs for cost in costs),
-        bytes_sent=math.fsum(cost.bytes_sent for cost in costs),
-        bytes_received=math.fsum(cost.bytes_received for cost in costs),
-        stages=sum_stages(cost.stages for cost in costs),
-    )
+def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorCost:
+    places = {place for cost in costs for place in cost.place.split("+")}
+    place = "+".join(sorted(places, reverse=True))
+    whole: dict[str, Any] = {"operator": name, "layer": None, "place": place}
+    for count in ("calls", "rpcs", "bytes_sent", "bytes_received"):
+        whole[count] = math.fsum(getattr(cost, count) for cost in costs)
+    return OperatorCost.model_validate(whole | {"stages": sum_stages(c.stages for c in costs)})
 
 
 def sum_stages(stages: Iterable[Stages]) -> Stages:
@@ -246,11 +214,10 @@ def alike(report: Report, cases: Sequence[Measured]) -> list[list[Measured]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A baseline beside one policy. `ratio`: baseline / ours, None where they can't be compared."""
+    """A policy beside a baseline. `ratio`: baseline / ours, None where they can't be compared."""
 
-    baseline: Baseline
-    policy: str | None
-    ours_ms: float | None
+    policy: str
+    ours_ms: float
     ratio: float | None
 
 
@@ -271,24 +238,22 @@ def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> boo
     return bool(computes(device)) and (baseline.against == "none" or device.startswith("cpu"))
 
 
-def compare(report: Report) -> list[Comparison]:
-    """Put each baseline beside each policy's same case; beside none (policy None) if it has none.
+def compare(report: Report) -> list[tuple[Baseline, list[Comparison]]]:
+    """Put beside each baseline the same case of each policy that has one.
 
     Against a service that answers at once, what is compared is the overhead; otherwise the step.
     A baseline of a prompt and more new tokens than one is compared with the generation, which did
     the same work if all cases did.
     """
-    found: list[Comparison] = []
+    found = []
     for baseline in report.baselines:
-        matched = [
-            (run, ours) for run in report.policies if (ours := _ours_ms(run, baseline)) is not None
-        ]
-        if not matched:
-            found.append(Comparison(baseline, None, None, None))
-        for run, ours in matched:
-            same = comparable(report, _cases(run, baseline), baseline) and ours > 0
-            ratio = baseline.step_ms.median / ours if same else None
-            found.append(Comparison(baseline, run.policy, ours, ratio))
+        beside = []
+        for run in report.policies:
+            if (ours := _ours_ms(run, baseline)) is not None:
+                same = comparable(report, _cases(run, baseline), baseline) and ours > 0
+                ratio = baseline.step_ms.median / ours if same else None
+                beside.append(Comparison(run.policy, ours, ratio))
+        found.append((baseline, beside))
     return found
 
 
@@ -307,11 +272,8 @@ def _cases(run: PolicyRun, baseline: Baseline) -> Sequence[Case]:
 
 def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
     if is_generation(baseline):
-        made = run.generation
-        same = made is not None and (made.prompt_tokens, made.new_tokens) == (
-            baseline.tokens,
-            baseline.new_tokens,
-        )
+        lengths, made = (baseline.tokens, baseline.new_tokens), run.generation
+        same = made is not None and (made.prompt_tokens, made.new_tokens) == lengths
         return made.total_ms if made is not None and same else None
     for case in _cases(run, baseline):
         against_nothing = baseline.against == "null" and case.rpcs
@@ -343,7 +305,6 @@ class PowerLaw:
     factor: float
     r_squared: float
     worst: float
-    points: int
 
     def at(self, x: float) -> float:
         """Return the cost that the law predicts at `x`."""
@@ -365,12 +326,11 @@ def fit_exponent(points: Iterable[tuple[float, float]]) -> PowerLaw | None:
         return None
     exponent, offset = statistics.linear_regression(xs, ys)
     misses = [y - offset - exponent * x for x, y in zip(xs, ys, strict=True)]
-    variance = statistics.pvariance(ys)
+    variance, unexplained = statistics.pvariance(ys), statistics.fmean(miss**2 for miss in misses)
     # A cost that does not change at all is fitted perfectly by a flat line.
-    unexplained = statistics.fmean(miss**2 for miss in misses)
     r_squared = 1.0 - unexplained / variance if variance > 1e-18 else 1.0
     worst = math.exp(max(map(abs, misses)))
-    return PowerLaw(exponent, math.exp(offset), r_squared, worst, len(pairs))
+    return PowerLaw(exponent, math.exp(offset), r_squared, worst)
 
 
 @dataclass(frozen=True)
@@ -420,156 +380,3 @@ def growth(report: Report) -> list[Growth]:
         for key, points in found.items()
         if len(points) > 1 and any(cost for _, cost in points)
     ]
-
-
-# -------------------------------------------------------------------------------- conclusions
-
-
-def caveats(report: Report) -> list[str]:
-    """Say what must be known before any figure is read, a sentence each."""
-    device = report.setup.device
-    found = []
-    if computes(device) is False and any(c.rpcs for run in report.policies for c in run.cases):
-        served = (
-            "nothing is computed at the service: tokens/s are an upper bound"
-            if device == "null"
-            else "the service computes nothing and takes the time that was described to it:"
-            " tokens/s are modelled"
-        )
-        found.append(
-            f"With device {device} {served}, and policies that compute in the TEE what others"
-            " leave to the service are not comparable with those."
-        )
-    pads = _pads(report)
-    return [*found, pads] if pads else found
-
-
-def speed(report: Report, run: PolicyRun, case: Case) -> str:
-    """Return tokens/s with what they are worth: `at most` where the service computed nothing."""
-    said = at_most(report) if case.rpcs else ""
-    pads = " (making pads not counted)" if uses_pads(run) and case.rpcs else ""
-    return f"{said}{figures(case.tokens_per_s) or '0'} tokens/s{pads}"
-
-
-def at_most(report: Report) -> str:
-    """Return what to say before a speed that needs a service; empty where that computed."""
-    kind = report.setup.device.partition(":")[0]
-    return {"null": "at most ", "model": "a modelled "}.get(kind, "")
-
-
-def uses_pads(run: PolicyRun) -> bool:
-    """Say whether a policy uses up pads that were made ahead, by what it says that it discloses."""
-    said = run.leakage_summary or ""
-    alone = "uniform random numbers" in said and "collude" not in said
-    return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
-        case.rpcs for case in run.cases
-    )
-
-
-def _pads(report: Report) -> str:
-    """Say what figures of policies with pads leave out; empty if none of the policies has any."""
-    names = [run.policy for run in report.policies if uses_pads(run)]
-    if not names:
-        return ""
-    text = (
-        f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
-        " tokens/s, but in sustained ones"
-    )
-    if computes(report.setup.device) is False:
-        text += "; the factors of these pads are zeros, which cost as much to use"
-    return f"{text}."
-
-
-def missing(report: Report) -> list[str]:
-    """Say what a report lacks, a sentence each; empty if it is complete."""
-    found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
-    if not report.policies:
-        found.append("No policy was measured.")
-    for run in report.policies:
-        lacking: list[str] = [
-            phase for phase in PHASES if not any(c.phase == phase for c in run.cases)
-        ]
-        lacking += ["generation"] if run.generation is None else []
-        lacking += ["timeline"] if not run.timelines else []
-        if lacking:
-            found.append(f"{run.policy} lacks: {', '.join(lacking)}.")
-    if not report.baselines:
-        found.append("No baseline was measured: ratios to other systems are missing.")
-    if not report.ping_pong:
-        found.append("No ping-pong was measured: the floor of the transport is unknown.")
-    return found
-
-
-def findings(report: Report) -> Iterator[str]:
-    """Say what to conclude, a sentence each, from the cases by which policies are compared."""
-    for phase in PHASES:
-        pairs = main_cases(report, phase)
-        if not pairs:
-            continue
-        for same in alike(report, pairs):
-            ranked = sorted(same, key=lambda pair: pair[1].step_ms.median)
-            best, case = ranked[0]
-            text = (
-                f"{name_of(case).capitalize()}: {best.policy} takes"
-                f" {duration(case.step_ms.median * 1e3)} a step, {speed(report, best, case)}"
-            )
-            others = [
-                f"{run.policy} {figures(other.step_ms.median / case.step_ms.median)} times as long"
-                for run, other in ranked[1:]
-                if case.step_ms.median > 0
-            ]
-            yield text + (f"; {', '.join(others)}." if others else ".")
-        yield from _offloading(report, pairs)
-    compared = compare(report)
-    for baseline in report.baselines:
-        group = [found for found in compared if found.baseline is baseline]
-        ratios = [f"{figures(f.ratio)} times {f.policy}" for f in group if f.ratio is not None]
-        if ratios:
-            yield (
-                f"The baseline {baseline.name} takes {duration(baseline.step_ms.median * 1e3)} for"
-                f" {baseline_name(baseline)}: {', '.join(ratios)}."
-            )
-
-
-def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
-    """Say whether each policy with a service wins against the fastest that never needs one."""
-    split = fastest_alone(pairs)
-    if split is None:
-        return
-    (best, case), sent = split
-    alone_ms = case.step_ms.median
-    said = []
-    for run, other in sent:
-        ratio = alone_ms / other.step_ms.median
-        sustained = alone_ms / sustained_ms(run, other)
-        text = f"{run.policy} {_outcome(ratio)}, {at_most(report)}{ratio:.2f} times as fast"
-        if sustained < ratio:
-            text += f" ({_outcome(sustained)} with its pads made on the same cores:"
-            text += f" {sustained:.2f} times)"
-        said.append(text)
-    if said:
-        yield (
-            f"Offloading beside {best.policy}, the fastest without a service"
-            f" ({duration(alone_ms * 1e3)} for {name_of(case)}): {'; '.join(said)}."
-        )
-
-
-def _outcome(ratio: float) -> str:
-    return "wins" if ratio > 1 else "loses"
-
-
-def dominant(run: PolicyRun, case: Case) -> str:
-    """Say which stage and which operator of a case cost most."""
-    stages = case_stages(case)
-    operators = by_operator(case)
-    if not operators or stages.total_us <= 0:
-        return f"{run.policy}, {name_of(case)}: not split into operators."
-    whole = whole_us(case)
-    stage = max(STAGES, key=lambda name: float(getattr(stages, name)))
-    largest = sorted(operators, key=lambda op: -op.stages.total_us)[:2]
-    names = " and ".join(f"{op.operator} ({percent(op.stages.total_us / whole)})" for op in largest)
-    return (
-        f"{run.policy}, {name_of(case)}: the largest stage is {STAGE_NAMES[stage]}"
-        f" ({percent(getattr(stages, stage) / whole)}), the largest operators are {names}"
-        + (f"; {REST_NAME} is {percent(case.rest_us / whole)}." if case.rest_us > 0 else ".")
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from tsqp.lab.bench.model import Report, Span, Timeline
@@ -32,7 +33,7 @@ def resource(span: Span) -> str:
 
 def times_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return start and end of each span."""
-    return [(span.start_us, span.start_us + span.duration_us) for span in spans]
+    return [(span.start_us, span.end_us) for span in spans]
 
 
 def length_us(timeline: Timeline) -> float:
@@ -78,16 +79,14 @@ def lanes(timeline: Timeline) -> list[int]:
 
 def perfetto(report: Report) -> dict[str, Any]:
     """Return the trace as an object for JSON; without a timeline it has no events."""
-    events: list[Event] = []
-    process = 0
-    for run in report.policies:
-        for timeline in run.timelines:
-            process += 1
-            name = case_name(timeline.phase, timeline.tokens, timeline.batch)
-            events += _process(process, f"{run.policy}, {name}", timeline)
+    steps = [(run.policy, one) for run in report.policies for one in run.timelines]
     setup = report.setup
     return {
-        "traceEvents": events,
+        "traceEvents": [
+            event
+            for process, (policy, step) in enumerate(steps, start=1)
+            for event in _process(process, policy, step)
+        ],
         "displayTimeUnit": "ms",
         "otherData": {
             "model": setup.model,
@@ -104,22 +103,20 @@ def perfetto_json(report: Report) -> str:
     return json.dumps(perfetto(report), allow_nan=False, separators=(",", ":"))
 
 
-def _process(pid: int, name: str, timeline: Timeline) -> Iterator[Event]:
-    yield _named("process_name", pid, 0, {"name": name})
+def _process(pid: int, policy: str, timeline: Timeline) -> Iterator[Event]:
+    name = case_name(timeline.phase, timeline.tokens, timeline.batch)
+    yield _named("process_name", pid, 0, {"name": f"{policy}, {name}"})
     yield _named("process_sort_index", pid, 0, {"sort_index": pid})
-    numbers = lanes(timeline)
-    thread = 0
-    for busy in RESOURCES:
-        for lane in numbers:
-            spans = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
-            for row, placed in enumerate(rows(spans)):
-                thread += 1
-                label = busy if len(numbers) == 1 else f"{busy}, micro-batch {lane}"
-                label += f" ({row + 1})" if row else ""
-                yield _named("thread_name", pid, thread, {"name": label})
-                yield _named("thread_sort_index", pid, thread, {"sort_index": thread})
-                for span in placed:
-                    yield _complete(span, pid, thread)
+    thread, numbers = 0, lanes(timeline)
+    for busy, lane in product(RESOURCES, numbers):
+        spans = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
+        for row, placed in enumerate(rows(spans)):
+            thread += 1
+            label = busy if len(numbers) == 1 else f"{busy}, micro-batch {lane}"
+            label += f" ({row + 1})" if row else ""
+            yield _named("thread_name", pid, thread, {"name": label})
+            yield _named("thread_sort_index", pid, thread, {"sort_index": thread})
+            yield from (_complete(span, pid, thread) for span in placed)
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:
@@ -128,20 +125,15 @@ def rows(spans: Iterable[Span]) -> list[list[Span]]:
     Spans that overlap by less than a microsecond count as touching; the later one is shortened.
     """
     made: list[list[Span]] = []
-    ends: list[float] = []
     for span in sorted(spans, key=lambda s: (s.start_us, -s.duration_us)):
-        stop = span.start_us + span.duration_us
-        for row, end in enumerate(ends):
-            if span.start_us >= end - _TOUCH_US and stop >= end:
-                start = max(span.start_us, end)
-                made[row].append(
-                    span.model_copy(update={"start_us": start, "duration_us": stop - start})
-                )
-                ends[row] = stop
+        for row in made:
+            if span.start_us >= row[-1].end_us - _TOUCH_US and span.end_us >= row[-1].end_us:
+                start_us = max(span.start_us, row[-1].end_us)
+                shorter = {"start_us": start_us, "duration_us": span.end_us - start_us}
+                row.append(span.model_copy(update=shorter))
                 break
         else:
             made.append([span])
-            ends.append(stop)
     return made
 
 
@@ -152,7 +144,7 @@ def _named(what: str, pid: int, tid: int, args: Event) -> Event:
 def _complete(span: Span, pid: int, tid: int) -> Event:
     stage = span.stage
     # To whole nanoseconds, both ends alike: spans that touch must not overlap by a rounding.
-    start, stop = round(span.start_us, 3), round(span.start_us + span.duration_us, 3)
+    start, stop = round(span.start_us, 3), round(span.end_us, 3)
     args: Event = {"operator": span.operator, "stage": stage, "micro_batch": span.lane}
     if span.layer is not None:
         args["layer"] = span.layer

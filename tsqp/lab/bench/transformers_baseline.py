@@ -12,15 +12,11 @@ computed.
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 import transformers
@@ -28,6 +24,7 @@ import transformers
 from protocol.tensors import torch_dtype
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
+from tsqp.lab.measure import elapsed_us, rounds
 
 NAME = "transformers"
 
@@ -51,13 +48,9 @@ def measure_prefill(
 
     Runs it `repeats` times, or until `case_s` is over; at least once.
     """
-    ids = _prompt(model, tokens)
-    _step(model, ids, None)
-    times_ms: list[float] = []
-    while not times_ms or (len(times_ms) < repeats and sum(times_ms) < case_s * 1e3):
-        started = time.perf_counter()
-        _step(model, ids, None)
-        times_ms.append((time.perf_counter() - started) * 1e3)
+    step = partial(_step, model, _prompt(model, tokens), None)
+    step()
+    times_ms = [elapsed_us(step) / 1e3 for _ in rounds(repeats, case_s)]
     return _baseline(model, "prefill", tokens, 0, dtype, times_ms)
 
 
@@ -96,15 +89,7 @@ def _baseline(
         new_tokens=new_tokens,
         dtype=dtype,
         against="none",
-        step_ms=Spread(
-            median=statistics.median(times_ms),
-            low=min(times_ms),
-            high=max(times_ms),
-            runs=len(times_ms),
-        ),
-        round_trips=0,
-        bytes_sent=0,
-        bytes_received=0,
+        step_ms=Spread.of(times_ms),
     )
 
 

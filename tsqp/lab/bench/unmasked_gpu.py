@@ -10,8 +10,6 @@ tests, it is run as it is. Prints a list of `tsqp.lab.bench.model.Baseline` as J
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ from protocol.model.rope import Rope
 from protocol.model.weights import LayerNorms, row_layout
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
+from tsqp.lab.measure import elapsed_us
 
 NAME = "unmasked"
 DTYPE = torch.bfloat16
@@ -108,12 +107,7 @@ def measure(config: ModelConfig, context: int, steps: int, device: torch.device)
     on_cuda = device.type == "cuda"
     step = Decoder(config, context, device).step
     step = captured(step) if on_cuda else step
-    times_ms: list[float] = []
-    for number in range(_WARM_UP + steps):
-        started = time.perf_counter()
-        step().item()
-        if number >= _WARM_UP:
-            times_ms.append((time.perf_counter() - started) * 1e3)
+    times_ms = [elapsed_us(lambda: step().item()) / 1e3 for _ in range(_WARM_UP + steps)][_WARM_UP:]
     how = "one CUDA graph a step" if on_cuda else "on the CPU in place of a GPU"
     return Baseline(
         name=NAME,
@@ -123,15 +117,7 @@ def measure(config: ModelConfig, context: int, steps: int, device: torch.device)
         new_tokens=1,
         dtype="bfloat16",
         against="none",
-        step_ms=Spread(
-            median=statistics.median(times_ms),
-            low=min(times_ms),
-            high=max(times_ms),
-            runs=len(times_ms),
-        ),
-        round_trips=0,
-        bytes_sent=0,
-        bytes_received=0,
+        step_ms=Spread.of(times_ms),
     )
 
 

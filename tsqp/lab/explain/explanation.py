@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
-from tsqp.lab.bench.memory import pad_layouts
 from tsqp.lab.bench.model import Document
+from tsqp.lab.bench.pads import pad_layouts, pad_phases
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
@@ -194,18 +195,14 @@ def _ranges(
     policy: Policy, operator: Operator, count: int, within: Container[int]
 ) -> Iterator[range]:
     """Yield runs of layers with the same placements in both phases, all within segments or none."""
-    start = 0
-    for layer in range(1, count + 1):
-        if (
-            layer == count
-            or (start in within) != (layer in within)
-            or not all(
-                _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
-                for phase in PHASES
-            )
-        ):
-            yield range(start, layer)
-            start = layer
+
+    def placed(layer: int) -> object:
+        placements = (policy.at(operator, layer, phase) for phase in PHASES)
+        return layer in within, *((one.place, one.mask, one.verify) for one in placements)
+
+    for _, alike in groupby(range(count), key=placed):
+        first, *others = alike
+        yield range(first, (others or [first])[-1] + 1)
 
 
 def _alike(one: Placement, other: Placement) -> bool:
@@ -282,15 +279,10 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
     pads = []
     for mask, layout in pad_layouts(policy, config).items():
         on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
-        phases = tuple(
-            phase
-            for phase in PHASES
-            if any(p.mask == mask and p.phase in (None, phase) for _, p in policy.leaving())
-        )
         pads.append(
             PadsNeeded(
                 mask=mask.name,
-                phases=phases,
+                phases=pad_phases(policy, mask),
                 sites=len(layout.sites),
                 memory_bytes=layout.token_bytes,
                 bank_bytes=on_disk,

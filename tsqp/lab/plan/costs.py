@@ -5,16 +5,16 @@ Times are microseconds unless a name says otherwise, sizes are bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from gpu_side.devices import DeviceProfile
-from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
+from gpu_side.tasks import Task
 from protocol.errors import PolicyError
-from protocol.messages import FloatDtype
-from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
+from tsqp.lab.bench.job import Measuring
 from tsqp.lab.bench.model import Document, PadMaking
 from tsqp.lab.plan.fit import Machine
 from tsqp.run.link import Link
@@ -32,36 +32,28 @@ PartName = Literal[
 PARTS: tuple[PartName, ...] = get_args(PartName)
 
 
-class Asked(Document):
-    """What a request asks a service for; see `gpu_side.tasks.Task`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    work: LinearWork | MatmulWork | EmbeddingWork
-    input_bytes: int
-
-    def plan(self) -> Task:
-        """Return it as the service would have it."""
-        return Task(self.shape, self.dtype, self.work, self.input_bytes)
-
-
-class Rpc(Document):
-    """One round trip to a service that computes nothing.
+@dataclass(frozen=True)
+class Rpc:
+    """One round trip to a service that computes nothing, for what `asked` says.
 
     `encode_us`, `send_us`, `receive_us` and `decode_us` occupy the TEE; `service_us` is the
-    service's own handling, as it claims; `wire_us` is what is left of the round trip.
+    service's own handling, as it claims; `wire_us` is what is left of the round trip. A prediction
+    adds `gpu_us`, and `up_us` and `down_us` to put it on a link.
     """
 
     service: int
-    asked: Asked
-    bytes_sent: int
-    bytes_received: int
-    encode_us: float
-    send_us: float
-    wire_us: float
-    service_us: float
-    receive_us: float
-    decode_us: float
+    asked: Task
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    encode_us: float = 0.0
+    send_us: float = 0.0
+    wire_us: float = 0.0
+    service_us: float = 0.0
+    receive_us: float = 0.0
+    decode_us: float = 0.0
+    gpu_us: float = 0.0
+    up_us: float = 0.0
+    down_us: float = 0.0
 
     @property
     def total_us(self) -> float:
@@ -70,28 +62,30 @@ class Rpc(Document):
 
     def stretched(self, factor: float) -> Rpc:
         """Return it with `factor` times as long for everything."""
-        return self.model_copy(update={name: getattr(self, name) * factor for name in RPC_TIMES})
+        return replace(self, **{name: getattr(self, name) * factor for name in RPC_TIMES})
 
 
-RPC_TIMES = tuple(name for name in Rpc.model_fields if name.endswith("_us"))
+RPC_TIMES = tuple(one.name for one in fields(Rpc) if one.name.endswith("_us"))
 
 
-class Segment(Document):
+@dataclass
+class Segment:
     """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
 
     work_us: float
-    rpcs: tuple[Rpc, ...]
+    rpcs: list[Rpc] = field(default_factory=list)
 
 
-class Section(Document):
+@dataclass
+class Section:
     """A part of a forward pass: what comes before the layers, one layer, or what comes after.
 
     `after_us`: work behind its last reply. Of all its work, `mask_share` masks, unmasks and checks,
     and `product_share` multiplies by a weight that stays in the TEE.
     """
 
-    segments: tuple[Segment, ...]
-    after_us: float
+    segments: list[Segment] = field(default_factory=list)
+    after_us: float = 0.0
     mask_share: float = 0.0
     product_share: float = 0.0
 
@@ -101,63 +95,62 @@ class Section(Document):
         return sum((segment.work_us for segment in self.segments), start=self.after_us)
 
 
-class Lane(Document):
+@dataclass(frozen=True)
+class Lane:
     """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
 
     head: Section
-    layers: tuple[Section, ...]
+    layers: Sequence[Section]
     tail: Section
 
 
-class Step(Document):
+@dataclass(frozen=True)
+class Step:
     """One step of the engine: `rows` tokens, in as many lanes as it has micro-batches."""
 
     rows: int
-    lanes: tuple[Lane, ...]
+    lanes: Sequence[Lane]
 
 
-class Costs(Document):
-    """What was measured of one policy and shape.
+@dataclass(frozen=True)
+class Costs:
+    """What was measured: the steps of one prompt, a decode step, and the making of pads, if any."""
 
-    `order`: which of the kinds of layers each layer of the whole model is. `prefill`: the steps of
-    one prompt; `threads`: of the TEE side; `layers`: how many were measured, of each kind. `pads`:
-    for the whole model, from those of the measured layers; None where no bank holds any.
-    """
-
-    threads: int
-    layers: int
-    itemsize: int
-    order: tuple[int, ...]
-    prefill: tuple[Step, ...]
+    prefill: Sequence[Step]
     decode: Step
     pads: PadMaking | None = None
 
 
 @dataclass(frozen=True)
-class PlanSettings:
+class ModelCosts(Costs):
+    """What was measured of some layers of a policy and shape; `pads`: those of the whole model.
+
+    `order`: which of the kinds of layers each layer of the whole model is. `threads`: of the TEE
+    side; `layers`: how many were measured, of each kind.
+    """
+
+    threads: int = 1
+    layers: int = 1
+    order: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class PlanSettings(Measuring):
     """What `tsqp plan` is asked.
 
-    `policies`: with the name or path that each was given by. `model`: a directory, of which only
-    config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
-    which a round trip is measured on this machine, or was on `machine` (None: this one).
-    `prompt_tokens`: of the prompt; `context`: behind each token that is decoded, of `batch`
-    sequences together. `tensor_parallel`: ranks of each service.
+    `policies`: with the name or path that each was given by. Of `model` only config.json is read.
+    `cores`: of the TEE side; `transport`: over which a round trip is measured on this machine, or
+    was on `machine` (None: this one). `prompt_tokens`: of the prompt; `context`: behind each token
+    that is decoded, of `batch` sequences together. `tensor_parallel`: ranks of each service.
     """
 
     policies: tuple[tuple[str, Policy], ...]
     profile: DeviceProfile
     link: Link
     cores: int
-    model: Path | None = None
-    shape: str | None = None
     prompt_tokens: int = 128
     context: int = 128
     batch: int = 1
-    micro_batches: int = 1
-    transport: str = "tcp"
-    dtype: FloatDtype | None = None
-    step_tokens: int = DEFAULT_STEP_TOKENS
-    spin_us: float = 0.0
     machine: Machine | None = None
     tensor_parallel: int = 1
 
@@ -173,14 +166,6 @@ class Job:
     endpoints: tuple[str, ...]
     bank: Path | None
     threads: int
-
-
-class Measured(Document):
-    """All steps of one prompt, a decode step, and the making of pads where they need any."""
-
-    prefill: tuple[Step, ...]
-    decode: Step
-    pads: PadMaking | None = None
 
 
 def as_in_layer(policy: Policy, layer: int) -> Policy:

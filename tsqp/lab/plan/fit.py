@@ -12,7 +12,6 @@ plans, the layers of a model are measured as ever; what FILE says replaces the r
 from __future__ import annotations
 
 import json
-import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from protocol.model.weights import CPU
 from protocol.validation import validate_file
 from tsqp.lab.bench.baselines import ping_pong
 from tsqp.lab.bench.model import Document, PingPong
+from tsqp.lab.measure import elapsed_us
 
 # The names that `--transport` has, and those of the ping-pong.
 TRANSPORTS = {"tcp": "zeromq-tcp", "ipc": "zeromq-ipc", "unix": "unix", "shm": "shm"}
@@ -134,10 +134,6 @@ def read_machine(path: Path) -> Machine:
         raise SettingsError(
             str(path), got=reason or "an unreadable file", expected="what tsqp plan --fit wrote"
         ) from None
-    # TOML has arrays where the model has tuples.
-    for name in ("int8_gops", "gb_per_s"):
-        if isinstance(content.get(name), list):
-            content[name] = tuple(content[name])
     return validate_file(Machine, content, str(path), SettingsError)
 
 
@@ -149,17 +145,15 @@ def fit_machine(
     gops, gb_per_s = kernel_rates(range(1, cores + 1))
     say("measuring round trips")
     transports = fit_transports(ping_pong(spin_us))
-    gpu: DeviceProfile | None = None
     if device is not None:
         say(f"measuring {device}")
-        gpu = fit_gpu(torch.device(device))
     return Machine(
         kernels=native.choice().variant,
         spin_us=spin_us,
         int8_gops=gops,
         gb_per_s=gb_per_s,
         transports=transports,
-        gpu=gpu,
+        gpu=None if device is None else fit_gpu(torch.device(device)),
     )
 
 
@@ -184,14 +178,12 @@ def fit_transports(found: Sequence[PingPong]) -> dict[str, Transport]:
     made = {}
     for name, measured in TRANSPORTS.items():
         ours = [one for one in found if (one.transport, one.kind) == (measured, "ours")]
-        if len(ours) < 2:
-            continue
-        small = min(ours, key=lambda one: one.payload_bytes)
-        large = max(ours, key=lambda one: one.payload_bytes)
-        more_us = max(large.p50_us - small.p50_us, 1e-3)
-        gb_per_s = 2 * (large.payload_bytes - small.payload_bytes) / more_us / 1e3
-        rtt_us = max(0.0, small.p50_us - 2 * small.payload_bytes / (gb_per_s * 1e3))
-        made[name] = Transport(rtt_us=rtt_us, gb_per_s=gb_per_s)
+        if len(ours) > 1:
+            small, *_, large = sorted(ours, key=lambda one: one.payload_bytes)
+            more_us = max(large.p50_us - small.p50_us, 1e-3)
+            gb_per_s = 2 * (large.payload_bytes - small.payload_bytes) / more_us / 1e3
+            rtt_us = max(0.0, small.p50_us - 2 * small.payload_bytes / (gb_per_s * 1e3))
+            made[name] = Transport(rtt_us=rtt_us, gb_per_s=gb_per_s)
     return made
 
 
@@ -226,9 +218,4 @@ def fit_gpu(device: torch.device) -> DeviceProfile:
 def _fastest_s(work: Callable[[], object]) -> float:
     """Return the shortest of some runs: what the machine can do, whatever else it was doing."""
     work()
-    times = []
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(elapsed_us(work) for _ in range(_REPEATS)) / 1e6

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import cache
 
 import torch
 
@@ -26,10 +28,10 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase
 from tsqp.lab.bench.model import OperatorCost, PadMaking
-from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.bench.pads import pad_making
 from tsqp.lab.measure import Collector, Tell
-from tsqp.lab.plan.costs import Job, Lane, Measured, Section, Step, as_in_layer
-from tsqp.lab.plan.trace import StepTrace, Tracer, typical_lanes, with_round_trips
+from tsqp.lab.plan.costs import Costs, Job, Step, as_in_layer
+from tsqp.lab.plan.trace import Sections, Tracer, typical_lanes, with_round_trips
 
 _WARM_UP = 2
 _PROMPTS = 5
@@ -59,7 +61,7 @@ def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) ->
 
 
 def measure(job: Job, tell: Tell) -> None:
-    """Measure a job, and tell what was `Measured`. Raises TsqpError."""
+    """Measure a job, and tell its `Costs`. Raises TsqpError."""
     with ExitStack() as closing:
         layers = _Layers(job, closing)
         gc.collect()
@@ -69,7 +71,7 @@ def measure(job: Job, tell: Tell) -> None:
         if job.bank:
             policy = as_in_layer(load_policy(job.policy), job.layer)
             pads = pad_making(job.model, policy, job.bank.with_name("timed"))
-        tell(Measured(prefill=prefill, decode=decode, pads=pads))
+        tell(Costs(prefill, decode, pads))
 
 
 class _Layers:
@@ -78,7 +80,7 @@ class _Layers:
     def __init__(self, job: Job, closing: ExitStack) -> None:
         self._settings = job.settings
         native.set_up(None, job.threads)
-        self._policy = policy = as_in_layer(load_policy(job.policy), job.layer)
+        policy = as_in_layer(load_policy(job.policy), job.layer)
         self._config = config = read_config(job.model)
         dtype = torch_dtype(job.settings.dtype or config.dtype)
         checkpoint = Checkpoint(job.model)
@@ -92,11 +94,11 @@ class _Layers:
             step_tokens=job.settings.step_tokens,
         )
         closing.callback(assembly.close)
-        self._channels: list[Channel] = []
-        for endpoint in job.endpoints:
-            channel = open_channel(endpoint, timeout_s=60.0, spin_us=job.settings.spin_us)
-            closing.callback(channel.close)
-            self._channels.append(channel)
+        spin_us = job.settings.spin_us
+        self._channels: list[Channel] = [
+            closing.enter_context(open_channel(endpoint, timeout_s=60.0, spin_us=spin_us))
+            for endpoint in job.endpoints
+        ]
         held = ServedModel(
             config=config,
             model_digest="",
@@ -118,36 +120,28 @@ class _Layers:
 
     # --------------------------------------------------------------------------------- phases
 
-    def prefill(self) -> tuple[Step, ...]:
+    def prefill(self) -> list[Step]:
         """Measure the steps of a prompt, up to its first token."""
         tokens, step_tokens = self._settings.prompt_tokens, self._settings.step_tokens
-        rows = [min(step_tokens, tokens - start) for start in range(0, tokens, step_tokens)]
         together = self._prompts(tokens, self._lanes)
         observed, collector = self._observed()
         self._run_prompt(tokens, observed)
         shares = _shares(collector.costs(1))
-        alone: dict[int, list[Lane]] = {}
-        steps = []
-        for index, count in enumerate(rows):
-            lanes = typical_lanes([run[index] for run in together])
-            if len(lanes) > 1:
-                part = count // len(lanes)
-                if part not in alone:
-                    runs = self._prompts(part, self._lanes[:1])
-                    alone[part] = typical_lanes([run[0] for run in runs])
-                lanes = [with_round_trips(lane, alone[part][0]) for lane in lanes]
-            steps.append(Step(rows=count, lanes=tuple(_shared(lane, shares) for lane in lanes)))
-        return tuple(steps)
+
+        @cache
+        def alone(rows: int) -> list[Sections]:
+            return [run[0] for run in self._prompts(rows, self._lanes[:1])]
+
+        return [
+            _step(min(step_tokens, tokens - start), runs, alone, shares)
+            for start, *runs in zip(range(0, tokens, step_tokens), *together, strict=True)
+        ]
 
     def decode(self) -> Step:
         """Measure a decode step of all sequences."""
         batch = self._settings.batch
-        lanes = typical_lanes(self._steps(batch, self._lanes))
-        shares = self._decode_shares(batch)
-        if len(lanes) > 1:
-            (alone,) = typical_lanes(self._steps(batch // len(lanes), self._lanes[:1]))
-            lanes = [with_round_trips(lane, alone) for lane in lanes]
-        return Step(rows=batch, lanes=tuple(_shared(lane, shares) for lane in lanes))
+        together, shares = self._steps(batch, self._lanes), self._decode_shares(batch)
+        return _step(batch, together, lambda rows: self._steps(rows, self._lanes[:1]), shares)
 
     # -------------------------------------------------------------------------------- running
 
@@ -162,7 +156,7 @@ class _Layers:
         ).tolist()
         return ids
 
-    def _run_prompt(self, tokens: int, lanes: Lanes) -> list[StepTrace]:
+    def _run_prompt(self, tokens: int, lanes: Lanes) -> list[Sections]:
         engine = self._engine(lanes)
         sequence = engine.add(self._ids(tokens), max_new_tokens=1, eos_token_ids=frozenset())
         traces = []
@@ -170,9 +164,9 @@ class _Layers:
             traces.append(self._tracer.step(engine.step))
         return traces
 
-    def _prompts(self, tokens: int, lanes: Lanes) -> list[list[StepTrace]]:
+    def _prompts(self, tokens: int, lanes: Lanes) -> list[list[Sections]]:
         self._run_prompt(tokens, lanes)
-        runs: list[list[StepTrace]] = []
+        runs: list[list[Sections]] = []
         started = time.perf_counter()
         while len(runs) < _PROMPTS:
             if len(runs) >= _LEAST_PROMPTS and time.perf_counter() - started > _BUDGET_S:
@@ -201,7 +195,7 @@ class _Layers:
             engine.step()
         return engine
 
-    def _steps(self, batch: int, lanes: Lanes) -> list[StepTrace]:
+    def _steps(self, batch: int, lanes: Lanes) -> list[Sections]:
         engine = self._started(batch, lanes)
         for _ in range(_WARM_UP):
             engine.step()
@@ -228,35 +222,36 @@ class _Layers:
         return _shares(collector.costs(_OBSERVED))
 
 
+def _step(
+    rows: int, runs: Sequence[Sections], alone: Callable[[int], list[Sections]], shares: Shares
+) -> Step:
+    """Return what is typical of a step. `alone`: runs a lane of so many rows without others."""
+    lanes = typical_lanes(runs)
+    if len(lanes) > 1:
+        (undisturbed,) = typical_lanes(alone(rows // len(lanes)))
+        lanes = [with_round_trips(lane, undisturbed) for lane in lanes]
+    for lane in lanes:
+        names = ["head", *("layer" for _ in lane.layers), "tail"]
+        for name, section in zip(names, (lane.head, *lane.layers, lane.tail), strict=True):
+            section.mask_share, section.product_share = shares.get(name, (0.0, 0.0))
+    return Step(rows, lanes)
+
+
 def _shares(costs: tuple[OperatorCost, ...]) -> Shares:
     """Return for each section which share of its work is for masks, and for kept weights."""
-    work: dict[str, float] = {}
-    masks: dict[str, float] = {}
-    products: dict[str, float] = {}
+    work, masks, products = (defaultdict[str, float](float) for _ in range(3))
     for cost in costs:
         section = "layer"
         if cost.layer is None:
             section = "head" if cost.operator == "embedding" else "tail"
         stages = cost.stages
         hiding = stages.mask_us + stages.unmask_us + stages.verify_us
-        work[section] = work.get(section, 0.0) + hiding + stages.tee_us
-        masks[section] = masks.get(section, 0.0) + hiding
+        work[section] += hiding + stages.tee_us
+        masks[section] += hiding
         if cost.place == "tee" and (cost.operator in FUSED_MODULES or cost.operator == "lm_head"):
-            products[section] = products.get(section, 0.0) + stages.tee_us
+            products[section] += stages.tee_us
     return {
-        section: (masks[section] / total, products.get(section, 0.0) / total)
+        section: (masks[section] / total, products[section] / total)
         for section, total in work.items()
         if total > 0
     }
-
-
-def _shared(lane: Lane, shares: Shares) -> Lane:
-    def note(section: Section, name: str) -> Section:
-        mask, product = shares.get(name, (0.0, 0.0))
-        return section.model_copy(update={"mask_share": mask, "product_share": product})
-
-    return Lane(
-        head=note(lane.head, "head"),
-        layers=tuple(note(section, "layer") for section in lane.layers),
-        tail=note(lane.tail, "tail"),
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_side.served_model import check_columns
 from protocol.errors import SettingsError
-from protocol.model.config import ModelConfig, read_config, read_json
+from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
@@ -24,25 +24,16 @@ from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
-from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import Served
+from tsqp.lab.bench import pads, prepare
 from tsqp.lab.bench.machine import describe_machine
-from tsqp.lab.bench.memory import (
-    check_disk,
-    check_memory,
-    pad_layouts,
-    service_bytes,
-    tee_parts,
-)
+from tsqp.lab.bench.memory import check_disk, check_memory, tee_parts
 from tsqp.lab.bench.model import PadMaking
-from tsqp.lab.bench.random_model import required_bytes
-from tsqp.lab.bench.shapes import Shape, find_shape, require_one
+from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import run_job
 from tsqp.lab.plan.costs import (
     Costs,
     Job,
-    Lane,
-    Measured,
+    ModelCosts,
     PlanReport,
     PlanSettings,
     PolicyPlan,
@@ -77,7 +68,7 @@ class Planning:
     def __init__(self, settings: PlanSettings, say: Say) -> None:
         self._settings = settings
         self._say = say
-        self._shape = _shape_of(settings)
+        self._shape = shape_of(settings.model, settings.shape)
         self._config = config = self._shape.config()
         self._itemsize = ITEMSIZE[settings.dtype or config.dtype]
         self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
@@ -143,30 +134,31 @@ class Planning:
                 " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
             )
             for layer in set(self._kinds[name]):
-                alike = as_in_layer(policy, layer)
-                few = self._few_layers(alike, layer).config()
-                self._check_memory(few, alike, tokens)
-                linear = required_bytes(few, linear=_needs_linear(alike, few))
-                linear += required_bytes(few, linear=False) if alike.verified else 0
-                pads = self._pads(alike) + prepare.TIMED_PADS
-                needed = max(needed, linear + prepare.bank_bytes(few, alike, pads))
-        check_disk(Path(tempfile.gettempdir()), needed)
-
-    def _check_memory(self, few: ModelConfig, policy: Policy, tokens: int) -> None:
-        settings = self._settings
-        sizes = {"itemsize": self._itemsize, "step_tokens": settings.step_tokens}
-        tee = tee_parts(few, policy, tokens=tokens, sequences=settings.batch, **sizes)
-        longest = max(settings.prompt_tokens, settings.context)
-        service = service_bytes(few, device="null", tokens=longest, **sizes)
-        check_memory(tee, service * policy.services)
+                alike, shape = self._few_layers(policy, layer)
+                few = shape.config()
+                check_memory(
+                    few,
+                    [alike],
+                    device=settings.device,
+                    services=policy.services,
+                    sequences=settings.batch,
+                    tokens=tokens,
+                    itemsize=self._itemsize,
+                    step_tokens=settings.step_tokens,
+                )
+                made = prepare.required_bytes(few, linear=prepare.needs_linear(alike, few))
+                made += prepare.required_bytes(few, linear=False) if alike.verified else 0
+                made += pads.bank_bytes(few, alike, self._pads(alike) + pads.TIMED_PADS)
+                needed = max(needed, made)
+        check_disk(needed)
 
     def _pads(self, policy: Policy) -> int:
-        settings, phases = self._settings, prepare.pad_phases(policy)
+        settings, phases = self._settings, pads.pad_phases(policy)
         return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
 
-    def _few_layers(self, policy: Policy, layer: int) -> Shape:
-        """Return the shape with a few layers like one of the whole model's."""
-        config = self._config
+    def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
+        """Return a few layers like one of the whole model's: what places them, and their shape."""
+        config, policy = self._config, as_in_layer(policy, layer)
         count = LAYERS
         kept = sum(
             math.prod(row_layout(config, operator)[1])
@@ -178,7 +170,8 @@ class Planning:
         if kept:
             count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))
         shape = self._shape.with_layers(count)
-        return Shape(shape.name, shape.source, _alike(shape.settings, config, layer, count))
+        alike = _alike(shape.settings, config, layer, count)
+        return policy, Shape(shape.name, shape.source, alike)
 
     # --------------------------------------------------------------------------------- the run
 
@@ -191,12 +184,12 @@ class Planning:
         )
         prefill = predict_prefill(costs, hardware)
         decode = predict_decode(costs, hardware)
-        pads = costs.pads
-        if pads is not None:
+        making, made_us = costs.pads, 0.0
+        if making is not None:
             instead = self._instead
             faster = costs.threads / settings.cores if instead is None else instead.shared
-            pads = pads.model_copy(update={"token_ms": pads.token_ms * faster})
-        made_us = pads.token_ms * 1e3 * settings.batch if pads and "decode" in pads.phases else 0.0
+            making = making.scaled(token=faster)
+            made_us = making.token_ms * 1e3 * settings.batch * ("decode" in making.phases)
         memory = tee_parts(
             config,
             policy,
@@ -216,13 +209,13 @@ class Planning:
             tokens_per_s_per_request=1e6 / decode.total_us,
             tokens_per_s=settings.batch * 1e6 / decode.total_us,
             sustained_tokens_per_s=settings.batch * 1e6 / (decode.total_us + made_us),
-            pads=pads,
+            pads=making,
             tee_memory_bytes=sum(memory.values()),
             assumptions=tuple(self._assumptions(policy, costs)),
             several=self._several(costs, hardware) if policy.services else None,
         )
 
-    def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
+    def _several(self, costs: ModelCosts, hardware: Hardware) -> Several | None:
         if hardware.ranks == 1:
             return None
         alone = replace(hardware, ranks=1)
@@ -237,63 +230,54 @@ class Planning:
             prefill=prefill,
         )
 
-    def _costs(self, name: str, policy: Policy) -> Costs:
+    def _costs(self, name: str, policy: Policy) -> ModelCosts:
         """Measure every kind of layer that the policy makes of the model's."""
         kinds = self._kinds[name]
         different = sorted(set(kinds))
-        measured: list[Measured] = []
+        measured: dict[int, Costs] = {}
         for layer in different:
             with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
-                measured.append(self._measure(Path(folder), name, policy, layer))
-        first = measured[0]
-        few = self._few_layers(as_in_layer(policy, different[0]), different[0]).config()
-        return Costs(
+                measured[layer] = self._measure(Path(folder), name, policy, layer)
+        _, few = self._few_layers(policy, different[0])
+        return ModelCosts(
             threads=self._threads,
-            layers=few.num_hidden_layers,
-            itemsize=self._itemsize,
-            order=tuple(different.index(kind) for kind in kinds),
-            prefill=tuple(
-                _with_kinds(step, [one.prefill[index] for one in measured])
-                for index, step in enumerate(first.prefill)
-            ),
-            decode=_with_kinds(first.decode, [one.decode for one in measured]),
-            pads=self._whole_pads(policy, dict(zip(different, measured, strict=True))),
+            layers=few.config().num_hidden_layers,
+            order=[different.index(kind) for kind in kinds],
+            prefill=[
+                _with_kinds(steps)
+                for steps in zip(*(one.prefill for one in measured.values()), strict=True)
+            ],
+            decode=_with_kinds([one.decode for one in measured.values()]),
+            pads=self._whole_pads(policy, measured),
         )
 
-    def _whole_pads(self, policy: Policy, measured: Mapping[int, Measured]) -> PadMaking | None:
+    def _whole_pads(self, policy: Policy, measured: Mapping[int, Costs]) -> PadMaking | None:
         """Return the making of the whole model's pads, at the rate of some layers' products."""
         for layer, found in measured.items():
             if found.pads is not None:
-                alike = as_in_layer(policy, layer)
-                few = self._few_layers(alike, layer).config()
-                more = _pad_operations(policy, self._config) / _pad_operations(alike, few)
-                return found.pads.model_copy(
-                    update={
-                        "token_ms": found.pads.token_ms * more,
-                        "cpu_ms": found.pads.cpu_ms * more,
-                    }
-                )
+                alike, few = self._few_layers(policy, layer)
+                part = _pad_operations(alike, few.config())
+                more = _pad_operations(policy, self._config) / part
+                return found.pads.scaled(token=more, cpu=more)
         return None
 
-    def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Measured:
+    def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Costs:
         settings = self._settings
-        alike = as_in_layer(policy, layer)
-        shape = self._few_layers(alike, layer)
+        alike, shape = self._few_layers(policy, layer)
         config = shape.config()
         self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
         model = folder / "model"
         model.mkdir()
-        prepare.random_model(model, shape, linear=_needs_linear(alike, config))
+        prepare.random_model(model, shape, linear=prepare.needs_linear(alike, config))
         if alike.arithmetic == "int8":
             model = prepare.calibration(model, folder)
         if alike.verified:
             # Services answer with zeros, which is what these weights give.
             model = prepare.hollow(model, folder)
-        bank = prepare.bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
+        bank = pads.bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
         self._say(f"{policy.name}: measuring them")
-        served = Served("null", settings.transport, spin_us=settings.spin_us, dtype=settings.dtype)
         with ExitStack() as running:
-            services = prepare.start_services(running, policy, model, folder, served)
+            services = prepare.start_services(running, policy, model, folder, settings)
             job = Job(
                 # Policies are read again there.
                 replace(settings, policies=()),
@@ -304,10 +288,11 @@ class Planning:
                 bank=bank,
                 threads=self._threads,
             )
-            found: list[Measured] = list(run_job(f"policy {policy.name}", measure, job))
-        return found[0]
+            (found,) = run_job(f"policy {policy.name}", measure, job)
+        costs: Costs = found
+        return costs
 
-    def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
+    def _assumptions(self, policy: Policy, costs: ModelCosts) -> list[str]:
         settings = self._settings
         measured = f"measured on {costs.layers} layers with {costs.threads} threads"
         found = [f"the TEE's processor is as fast as this machine's; {measured}"]
@@ -342,16 +327,6 @@ class Planning:
         if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:
             found.append(f"{settings.batch} sequences are too few to decode in micro-batches")
         return found
-
-
-def _shape_of(settings: PlanSettings) -> Shape:
-    require_one(settings.model, settings.shape)
-    if settings.shape is not None:
-        return find_shape(settings.shape)
-    model = settings.model or Path()
-    read_config(model)  # its errors name the directory
-    path = model / "config.json"
-    return Shape(model.name, str(path), read_json(path) | {"eos_token_id": None})
 
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
@@ -389,26 +364,11 @@ def _alike(
 
 def _pad_operations(policy: Policy, config: ModelConfig) -> int:
     """Return the int8 multiplications and additions behind one token's pads."""
-    return sum(map(product_operations, pad_layouts(policy, config).values()))
+    return sum(map(product_operations, pads.pad_layouts(policy, config).values()))
 
 
-def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
-    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
-    return (
-        policy.arithmetic == "int8"
-        or bool(sites_here(policy, config.num_hidden_layers))
-        or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
-    )
-
-
-def _with_kinds(step: Step, steps: list[Step]) -> Step:
-    """Return a step whose lanes have a layer of each kind."""
-    lanes = tuple(
-        Lane(
-            head=lane.head,
-            layers=tuple(one.lanes[index].layers[0] for one in steps),
-            tail=lane.tail,
-        )
-        for index, lane in enumerate(step.lanes)
-    )
-    return Step(rows=step.rows, lanes=lanes)
+def _with_kinds(steps: Sequence[Step]) -> Step:
+    """Return the first of some steps, with a layer of the kind of each."""
+    together = zip(*(step.lanes for step in steps), strict=True)
+    lanes = [replace(alike[0], layers=[lane.layers[0] for lane in alike]) for alike in together]
+    return Step(steps[0].rows, lanes)

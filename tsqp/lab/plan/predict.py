@@ -19,9 +19,9 @@ from gpu_side.kernels import request_us
 from gpu_side.tasks import LinearWork, Task
 from tsqp.lab.plan.costs import (
     PARTS,
-    Costs,
     Crossover,
     Lane,
+    ModelCosts,
     Part,
     PartName,
     Prediction,
@@ -94,7 +94,7 @@ def crossover(hardware: Hardware, rpcs: Iterable[Rpc]) -> Crossover | None:
 
     None where no request multiplies by a weight.
     """
-    tasks = [rpc.asked.plan() for rpc in rpcs]
+    tasks = (rpc.asked for rpc in rpcs)
     linear = [(one.work, one) for one in tasks if isinstance(one.work, LinearWork)]
     if not linear:
         return None
@@ -114,20 +114,6 @@ def crossover(hardware: Hardware, rpcs: Iterable[Rpc]) -> Crossover | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """One RPC, in microseconds. `up_us`, `down_us`: to put it on the link."""
-
-    service: int
-    send_us: float
-    wire_us: float
-    service_us: float
-    gpu_us: float
-    up_us: float
-    down_us: float
-    receive_us: float
-
-
 @dataclass(slots=True)
 class Turn:
     """What a lane does until it waits: work of its own, then round trips side by side.
@@ -139,7 +125,7 @@ class Turn:
     tee_us: float = 0.0
     mask_us: float = 0.0
     message_us: float = 0.0
-    trips: tuple[Trip, ...] = ()
+    trips: Sequence[Rpc] = ()
 
     def add(self, work_us: float, section: Section, weights: float, elsewhere: float) -> None:
         """Add work of a section, each kind of it times a factor."""
@@ -154,17 +140,17 @@ class Turn:
         return self.weights_us + self.tee_us + self.mask_us + self.message_us
 
 
-def predict_decode(costs: Costs, hardware: Hardware) -> Prediction:
+def predict_decode(costs: ModelCosts, hardware: Hardware) -> Prediction:
     """Predict one decode step of all sequences together."""
     return _predict([costs.decode], costs, hardware)
 
 
-def predict_prefill(costs: Costs, hardware: Hardware) -> Prediction:
+def predict_prefill(costs: ModelCosts, hardware: Hardware) -> Prediction:
     """Predict a prompt up to its first token, with nothing else running."""
     return _predict(costs.prefill, costs, hardware)
 
 
-def _predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Prediction:
+def _predict(steps: Sequence[Step], costs: ModelCosts, hardware: Hardware) -> Prediction:
     lanes = [[turns_of(lane, step.rows, costs, hardware) for lane in step.lanes] for step in steps]
 
     def total_us(without: PartName | None) -> float:
@@ -203,7 +189,7 @@ def _sections(lane: Lane, order: Sequence[int]) -> list[Section]:
     return [lane.head, *(lane.layers[kind] for kind in order), lane.tail]
 
 
-def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Turn]:
+def turns_of(lane: Lane, rows: int, costs: ModelCosts, hardware: Hardware) -> list[Turn]:
     """Return all turns of a lane through the whole model.
 
     With more cores than were measured, weights are read as many times as fast; everything else
@@ -221,7 +207,7 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
             left.add(segment.work_us, section, fewer, elsewhere)
             rpcs = [_there(rpc, hardware) for rpc in segment.rpcs]
             left.message_us += sum(rpc.encode_us for rpc in rpcs)
-            left.trips = tuple(_trip(rpc, hardware) for rpc in rpcs)
+            left.trips = rpcs
             turns.append(left)
             # Messages are decoded when the lane has its next turn.
             left = Turn(message_us=sum(rpc.decode_us for rpc in rpcs))
@@ -230,36 +216,24 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
 
 
 def _there(rpc: Rpc, hardware: Hardware) -> Rpc:
-    """Return a round trip as long as on the machine that is planned for."""
-    if hardware.instead is None or rpc.total_us <= 0:
-        return rpc
-    size = rpc.bytes_sent + rpc.bytes_received
-    return rpc.stretched(hardware.instead.transport.us(size) / rpc.total_us)
-
-
-def _trip(rpc: Rpc, hardware: Hardware) -> Trip:
-    link = hardware.link
-    return Trip(
-        service=rpc.service,
-        send_us=rpc.send_us,
-        wire_us=rpc.wire_us,
-        service_us=rpc.service_us,
-        gpu_us=hardware.gpu_us(rpc.asked.plan()),
-        up_us=link.transfer_ns(rpc.bytes_sent) / 1e3,
-        down_us=link.transfer_ns(rpc.bytes_received) / 1e3,
-        receive_us=rpc.receive_us,
+    """Return a round trip as on the machine, the accelerator and the link that are planned for."""
+    if (instead := hardware.instead) is not None and rpc.total_us > 0:
+        size = rpc.bytes_sent + rpc.bytes_received
+        rpc = rpc.stretched(instead.transport.us(size) / rpc.total_us)
+    return replace(
+        rpc,
+        gpu_us=hardware.gpu_us(rpc.asked),
+        up_us=hardware.link.transfer_ns(rpc.bytes_sent) / 1e3,
+        down_us=hardware.link.transfer_ns(rpc.bytes_received) / 1e3,
     )
 
 
-# What each part consists of, of a turn and of each of its trips.
-_OF_TURN: dict[PartName | None, tuple[str, ...]] = {
+# What each part consists of: fields of a turn, and of the round trips that it ends with.
+_FIELDS: dict[PartName | None, tuple[str, ...]] = {
     "TEE weights": ("weights_us",),
     "TEE operators": ("tee_us",),
     "masks and checks": ("mask_us",),
-    "messages": ("message_us",),
-}
-_OF_TRIP: dict[PartName | None, tuple[str, ...]] = {
-    "messages": ("service_us",),
+    "messages": ("message_us", "service_us"),
     "transport": ("send_us", "wire_us", "receive_us"),
     "link bandwidth": ("up_us", "down_us"),
     "GPU": ("gpu_us",),
@@ -268,33 +242,30 @@ _OF_TRIP: dict[PartName | None, tuple[str, ...]] = {
 
 def _without(turn: Turn, part: PartName | None) -> Turn:
     """Return a turn with a part of it free of charge."""
-    free: dict[str, Any] = dict.fromkeys(_OF_TRIP.get(part, ()), 0.0)
-    trips = tuple(replace(trip, **free) for trip in turn.trips)
-    own: dict[str, Any] = dict.fromkeys(_OF_TURN.get(part, ()), 0.0)
-    return replace(turn, trips=trips, **own)
+
+    def free(piece: Turn | Rpc) -> dict[str, Any]:
+        return {name: 0.0 for name in _FIELDS.get(part, ()) if hasattr(piece, name)}
+
+    return replace(turn, **free(turn), trips=[replace(trip, **free(trip)) for trip in turn.trips])
 
 
 def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
     """Return what each part takes; of round trips side by side, the longest counts."""
     busy = dict.fromkeys(PARTS, 0.0)
     for turn in turns:
-        busy["TEE weights"] += turn.weights_us
-        busy["TEE operators"] += turn.tee_us
-        busy["masks and checks"] += turn.mask_us
-        busy["messages"] += turn.message_us
-        if not turn.trips:
-            continue
-        trip = max(turn.trips, key=lambda trip: _round_trip_us(trip, latency_us))
-        link_us = trip.up_us + trip.down_us + latency_us
-        busy["messages"] += trip.service_us
-        busy["transport"] += trip.send_us + trip.receive_us + max(0.0, trip.wire_us - link_us)
-        busy["link bandwidth"] += trip.up_us + trip.down_us
-        busy["link latency"] += latency_us
-        busy["GPU"] += trip.gpu_us
+        pieces: list[Turn | Rpc] = [turn]
+        if turn.trips:
+            trip = max(turn.trips, key=lambda trip: _round_trip_us(trip, latency_us))
+            beyond_us = max(0.0, trip.wire_us - trip.up_us - trip.down_us - latency_us)
+            pieces.append(replace(trip, wire_us=beyond_us))
+            busy["link latency"] += latency_us
+        for part in PARTS:
+            names = _FIELDS.get(part, ())
+            busy[part] += sum(getattr(piece, name, 0.0) for piece in pieces for name in names)
     return busy
 
 
-def _round_trip_us(trip: Trip, latency_us: float) -> float:
+def _round_trip_us(trip: Rpc, latency_us: float) -> float:
     link_us = trip.up_us + trip.down_us + latency_us
     return trip.service_us + trip.gpu_us + max(trip.wire_us, link_us)
 
