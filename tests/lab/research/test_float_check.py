@@ -21,9 +21,8 @@ from tsqp.lab.research.float_check import (
     Tolerance,
     within_tolerance,
 )
-from tsqp.lab.research.float_noise import FloatNoise
 from tsqp.lab.research.operators import EmbeddingCheck, product_holds
-from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_masks import FloatNoise, RowMix
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

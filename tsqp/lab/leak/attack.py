@@ -8,7 +8,7 @@ one is one file: see docs/write-an-attack.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +20,7 @@ from protocol.messages import LinearOperator
 from tee_side.policy.placement import Policy, Segment
 from tee_side.words import is_linear
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Call, Trace, Where, forward_order
+from tsqp.lab.leak.trace import Call, Trace, TraceStep, Where, forward_order
 
 # Guesses that are scored for each token, best first.
 TOP = 5
@@ -75,6 +75,26 @@ class View:
         if rows_RI.dtype != torch.int32 or call.layer is None or not is_linear(call.operator):
             return rows_RI.float()
         return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
+
+    def calls_at(self, where: Where) -> Iterator[tuple[int, TraceStep, Call]]:
+        """Yield each step in which something was asked for: its session, itself, the request."""
+        for session, trace in enumerate(self.traces):
+            for step in trace.steps:
+                if (call := step.at(where)) is not None:
+                    yield session, step, call
+
+    def readings(
+        self, where: str, found: Iterable[tuple[int, int, tuple[int, ...]]]
+    ) -> Iterator[Reading]:
+        """Put together what was `found`: a session, the index of a token, and guesses for it.
+
+        Of each session that anything was found in, all tokens count as tried.
+        """
+        sessions: dict[int, dict[int, tuple[int, ...]]] = {}
+        for session, token, guesses in found:
+            sessions.setdefault(session, {})[token] = guesses
+        for session, own in sessions.items():
+            yield Reading(where, session, range(self.traces[session].tokens), own)
 
     @property
     def segments(self) -> list[Segment]:

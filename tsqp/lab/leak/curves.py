@@ -14,8 +14,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tsqp.lab.leak.model import AttackRun, Point, Rate
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.lab.research.rotations import RotationMask
 
 _SIGMA = "sigma"
 
@@ -70,17 +69,15 @@ def strength(policy: Policy, sigma: float, public: PublicModel) -> float:
     Of a segment's first layer: the rows of the embedding have a longest one.
     """
     mask = noisy_mask(policy)
-    if isinstance(mask, FeatureRotation):
-        return mask.epsilon(public.config.hidden_size)
-    if isinstance(mask, SegmentRotation):
-        return mask.epsilon(float(torch.linalg.vector_norm(public.embedding_VD, dim=1).max()))
-    return sigma
+    if not isinstance(mask, RotationMask):
+        return sigma
+    lengths_V = torch.linalg.vector_norm(public.embedding_VD, dim=1)
+    return mask.epsilon(mask.longest_row(public.config, lambda: float(lengths_V.max())))
 
 
 def parameter(policy: Policy) -> str:
     """Name what `strength` is."""
-    stated = isinstance(noisy_mask(policy), FeatureRotation | SegmentRotation)
-    return "epsilon" if stated else _SIGMA
+    return "epsilon" if isinstance(noisy_mask(policy), RotationMask) else _SIGMA
 
 
 def harm(

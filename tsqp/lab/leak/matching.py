@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from tsqp.lab.leak.attack import TOP, Reading, View, Work
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.public import Prefix
 from tsqp.lab.leak.trace import TraceStep, Where
 
@@ -304,6 +304,24 @@ def read_places(
             yield from look_up(view, matcher, work, where)
         elif view.public.has_layers:
             yield from search(view, matcher, where, work, present)
+
+
+class Matching(Attack):
+    """A family of attacks: what an invariant tells of the rows at every place."""
+
+    @abstractmethod
+    def matcher(self, view: View) -> Matcher:
+        """Return the invariant that rows are compared by."""
+
+    def places(self, view: View) -> list[Where]:
+        """Return where to compare."""
+        return view.row_places()
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Look up in the first layer; search at every other place, where there are weights."""
+        matcher = self.matcher(view)
+        present = None if matcher.ordered else Present(view, self.matcher(view))
+        return read_places(view, matcher, self.places(view), work, present)
 
 
 def search(

@@ -50,8 +50,7 @@ from tee_side.protect.masks.mask import (
 )
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
-from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.lab.research.rotations import RotationMask
 
 CONFIG_FILE = "config.json"
 
@@ -210,12 +209,11 @@ def _shards(
 
 def _noise(mask: Mask, config: ModelConfig, checkpoint: Checkpoint) -> str | None:
     """Say what the noise of a mask guarantees for this model; None without noise."""
-    if isinstance(mask, FeatureRotation) and mask.sigma > 0:
-        return mask.statement(config.hidden_size)
-    if isinstance(mask, SegmentRotation) and mask.sigma > 0:
-        rows = checkpoint.blocks(EMBEDDING, (config.vocab_size, config.hidden_size))
-        return mask.statement(max(float(block.float().norm(dim=1).max()) for _, block in rows))
-    return None
+    if not isinstance(mask, RotationMask) or mask.sigma == 0:
+        return None
+    rows = checkpoint.blocks(EMBEDDING, (config.vocab_size, config.hidden_size))
+    lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
+    return mask.statement(mask.longest_row(config, lambda: max(lengths)))
 
 
 def _untie(path: Path) -> None:

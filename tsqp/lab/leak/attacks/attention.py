@@ -27,8 +27,7 @@ from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.matching import apart, best, place_name, squares
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.trace import Where
-from tsqp.lab.research.row_mix import RowMix
-from tsqp.lab.research.row_permutation import RowPermutation
+from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 _FIRST: Where = (0, "attn_scores")
 
@@ -104,8 +103,10 @@ class AttentionKeys(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up what each step appends: of all sessions together, a position at a time."""
+        return view.readings(place_name(_FIRST), self._found(view, work))
+
+    def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         keys, left = FirstLayerKeys(view.public), _left(view)
-        guesses: list[dict[int, tuple[int, ...]]] = [{} for _ in view.traces]
         for position, appended in sorted(_appended(view, left).items()):
             work.tick()
             k_VKC = keys.at(position)
@@ -118,9 +119,7 @@ class AttentionKeys(Attack):
                         continue
                     distances_V = apart(one.among_MX, table_VX, squares_V).amin(0)
                     work.compared += len(ids_V)
-                    guesses[one.session][one.token] = best(distances_V, ids_V)
-        for session, found in enumerate(guesses):
-            yield Reading(place_name(_FIRST), session, range(view.traces[session].tokens), found)
+                    yield one.session, one.token, best(distances_V, ids_V)
 
 
 def _left(view: View) -> dict[bool, Invariant]:
@@ -148,23 +147,19 @@ class _Appended:
 def _appended(view: View, left: dict[bool, Invariant]) -> dict[int, list[_Appended]]:
     """Return the tokens at each position."""
     found: dict[int, list[_Appended]] = {}
-    for session, trace in enumerate(view.traces):
-        for step in trace.steps:
-            call = step.at(_FIRST)
-            if call is None:
-                continue
-            _, b_KCS = call.tensors
-            prefill = step.tokens > 1
-            stays = left[prefill]
-            crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
-            # A step appends to a cache that holds the whole context, in a sliding window, too.
-            start = len(crossed_SX) - step.tokens
-            for token in range(step.tokens if start >= 0 else 0):
-                own = slice(start + token, start + token + 1)
-                # Of its own a copy: a part would keep the whole.
-                among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
-                one = _Appended(session, step.first + token, prefill, among_MX)
-                found.setdefault(start + token, []).append(one)
+    for session, step, call in view.calls_at(_FIRST):
+        _, b_KCS = call.tensors
+        prefill = step.tokens > 1
+        stays = left[prefill]
+        crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
+        # A step appends to a cache that holds the whole context, in a sliding window, too.
+        start = len(crossed_SX) - step.tokens
+        for token in range(step.tokens if start >= 0 else 0):
+            own = slice(start + token, start + token + 1)
+            # Of its own a copy: a part would keep the whole.
+            among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
+            one = _Appended(session, step.first + token, prefill, among_MX)
+            found.setdefault(start + token, []).append(one)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -17,10 +18,10 @@ from protocol.model.config import read_config
 from protocol.model.weights import CPU, load_tensor
 from protocol.tensors import to_torch
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FeatureMatcher, first_place, look_up
+from tsqp.lab.leak.matching import FIRST_PLACES, FeatureMatcher, Matcher, Matching
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Trace, TraceStep, Where
-from tsqp.lab.research.row_permutation import RowPermutation
+from tsqp.lab.leak.trace import Trace, Where
+from tsqp.lab.research.row_masks import RowPermutation
 
 _IDS: Where = (None, "embedding")
 _HEAD: Where = (None, "lm_head")
@@ -45,17 +46,7 @@ class TokenIds(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Take them as they are."""
-        for session, trace in enumerate(view.traces):
-            guesses: dict[int, tuple[int, ...]] = {}
-            for step in trace.steps:
-                call = step.at(_IDS)
-                if call is None:
-                    continue
-                ids = call.rows.flatten().tolist()
-                for token in range(step.tokens):
-                    own = ids[token : token + 1] if len(ids) == step.tokens else ids
-                    guesses[step.first + token] = tuple(own[:TOP])
-            yield Reading("embedding", session, range(trace.tokens), guesses)
+        return view.readings("embedding", _ids(view))
 
 
 class Logits(Attack):
@@ -78,29 +69,13 @@ class Logits(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Apply the public LM head, or run the service's layers again."""
-        if has_head(view):
-            yield from _answered(view, work)
-            return
-        head_VD = view.public.lm_head_VD
-        masks = [one.mask for one in view.policy.operators["lm_head"]]
-        flips = any(not isinstance(mask, RowPermutation) for mask in masks if mask is not None)
-        for session, trace in enumerate(view.traces):
-            work.tick()
-            guesses: dict[int, tuple[int, ...]] = {}
-            for step in trace.steps:
-                call = step.at(_HEAD)
-                if call is None:
-                    continue
-                logits_RV = call.rows.float() @ head_VD.T
-                work.compared += logits_RV.numel()
-                if flips:
-                    logits_RV = torch.cat([logits_RV, -logits_RV])
-                guesses[step.first + step.tokens] = _surest(logits_RV)
-            sampled = range(_first_sampled(trace.steps), trace.tokens + 1)
-            yield Reading("lm_head", session, sampled, guesses)
+        found = _answered(view, work) if has_head(view) else _computed(view, work)
+        for reading in view.readings("lm_head", found):
+            sampled = range(min(reading.guesses), reading.tokens.stop + 1)
+            yield replace(reading, tokens=sampled)
 
 
-class NearestEmbedding(Attack):
+class NearestEmbedding(Matching):
     """Compares each input of the first layer with the normalised embedding of every token.
 
     By direction: a row that was only scaled, of either sign, is read as well.
@@ -114,10 +89,13 @@ class NearestEmbedding(Attack):
     published: ClassVar[float] = 0.99
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays",)
 
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look every row up."""
-        if (where := first_place(view)) is not None:
-            yield from look_up(view, _Direction(), work, where)
+    def matcher(self, view: View) -> Matcher:
+        """Return what compares directions."""
+        return _Direction()
+
+    def places(self, view: View) -> list[Where]:
+        """Return where the first layer's rows crossed, each of which is looked up."""
+        return [where for where in view.row_places() if where in FIRST_PLACES]
 
 
 class _Direction(FeatureMatcher):
@@ -132,18 +110,41 @@ class _Direction(FeatureMatcher):
         return (1 - (rows_RX @ table_NX.T).square()).clamp(min=0).sqrt()
 
 
-def _answered(view: View, work: Work) -> Iterator[Reading]:
+Found = Iterator[tuple[int, int, tuple[int, ...]]]
+
+
+def _ids(view: View) -> Found:
+    """Yield what `View.readings` takes, of token ids: of those in no order all for each token."""
+    for session, step, call in view.calls_at(_IDS):
+        ids = call.rows.flatten().tolist()
+        for token in range(step.tokens):
+            own = ids[token : token + 1] if len(ids) == step.tokens else ids
+            yield session, step.first + token, tuple(own[:TOP])
+
+
+def _computed(view: View, work: Work) -> Found:
+    """Apply the public LM head to what a service was sent."""
+    head_VD = view.public.lm_head_VD
+    masks = [one.mask for one in view.policy.operators["lm_head"]]
+    flips = any(not isinstance(mask, RowPermutation) for mask in masks if mask is not None)
+    for session, step, call in view.calls_at(_HEAD):
+        work.tick()
+        logits_RV = call.rows.float() @ head_VD.T
+        work.compared += logits_RV.numel()
+        if flips:
+            logits_RV = torch.cat([logits_RV, -logits_RV])
+        yield session, step.first + step.tokens, _surest(logits_RV)
+
+
+def _answered(view: View, work: Work) -> Found:
     """Read the service's own answers to segments."""
     ids_V = vocabulary(view)
     for session, trace in enumerate(view.traces):
         work.tick()
-        guesses: dict[int, tuple[int, ...]] = {}
         for tokens, logits_V in answers(view, trace):
             work.compared += len(logits_V)
             top = ids_V[logits_V.topk(TOP).indices].tolist()
-            guesses[tokens] = tuple(token_id for token_id in top if token_id >= 0)
-        if guesses:
-            yield Reading("lm_head", session, range(min(guesses), trace.tokens + 1), guesses)
+            yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
 
 
 def _absent(view: View, operator: str) -> str | None:
@@ -156,11 +157,6 @@ def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
     top = (logits_RV - logits_RV.mean(-1, keepdim=True)) / logits_RV.std(-1, keepdim=True)
     row = int(top.amax(-1).argmax())
     return tuple(logits_RV[row].topk(TOP).indices.tolist())
-
-
-def _first_sampled(steps: tuple[TraceStep, ...]) -> int:
-    """Return the index of the first token that was sampled behind a step, if any was."""
-    return next((step.first + step.tokens for step in steps if step.at(_HEAD)), 0)
 
 
 # ---------------------------------------------------------------------------------------- segments

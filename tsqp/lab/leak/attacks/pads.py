@@ -181,11 +181,8 @@ def _refusal(view: View) -> str | None:
 def _crossed(view: View) -> _Crossed:
     owners: list[tuple[int, int]] = []
     rows: list[torch.Tensor] = []
-    for session, trace in enumerate(view.traces):
-        for step in trace.steps:
-            call = step.at(FIRST)
-            if call is None or call.rows.dtype != torch.int32 or len(call.rows) != step.tokens:
-                continue
+    for session, step, call in view.calls_at(FIRST):
+        if call.rows.dtype == torch.int32 and len(call.rows) == step.tokens:
             owners += [(session, step.first + token) for token in range(step.tokens)]
             rows.append(call.rows)
     return _Crossed(owners, torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int32))
@@ -264,18 +261,16 @@ def _looked_up(
     """Name the token that is nearest to each row, in the dtype in which it comes nearer."""
     columns = _columns(rows_RI.shape[1], _COMPARED)
     rows_RC, tables_BVC = rows_RI[:, columns], tables_BVI[:, :, columns]
-    guesses: dict[int, dict[int, tuple[int, ...]]] = {}
+    nearest: list[list[int]] = []
     at_once = max(1, _PAIRS_AT_ONCE // tables_BVC.shape[1])
     for start in range(0, len(rows_RC), at_once):
         work.tick()
         block_RC = rows_RC[start : start + at_once]
         apart_RV = torch.stack([_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(0)
         work.compared += tables_BVC.shape[0] * apart_RV.numel()
-        top_RT = apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices
-        for (session, token), ids in zip(crossed.owners[start:], top_RT.tolist(), strict=False):
-            guesses.setdefault(session, {})[token] = tuple(ids)
-    for session, found in guesses.items():
-        yield Reading(place_name(FIRST), session, range(view.traces[session].tokens), found)
+        nearest += apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices.tolist()
+    found = zip(crossed.owners, nearest, strict=True)
+    yield from view.readings(place_name(FIRST), ((*owner, tuple(ids)) for owner, ids in found))
 
 
 def _apart(rows_RC: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:

@@ -9,19 +9,17 @@ compared with that space.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.attack import View
 from tsqp.lab.leak.matching import (
     FeatureMatcher,
     LastMade,
     Matcher,
+    Matching,
     Observed,
-    Present,
-    read_places,
     squares,
 )
 from tsqp.lab.leak.trace import Where
@@ -35,20 +33,18 @@ class Sorted(FeatureMatcher):
         return states_NI.sort(dim=-1).values
 
 
-class _VocabularyMatching(Attack):
+class _VocabularyMatching(Matching):
     source: ClassVar[str] = "vocabulary matching, arXiv 2505.18332"
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
-    ordered: ClassVar[bool]
     needs: ClassVar[tuple[str, ...]] = ("no activations crossed",)
-    matcher: ClassVar[type[FeatureMatcher]]
+    ordered: ClassVar[bool]
+    compares: ClassVar[type[FeatureMatcher]]
 
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look up in the first layer, search at every other place."""
-        matcher = self.matcher(ordered=self.ordered)
-        present = None if self.ordered else Present(view, self.matcher(ordered=False))
-        return read_places(view, matcher, view.row_places(), work, present)
+    def matcher(self, view: View) -> Matcher:
+        """Return what compares rows."""
+        return self.compares(ordered=self.ordered)
 
 
 class PlainMatching(_VocabularyMatching):
@@ -57,7 +53,7 @@ class PlainMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary"
     reads: ClassVar[str] = "hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
-    matcher: ClassVar[type[FeatureMatcher]] = FeatureMatcher
+    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
 
 class RowMatching(_VocabularyMatching):
@@ -66,7 +62,7 @@ class RowMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary-rows"
     reads: ClassVar[str] = "hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
-    matcher: ClassVar[type[FeatureMatcher]] = FeatureMatcher
+    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
 
 class FeatureMatching(_VocabularyMatching):
@@ -75,7 +71,7 @@ class FeatureMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary-features"
     reads: ClassVar[str] = "sorted hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
-    matcher: ClassVar[type[FeatureMatcher]] = Sorted
+    compares: ClassVar[type[FeatureMatcher]] = Sorted
 
 
 class BothMatching(_VocabularyMatching):
@@ -84,7 +80,7 @@ class BothMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary-both"
     reads: ClassVar[str] = "sorted hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
-    matcher: ClassVar[type[FeatureMatcher]] = Sorted
+    compares: ClassVar[type[FeatureMatcher]] = Sorted
 
 
 # --------------------------------------------------------------------------------------- row space
@@ -125,7 +121,7 @@ def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
     return kept_BI.float()
 
 
-class SubspaceMembership(Attack):
+class SubspaceMembership(Matching):
     """Candidates that lie in the space of a call's rows were in the call.
 
     In layer 0 that is a set, and at decode the token itself. Deeper, where a row depends on the
@@ -145,14 +141,13 @@ class SubspaceMembership(Attack):
         """No activations crossed, or none whose hidden axis is as it was."""
         if not view.row_places():
             return "no activations crossed"
-        return None if _places(view) else "the hidden axis is transformed"
+        return None if self.places(view) else "the hidden axis is transformed"
 
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look decoded tokens up in layer 0, search the others in deeper places."""
-        return read_places(view, RowSpace(), _places(view), work, Present(view, RowSpace()))
+    def matcher(self, view: View) -> Matcher:
+        """Return what compares candidates with a space."""
+        return RowSpace()
 
-
-def _places(view: View) -> list[Where]:
-    """Return where rows crossed, without segments under a mask."""
-    masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
-    return list(view.linear_places()) if any(masked) else view.row_places()
+    def places(self, view: View) -> list[Where]:
+        """Return where rows crossed, without segments under a mask."""
+        masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
+        return list(view.linear_places()) if any(masked) else view.row_places()
