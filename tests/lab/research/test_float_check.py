@@ -16,12 +16,13 @@ from protocol.errors import ActivationRangeError
 from tee_side.protect.randomness import Randomness
 from tests.kit.rows import each_row
 from tsqp.lab.research.float_check import (
+    EmbeddingCheck,
     FloatCheck,
     FloatProductCheck,
     Tolerance,
+    product_holds,
     within_tolerance,
 )
-from tsqp.lab.research.operators import EmbeddingCheck, product_holds
 from tsqp.lab.research.row_masks import FloatNoise, RowMix
 
 Tensor = torch.Tensor

@@ -27,6 +27,7 @@ from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import TeeModel, load_tee_model
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, PRODUCTS
 from tsqp.lab.explain.traffic import Headers, StepTraffic
 from tsqp.lab.leak.recording import Disk, RecordingChannel
@@ -113,8 +114,7 @@ def play(
     `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
     and PromptError.
     """
-    if not prompts:
-        raise PromptError("prompts", got="none", expected="at least one")
+    PromptError.unless(bool(prompts), "prompts", "none", "at least one")
     with _stage(policy, settings) as stage:
         engine = Engine(stage.model, stage.lanes)
         config = stage.model.config
@@ -284,15 +284,16 @@ def together(recording: Recording, config: ModelConfig) -> Recording:
         RecordedSession((Trace(_summed(session.traces), added),), session.truth)
         for session in recording.sessions
     )
-    return replace(recording, policy=_unmasked(recording.policy), sessions=sessions)
+    # Without the masks that span services, whose shares are known.
+    policy = with_masks(recording.policy, lambda mask: None if mask.services > 1 else mask)
+    return replace(recording, policy=policy, sessions=sessions)
 
 
-def _unmasked(policy: Policy) -> Policy:
-    """Return the policy without the masks that span services: their shares are known."""
+def with_masks(policy: Policy, change: Callable[[Mask], Mask | None]) -> Policy:
+    """Return a policy with what `change` makes of each mask; None: in the clear."""
     operators = {
         operator: tuple(
-            one.model_copy(update={"mask": None}) if one.mask and one.mask.services > 1 else one
-            for one in placements
+            one.model_copy(update={"mask": one.mask and change(one.mask)}) for one in placements
         )
         for operator, placements in policy.operators.items()
     }
@@ -331,11 +332,12 @@ def _read(frames: Sequence[bytes]) -> Request:
 
 def _sum(one: Request, other: Request) -> Request | None:
     """Return both shares of a request added modulo 2^32; None if they are of two requests."""
-    if not isinstance(one, RingLinearRequest) or not isinstance(other, RingLinearRequest):
-        return None
-    if (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names):
-        return None
-    if one.elements.shape != other.elements.shape:
+    if (
+        not isinstance(one, RingLinearRequest)
+        or not isinstance(other, RingLinearRequest)
+        or (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names)
+        or one.elements.shape != other.elements.shape
+    ):
         return None
     elements = to_torch(one.elements) + to_torch(other.elements)
     return one.model_copy(update={"elements": from_torch(elements)})
