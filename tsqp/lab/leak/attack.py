@@ -18,7 +18,7 @@ import torch
 from protocol.errors import InputError
 from protocol.messages import LinearOperator
 from tee_side.policy.placement import Policy, Segment
-from tee_side.words import is_linear
+from tee_side.words import Operator, is_linear
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.trace import Call, Trace, TraceStep, Where, forward_order
 
@@ -96,6 +96,15 @@ class View:
         for session, own in sessions.items():
             yield Reading(where, session, range(self.traces[session].tokens), own)
 
+    def asked_for(self, operator: Operator) -> bool:
+        """Whether the service was asked for an operator."""
+        return any(call.operator == operator for trace in self.traces for call in trace.calls)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the LM head is within a segment that crossed."""
+        return self.asked_for("segment") and any(segment.head for segment in self.segments)
+
     @property
     def segments(self) -> list[Segment]:
         """The policy's segments of the model."""
@@ -137,6 +146,8 @@ class Reading:
 
 # What an attack may need, as the reason why there is nothing for it otherwise.
 NEEDS: Mapping[str, Callable[[View], object]] = {
+    "embedding stays": lambda view: view.asked_for("embedding"),
+    "lm_head stays": lambda view: view.has_head or view.asked_for("lm_head"),
     "integers": lambda view: view.policy.arithmetic != "int8",
     "weights are not cloaked": lambda view: view.policy.feature_mask is not None,
     "no cache is at the service": lambda view: view.disks,

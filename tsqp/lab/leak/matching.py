@@ -52,6 +52,11 @@ class Observed:
     certain: float
     used: set[int] = field(default_factory=set)
 
+    @property
+    def left(self) -> list[int]:
+        """The rows that belong to no token that was read."""
+        return [row for row in range(len(self.rows_RI)) if row not in self.used]
+
 
 class Matcher(ABC):
     """An invariant of a mask.
@@ -73,6 +78,10 @@ class Matcher(ABC):
         """Return the distances of all tokens of a request from all of a dictionary: [T, V]."""
         each = [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
         return torch.stack(each)
+
+    def tells(self, observed: Observed) -> bool:
+        """Whether rows say whose they are."""
+        return self.ordered and len(observed.rows_RI) == observed.tokens
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Note which candidate was taken, where that leaves fewer rows for the others."""
@@ -139,7 +148,7 @@ class FeatureMatcher(Matcher):
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.look_up`: one product for all rows, where each is a token's."""
-        if not self.ordered or len(observed.rows_RI) != observed.tokens:
+        if not self.tells(observed):
             return super().look_up(observed, table_VI)
         return self._pairwise(observed.where, observed.rows_RI, table_VI)
 
@@ -160,8 +169,7 @@ class FeatureMatcher(Matcher):
         """Use up the row that is nearest to what was taken."""
         if self.ordered:
             return
-        left = [row for row in range(len(observed.rows_RI)) if row not in observed.used]
-        if left:
+        if left := observed.left:
             rows = self.of_observed(observed.where, observed.rows_RI[left])
             taken = self.of_candidates(observed.where, state_I[None])
             observed.used.add(left[int(torch.cdist(taken, rows).argmin())])
@@ -169,12 +177,9 @@ class FeatureMatcher(Matcher):
     def left(self, observed: Observed, token: int) -> torch.Tensor:
         """Return the rows [R, I] that may be the token's: its own, or all that are left."""
         rows_RI = observed.rows_RI
-        if self.ordered and len(rows_RI) == observed.tokens:
-            rows_RI = rows_RI[token : token + 1]
-        elif observed.used:
-            left = [row for row in range(len(rows_RI)) if row not in observed.used]
-            rows_RI = rows_RI[left]
-        return rows_RI
+        if self.tells(observed):
+            return rows_RI[token : token + 1]
+        return rows_RI[observed.left]
 
 
 def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
@@ -237,7 +242,7 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
         first: int | None = None
         for step in trace.steps:
             observed = observe(view, step, where)
-            if observed is None or not (step.tokens == 1 or _tells(matcher, observed)):
+            if observed is None or not (step.tokens == 1 or matcher.tells(observed)):
                 continue
             first = step.first if first is None else first
             distances_TV = matcher.look_up(observed, table_VD)
@@ -247,11 +252,6 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
                     guesses[step.first + token] = guess
         if first is not None:
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
-
-
-def _tells(matcher: Matcher, observed: Observed) -> bool:
-    """Whether rows say whose they are."""
-    return matcher.ordered and len(observed.rows_RI) == observed.tokens
 
 
 class Present:

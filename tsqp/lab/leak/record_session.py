@@ -201,19 +201,15 @@ def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
             # It has been read. An attack is given `served`, and would find the key beside it.
             key.unlink()
     try:
-        channels = _services(served, policy, dtype)
+        channels: tuple[RecordingChannel, ...] = ()
+        if policy.services:
+            kinds = [policy.served_arithmetic]
+            weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=kinds)
+            names = (f"service {number}" for number in range(1, policy.services + 1))
+            channels = tuple(RecordingChannel(weights, name) for name in names)
         yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
     finally:
         assembly.close()
-
-
-def _services(served: Path, policy: Policy, dtype: torch.dtype) -> tuple[RecordingChannel, ...]:
-    if not policy.services:
-        return ()
-    weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic])
-    return tuple(
-        RecordingChannel(weights, f"service {number}") for number in range(1, policy.services + 1)
-    )
 
 
 def _session(

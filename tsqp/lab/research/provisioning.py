@@ -282,11 +282,12 @@ class _Conversion:
 
     def noise(self) -> str | None:
         """Say what the noise of the mask guarantees for this model; None without noise."""
-        if not isinstance(self.mask, RotationMask) or self.mask.sigma == 0:
+        mask: Mask = self.mask
+        if not isinstance(mask, RotationMask) or mask.sigma == 0:
             return None
         rows = self.checkpoint.blocks(EMBEDDING, self._shapes[EMBEDDING])
         lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
-        return self.mask.statement(self.mask.longest_row(self.config, lambda: max(lengths)))
+        return mask.statement(mask.longest_row(self.config, lambda: max(lengths)))
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

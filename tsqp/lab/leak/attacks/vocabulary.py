@@ -54,10 +54,7 @@ class TokenIds(Attack):
     source: ClassVar[str] = "what an Embedding is asked for"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 1.0
-
-    def refuses(self, view: View) -> str | None:
-        """No token ids crossed."""
-        return _absent(view, _IDS[1])
+    needs: ClassVar[tuple[str, ...]] = ("embedding stays",)
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Take them as they are."""
@@ -77,14 +74,11 @@ class Logits(Attack):
     source: ClassVar[str] = "what an LM head is asked for"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """No final hidden states crossed, and no segment with an LM head."""
-        return None if has_head(view) else _absent(view, _HEAD[1])
+    needs: ClassVar[tuple[str, ...]] = ("lm_head stays",)
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Apply the public LM head, or run the service's layers again."""
-        found = _answered(view, work) if has_head(view) else _computed(view, work)
+        found = _answered(view, work) if view.has_head else _computed(view, work)
         for reading in view.readings("lm_head", found):
             sampled = range(min(reading.guesses), reading.tokens.stop + 1)
             yield replace(reading, tokens=sampled)
@@ -162,22 +156,11 @@ def _answered(view: View, work: Work) -> Found:
             yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
 
 
-def _absent(view: View, operator: str) -> str | None:
-    sent = any(call.operator == operator for trace in view.traces for call in trace.calls)
-    return None if sent else f"{operator} stays"
-
-
 def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
     """Return the top tokens of the row whose largest logit stands out most."""
     top = (logits_RV - logits_RV.mean(-1, keepdim=True)) / logits_RV.std(-1, keepdim=True)
     row = int(top.amax(-1).argmax())
     return tuple(logits_RV[row].topk(TOP).indices.tolist())
-
-
-def has_head(view: View) -> bool:
-    """Whether the LM head is within a segment that crossed."""
-    crossed = any(call.operator == "segment" for trace in view.traces for call in trace.calls)
-    return crossed and any(segment.head for segment in view.segments)
 
 
 def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:
