@@ -144,11 +144,29 @@ class Reading:
     guesses: Mapping[int, tuple[int, ...]]
 
 
+def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
+    """Return distances without NaN, which is farther than anything."""
+    return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
+    """Return the nearest candidates, best first; none where all are infinitely far."""
+    distances_N = far_if_nan(distances_N)
+    if distances_N.isinf().all():
+        return ()
+    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
+    return tuple(ids_N[order].tolist())
+
+
 # What an attack may need, as the reason why there is nothing for it otherwise.
 NEEDS: Mapping[str, Callable[[View], object]] = {
     "embedding stays": lambda view: view.asked_for("embedding"),
     "lm_head stays": lambda view: view.has_head or view.asked_for("lm_head"),
     "integers": lambda view: view.policy.arithmetic != "int8",
+    "floats": lambda view: any(
+        call.rows.dtype == torch.int32 and len(call.rows) == step.tokens
+        for _, step, call in view.calls_at((0, "qkv_proj"))
+    ),
     "weights are not cloaked": lambda view: view.policy.feature_mask is not None,
     "no cache is at the service": lambda view: view.disks,
     "layer 0 is in no cache": lambda view: not view.segments[0].first,

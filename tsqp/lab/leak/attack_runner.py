@@ -24,7 +24,6 @@ from tee_side.words import PHASES
 from tsqp.catalogue import policy_entry
 from tsqp.lab.bench import prepare
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import place_name
 from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play, together
@@ -36,7 +35,7 @@ from tsqp.lab.leak.settings import (
     noisy_mask,
     with_sigma,
 )
-from tsqp.lab.leak.trace import Where
+from tsqp.lab.leak.trace import Where, place_name
 
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.

@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best, far_if_nan
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import TraceStep, Where
+from tsqp.lab.leak.trace import TraceStep, Where, place_name
 
 # Candidates that are run side by side. Most tokens are among the first of those that the public
 # model expects, so most searches end with the first block.
@@ -189,26 +189,6 @@ def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
         return None
     certain = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED)
     return Observed(where, view.rows(call), step.first, step.tokens, certain)
-
-
-def place_name(where: Where) -> str:
-    """Name a place for people."""
-    layer, operator = where
-    return operator if layer is None else f"layer {layer} {operator}"
-
-
-def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
-    """Return distances without NaN, which is farther than anything."""
-    return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
-    """Return the nearest candidates, best first; none where all are infinitely far."""
-    distances_N = far_if_nan(distances_N)
-    if distances_N.isinf().all():
-        return ()
-    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
-    return tuple(ids_N[order].tolist())
 
 
 # ------------------------------------------------------------------------------- the first layer

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.encoding import open_request, read_request
 from gpu_side.weights import load_weights
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
+from protocol.encoding import encode_request
 from protocol.errors import PromptError
-from protocol.messages import Request, RingLinearRequest, SeededRingLinearRequest
+from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.weights import CPU
@@ -31,7 +30,7 @@ from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, PRODUCTS
 from tsqp.lab.explain.traffic import Headers, StepTraffic
 from tsqp.lab.leak.recording import Disk, RecordingChannel
-from tsqp.lab.leak.trace import Added, Trace, TraceError
+from tsqp.lab.leak.trace import Added, Trace, TraceError, read_frames
 from tsqp.lab.research.provisioning import provision
 
 Progress = Callable[[int, int], None]
@@ -302,10 +301,10 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
     Requests keep their order, and those that are no shares go to the first service alone.
     """
     first, second = traces
-    shares = [_read(frames) for frames in second.messages]
+    shares = [read_frames(frames) for frames in second.messages]
     messages: list[tuple[bytes, ...]] = []
     for frames in first.messages:
-        request = _read(frames)
+        request = read_frames(frames)
         if shares and (whole := _sum(request, shares[0])) is not None:
             del shares[0]
             summed = encode_request(whole, len(messages) + 1, 1)
@@ -319,11 +318,6 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
         "none",
     )
     return tuple(messages)
-
-
-def _read(frames: Sequence[bytes]) -> Request:
-    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
-    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
 
 
 def _sum(one: Request, other: Request) -> Request | None:

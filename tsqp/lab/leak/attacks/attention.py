@@ -23,10 +23,10 @@ from torch.nn.functional import linear, normalize
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import PHASES
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import apart, best, place_name, squares
+from tsqp.lab.leak.attack import Attack, Reading, View, Work, best
+from tsqp.lab.leak.matching import apart, squares
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Where
+from tsqp.lab.leak.trace import Where, place_name
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 _FIRST: Where = (0, "attn_scores")

@@ -18,8 +18,9 @@ import torch
 
 from tee_side.model.local_ops import rms_norm
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, first_place, place_name
+from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.trace import place_name
 
 # What the TEE may compute in. The integers of a token differ between them, in one of six entries.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -54,10 +55,7 @@ class PadReuse(Attack):
     source: ClassVar[str] = "differences under a reused mask, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """No integers of the first layer crossed."""
-        return _refusal(view)
+    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Group rows by pad, find each pad, and look up what is under it."""
@@ -87,10 +85,11 @@ class LowDimensionalPads(Attack):
     source: ClassVar[str] = "span of masks from known tokens, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
     def refuses(self, view: View) -> str | None:
         """No integers of the first layer crossed, or too few of a known token."""
-        if refusal := _refusal(view):
+        if refusal := super().refuses(view):
             return refusal
         if view.public.first_id is None:
             return "the tokenizer puts no token in front"
@@ -170,12 +169,6 @@ def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
     factors_N1 = rows_NI[:, column, None].clone()
     factors_N1[to] = 0
     rows_NI -= factors_N1 * rows_NI[to]
-
-
-def _refusal(view: View) -> str | None:
-    if first_place(view) is None:
-        return "layer 0 stays"
-    return None if len(_crossed(view).owners) else "floats"
 
 
 def _crossed(view: View) -> _Crossed:

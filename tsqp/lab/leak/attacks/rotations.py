@@ -25,9 +25,8 @@ from tsqp.lab.leak.matching import (
     Matching,
     dictionary,
     first_place,
-    place_name,
 )
-from tsqp.lab.leak.trace import Trace, Where
+from tsqp.lab.leak.trace import Trace, Where, place_name
 
 # Rows of these operators come from no RMSNorm, which would have made all of them equally long.
 _FREE_LENGTH = ("o_proj", "down_proj", "segment")

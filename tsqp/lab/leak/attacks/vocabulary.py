@@ -16,9 +16,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import normalize
 
-from gpu_side.encoding import open_request, read_request
 from gpu_side.weights import load_weights
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.messages import SegmentRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint, lm_head_name
 from protocol.model.config import read_config
@@ -35,7 +33,7 @@ from tsqp.lab.leak.matching import (
     squares,
 )
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Trace, Where
+from tsqp.lab.leak.trace import Trace, Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
 _IDS: Where = (None, "embedding")
@@ -173,7 +171,7 @@ def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:
     weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
     service, tokens = RecordingChannel(weights), 0
     for frames in trace.messages:
-        request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+        request = read_frames(frames)
         if not isinstance(request, SegmentRequest):
             continue
         reply = service.answer(request)
