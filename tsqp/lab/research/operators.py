@@ -68,15 +68,16 @@ class RemoteEmbedding:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        # The table itself: a lookup has nothing to be checked with that is smaller.
-        self._table = _tensor(parts, EMBEDDING) if _verified(parts, "embedding") else None
+        # By the table itself: a lookup has nothing to be checked with that is smaller.
+        verified = _verified(parts, "embedding")
+        self._check = EmbeddingCheck(_tensor(parts, EMBEDDING)) if verified else None
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: int64 [T] -> [T, D]."""
         parts, placement = self._parts, self._parts.policy.at("embedding", 0, phase)
-        check = _check_of(placement, lambda: EmbeddingCheck(_held(self._table)))
+        check = _check_of(placement, lambda: _held(self._check))
         return embedding_call(
             parts.config, parts.dtype, layer, placement.mask, check, settings, randomness
         )
@@ -301,7 +302,9 @@ def product_call(
             channels=tuple(cast(Channel, _ProductChannel(channel)) for channel in channels[:1]),
             encode=lambda x: x,
             hide=hide,
-            requests=lambda _, masked: (_prepared_product(*cast("Any", masked.sent[0])),),
+            requests=lambda _, masked: (
+                cast("PreparedRequest", _PreparedProduct(*cast("Any", masked.sent[0]))),
+            ),
             rules=rules,
             shape=shape,
             check=check,
@@ -331,8 +334,8 @@ class _ProductChannel:
 class _PreparedProduct:
     """What `PreparedRequest` is for a Matmul, whose header is written anew in every call."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self._shape, self._dtype = shape, dtype
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self._shape, self._dtype = (*a.shape[:-1], b.shape[-1]), short_name(a.dtype)
 
     def request(self, operands: tuple[Tensor, Tensor]) -> MatmulRequest:
         a, b = operands
@@ -340,11 +343,6 @@ class _PreparedProduct:
 
     def output(self, exchange: Exchange) -> Tensor:
         return reply_tensor(exchange, "Matmul", self._shape, self._dtype)
-
-
-def _prepared_product(a: Tensor, b: Tensor) -> PreparedRequest:
-    shape = (*a.shape[:-1], b.shape[-1])
-    return cast("PreparedRequest", _PreparedProduct(shape, short_name(a.dtype)))
 
 
 def _check_product(
