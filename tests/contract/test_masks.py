@@ -18,8 +18,7 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
 from tests.kit.masks import FEATURES, ROWS, Change, Trial, apply, key, supported
-from tsqp.lab.research.float_check import FloatCheck, Tolerance
-from tsqp.lab.research.operators import product_holds
+from tsqp.lab.research.float_check import FloatCheck, Tolerance, product_holds
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))

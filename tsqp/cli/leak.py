@@ -195,11 +195,9 @@ def leak(
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
         from tsqp.lab.charts import check_installed
-        from tsqp.lab.leak.page import render_html
-        from tsqp.lab.leak.plots import cost_against_leakage
-        from tsqp.lab.leak.reconstruction import panels, svg
-        from tsqp.lab.leak.tables import show
-        from tsqp.lab.leak.words import above
+        from tsqp.lab.leak.page import render_html, show
+        from tsqp.lab.leak.pictures import cost_against_leakage, panels, svg
+        from tsqp.lab.leak.tables import above
         from tsqp.tables import open_console
 
     if html_path is not None or plot_path is not None:
@@ -260,11 +258,11 @@ def _settings(
     from tsqp.lab.bench import prepare
     from tsqp.lab.bench.shapes import find_shape, require_one
     from tsqp.lab.leak.attacks import find_attacks
-    from tsqp.lab.leak.curves import noisy_mask
     from tsqp.lab.leak.laboratory import read_report
     from tsqp.lab.leak.settings import (
         LeakSettings,
         cut_prompts,
+        noisy_mask,
         random_prompts,
         text_of,
         weakened_policies,

@@ -33,7 +33,7 @@ from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, View, Work
 from tsqp.lab.leak.attacks import ATTACKS, find_attacks
-from tsqp.lab.leak.attacks.direct import Logits
+from tsqp.lab.leak.attacks.vocabulary import Logits
 from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import Recording
@@ -245,7 +245,7 @@ SAID = {
     "published": "1",
 }
 HEAD = "from tsqp.lab.leak.attack import Attack\n"
-IMPORTED = "from tsqp.lab.leak.attacks.direct import Logits\n"
+IMPORTED = "from tsqp.lab.leak.attacks.vocabulary import Logits\n"
 
 
 def attack(**changed: str) -> str:

@@ -26,13 +26,13 @@ from tsqp.cli.main import command
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.attack_runner import AttackRunner
 from tsqp.lab.leak.attacks.attention import CacheAtRest
-from tsqp.lab.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.lab.leak.attacks.rotations import NormDictionary
+from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
 from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory
 from tsqp.lab.leak.model import LeakReport, Rate
 from tsqp.lab.leak.settings import LeakProgress, LeakSettings, agreement
-from tsqp.lab.leak.words import above
+from tsqp.lab.leak.tables import above
 from tsqp.processes import ProcessError
 
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))

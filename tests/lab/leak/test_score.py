@@ -10,11 +10,10 @@ import torch
 from tests.kit.leaks import leak_of, run_of, score_of, truth_of
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, Reading
-from tsqp.lab.leak.curves import harm
 from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
 from tsqp.lab.leak.model import Control, Rate, Score
 from tsqp.lab.leak.record_session import Truth
-from tsqp.lab.leak.score import score
+from tsqp.lab.leak.score import harm, score
 
 # A prompt of three tokens, and an answer of three, the last of which went through no model.
 TRUTH = truth_of([10, 11, 12, 20, 21], 3, last=22)

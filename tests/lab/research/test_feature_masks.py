@@ -16,12 +16,9 @@ from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, Keyed
 from tee_side.protect.randomness import Randomness
 from tests.kit.model import Models
 from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
-from tsqp.lab.research.feature_permutation import FeaturePermutation
-from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.float_noise import FloatNoise
-from tsqp.lab.research.rotation import gaussian_epsilon
-from tsqp.lab.research.segment_permutation import SegmentPermutation
-from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.lab.research.permutations import FeaturePermutation, SegmentPermutation
+from tsqp.lab.research.rotations import FeatureRotation, SegmentRotation, gaussian_epsilon
+from tsqp.lab.research.row_masks import FloatNoise
 
 MASKS = [
     FeaturePermutation(),

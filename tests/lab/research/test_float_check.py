@@ -16,14 +16,14 @@ from protocol.errors import ActivationRangeError
 from tee_side.protect.randomness import Randomness
 from tests.kit.rows import each_row
 from tsqp.lab.research.float_check import (
+    EmbeddingCheck,
     FloatCheck,
     FloatProductCheck,
     Tolerance,
+    product_holds,
     within_tolerance,
 )
-from tsqp.lab.research.float_noise import FloatNoise
-from tsqp.lab.research.operators import EmbeddingCheck, product_holds
-from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_masks import FloatNoise, RowMix
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -26,7 +26,7 @@ from tests.kit.rows import each_row
 ONE = """
 from typing import ClassVar
 from tee_side.protect.masks.mask import Masked, RowMask
-from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_masks import RowMix
 
 class One(RowMix):
     name: ClassVar[str] = "one"

@@ -30,8 +30,7 @@ from tee_side.words import (
 from tsqp.lab.bench.model import Document
 from tsqp.lab.bench.pads import pad_layouts, pad_phases
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
-from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.lab.research.rotations import RotationMask
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20
@@ -265,14 +264,15 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
     For that of segments as far as a configuration tells: it has no lengths of embedding rows.
     """
-    if isinstance(mask, FeatureRotation) and mask.sigma > 0:
-        return mask.statement(config.hidden_size)
-    if isinstance(mask, SegmentRotation) and mask.sigma > 0:
-        return (
-            f"{mask.statement(1.0)}; all this for embedding rows at most 1 long, for rows up to L"
-            " divide sigma by L (tsqp provision states it for the model)"
+    if not isinstance(mask, RotationMask) or mask.sigma == 0:
+        return None
+    says = mask.statement(mask.longest_row(config, lambda: 1.0))
+    if mask.kind == "segment":
+        says += (
+            "; all this for embedding rows at most 1 long, for rows up to L divide sigma by L"
+            " (tsqp provision states it for the model)"
         )
-    return None
+    return says
 
 
 def _needs(policy: Policy, config: ModelConfig) -> Needs:

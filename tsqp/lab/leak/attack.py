@@ -8,7 +8,7 @@ one is one file: see docs/write-an-attack.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -18,9 +18,9 @@ import torch
 from protocol.errors import InputError
 from protocol.messages import LinearOperator
 from tee_side.policy.placement import Policy, Segment
-from tee_side.words import is_linear
+from tee_side.words import Operator, is_linear
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Call, Trace, Where, forward_order
+from tsqp.lab.leak.trace import Call, Trace, TraceStep, Where, forward_order
 
 # Guesses that are scored for each token, best first.
 TOP = 5
@@ -76,6 +76,35 @@ class View:
             return rows_RI.float()
         return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
 
+    def calls_at(self, where: Where) -> Iterator[tuple[int, TraceStep, Call]]:
+        """Yield each step in which something was asked for: its session, itself, the request."""
+        for session, trace in enumerate(self.traces):
+            for step in trace.steps:
+                if (call := step.at(where)) is not None:
+                    yield session, step, call
+
+    def readings(
+        self, where: str, found: Iterable[tuple[int, int, tuple[int, ...]]]
+    ) -> Iterator[Reading]:
+        """Put together what was `found`: a session, the index of a token, and guesses for it.
+
+        Of each session that anything was found in, all tokens count as tried.
+        """
+        sessions: dict[int, dict[int, tuple[int, ...]]] = {}
+        for session, token, guesses in found:
+            sessions.setdefault(session, {})[token] = guesses
+        for session, own in sessions.items():
+            yield Reading(where, session, range(self.traces[session].tokens), own)
+
+    def asked_for(self, operator: Operator) -> bool:
+        """Whether the service was asked for an operator."""
+        return any(call.operator == operator for trace in self.traces for call in trace.calls)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the LM head is within a segment that crossed."""
+        return self.asked_for("segment") and any(segment.head for segment in self.segments)
+
     @property
     def segments(self) -> list[Segment]:
         """The policy's segments of the model."""
@@ -115,9 +144,29 @@ class Reading:
     guesses: Mapping[int, tuple[int, ...]]
 
 
+def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
+    """Return distances without NaN, which is farther than anything."""
+    return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
+    """Return the nearest candidates, best first; none where all are infinitely far."""
+    distances_N = far_if_nan(distances_N)
+    if distances_N.isinf().all():
+        return ()
+    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
+    return tuple(ids_N[order].tolist())
+
+
 # What an attack may need, as the reason why there is nothing for it otherwise.
 NEEDS: Mapping[str, Callable[[View], object]] = {
+    "embedding stays": lambda view: view.asked_for("embedding"),
+    "lm_head stays": lambda view: view.has_head or view.asked_for("lm_head"),
     "integers": lambda view: view.policy.arithmetic != "int8",
+    "floats": lambda view: any(
+        call.rows.dtype == torch.int32 and len(call.rows) == step.tokens
+        for _, step, call in view.calls_at((0, "qkv_proj"))
+    ),
     "weights are not cloaked": lambda view: view.policy.feature_mask is not None,
     "no cache is at the service": lambda view: view.disks,
     "layer 0 is in no cache": lambda view: not view.segments[0].first,

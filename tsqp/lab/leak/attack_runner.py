@@ -24,14 +24,18 @@ from tee_side.words import PHASES
 from tsqp.catalogue import policy_entry
 from tsqp.lab.bench import prepare
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.curves import Harm, harm, is_noisy, noisy_mask, parameter, point_of, with_sigma
-from tsqp.lab.leak.matching import place_name
-from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate
+from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play, together
-from tsqp.lab.leak.score import lengths, reconstruct, score
-from tsqp.lab.leak.settings import LeakProgress, LeakSettings
-from tsqp.lab.leak.trace import Where
+from tsqp.lab.leak.score import Harm, harm, lengths, parameter, point_of, reconstruct, score
+from tsqp.lab.leak.settings import (
+    LeakProgress,
+    LeakSettings,
+    is_noisy,
+    noisy_mask,
+    with_sigma,
+)
+from tsqp.lab.leak.trace import Where, place_name
 
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
@@ -231,21 +235,30 @@ class AttackRunner:
     def _attack(
         self, kind: type[Attack], view: View, recording: Recording, service: int
     ) -> tuple[AttackRun, list[Reading]]:
+        """Let one attack at one service, and where it must work; returns what it read as well."""
+        run, found = self._read(kind, view, recording, service)
+        if run.refused is None:
+            run = run.model_copy(update={"control": self._control(kind, recording.policy)})
+        return run, found
+
+    @staticmethod
+    def _read(
+        kind: type[Attack], view: View, recording: Recording, service: int
+    ) -> tuple[AttackRun, list[Reading]]:
         """Let one attack at one service; returns what it read as well."""
         attack, work = kind(), Work()
         refused = attack.refuses(view)
         started = time.process_time()
         found = list(attack.read(view, work)) if refused is None else []
-        spent = time.process_time() - started if refused is None else 0.0
         run = AttackRun(
             attack=kind.name,
             service=service + 1,
             refused=refused,
-            control=self._control(kind, recording.policy) if refused is None else None,
+            control=None,
             scores=score(found, [session.truth for session in recording.sessions]),
             compared=work.compared,
             modelled=work.modelled,
-            cpu_s=spent,
+            cpu_s=time.process_time() - started if refused is None else 0.0,
         )
         return run, found
 
@@ -259,16 +272,14 @@ class AttackRunner:
             settings = self.settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
             recording = self._recorded_control(kind, name)
-            found: list[Reading] = []
+            scores: tuple[Score, ...] = ()
             if recording.observable:
                 view = self._view(recording, 0, settings.search_sessions)
                 # What reads nothing on a disk must read it where nothing is encrypted.
                 view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
                 if noisy:  # as few candidates as there
                     view = replace(view, search_candidates=settings.noisy_candidates)
-                attack = kind()
-                found = [] if attack.refuses(view) else list(attack.read(view, Work()))
-            scores = score(found, [session.truth for session in recording.sessions])
+                scores = self._read(kind, view, recording, 0)[0].scores
             best = max(scores, key=lambda one: one.strength, default=None)
             self._results[key] = Control(
                 attack=kind.name,

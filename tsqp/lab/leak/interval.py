@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import NormalDist
 
 CONFIDENCE = 0.95
@@ -61,21 +62,20 @@ def needed(margin: float, chance: float = 0.0) -> int:
     def enough(hits: int) -> bool:
         return by_luck(hits + 1, _fewest(hits, margin, chance), chance) <= LUCK / _PLACES
 
-    low, high = -1, 0
-    while not enough(high):
-        low, high = high, 2 * high + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return _fewest(high, margin, chance)
+    return _fewest(_first(enough, 0), margin, chance)
 
 
 def _fewest(hits: int, margin: float, chance: float) -> int:
     """Return the fewest tokens of which so many may be hit for such an upper end."""
-    low, high = hits, hits + 1
-    while wilson(hits, high)[1] - chance > margin:
-        low, high = high, 2 * high
+    return _first(lambda n: wilson(hits, n)[1] - chance <= margin, hits + 1)
+
+
+def _first(holds: Callable[[int], bool], least: int) -> int:
+    """Return the first number from `least` on that something holds for, as for all behind it."""
+    low, high = least - 1, least
+    while not holds(high):
+        low, high = high, 2 * high + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if wilson(hits, middle)[1] - chance > margin else (low, middle)
+        low, high = (low, middle) if holds(middle) else (middle, high)
     return high

@@ -21,11 +21,10 @@ from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
-from tsqp.lab.leak.curves import is_noisy
 from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import KEY, SERVED
-from tsqp.lab.leak.settings import LeakProgress, LeakSettings, check_settings
+from tsqp.lab.leak.settings import LeakProgress, LeakSettings, check_settings, is_noisy
 from tsqp.lab.measure import passed_on, processes, tell
 from tsqp.lab.research.provisioning import provision
 

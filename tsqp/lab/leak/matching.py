@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from tsqp.lab.leak.attack import TOP, Reading, View, Work
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best, far_if_nan
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import TraceStep, Where
+from tsqp.lab.leak.trace import TraceStep, Where, place_name
 
 # Candidates that are run side by side. Most tokens are among the first of those that the public
 # model expects, so most searches end with the first block.
@@ -52,6 +52,11 @@ class Observed:
     certain: float
     used: set[int] = field(default_factory=set)
 
+    @property
+    def left(self) -> list[int]:
+        """The rows that belong to no token that was read."""
+        return [row for row in range(len(self.rows_RI)) if row not in self.used]
+
 
 class Matcher(ABC):
     """An invariant of a mask.
@@ -73,6 +78,10 @@ class Matcher(ABC):
         """Return the distances of all tokens of a request from all of a dictionary: [T, V]."""
         each = [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
         return torch.stack(each)
+
+    def tells(self, observed: Observed) -> bool:
+        """Whether rows say whose they are."""
+        return self.ordered and len(observed.rows_RI) == observed.tokens
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Note which candidate was taken, where that leaves fewer rows for the others."""
@@ -139,7 +148,7 @@ class FeatureMatcher(Matcher):
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.look_up`: one product for all rows, where each is a token's."""
-        if not self.ordered or len(observed.rows_RI) != observed.tokens:
+        if not self.tells(observed):
             return super().look_up(observed, table_VI)
         return self._pairwise(observed.where, observed.rows_RI, table_VI)
 
@@ -160,8 +169,7 @@ class FeatureMatcher(Matcher):
         """Use up the row that is nearest to what was taken."""
         if self.ordered:
             return
-        left = [row for row in range(len(observed.rows_RI)) if row not in observed.used]
-        if left:
+        if left := observed.left:
             rows = self.of_observed(observed.where, observed.rows_RI[left])
             taken = self.of_candidates(observed.where, state_I[None])
             observed.used.add(left[int(torch.cdist(taken, rows).argmin())])
@@ -169,12 +177,9 @@ class FeatureMatcher(Matcher):
     def left(self, observed: Observed, token: int) -> torch.Tensor:
         """Return the rows [R, I] that may be the token's: its own, or all that are left."""
         rows_RI = observed.rows_RI
-        if self.ordered and len(rows_RI) == observed.tokens:
-            rows_RI = rows_RI[token : token + 1]
-        elif observed.used:
-            left = [row for row in range(len(rows_RI)) if row not in observed.used]
-            rows_RI = rows_RI[left]
-        return rows_RI
+        if self.tells(observed):
+            return rows_RI[token : token + 1]
+        return rows_RI[observed.left]
 
 
 def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
@@ -184,26 +189,6 @@ def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
         return None
     certain = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED)
     return Observed(where, view.rows(call), step.first, step.tokens, certain)
-
-
-def place_name(where: Where) -> str:
-    """Name a place for people."""
-    layer, operator = where
-    return operator if layer is None else f"layer {layer} {operator}"
-
-
-def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
-    """Return distances without NaN, which is farther than anything."""
-    return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
-    """Return the nearest candidates, best first; none where all are infinitely far."""
-    distances_N = far_if_nan(distances_N)
-    if distances_N.isinf().all():
-        return ()
-    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
-    return tuple(ids_N[order].tolist())
 
 
 # ------------------------------------------------------------------------------- the first layer
@@ -237,7 +222,7 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
         first: int | None = None
         for step in trace.steps:
             observed = observe(view, step, where)
-            if observed is None or not (step.tokens == 1 or _tells(matcher, observed)):
+            if observed is None or not (step.tokens == 1 or matcher.tells(observed)):
                 continue
             first = step.first if first is None else first
             distances_TV = matcher.look_up(observed, table_VD)
@@ -247,11 +232,6 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
                     guesses[step.first + token] = guess
         if first is not None:
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
-
-
-def _tells(matcher: Matcher, observed: Observed) -> bool:
-    """Whether rows say whose they are."""
-    return matcher.ordered and len(observed.rows_RI) == observed.tokens
 
 
 class Present:
@@ -304,6 +284,24 @@ def read_places(
             yield from look_up(view, matcher, work, where)
         elif view.public.has_layers:
             yield from search(view, matcher, where, work, present)
+
+
+class Matching(Attack):
+    """A family of attacks: what an invariant tells of the rows at every place."""
+
+    @abstractmethod
+    def matcher(self, view: View) -> Matcher:
+        """Return the invariant that rows are compared by."""
+
+    def places(self, view: View) -> list[Where]:
+        """Return where to compare."""
+        return view.row_places()
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Look up in the first layer; search at every other place, where there are weights."""
+        matcher = self.matcher(view)
+        present = None if matcher.ordered else Present(view, self.matcher(view))
+        return read_places(view, matcher, self.places(view), work, present)
 
 
 def search(

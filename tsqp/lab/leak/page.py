@@ -1,4 +1,4 @@
-"""A leakage report as a page: HTML that needs nothing but itself, and a part of docs/leakage.md.
+"""A leakage report for people: on a terminal, as HTML alone, and as a part of docs/leakage.md.
 
     python -m tsqp.lab.leak.page REPORT docs/leakage.md SECTION [COSTS]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -19,17 +20,23 @@ from protocol.errors import SettingsError
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.laboratory import cost_in, read_recorded
 from tsqp.lab.leak.model import LeakReport
-from tsqp.lab.leak.plots import cost_against_leakage, curve, plots
-from tsqp.lab.leak.reconstruction import panels, svg
+from tsqp.lab.leak.pictures import cost_against_leakage, curve, draw, panels, plots, svg
 from tsqp.lab.leak.tables import (
     curve_grid,
     details_of,
+    facts,
     lengths_grid,
+    setup_pairs,
     summary_grid,
+    verdict,
+    warnings,
     whole_summary,
 )
-from tsqp.lab.leak.words import facts, setup_pairs, verdict, warnings
-from tsqp.lab.report import markdown, page
+from tsqp.lab.report import markdown, page, terminal
+from tsqp.tables import definitions
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BEGIN, END = "<!-- measured {}: begin -->", "<!-- measured {}: end -->"
 # Of the other section tokens are random, and there is nothing to see.
@@ -37,6 +44,34 @@ PICTURES_OF = "demo"
 # What the picture shows: a policy of each kind is enough to see what reading means.
 PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "two-server")
 _PICTURES = "leakage"
+
+
+def show(report: LeakReport, console: Console, *, details: bool = False) -> None:
+    """Print the tables, from the whole to its parts.
+
+    `details`: with every attack and place, controls, work and refusals, and what was read.
+    """
+    from rich.text import Text
+
+    console.print(Text(facts(report), style="bold"))
+    for sentence in warnings(report):
+        console.print(Text(f"! {sentence}", style="yellow"))
+    console.print()
+    grids = [summary_grid(report)] if report.policies else []
+    grids += [lengths_grid(report)] if any(one.lengths for one in report.policies) else []
+    grids += map(curve_grid, report.curves)
+    for policy in report.policies if details else ():
+        grids += details_of(policy)
+    for grid in grids:
+        for part in terminal(grid, console):
+            console.print(part)
+    if not report.policies:
+        console.print("No policy was attacked.")
+    console.print(Text("Setup", style="bold"))
+    console.print(definitions(setup_pairs(report)))
+    for panel in panels(report, ascii_only=console.options.ascii_only) if details else ():
+        if panel.outcome:
+            draw(panel, console)
 
 
 def render_html(report: LeakReport) -> str:

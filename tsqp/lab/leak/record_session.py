@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.encoding import open_request, read_request
 from gpu_side.weights import load_weights
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
+from protocol.encoding import encode_request
 from protocol.errors import PromptError
-from protocol.messages import Request, RingLinearRequest, SeededRingLinearRequest
+from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.weights import CPU
@@ -27,10 +26,11 @@ from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import TeeModel, load_tee_model
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, PRODUCTS
 from tsqp.lab.explain.traffic import Headers, StepTraffic
 from tsqp.lab.leak.recording import Disk, RecordingChannel
-from tsqp.lab.leak.trace import Added, Trace, TraceError
+from tsqp.lab.leak.trace import Added, Trace, TraceError, read_frames
 from tsqp.lab.research.provisioning import provision
 
 Progress = Callable[[int, int], None]
@@ -113,8 +113,7 @@ def play(
     `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
     and PromptError.
     """
-    if not prompts:
-        raise PromptError("prompts", got="none", expected="at least one")
+    PromptError.unless(bool(prompts), "prompts", "none", "at least one")
     with _stage(policy, settings) as stage:
         engine = Engine(stage.model, stage.lanes)
         config = stage.model.config
@@ -201,19 +200,15 @@ def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
             # It has been read. An attack is given `served`, and would find the key beside it.
             key.unlink()
     try:
-        channels = _services(served, policy, dtype)
+        channels: tuple[RecordingChannel, ...] = ()
+        if policy.services:
+            kinds = [policy.served_arithmetic]
+            weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=kinds)
+            names = (f"service {number}" for number in range(1, policy.services + 1))
+            channels = tuple(RecordingChannel(weights, name) for name in names)
         yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
     finally:
         assembly.close()
-
-
-def _services(served: Path, policy: Policy, dtype: torch.dtype) -> tuple[RecordingChannel, ...]:
-    if not policy.services:
-        return ()
-    weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic])
-    return tuple(
-        RecordingChannel(weights, f"service {number}") for number in range(1, policy.services + 1)
-    )
 
 
 def _session(
@@ -284,15 +279,16 @@ def together(recording: Recording, config: ModelConfig) -> Recording:
         RecordedSession((Trace(_summed(session.traces), added),), session.truth)
         for session in recording.sessions
     )
-    return replace(recording, policy=_unmasked(recording.policy), sessions=sessions)
+    # Without the masks that span services, whose shares are known.
+    policy = with_masks(recording.policy, lambda mask: None if mask.services > 1 else mask)
+    return replace(recording, policy=policy, sessions=sessions)
 
 
-def _unmasked(policy: Policy) -> Policy:
-    """Return the policy without the masks that span services: their shares are known."""
+def with_masks(policy: Policy, change: Callable[[Mask], Mask | None]) -> Policy:
+    """Return a policy with what `change` makes of each mask; None: in the clear."""
     operators = {
         operator: tuple(
-            one.model_copy(update={"mask": None}) if one.mask and one.mask.services > 1 else one
-            for one in placements
+            one.model_copy(update={"mask": one.mask and change(one.mask)}) for one in placements
         )
         for operator, placements in policy.operators.items()
     }
@@ -305,10 +301,10 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
     Requests keep their order, and those that are no shares go to the first service alone.
     """
     first, second = traces
-    shares = [_read(frames) for frames in second.messages]
+    shares = [read_frames(frames) for frames in second.messages]
     messages: list[tuple[bytes, ...]] = []
     for frames in first.messages:
-        request = _read(frames)
+        request = read_frames(frames)
         if shares and (whole := _sum(request, shares[0])) is not None:
             del shares[0]
             summed = encode_request(whole, len(messages) + 1, 1)
@@ -324,18 +320,14 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
     return tuple(messages)
 
 
-def _read(frames: Sequence[bytes]) -> Request:
-    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
-    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
-
-
 def _sum(one: Request, other: Request) -> Request | None:
     """Return both shares of a request added modulo 2^32; None if they are of two requests."""
-    if not isinstance(one, RingLinearRequest) or not isinstance(other, RingLinearRequest):
-        return None
-    if (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names):
-        return None
-    if one.elements.shape != other.elements.shape:
+    if (
+        not isinstance(one, RingLinearRequest)
+        or not isinstance(other, RingLinearRequest)
+        or (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names)
+        or one.elements.shape != other.elements.shape
+    ):
         return None
     elements = to_torch(one.elements) + to_torch(other.elements)
     return one.model_copy(update={"elements": from_torch(elements)})

@@ -26,7 +26,7 @@ from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
 from protocol.messages import HealthRequest, Request, Response, SegmentRequest, Timing
 from protocol.prepared import Exchange, Traffic
 from protocol.tensors import raw_bytes
-from tsqp.lab.leak.trace import Trace
+from tsqp.lab.leak.trace import Trace, read_frames
 
 _TIMEOUT_MS = 60_000
 
@@ -121,10 +121,7 @@ class RecordingChannel(AtOnce):
         `context`: of the model, in tokens; `directory`: for the file, which is gone at the end.
         Raises ProtocolError where the service has lost the session, and OSError.
         """
-        requests = [
-            read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
-            for frames in trace.messages
-        ]
+        requests = map(read_frames, trace.messages)
         segments = [request for request in requests if isinstance(request, SegmentRequest)]
         sessions = self._handler.sessions
         if sessions is None or not segments:

@@ -1,15 +1,21 @@
-"""Compares what an attack read with what was said, after it has ended."""
+"""Scores what an attack read against what was said, and noisy logits against plain ones."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from tee_side.policy.placement import Policy
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
-from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
+from tsqp.lab.leak.model import AttackRun, Lengths, Piece, Point, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import RecordedSession, Truth
+from tsqp.lab.leak.settings import noisy_mask
 from tsqp.lab.leak.trace import Trace
+from tsqp.lab.research.rotations import RotationMask
 
 # What is counted: hits and tries, as the fields of `Score` are called.
 _RATES = ("top1", "top5", "prompt", "answer", "whole")
@@ -157,4 +163,69 @@ def lengths(sessions: Sequence[RecordedSession]) -> Lengths:
     return Lengths(
         prompt=Rate(hits=sum(a == b for a, b in prompts), n=len(prompts)) if prompts else None,
         answer=Rate(hits=right, n=len(read)),
+    )
+
+
+# -------------------------------------------------------------------------------------- curves
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Perplexity of a text, and the error of logits: relative, root of the mean square."""
+
+    perplexity: float
+    output_error: float
+
+
+def strength(policy: Policy, sigma: float, public: PublicModel) -> float:
+    """Return epsilon of a row where the mask can state it, sigma otherwise.
+
+    Of a segment's first layer: the rows of the embedding have a longest one.
+    """
+    mask = noisy_mask(policy)
+    if not isinstance(mask, RotationMask):
+        return sigma
+    lengths_V = torch.linalg.vector_norm(public.embedding_VD, dim=1)
+    return mask.epsilon(mask.longest_row(public.config, lambda: float(lengths_V.max())))
+
+
+def parameter(policy: Policy) -> str:
+    """Name what `strength` is."""
+    return "epsilon" if isinstance(noisy_mask(policy), RotationMask) else "sigma"
+
+
+def harm(
+    texts: Sequence[Sequence[int]], plain: Sequence[torch.Tensor], noisy: Sequence[torch.Tensor]
+) -> Harm:
+    """Compare logits [T, V] of each text with those without noise."""
+    loss, tokens, error, size = 0.0, 0, 0.0, 0.0
+    for ids, plain_TV, noisy_TV in zip(texts, plain, noisy, strict=True):
+        following = torch.tensor(list(ids[1:]))
+        log_TV = noisy_TV[:-1].log_softmax(-1)
+        loss -= float(log_TV.gather(1, following[:, None]).sum())
+        tokens += len(following)
+        error += float((noisy_TV - plain_TV).square().sum())
+        size += float(plain_TV.square().sum())
+    return Harm(math.exp(min(loss / tokens, 700.0)), math.sqrt(error / size))
+
+
+def point_of(
+    policy: Policy, sigma: float, runs: Sequence[AttackRun], found: Harm, public: PublicModel
+) -> Point:
+    """Return the point of one strength: the best attack's rate."""
+    scored = [(run, run.best) for run in runs if run.worked]
+    best = max(
+        ((run, one) for run, one in scored if one is not None),
+        key=lambda pair: pair[1].strength,
+        default=None,
+    )
+    return Point(
+        strength=strength(policy, sigma, public),
+        sigma=sigma,
+        rate=best[1].top1 if best else Rate(hits=0, n=0),
+        attack=best[0].attack if best else "none",
+        where=best[1].where if best else "none",
+        chance=best[1].chance if best else 0.0,
+        perplexity=found.perplexity,
+        output_error=found.output_error,
     )

@@ -12,14 +12,16 @@ from protocol.errors import PolicyError, PromptError, SettingsError
 from protocol.messages import FloatDtype
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
+from protocol.validation import validate_file
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import Mask
 from tee_side.words import OPERATORS, PHASES, PRODUCTS
 from tsqp.calibrate import default_text
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.attack import Attack
-from tsqp.lab.leak.curves import with_sigma
 from tsqp.lab.leak.interval import needed
+from tsqp.lab.leak.record_session import with_masks
 
 # Share of places at which two prompts may have the same token.
 _MOST_ALIKE = 0.2
@@ -177,6 +179,38 @@ def _check_products(policy: Policy, layers: int) -> None:
                 "some of qkv_proj, attn_scores and attn_values on the GPU",
                 "all or none: a product does not say whose it is, the requests around it do",
             )
+
+
+# -------------------------------------------------------------------------------------- noise
+
+_SIGMA = "sigma"
+
+
+def noisy_mask(policy: Policy) -> Mask | None:
+    """Return the mask whose strength can be changed: the one with an option `sigma`, if any."""
+    return next((mask for mask in policy.masks if _SIGMA in type(mask).model_fields), None)
+
+
+def is_noisy(policy: Policy) -> bool:
+    """Whether what crosses under a policy has noise in it."""
+    sigmas = [getattr(mask, _SIGMA, None) for mask in policy.masks]
+    return any(isinstance(sigma, int | float) and sigma > 0 for sigma in sigmas)
+
+
+def with_sigma(policy: Policy, sigma: float) -> Policy:
+    """Return a policy with another strength of noise.
+
+    Raises SettingsError if its mask does not take it.
+    """
+
+    def changed(mask: Mask) -> Mask:
+        if _SIGMA not in type(mask).model_fields:
+            return mask
+        strong = {**mask.model_dump(), _SIGMA: sigma}
+        where = f"sigma of a curve, policy {policy.name}"
+        return validate_file(type(mask), strong, where, SettingsError)
+
+    return with_masks(policy, changed)
 
 
 # -------------------------------------------------------------------------------------- texts

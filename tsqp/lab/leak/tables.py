@@ -1,4 +1,4 @@
-"""What a leakage report says, as tables: for a terminal, and the same for pages.
+"""What a leakage report says, in tables and in words: for a terminal, and the same for pages.
 
 No rate is shown without its n, and none of an attack that does not work where it must.
 """
@@ -6,30 +6,14 @@ No rate is shown without its n, and none of an attack that does not work where i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from tsqp.lab.leak.model import AttackRun, Curve, LeakReport, PolicyLeak, Rate, Score
-from tsqp.lab.leak.reconstruction import draw, panels
-from tsqp.lab.leak.words import (
-    NONE,
-    count_words,
-    facts,
-    failure_words,
-    interval_words,
-    judged,
-    meaningless,
-    percent,
-    rate_words,
-    setup_pairs,
-    verdict,
-    warnings,
-)
-from tsqp.lab.report import Grid, Row, figures, size, terminal, whole
-from tsqp.tables import definitions
+from tsqp.lab.leak.model import AttackRun, Control, Curve, LeakReport, PolicyLeak, Rate, Score
+from tsqp.lab.report import Grid, Row, figures, size, whole
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
+NOTHING = "nothing crosses"
+NONE = "-"
+# A verdict needs an interval that ends at most so far above chance, where most tokens were tried.
+_CONCLUSIVE = 0.02
 _READ = ("read", "n", "95% interval", "chance")
 # Of the best attack; the tables of single policies have them, too.
 PARTS = ("of prompts", "of answers", "whole prompts")
@@ -209,29 +193,201 @@ def _refusals(policy: PolicyLeak) -> dict[str, dict[str, None]]:
     return reasons
 
 
-def show(report: LeakReport, console: Console, *, details: bool = False) -> None:
-    """Print the tables, from the whole to its parts.
+# -------------------------------------------------------------------------------------------- words
 
-    `details`: with every attack and place, controls, work and refusals, and what was read.
+
+def percent(share: float) -> str:
+    """Render a share of one: `97.6%`; 0% and 100% are exact."""
+    if share in (0, 1):
+        return f"{share * 100:.0f}%"
+    if share < 0.0005:
+        return "<0.1%"
+    return ">99.9%" if share >= 0.9995 else f"{share * 100:.1f}%"
+
+
+def rate_words(rate: Rate) -> str:
+    """Render a rate with its n: `97.6% of 4,096`; `-` where nothing was tried."""
+    return NONE if rate.value is None else f"{percent(rate.value)} of {rate.n:,}"
+
+
+def interval_words(rate: Rate) -> str:
+    """Render the 95 % interval in percent: `97.1 to 98.0`."""
+    return f"{rate.low * 100:.1f} to {rate.high * 100:.1f}" if rate.n else NONE
+
+
+def count_words(rate: Rate) -> str:
+    """Render so many of so many: `31 of 32`."""
+    return f"{rate.hits:,} of {rate.n:,}" if rate.n else NONE
+
+
+def control_words(control: Control | None) -> str:
+    """Say what an attack read where it must work, of what it must read there."""
+    if control is None:
+        return "no control"
+    if not control.rate.n:
+        return f"control: nothing read at {control.policy}"
+    read, n = percent(control.rate.value or 0.0), control.rate.n
+    return f"control: {read} (n {n:,}) of {percent(control.published)} at {control.policy}"
+
+
+def failed(policy: PolicyLeak) -> list[str]:
+    """Name the attacks that apply and did not work: what they read means nothing."""
+    return list(dict.fromkeys(run.attack for run in policy.runs if meaningless(run)))
+
+
+def verdict(policy: PolicyLeak) -> str:
+    """Say in a few words what was read under a policy."""
+    if policy.nothing is not None:
+        return NOTHING if policy.adversary == "service" else policy.nothing
+    names = f"attack did not work: {', '.join(failed(policy))}" if failed(policy) else ""
+    if policy.best is not None and policy.above_chance:
+        rate = policy.best[1].top1
+        # It was read, whatever others did not manage.
+        read = f"reads {percent(rate.value or 0.0)} (n {rate.n:,})"
+        return f"{read}; {names}" if names else read
+    if names:
+        return names
+    widest = _widest(policy)
+    if widest is None and any(run.gave_up for run in policy.runs):
+        return "every search gave up"
+    if widest is None:
+        return "no attack applies" if policy.runs else "not attacked"
+    return _bounds(policy, widest)
+
+
+def _bounds(policy: PolicyLeak, widest: Score) -> str:
+    """Say how far above chance what was not read may be at most."""
+    if policy.untried:
+        count = len(policy.untried)
+        return f"not tried: {count} place{'s'[: count != 1]}, such as {policy.untried[0]}"
+    # Look-ups have the most tokens; what was searched leaves more open.
+    most = max(score.top1.n for run in policy.runs for score in run.meaningful)
+    broad = max(
+        (one for run in policy.runs for one in run.meaningful if one.top1.n == most),
+        key=lambda one: one.excess_high,
+    )
+    words = f"<= {_points(broad.excess_high)} pp above, n {broad.top1.n:,}"
+    if widest.excess_high > broad.excess_high:
+        words += f"; <= {_points(widest.excess_high)}, n {widest.top1.n:,}"
+    if broad.excess_high > _CONCLUSIVE:
+        return f"inconclusive ({words})"
+    return f"not above chance ({words})"
+
+
+def judged(policy: PolicyLeak) -> Score | None:
+    """Return the best score; None where it would be low only because an attack did not work."""
+    if policy.best is None or (failed(policy) and not policy.above_chance):
+        return None
+    return policy.best[1]
+
+
+def facts(report: LeakReport) -> str:
+    """Return the run in a line."""
+    setup = report.setup
+    sampling = f"temperature {setup.temperature:g}" if setup.temperature else "greedy"
+    public = f", attacked with {setup.public}" if setup.public != setup.model else ""
+    return (
+        f"{setup.model}{public}, {setup.dtype}, {setup.vocab_size:,} tokens of vocabulary:"
+        f" {setup.sessions} sessions, {setup.prompt_tokens:,} tokens of prompts,"
+        f" {setup.new_tokens} of each answer, {sampling}"
+    )
+
+
+def warnings(report: LeakReport) -> list[str]:
+    """Say what must be known before any figure is read, a sentence each."""
+    found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
+    if not report.setup.public_layers:
+        found.append(
+            f"{report.setup.public} has no linear weights: where those that are served are"
+            " transformed, attacks that compare both are not tried."
+        )
+    found += [
+        f"{policy.title}: {run.attack} {failure_words(run)}: what it read says nothing."
+        for policy in report.policies
+        for run in policy.runs
+        if meaningless(run)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def setup_pairs(report: LeakReport) -> list[tuple[str, str]]:
+    """Return what was attacked, and how."""
+    setup = report.setup
+    candidates = ""
+    if setup.search_candidates is not None:
+        candidates = f", {setup.search_candidates:,} candidates for each"
+    elif setup.noisy_candidates is not None:
+        candidates = f", under noise {setup.noisy_candidates:,} candidates for each"
+    return [
+        ("model", f"{setup.model}, {setup.dtype}, hidden size {setup.hidden_size:,}"),
+        ("attacker has", f"{setup.public}, its tokenizer, the policy and the code"),
+        ("sessions", facts(report).partition(": ")[2]),
+        (
+            "searches",
+            f"through {setup.search_sessions} of {setup.sessions} sessions, {setup.search_tokens}"
+            f" tokens of each{candidates}; look-ups through all",
+        ),
+        ("seed", str(setup.seed)),
+        ("machine", ", ".join(f"{name} {value}" for name, value in setup.machine.items())),
+        ("measured", setup.created),
+        ("command", setup.command),
+    ]
+
+
+def _points(share: float) -> str:
+    """Render percentage points, rounded up: a bound must hold as it is printed."""
+    tenths = max(0, -int(-share * 1000 // 1))
+    return f"{tenths / 10:.1f}"
+
+
+def _widest(policy: PolicyLeak) -> Score | None:
+    """Return the score by which the policy may be furthest above chance."""
+    scores = [score for run in policy.runs for score in run.meaningful]
+    return max(scores, key=lambda score: score.excess_high, default=None)
+
+
+def meaningless(run: AttackRun) -> bool:
+    """Whether an attack that applies did not work; one that gave no reading did not, either."""
+    return run.refused is None and not run.worked and not run.gave_up
+
+
+def failure_words(run: AttackRun) -> str:
+    """Say how an attack failed, and what its control read."""
+    outcome = "did not work" if run.scores else "gave no reading"
+    return f"{outcome} ({control_words(run.control)})"
+
+
+def above(report: LeakReport, share: float) -> list[str]:
+    """Say what is not below a share of tokens beyond chance, a sentence a policy.
+
+    Colluding services are left out: no policy promises anything against them.
     """
-    from rich.text import Text
+    return [
+        f"policy {found.title}: got {_obstacles(found, share)}, expected at most {share:g} above"
+        " chance"
+        for found in report.policies
+        if found.nothing is None
+        and found.adversary != "colluding services"
+        and not (found.excess_high is not None and found.excess_high <= share)
+    ]
 
-    console.print(Text(facts(report), style="bold"))
-    for sentence in warnings(report):
-        console.print(Text(f"! {sentence}", style="yellow"))
-    console.print()
-    grids = [summary_grid(report)] if report.policies else []
-    grids += [lengths_grid(report)] if any(one.lengths for one in report.policies) else []
-    grids += map(curve_grid, report.curves)
-    for policy in report.policies if details else ():
-        grids += details_of(policy)
-    for grid in grids:
-        for part in terminal(grid, console):
-            console.print(part)
-    if not report.policies:
-        console.print("No policy was attacked.")
-    console.print(Text("Setup", style="bold"))
-    console.print(definitions(setup_pairs(report)))
-    for panel in panels(report, ascii_only=console.options.ascii_only) if details else ():
-        if panel.outcome:
-            draw(panel, console)
+
+def _obstacles(found: PolicyLeak, share: float) -> str:
+    """Name attacks that failed, places that none tried, and what is read."""
+    if found.excess_high is None:
+        return "no attack that applies"
+    obstacles = []
+    if names := failed(found):
+        obstacles.append(f"attacks that did not work on their control ({', '.join(names)})")
+    if found.untried:
+        obstacles.append(f"places that no attack tried ({', '.join(found.untried)})")
+    scores = [(run, score) for run in found.runs for score in run.meaningful]
+    if not scores and not obstacles:
+        obstacles.append("searches that all gave up")
+    for run, score in sorted(scores, key=lambda one: -one[1].excess_high)[:1]:
+        if score.excess_high > share:
+            obstacles.append(
+                f"{score.top1.hits:,} of {score.top1.n:,} tokens read by {run.attack} at"
+                f" {score.where}, an interval that ends {score.excess_high:.3g} above chance"
+            )
+    return " and ".join(obstacles)

@@ -128,12 +128,21 @@ class Trace:
         return sorted({call.where for call in self.calls}, key=forward_order)
 
 
+def read_frames(frames: Sequence[bytes]) -> Request:
+    """Return the request in the frames of a message, as its service reads it.
+
+    Raises ProtocolError.
+    """
+    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+
+
 def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
     layer: int | None = None
     products = 0
     for number, frames in enumerate(messages):
         try:
-            request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+            request = read_frames(frames)
         except ProtocolError as error:
             raise TraceError(
                 f"trace: message {number + 1} of {len(messages)}",
@@ -142,8 +151,6 @@ def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
             ) from error
         if isinstance(request, InitRequest | HealthRequest):
             continue
-        if isinstance(request, SeededRingLinearRequest):
-            request = request.expanded()  # as its receiver does
         tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
         if isinstance(request, LinearRequest | RingLinearRequest):
             layer, products = request.layer_idx, 0
@@ -197,6 +204,12 @@ def _goes_on(group: Sequence[Call], call: Call) -> bool:
     if call.where != group[-1].where:
         return False
     return not any(call.modules == other.modules for other in group if other.where == call.where)
+
+
+def place_name(where: Where) -> str:
+    """Name a place for people."""
+    layer, operator = where
+    return operator if layer is None else f"layer {layer} {operator}"
 
 
 def forward_order(where: Where) -> tuple[int, int]:

@@ -13,11 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch.nn.functional import embedding
 
 from protocol.errors import ActivationRangeError
-from protocol.messages import Columns, LinearRequest, LMHeadRequest, ModuleName
+from protocol.messages import (
+    Columns,
+    EmbeddingRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    ModuleName,
+    part_of,
+)
 from protocol.model.checkpoint import module_name
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
@@ -88,6 +98,21 @@ class Tolerance:
             limit = limit + self.declared * width * size_BT.amax()
         return limit
 
+    def allows(self, error_BT: torch.Tensor, size_BT: torch.Tensor, out_features: int) -> bool:
+        """Say whether the length of each row's error is within its limit; False for NaN.
+
+        Raises ActivationRangeError for limits that are not finite, as inputs were not.
+        """
+        limit_BT = self.limit(size_BT, out_features)
+        ActivationRangeError.unless(
+            bool(limit_BT.isfinite().all()),
+            "input of a product that is to be verified",
+            "a row that is not finite",
+            "finite numbers",
+        )
+        # Whatever is not comparable is not below the limit.
+        return bool((error_BT <= limit_BT).all())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FloatCheck:
@@ -139,11 +164,8 @@ class FloatCheck:
             lengths_U = lengths_U.amax().expand(len(x_TI))
         expected_Tk = _in_blocks(x_TI, self._products)
         size_T = root_mean_square(expected_Tk) + self.gain * lengths_U
-        limit_T = tolerance.limit(size_T, self._vectors.shape[1])
-        check_finite(limit_T)
         error_T = root_mean_square(_in_blocks(y_TO, self._vectors).sub_(expected_Tk))
-        # Whatever is not comparable is not below the limit.
-        return bool((error_T <= limit_T).all())
+        return tolerance.allows(error_T, size_T, self._vectors.shape[1])
 
 
 def within_tolerance(
@@ -167,9 +189,8 @@ def within_tolerance(
         errors_U += (y_UO[:, columns].double() - expected_Un).square().sum(-1)
         weight_squares += float(weight64_nI.square().sum())
     gain = math.sqrt(weight_squares / x_UI.shape[1])
-    limit_U = tolerance.limit(squares_U.sqrt() + gain * _lengths(x_UI), y_UO.shape[1])
-    check_finite(limit_U)
-    return bool((errors_U.sqrt() <= limit_U).all())
+    size_U = squares_U.sqrt() + gain * _lengths(x_UI)
+    return tolerance.allows(errors_U.sqrt(), size_U, y_UO.shape[1])
 
 
 def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:
@@ -193,16 +214,6 @@ def root_mean_square(x: torch.Tensor) -> torch.Tensor:
     """Return the root of the mean square over the last axis."""
     root: torch.Tensor = x.square().mean(-1).sqrt()
     return root
-
-
-def check_finite(limit: torch.Tensor) -> None:
-    """Raise ActivationRangeError for limits that are not finite, as inputs were not."""
-    if not bool(limit.isfinite().all()):
-        raise ActivationRangeError(
-            "input of a product that is to be verified",
-            got="a row that is not finite",
-            expected="finite numbers",
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,6 +251,91 @@ class FloatProductCheck:
             if not within_tolerance(x, in_time(blocks, len(x)), y, near):
                 wrong.append(index)
         return wrong
+
+
+# ---------------------------------------------------------- embeddings and products of activations
+
+
+class EmbeddingCheck:
+    """Compares rows with those of the table."""
+
+    def __init__(self, table_VD: torch.Tensor) -> None:
+        self._table_VD = table_VD
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether these are the rows of the table, which -0.0 for 0.0 is, too."""
+        return torch.equal(embedding(x, self._table_VD), y)
+
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`. The output of a part is its own: zeros for other parts' ids."""
+        return [
+            index
+            for index, (request, y, part) in enumerate(claims)
+            if not isinstance(request, EmbeddingRequest)
+            or not torch.equal(self._rows_of(to_torch(request.input_ids), part), y)
+        ]
+
+    def _rows_of(self, ids: torch.Tensor, part: Columns) -> torch.Tensor:
+        mine = part_of(len(self._table_VD), *part)
+        theirs = (ids < mine.start) | (ids >= mine.stop)
+        return embedding(ids, self._table_VD).masked_fill(theirs[..., None], 0)
+
+
+class ProductCheck:
+    """Checks a product of two activations, of which nothing is known ahead."""
+
+    def __init__(self, tolerance: Tolerance, randomness: Randomness) -> None:
+        self._tolerance, self._randomness = tolerance, randomness
+
+    def holds(
+        self, x: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor, sent: Sequence[Any]
+    ) -> bool:
+        """Say whether y is the product of both operands."""
+        return product_holds(*x, y, self._tolerance, self._randomness)
+
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`."""
+        near, wrong = self._tolerance.of_answers(), []
+        for index, (request, y_BMN, _) in enumerate(claims):
+            if not isinstance(request, MatmulRequest):
+                raise LookupError(f"an answer to {request.method} of an attention product")
+            a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
+            right = (
+                within_tolerance(a, in_time(_whole(b.t()), len(a)), y, near)
+                for a, b, y in zip(a_BMJ, b_BJN, y_BMN, strict=True)
+            )
+            if not all(right):
+                wrong.append(index)
+        return wrong
+
+
+def _whole(weight_OI: torch.Tensor) -> Blocks:
+    yield slice(0, len(weight_OI)), weight_OI
+
+
+def product_holds(
+    a_BMJ: torch.Tensor,
+    b_BJN: torch.Tensor,
+    y_BMN: torch.Tensor,
+    tolerance: Tolerance,
+    randomness: Randomness,
+) -> bool:
+    """Say whether y is the product of two activations, floats, as `FloatCheck` does.
+
+    The vectors are fresh in every call, as no operand stays. That reads all of b: where a has fewer
+    rows than there are vectors, multiplying would have been as cheap. Raises ActivationRangeError.
+    """
+    _, J, N = b_BJN.shape
+    s_Nk = randomness.normal(N, FLOAT_VECTORS)
+    a64, b64 = a_BMJ.double(), b_BJN.double()
+    expected_BMk = a64 @ (b64 @ s_Nk)
+    gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
+    size_BM = root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
+    error_BM = root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
+    return tolerance.allows(error_BM, size_BM, N)
+
+
+# ------------------------------------------------------------------------- weights of linear sites
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
-from torch.nn.functional import embedding
 
 from protocol.channel import Channel
 from protocol.errors import PolicyError
@@ -23,13 +22,12 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
-    part_of,
 )
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Exchange, Preparable, PreparedRequest, reply_tensor
-from protocol.tensors import WireTensor, from_torch, short_name, to_torch
+from protocol.tensors import WireTensor, from_torch, short_name
 from tee_side.model.layers import TeeLayer
 from tee_side.model.local_ops import causal_mask
 from tee_side.observer import timed
@@ -40,8 +38,6 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import (
     UNVERIFIED,
     Blocks,
-    Claim,
-    InTime,
     ResultCheck,
     Unverified,
     rows_of_part,
@@ -50,13 +46,11 @@ from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.linear import CallSettings, RunParts
 from tee_side.words import Operator, Phase
 from tsqp.lab.research.float_check import (
-    FLOAT_VECTORS,
+    EmbeddingCheck,
     FloatCheck,
     FloatProductCheck,
+    ProductCheck,
     Tolerance,
-    check_finite,
-    root_mean_square,
-    within_tolerance,
 )
 
 Tensor = torch.Tensor
@@ -74,15 +68,16 @@ class RemoteEmbedding:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        # The table itself: a lookup has nothing to be checked with that is smaller.
-        self._table = _tensor(parts, EMBEDDING) if _verified(parts, "embedding") else None
+        # By the table itself: a lookup has nothing to be checked with that is smaller.
+        verified = _verified(parts, "embedding")
+        self._check = EmbeddingCheck(_tensor(parts, EMBEDDING)) if verified else None
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: int64 [T] -> [T, D]."""
         parts, placement = self._parts, self._parts.policy.at("embedding", 0, phase)
-        check = _check_of(placement, lambda: EmbeddingCheck(_held(self._table)))
+        check = _check_of(placement, lambda: _held(self._check))
         return embedding_call(
             parts.config, parts.dtype, layer, placement.mask, check, settings, randomness
         )
@@ -250,44 +245,19 @@ def _rows_call(
             operator=operator,
             layer=None,
             channels=tuple(channels[:1]),
-            encode=_same,
+            encode=lambda x: x,
             hide=hide,
             requests=requests,
             rules=rules,
             shape=shape,
             check=check,
-            decode=_as_it_is,
+            decode=lambda y, _x: y,
             timeout_s=settings.longest_s,
             clock=clock,
         )
         return carry_out(plan, x)
 
     return call
-
-
-class EmbeddingCheck:
-    """Compares rows with those of the table."""
-
-    def __init__(self, table_VD: Tensor) -> None:
-        self._table_VD = table_VD
-
-    def holds(self, x: Tensor, y: Tensor, sent: Sequence[Any]) -> bool:
-        """Say whether these are the rows of the table, which -0.0 for 0.0 is, too."""
-        return torch.equal(embedding(x, self._table_VD), y)
-
-    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`. The output of a part is its own: zeros for other parts' ids."""
-        return [
-            index
-            for index, (request, y, part) in enumerate(claims)
-            if not isinstance(request, EmbeddingRequest)
-            or not torch.equal(self._rows_of(to_torch(request.input_ids), part), y)
-        ]
-
-    def _rows_of(self, ids: Tensor, part: Columns) -> Tensor:
-        mine = part_of(len(self._table_VD), *part)
-        theirs = (ids < mine.start) | (ids >= mine.stop)
-        return embedding(ids, self._table_VD).masked_fill(theirs[..., None], 0)
 
 
 def _lm_head(parts: RunParts, _: Sequence[ModuleName], part: Columns) -> Blocks:
@@ -330,73 +300,21 @@ def product_call(
             operator=operator,
             layer=layer,
             channels=tuple(cast(Channel, _ProductChannel(channel)) for channel in channels[:1]),
-            encode=_same,
+            encode=lambda x: x,
             hide=hide,
-            requests=lambda _, masked: (_prepared_product(*cast("Any", masked.sent[0])),),
+            requests=lambda _, masked: (
+                cast("PreparedRequest", _PreparedProduct(*cast("Any", masked.sent[0]))),
+            ),
             rules=rules,
             shape=shape,
             check=check,
-            decode=_as_it_is,
+            decode=lambda y, _x: y,
             timeout_s=settings.longest_s,
             clock=clock,
         )
         return carry_out(plan, operands)
 
     return call
-
-
-class ProductCheck:
-    """Checks a product of two activations, of which nothing is known ahead."""
-
-    def __init__(self, tolerance: Tolerance, randomness: Randomness) -> None:
-        self._tolerance, self._randomness = tolerance, randomness
-
-    def holds(self, x: tuple[Tensor, Tensor], y: Tensor, sent: Sequence[Any]) -> bool:
-        """Say whether y is the product of both operands."""
-        return product_holds(*x, y, self._tolerance, self._randomness)
-
-    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`."""
-        near, wrong = self._tolerance.of_answers(), []
-        for index, (request, y_BMN, _) in enumerate(claims):
-            if not isinstance(request, MatmulRequest):
-                raise LookupError(f"an answer to {request.method} of an attention product")
-            a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
-            right = (
-                within_tolerance(a, in_time(_whole(b.t()), len(a)), y, near)
-                for a, b, y in zip(a_BMJ, b_BJN, y_BMN, strict=True)
-            )
-            if not all(right):
-                wrong.append(index)
-        return wrong
-
-
-def _whole(weight_OI: Tensor) -> Blocks:
-    yield slice(0, len(weight_OI)), weight_OI
-
-
-def product_holds(
-    a_BMJ: torch.Tensor,
-    b_BJN: torch.Tensor,
-    y_BMN: torch.Tensor,
-    tolerance: Tolerance,
-    randomness: Randomness,
-) -> bool:
-    """Say whether y is the product of two activations, floats, as `FloatCheck` does.
-
-    The vectors are fresh in every call, as no operand stays. That reads all of b: where a has fewer
-    rows than there are vectors, multiplying would have been as cheap. Raises ActivationRangeError.
-    """
-    _, J, N = b_BJN.shape
-    s_Nk = randomness.normal(N, FLOAT_VECTORS)
-    a64, b64 = a_BMJ.double(), b_BJN.double()
-    expected_BMk = a64 @ (b64 @ s_Nk)
-    gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
-    size_BM = root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
-    limit_BM = tolerance.limit(size_BM, N)
-    check_finite(limit_BM)
-    error_BM = root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
-    return bool((error_BM <= limit_BM).all())
 
 
 class _ProductChannel:
@@ -416,8 +334,8 @@ class _ProductChannel:
 class _PreparedProduct:
     """What `PreparedRequest` is for a Matmul, whose header is written anew in every call."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self._shape, self._dtype = shape, dtype
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self._shape, self._dtype = (*a.shape[:-1], b.shape[-1]), short_name(a.dtype)
 
     def request(self, operands: tuple[Tensor, Tensor]) -> MatmulRequest:
         a, b = operands
@@ -425,11 +343,6 @@ class _PreparedProduct:
 
     def output(self, exchange: Exchange) -> Tensor:
         return reply_tensor(exchange, "Matmul", self._shape, self._dtype)
-
-
-def _prepared_product(a: Tensor, b: Tensor) -> PreparedRequest:
-    shape = (*a.shape[:-1], b.shape[-1])
-    return cast("PreparedRequest", _PreparedProduct(shape, short_name(a.dtype)))
 
 
 def _check_product(
@@ -515,11 +428,3 @@ def _held(secret: Any) -> Any:
     if secret is None:
         raise LookupError("an operator that the policy does not verify")
     return secret
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def _as_it_is(y: Tensor, _x: Any) -> Tensor:
-    return y

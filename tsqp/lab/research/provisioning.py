@@ -4,7 +4,7 @@ Under a feature mask the server's directory has the transformed linear weights a
 for the sizes. It has no tokenizer, embedding, LM head or norms: the server needs none of them, and
 each would help to match its weights with the public ones. Biases are zero: they are added in the
 TEE, and the real ones beside outputs would tell how the outputs are mapped. A segment mask's
-server computes whole layers: see `segment_weights` for what it gets.
+server computes whole layers: it gets each of their tensors, and the LM head where that leaves.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,18 +46,17 @@ from tee_side.protect.masks.mask import (
     KeyedSegment,
     Mask,
     ProvisionedMask,
-    SegmentMask,
 )
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
-from tsqp.lab.research.feature_rotation import FeatureRotation
-from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.lab.research.rotations import RotationMask
 
 CONFIG_FILE = "config.json"
 
 Progress = Callable[[int, int], None]
+Tensors = dict[str, torch.Tensor]
 # Makes one shard's tensors.
-Shard: TypeAlias = Callable[[], dict[str, torch.Tensor]]
+Shard: TypeAlias = Callable[[], Tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +102,11 @@ def provision(
     # Beside the directory that it becomes: a rename within a file system is one step.
     draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
     seed = secrets.token_bytes(KEY_BYTES)
+    conversion = _Conversion(config, checkpoint, checked, seed)
     try:
         draft.mkdir()
         shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
-        holds, shards = _shards(config, checkpoint, checked, seed)
+        holds, shards = conversion.shards()
         if holds == "model" and config.tie_word_embeddings:
             _untie(draft / CONFIG_FILE)
         weight_bytes = _write_weights(shards, draft, progress)
@@ -124,7 +124,7 @@ def provision(
     finally:
         # Not there any more where all went well.
         shutil.rmtree(draft, ignore_errors=True)
-    return Provisioned(config, weight_bytes, holds, _noise(checked, config, checkpoint), key)
+    return Provisioned(config, weight_bytes, holds, conversion.noise(), key)
 
 
 def _provisioned_mask(mask: Mask) -> ProvisionedMask:
@@ -196,28 +196,6 @@ def _check_outputs(server_dir: Path, key_path: Path) -> None:
             raise error(str(path), got=got, expected=expected)
 
 
-def _shards(
-    config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask, seed: bytes
-) -> tuple[Holds, list[Shard]]:
-    """Return what the server will hold, and what makes it: a shard per layer, or one more."""
-    if isinstance(mask, FeatureMask):
-        layers = range(config.num_hidden_layers)
-        return "linears", [partial(_linears, config, checkpoint, mask, seed, n) for n in layers]
-    keyed = keyed_segment(mask, config, seed)
-    shards = segment_shards(config, checkpoint, mask, keyed)
-    return "model" if mask.hides_head else "layers", shards
-
-
-def _noise(mask: Mask, config: ModelConfig, checkpoint: Checkpoint) -> str | None:
-    """Say what the noise of a mask guarantees for this model; None without noise."""
-    if isinstance(mask, FeatureRotation) and mask.sigma > 0:
-        return mask.statement(config.hidden_size)
-    if isinstance(mask, SegmentRotation) and mask.sigma > 0:
-        rows = checkpoint.blocks(EMBEDDING, (config.vocab_size, config.hidden_size))
-        return mask.statement(max(float(block.float().norm(dim=1).max()) for _, block in rows))
-    return None
-
-
 def _untie(path: Path) -> None:
     """Have a copied configuration say that the LM head has a weight of its own."""
     text = json.dumps(read_json(path) | {"tie_word_embeddings": False}, indent=2)
@@ -242,8 +220,8 @@ def _write_weights(shards: list[Shard], directory: Path, progress: Progress | No
     return total
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
-    """Write a shard. Return the bytes of its tensors."""
+def _save(tensors: Tensors, path: Path) -> dict[str, int]:
+    """Write a shard, which is not kept. Return the bytes of its tensors."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -252,49 +230,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
             str(path), got=str(error)[:160], expected="a file that can be written"
         ) from None
     return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def _linears(
-    config: ModelConfig, checkpoint: Checkpoint, mask: FeatureMask, seed: bytes, layer: int
-) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for operator in FUSED_MODULES:
-        tensors |= _transformed(config, checkpoint, mask, seed, layer, operator)
-    return tensors
-
-
-def _transformed(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    mask: FeatureMask,
-    seed: bytes,
-    layer: int,
-    operator: LinearOperator,
-) -> dict[str, torch.Tensor]:
-    """Return an operator's tensors for the server, each in the dtype that the model has it in."""
-    transform = site_transform(
-        mask, config, seed, layer, operator, _gain(config, checkpoint, layer, operator)
-    )
-    plain = load_linear(checkpoint, config, layer, operator, dtype=torch.float64, device=CPU)
-    weight = transform.weight(plain.weight)
-    tensors: dict[str, torch.Tensor] = {}
-    for module, rows in plain.rows.items():
-        name = f"{module_name(config, layer, module)}.weight"
-        tensors[name] = as_stored(checkpoint, mask, name, weight[rows])
-        if module in config.biased_modules:
-            bias = f"{module_name(config, layer, module)}.bias"
-            tensors[bias] = torch.zeros(len(tensors[name]), dtype=checkpoint.rows(bias, 0, 1).dtype)
-    return tensors
-
-
-def _gain(
-    config: ModelConfig, checkpoint: Checkpoint, layer: int, operator: LinearOperator
-) -> torch.Tensor | None:
-    """Return the weight of the RMSNorm in front, float32; None where there is none."""
-    if operator not in GAINS:
-        return None
-    name = norm_names(config, layer)[GAINS[operator]]
-    return load_tensor(checkpoint, name, light_tensors(config)[name], dtype=torch.float32)
 
 
 def _publish(draft: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
@@ -318,74 +253,103 @@ def _publish(draft: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> 
         raise
 
 
-# ----------------------------------------------------------------------------------- segment masks
-
-Tensors = dict[str, torch.Tensor]
+# ------------------------------------------------------------------------------------- conversion
 
 
-def segment_shards(
-    config: ModelConfig, checkpoint: Checkpoint, mask: SegmentMask, keyed: KeyedSegment
-) -> list[Callable[[], Tensors]]:
-    """Return what makes each layer's tensors, and those behind the last one where they leave.
+@dataclass(frozen=True)
+class _Conversion:
+    """The tensors of a model as the server of a mask gets them, shard by shard.
 
-    They raise ModelError that names a tensor.
+    Each is in the dtype that the model has it in. What makes them raises ModelError and MaskError
+    that name a tensor.
     """
-    layers = range(config.num_hidden_layers)
-    shards: list[Callable[[], Tensors]] = [
-        partial(_layer, config, checkpoint, mask, keyed, layer) for layer in layers
-    ]
-    return shards + [partial(_head, config, checkpoint, keyed)] * mask.hides_head
 
+    config: ModelConfig
+    checkpoint: Checkpoint
+    mask: ProvisionedMask
+    seed: bytes
 
-def as_stored(checkpoint: Checkpoint, mask: Mask, name: str, made: torch.Tensor) -> torch.Tensor:
-    """Return a transformed tensor in the dtype that the model has it in, float32 if it has none.
+    def shards(self) -> tuple[Holds, list[Shard]]:
+        """Return what the server will hold, and what makes it: a shard per layer, or one more."""
+        layers = range(self.config.num_hidden_layers)
+        if isinstance(self.mask, FeatureMask):
+            return "linears", [partial(self._linears, self.mask, layer) for layer in layers]
+        keyed = keyed_segment(self.mask, self.config, self.seed)
+        shards: list[Shard] = [partial(self._layer, keyed, layer) for layer in layers]
+        if not self.mask.hides_head:
+            return "layers", shards
+        return "model", [*shards, partial(self._head, keyed)]
 
-    Raises ModelError that names it where that cannot hold it.
-    """
-    held = checkpoint.holds([name])
-    dtype = checkpoint.rows(name, 0, 1).dtype if held else torch.float32
-    stored = made.to(dtype).contiguous()
-    ModelError.unless(
-        bool(stored.isfinite().all()),
-        f"{checkpoint.directory}: {name}",
-        "values that are not finite, transformed",
-        f"weights that mask {mask.name} leaves within {dtype}",
-    )
-    return stored
+    def noise(self) -> str | None:
+        """Say what the noise of the mask guarantees for this model; None without noise."""
+        mask: Mask = self.mask
+        if not isinstance(mask, RotationMask) or mask.sigma == 0:
+            return None
+        rows = self.checkpoint.blocks(EMBEDDING, self._shapes[EMBEDDING])
+        lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
+        return mask.statement(mask.longest_row(self.config, lambda: max(lengths)))
 
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return light_tensors(self.config) | linear_tensors(self.config, FUSED_MODULES)
 
-def _layer(
-    config: ModelConfig, checkpoint: Checkpoint, mask: SegmentMask, keyed: KeyedSegment, layer: int
-) -> Tensors:
-    """Transform a layer; only one module of it is in float64 at a time."""
-    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
-    prefix = f"model.layers.{layer}."
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read a tensor, in the model's own dtype unless another one is asked for."""
+        dtype = dtype or self.checkpoint.rows(name, 0, 1).dtype
+        return load_tensor(self.checkpoint, name, self._shapes[name], dtype=dtype)
 
-    def read(name: str) -> Tensors:
-        tensor = load_tensor(checkpoint, name, shapes[name], dtype=torch.float64)
-        return {name.removeprefix(prefix): tensor}
+    def _stored(self, name: str, made: torch.Tensor) -> torch.Tensor:
+        """Return a transformed tensor in the dtype that the model has it in, float32 if in none."""
+        held = self.checkpoint.holds([name])
+        dtype = self.checkpoint.rows(name, 0, 1).dtype if held else torch.float32
+        stored = made.to(dtype).contiguous()
+        ModelError.unless(
+            bool(stored.isfinite().all()),
+            f"{self.checkpoint.directory}: {name}",
+            "values that are not finite, transformed",
+            f"weights that mask {self.mask.name} leaves within {dtype}",
+        )
+        return stored
 
-    norms: Tensors = {}
-    for name in norm_names(config, layer).values():
-        norms |= read(name)
-    tensors: Tensors = {}
-    for module in (module for modules in FUSED_MODULES.values() for module in modules):
-        plain = dict(norms)
-        for name in shapes:
-            if name.startswith(f"{module_name(config, layer, module)}."):
-                plain |= read(name)
-        tensors |= {
-            prefix + short: as_stored(checkpoint, mask, prefix + short, made)
-            for short, made in keyed.layer(layer, plain).items()
-        }
-    return tensors
+    def _linears(self, mask: FeatureMask, layer: int) -> Tensors:
+        """Transform a layer's linear operators; one of them is in float64 at a time."""
+        tensors: Tensors = {}
+        for operator in FUSED_MODULES:
+            tensors |= self._linear(mask, layer, operator)
+        return tensors
 
+    def _linear(self, mask: FeatureMask, layer: int, operator: LinearOperator) -> Tensors:
+        config, checkpoint, norm = self.config, self.checkpoint, GAINS.get(operator)
+        name = None if norm is None else norm_names(config, layer)[norm]
+        gain = None if name is None else self._read(name, torch.float32)
+        transform = site_transform(mask, config, self.seed, layer, operator, gain)
+        plain = load_linear(checkpoint, config, layer, operator, dtype=torch.float64, device=CPU)
+        weight, tensors = transform.weight(plain.weight), Tensors()
+        for module, rows in plain.rows.items():
+            name = module_name(config, layer, module)
+            tensors[f"{name}.weight"] = self._stored(f"{name}.weight", weight[rows])
+            if module in config.biased_modules:
+                bias = checkpoint.rows(f"{name}.bias", 0, 1)
+                tensors[f"{name}.bias"] = bias.new_zeros(len(weight[rows]))
+        return tensors
 
-def _head(config: ModelConfig, checkpoint: Checkpoint, keyed: KeyedSegment) -> Tensors:
-    """Transform what is behind the last layer, in the model's own dtype: float64 is too large."""
+    def _layer(self, keyed: KeyedSegment, layer: int) -> Tensors:
+        """Transform a layer; only one module of it is in float64 at a time."""
+        prefix = f"model.layers.{layer}."
 
-    def read(name: str) -> torch.Tensor:
-        dtype = checkpoint.rows(name, 0, 1).dtype
-        return load_tensor(checkpoint, name, light_tensors(config)[name], dtype=dtype)
+        def read(names: Iterable[str]) -> Tensors:
+            return {name.removeprefix(prefix): self._read(name, torch.float64) for name in names}
 
-    return keyed.head(read(FINAL_NORM), read(lm_head_name(config)))
+        tensors, norms = Tensors(), read(norm_names(self.config, layer).values())
+        for module in (module for modules in FUSED_MODULES.values() for module in modules):
+            start = f"{module_name(self.config, layer, module)}."
+            own = [name for name in self._shapes if name.startswith(start)]
+            tensors |= {
+                prefix + short: self._stored(prefix + short, made)
+                for short, made in keyed.layer(layer, norms | read(own)).items()
+            }
+        return tensors
+
+    def _head(self, keyed: KeyedSegment) -> Tensors:
+        """Transform what is behind the last layer, in its own dtype: float64 is too large."""
+        return keyed.head(self._read(FINAL_NORM), self._read(lm_head_name(self.config)))

@@ -16,8 +16,7 @@ from tee_side.protect.masks.shares import Shares
 from tee_side.words import OPERATORS, LayerRange
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row
-from tsqp.lab.research.row_mix import RowMix
-from tsqp.lab.research.row_permutation import RowPermutation
+from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 LAYERS = 3
 LINEAR = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}

@@ -19,7 +19,7 @@ from tee_side.words import OPERATORS, PRODUCTS, Operator
 from tests.kit.lie import Change, Lying, generate, is_of
 from tests.kit.model import CLEAR, Models, policy_of
 from tests.kit.rows import each_row
-from tsqp.lab.research.row_permutation import RowPermutation
+from tsqp.lab.research.row_masks import RowPermutation
 
 CHANGES: dict[str, Change] = {
     "one row more": lambda output: torch.cat((output, output[..., :1, :]), -2),

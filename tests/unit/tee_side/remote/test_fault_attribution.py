@@ -41,7 +41,7 @@ from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
-from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_masks import RowMix
 
 
 @pytest.fixture(scope="module")

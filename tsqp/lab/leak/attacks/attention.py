@@ -23,12 +23,11 @@ from torch.nn.functional import linear, normalize
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import PHASES
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import apart, best, place_name, squares
+from tsqp.lab.leak.attack import Attack, Reading, View, Work, best
+from tsqp.lab.leak.matching import apart, squares
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Where
-from tsqp.lab.research.row_mix import RowMix
-from tsqp.lab.research.row_permutation import RowPermutation
+from tsqp.lab.leak.trace import Where, place_name
+from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 _FIRST: Where = (0, "attn_scores")
 
@@ -65,24 +64,16 @@ def shares(k_NKC: torch.Tensor) -> torch.Tensor:
     return (k_NKC * k_NKC[:, :1] / squares_N1C).sort(dim=-1).values.flatten(1)
 
 
-class FirstLayerKeys:
-    """The key of every token in the first layer, at any position. Float32."""
-
-    def __init__(self, public: PublicModel) -> None:
-        self._rope = public.light.rope
-        _, K, C = public.config.heads
-        fused = public.linear(0, "qkv_proj")
-        rows = fused.rows["k_proj"]
-        bias = None if fused.bias is None else fused.bias[rows]
-        self._k_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
-        if public.config.qk_norm:
-            norm = public.light.norms[0].k_norm
-            self._k_VKC = rms_norm(self._k_VKC.clone(), norm, public.config.rms_norm_eps)
-
-    def at(self, position: int) -> torch.Tensor:
-        """Return all tokens' keys [V, K, C] at a position."""
-        rotation = self._rope.of([(position, position + 1, position + 1)])
-        return apply_rope(self._k_VKC, *rotation)
+def first_layer_keys(public: PublicModel) -> torch.Tensor:
+    """Return the key of every token in the first layer, before RoPE: float32 [V, K, C]."""
+    _, K, C = public.config.heads
+    fused = public.linear(0, "qkv_proj")
+    rows = fused.rows["k_proj"]
+    bias = None if fused.bias is None else fused.bias[rows]
+    k_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
+    if not public.config.qk_norm:
+        return k_VKC
+    return rms_norm(k_VKC.clone(), public.light.norms[0].k_norm, public.config.rms_norm_eps)
 
 
 class AttentionKeys(Attack):
@@ -104,11 +95,19 @@ class AttentionKeys(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up what each step appends: of all sessions together, a position at a time."""
-        keys, left = FirstLayerKeys(view.public), _left(view)
-        guesses: list[dict[int, tuple[int, ...]]] = [{} for _ in view.traces]
+        return view.readings(place_name(_FIRST), self._found(view, work))
+
+    def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        rope, plain_VKC = view.public.light.rope, first_layer_keys(view.public)
+        policy = view.policy
+        # What the masks leave, of prefill (True) and of decode.
+        left = {
+            phase == "prefill": invariant(policy.at("attn_scores", 0, phase).mask)
+            for phase in PHASES
+        }
         for position, appended in sorted(_appended(view, left).items()):
             work.tick()
-            k_VKC = keys.at(position)
+            k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
             ids_V = torch.arange(len(k_VKC))
             for prefill in {one.prefill for one in appended}:
                 table_VX = left[prefill].of(k_VKC)
@@ -118,17 +117,7 @@ class AttentionKeys(Attack):
                         continue
                     distances_V = apart(one.among_MX, table_VX, squares_V).amin(0)
                     work.compared += len(ids_V)
-                    guesses[one.session][one.token] = best(distances_V, ids_V)
-        for session, found in enumerate(guesses):
-            yield Reading(place_name(_FIRST), session, range(view.traces[session].tokens), found)
-
-
-def _left(view: View) -> dict[bool, Invariant]:
-    """Return what the policy's masks leave, of prefill (True) and of decode."""
-    return {
-        phase == "prefill": invariant(view.policy.at("attn_scores", 0, phase).mask)
-        for phase in PHASES
-    }
+                    yield one.session, one.token, best(distances_V, ids_V)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,23 +137,19 @@ class _Appended:
 def _appended(view: View, left: dict[bool, Invariant]) -> dict[int, list[_Appended]]:
     """Return the tokens at each position."""
     found: dict[int, list[_Appended]] = {}
-    for session, trace in enumerate(view.traces):
-        for step in trace.steps:
-            call = step.at(_FIRST)
-            if call is None:
-                continue
-            _, b_KCS = call.tensors
-            prefill = step.tokens > 1
-            stays = left[prefill]
-            crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
-            # A step appends to a cache that holds the whole context, in a sliding window, too.
-            start = len(crossed_SX) - step.tokens
-            for token in range(step.tokens if start >= 0 else 0):
-                own = slice(start + token, start + token + 1)
-                # Of its own a copy: a part would keep the whole.
-                among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
-                one = _Appended(session, step.first + token, prefill, among_MX)
-                found.setdefault(start + token, []).append(one)
+    for session, step, call in view.calls_at(_FIRST):
+        _, b_KCS = call.tensors
+        prefill = step.tokens > 1
+        stays = left[prefill]
+        crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
+        # A step appends to a cache that holds the whole context, in a sliding window, too.
+        start = len(crossed_SX) - step.tokens
+        for token in range(step.tokens if start >= 0 else 0):
+            own = slice(start + token, start + token + 1)
+            # Of its own a copy: a part would keep the whole.
+            among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
+            one = _Appended(session, step.first + token, prefill, among_MX)
+            found.setdefault(start + token, []).append(one)
     return found
 
 
@@ -194,8 +179,9 @@ class CacheAtRest(Attack):
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look every value up."""
         public = view.public
-        values_VX = public.linear(0, "qkv_proj")(public.dictionary_VD)
-        table_VX = _directions(values_VX[:, -_values(view) :], view)
+        _, K, C = public.config.heads
+        values_VX = public.linear(0, "qkv_proj")(public.dictionary_VD)[:, -K * C :]
+        table_VX = _directions(values_VX, view)
         ids_V = torch.arange(len(table_VX))
         for session, disk in enumerate(view.disks):
             work.tick()
@@ -204,12 +190,6 @@ class CacheAtRest(Attack):
             work.compared += cosines_TV.numel()
             guesses = {token: best(1 - own_V, ids_V) for token, own_V in enumerate(cosines_TV)}
             yield Reading("cache on disk", session, range(len(rows_TX)), guesses)
-
-
-def _values(view: View) -> int:
-    """Return how many numbers a token's value has in a layer: X."""
-    _, K, C = view.public.config.heads
-    return K * C
 
 
 def _first_values(view: View, session: int, disk: bytes) -> torch.Tensor:

@@ -76,7 +76,9 @@ class NoiseAveraging(Attack):
         places = _places(view)
         if FIRST in places:
             yield from look_up(view, FeatureMatcher(), work)
-        if not view.public.has_layers or not _begins(view.policy, places):
+        # Without prompts there is no beginning to read on from.
+        begins = any(view.policy.at(op, layer or 0, "prefill").leaves for layer, op in places)
+        if not view.public.has_layers or not begins:
             return
         for session, trace in enumerate(view.traces[: _SEARCHES * view.search_sessions]):
             if not trace.steps:
@@ -110,12 +112,6 @@ def _places(view: View) -> list[Where]:
         for where in view.linear_places()
         if all(_sigma(view.policy, where, phase) is not None for phase in ("prefill", "decode"))
     ]
-
-
-def _begins(policy: Policy, places: list[Where]) -> bool:
-    """Say whether prompts cross, without which there is no beginning to read on from."""
-    placements = (policy.at(operator, layer or 0, "prefill") for layer, operator in places)
-    return any(placement.leaves for placement in placements)
 
 
 def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:

@@ -18,8 +18,9 @@ import torch
 
 from tee_side.model.local_ops import rms_norm
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, first_place, place_name
+from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.trace import place_name
 
 # What the TEE may compute in. The integers of a token differ between them, in one of six entries.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -54,10 +55,7 @@ class PadReuse(Attack):
     source: ClassVar[str] = "differences under a reused mask, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
-
-    def refuses(self, view: View) -> str | None:
-        """No integers of the first layer crossed."""
-        return _refusal(view)
+    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Group rows by pad, find each pad, and look up what is under it."""
@@ -87,10 +85,11 @@ class LowDimensionalPads(Attack):
     source: ClassVar[str] = "span of masks from known tokens, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
     def refuses(self, view: View) -> str | None:
         """No integers of the first layer crossed, or too few of a known token."""
-        if refusal := _refusal(view):
+        if refusal := super().refuses(view):
             return refusal
         if view.public.first_id is None:
             return "the tokenizer puts no token in front"
@@ -172,20 +171,11 @@ def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
     rows_NI -= factors_N1 * rows_NI[to]
 
 
-def _refusal(view: View) -> str | None:
-    if first_place(view) is None:
-        return "layer 0 stays"
-    return None if len(_crossed(view).owners) else "floats"
-
-
 def _crossed(view: View) -> _Crossed:
     owners: list[tuple[int, int]] = []
     rows: list[torch.Tensor] = []
-    for session, trace in enumerate(view.traces):
-        for step in trace.steps:
-            call = step.at(FIRST)
-            if call is None or call.rows.dtype != torch.int32 or len(call.rows) != step.tokens:
-                continue
+    for session, step, call in view.calls_at(FIRST):
+        if call.rows.dtype == torch.int32 and len(call.rows) == step.tokens:
             owners += [(session, step.first + token) for token in range(step.tokens)]
             rows.append(call.rows)
     return _Crossed(owners, torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int32))
@@ -264,18 +254,16 @@ def _looked_up(
     """Name the token that is nearest to each row, in the dtype in which it comes nearer."""
     columns = _columns(rows_RI.shape[1], _COMPARED)
     rows_RC, tables_BVC = rows_RI[:, columns], tables_BVI[:, :, columns]
-    guesses: dict[int, dict[int, tuple[int, ...]]] = {}
+    nearest: list[list[int]] = []
     at_once = max(1, _PAIRS_AT_ONCE // tables_BVC.shape[1])
     for start in range(0, len(rows_RC), at_once):
         work.tick()
         block_RC = rows_RC[start : start + at_once]
         apart_RV = torch.stack([_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(0)
         work.compared += tables_BVC.shape[0] * apart_RV.numel()
-        top_RT = apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices
-        for (session, token), ids in zip(crossed.owners[start:], top_RT.tolist(), strict=False):
-            guesses.setdefault(session, {})[token] = tuple(ids)
-    for session, found in guesses.items():
-        yield Reading(place_name(FIRST), session, range(view.traces[session].tokens), found)
+        nearest += apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices.tolist()
+    found = zip(crossed.owners, nearest, strict=True)
+    yield from view.readings(place_name(FIRST), ((*owner, tuple(ids)) for owner, ids in found))
 
 
 def _apart(rows_RC: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:

@@ -21,12 +21,12 @@ from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, linear_site, sit
 from tsqp.lab.leak.matching import (
     FIRST,
     FeatureMatcher,
+    Matcher,
+    Matching,
     dictionary,
     first_place,
-    place_name,
-    read_places,
 )
-from tsqp.lab.leak.trace import Trace, Where
+from tsqp.lab.leak.trace import Trace, Where, place_name
 
 # Rows of these operators come from no RMSNorm, which would have made all of them equally long.
 _FREE_LENGTH = ("o_proj", "down_proj", "segment")
@@ -81,7 +81,7 @@ class ModuleNorms(FeatureMatcher):
         return norms_RM.double().clamp(min=1e-30).log()
 
 
-class NormDictionary(Attack):
+class NormDictionary(Matching):
     """Compares the norms of what each module answers with those of the public model's.
 
     A norm for each of q, k and v names a token in layer 0 already. Deeper, candidates are run
@@ -99,9 +99,9 @@ class NormDictionary(Attack):
         "no activations crossed",
     )
 
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look up in the first layer, search at every other place."""
-        return read_places(view, ModuleNorms(PublicAndServed(view)), view.row_places(), work)
+    def matcher(self, view: View) -> Matcher:
+        """Return what measures the modules of each place."""
+        return ModuleNorms(PublicAndServed(view))
 
 
 # --------------------------------------------------------------------------------------- angles

@@ -8,7 +8,6 @@ Shape suffixes: R rows, N candidates, I in_features, O out_features, V direction
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,8 +17,8 @@ from torch.nn.functional import normalize
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.weights import CPU, FusedLinear, load_linear
 from tee_side.words import Site, is_linear
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FeatureMatcher, read_places
+from tsqp.lab.leak.attack import View
+from tsqp.lab.leak.matching import FeatureMatcher, Matcher, Matching
 from tsqp.lab.leak.trace import Where
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
@@ -279,7 +278,7 @@ class Coordinates(FeatureMatcher):
 # ------------------------------------------------------------------------------------- attacks
 
 
-class _StaticCloak(Attack):
+class _StaticCloak(Matching):
     source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
@@ -288,13 +287,6 @@ class _StaticCloak(Attack):
         "no activations crossed",
     )
 
-    # Made with `PublicAndServed` weights.
-    matcher: ClassVar[type[Reordered | Coordinates]]
-
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Undo the cloak of each place; look up in the first layer, search in the others."""
-        return read_places(view, self.matcher(PublicAndServed(view)), view.row_places(), work)
-
 
 class CloakedPermutation(_StaticCloak):
     """Matches the columns of public and served weights, and puts features back in order."""
@@ -302,7 +294,10 @@ class CloakedPermutation(_StaticCloak):
     name: ClassVar[str] = "column-matching"
     reads: ClassVar[str] = "hidden states of every layer, features put back by the weights' columns"
     control: ClassVar[str] = "stip"
-    matcher: ClassVar[type[Reordered | Coordinates]] = Reordered
+
+    def matcher(self, view: View) -> Matcher:
+        """Return what undoes the cloak of each place."""
+        return Reordered(PublicAndServed(view))
 
 
 class CloakedRotation(_StaticCloak):
@@ -311,4 +306,7 @@ class CloakedRotation(_StaticCloak):
     name: ClassVar[str] = "eigenvectors"
     reads: ClassVar[str] = "hidden states of every layer, along eigenvectors of the weights"
     control: ClassVar[str] = "cloak"
-    matcher: ClassVar[type[Reordered | Coordinates]] = Coordinates
+
+    def matcher(self, view: View) -> Matcher:
+        """Return what finds the eigenvectors of each place."""
+        return Coordinates(PublicAndServed(view))

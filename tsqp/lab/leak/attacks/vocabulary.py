@@ -1,4 +1,4 @@
-"""Vocabulary matching in every layer: plain, against permuted or mixed rows.
+"""What stands in the clear, or but for its order: ids, logits, and rows that candidates are near.
 
 Token after token, the public model is run on what was read so far and each candidate, the most
 likely first; the candidate whose hidden state is nearest to the observed one is taken
@@ -10,21 +10,198 @@ compared with that space.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import normalize
 
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from gpu_side.weights import load_weights
+from protocol.messages import SegmentRequest, TensorReply
+from protocol.model.checkpoint import Checkpoint, lm_head_name
+from protocol.model.config import read_config
+from protocol.model.weights import CPU, load_tensor
+from protocol.tensors import to_torch
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.matching import (
+    FIRST_PLACES,
     FeatureMatcher,
     LastMade,
     Matcher,
+    Matching,
     Observed,
-    Present,
-    read_places,
     squares,
 )
-from tsqp.lab.leak.trace import Where
+from tsqp.lab.leak.recording import RecordingChannel
+from tsqp.lab.leak.trace import Trace, Where, read_frames
+from tsqp.lab.research.row_masks import RowPermutation
+
+_IDS: Where = (None, "embedding")
+_HEAD: Where = (None, "lm_head")
+
+
+class TokenIds(Attack):
+    """Reads the ids that are sent to be looked up.
+
+    Among others and in random order, as under `row-permutation`, they are a set: then the guesses
+    for a token are those of its step, which name a decoded one among the dummies.
+    """
+
+    name: ClassVar[str] = "token-ids"
+    reads: ClassVar[str] = "token ids sent to an Embedding"
+    source: ClassVar[str] = "what an Embedding is asked for"
+    control: ClassVar[str] = "published"
+    published: ClassVar[float] = 1.0
+    needs: ClassVar[tuple[str, ...]] = ("embedding stays",)
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Take them as they are."""
+        return view.readings("embedding", _ids(view))
+
+
+class Logits(Attack):
+    """Computes the logits from what an LM head was sent: the next token, as far as it is the top.
+
+    A mask that scales rows, by either sign, leaves the order of logits or reverses it; of several
+    rows, the one with the surest token counts. Where the head is within a segment the service has
+    computed them itself; the rows of its head tell which token each is of.
+    """
+
+    name: ClassVar[str] = "logits"
+    reads: ClassVar[str] = "the next token, from the logits that an LM head makes of what it gets"
+    source: ClassVar[str] = "what an LM head is asked for"
+    control: ClassVar[str] = "published"
+    published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = ("lm_head stays",)
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Apply the public LM head, or run the service's layers again."""
+        found = _answered(view, work) if view.has_head else _computed(view, work)
+        for reading in view.readings("lm_head", found):
+            sampled = range(min(reading.guesses), reading.tokens.stop + 1)
+            yield replace(reading, tokens=sampled)
+
+
+class NearestEmbedding(Matching):
+    """Compares each input of the first layer with the normalised embedding of every token.
+
+    By direction: a row that was only scaled, of either sign, is read as well.
+    """
+
+    name: ClassVar[str] = "nearest-embedding"
+    reads: ClassVar[str] = "rows of the first layer, by the nearest normalised embedding"
+    source: ClassVar[str] = "arXiv 2505.18332, in layer 0, where no search is needed"
+    control: ClassVar[str] = "attention-in-tee"
+    integer_control: ClassVar[str | None] = "quantized-clear"
+    published: ClassVar[float] = 0.99
+    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays",)
+
+    def matcher(self, view: View) -> Matcher:
+        """Return what compares directions."""
+        return _Direction()
+
+    def places(self, view: View) -> list[Where]:
+        """Return where the first layer's rows crossed, each of which is looked up."""
+        return [where for where in view.row_places() if where in FIRST_PLACES]
+
+
+class _Direction(FeatureMatcher):
+    """Rows without their length and sign."""
+
+    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return rows of length 1."""
+        return normalize(states_NI, dim=-1)
+
+    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+        """See `FeatureMatcher.pairwise`: the sine of the angle."""
+        return (1 - (rows_RX @ table_NX.T).square()).clamp(min=0).sqrt()
+
+
+Found = Iterator[tuple[int, int, tuple[int, ...]]]
+
+
+def _ids(view: View) -> Found:
+    """Yield what `View.readings` takes, of token ids: of those in no order all for each token."""
+    for session, step, call in view.calls_at(_IDS):
+        ids = call.rows.flatten().tolist()
+        for token in range(step.tokens):
+            own = ids[token : token + 1] if len(ids) == step.tokens else ids
+            yield session, step.first + token, tuple(own[:TOP])
+
+
+def _computed(view: View, work: Work) -> Found:
+    """Apply the public LM head to what a service was sent."""
+    head_VD = view.public.lm_head_VD
+    masks = [one.mask for one in view.policy.operators["lm_head"]]
+    flips = any(not isinstance(mask, RowPermutation) for mask in masks if mask is not None)
+    for session, step, call in view.calls_at(_HEAD):
+        work.tick()
+        logits_RV = call.rows.float() @ head_VD.T
+        work.compared += logits_RV.numel()
+        if flips:
+            logits_RV = torch.cat([logits_RV, -logits_RV])
+        yield session, step.first + step.tokens, _surest(logits_RV)
+
+
+def _answered(view: View, work: Work) -> Found:
+    """Read the service's own answers to segments."""
+    ids_V = vocabulary(view)
+    for session, trace in enumerate(view.traces):
+        work.tick()
+        for tokens, logits_V in answers(view, trace):
+            work.compared += len(logits_V)
+            top = ids_V[logits_V.topk(TOP).indices].tolist()
+            yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
+
+
+def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
+    """Return the top tokens of the row whose largest logit stands out most."""
+    top = (logits_RV - logits_RV.mean(-1, keepdim=True)) / logits_RV.std(-1, keepdim=True)
+    row = int(top.amax(-1).argmax())
+    return tuple(logits_RV[row].topk(TOP).indices.tolist())
+
+
+def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:
+    """Compute the logits that the service answered in a session, by running its weights again.
+
+    Yields how many tokens went by, and the logits [V] behind the last of them, in the service's
+    order. Raises ModelError.
+    """
+    dtype = trace.calls[-1].rows.dtype
+    weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
+    service, tokens = RecordingChannel(weights), 0
+    for frames in trace.messages:
+        request = read_frames(frames)
+        if not isinstance(request, SegmentRequest):
+            continue
+        reply = service.answer(request)
+        if request.lm_head and isinstance(reply, TensorReply):
+            tokens += request.hidden_states.shape[0]
+            yield tokens, to_torch(reply.output)[-1].float()
+
+
+def vocabulary(view: View) -> torch.Tensor:
+    """Return which token each of the service's logits is of: [V], -1 where nothing tells.
+
+    A row of a transformed LM head has the numbers of the public one's row, in whatever order.
+    """
+    if view.policy.feature_mask is None:
+        return torch.arange(view.public.vocab_size)
+    served = Checkpoint(view.served)
+    name = lm_head_name(read_config(view.served))
+    shape = (view.public.vocab_size, view.public.config.hidden_size)
+    served_VD = load_tensor(served, name, shape, dtype=torch.float32)
+    ids = {row: token for token, row in enumerate(_numbers(view.public.lm_head_VD))}
+    return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
+
+
+def _numbers(head_VD: torch.Tensor) -> Iterator[int]:
+    """Yield what is the same for rows of the same numbers, and hardly ever for others."""
+    for row_D in head_VD.sort(dim=-1).values:
+        yield hash(row_D.numpy().tobytes())
+
+
+# ------------------------------------------------------------------------------------------- rows
 
 
 class Sorted(FeatureMatcher):
@@ -35,20 +212,18 @@ class Sorted(FeatureMatcher):
         return states_NI.sort(dim=-1).values
 
 
-class _VocabularyMatching(Attack):
+class _VocabularyMatching(Matching):
     source: ClassVar[str] = "vocabulary matching, arXiv 2505.18332"
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
-    ordered: ClassVar[bool]
     needs: ClassVar[tuple[str, ...]] = ("no activations crossed",)
-    matcher: ClassVar[type[FeatureMatcher]]
+    ordered: ClassVar[bool]
+    compares: ClassVar[type[FeatureMatcher]]
 
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look up in the first layer, search at every other place."""
-        matcher = self.matcher(ordered=self.ordered)
-        present = None if self.ordered else Present(view, self.matcher(ordered=False))
-        return read_places(view, matcher, view.row_places(), work, present)
+    def matcher(self, view: View) -> Matcher:
+        """Return what compares rows."""
+        return self.compares(ordered=self.ordered)
 
 
 class PlainMatching(_VocabularyMatching):
@@ -57,7 +232,7 @@ class PlainMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary"
     reads: ClassVar[str] = "hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
-    matcher: ClassVar[type[FeatureMatcher]] = FeatureMatcher
+    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
 
 class RowMatching(_VocabularyMatching):
@@ -66,7 +241,7 @@ class RowMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary-rows"
     reads: ClassVar[str] = "hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
-    matcher: ClassVar[type[FeatureMatcher]] = FeatureMatcher
+    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
 
 class FeatureMatching(_VocabularyMatching):
@@ -75,7 +250,7 @@ class FeatureMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary-features"
     reads: ClassVar[str] = "sorted hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
-    matcher: ClassVar[type[FeatureMatcher]] = Sorted
+    compares: ClassVar[type[FeatureMatcher]] = Sorted
 
 
 class BothMatching(_VocabularyMatching):
@@ -84,7 +259,7 @@ class BothMatching(_VocabularyMatching):
     name: ClassVar[str] = "vocabulary-both"
     reads: ClassVar[str] = "sorted hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
-    matcher: ClassVar[type[FeatureMatcher]] = Sorted
+    compares: ClassVar[type[FeatureMatcher]] = Sorted
 
 
 # --------------------------------------------------------------------------------------- row space
@@ -125,7 +300,7 @@ def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
     return kept_BI.float()
 
 
-class SubspaceMembership(Attack):
+class SubspaceMembership(Matching):
     """Candidates that lie in the space of a call's rows were in the call.
 
     In layer 0 that is a set, and at decode the token itself. Deeper, where a row depends on the
@@ -145,14 +320,13 @@ class SubspaceMembership(Attack):
         """No activations crossed, or none whose hidden axis is as it was."""
         if not view.row_places():
             return "no activations crossed"
-        return None if _places(view) else "the hidden axis is transformed"
+        return None if self.places(view) else "the hidden axis is transformed"
 
-    def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look decoded tokens up in layer 0, search the others in deeper places."""
-        return read_places(view, RowSpace(), _places(view), work, Present(view, RowSpace()))
+    def matcher(self, view: View) -> Matcher:
+        """Return what compares candidates with a space."""
+        return RowSpace()
 
-
-def _places(view: View) -> list[Where]:
-    """Return where rows crossed, without segments under a mask."""
-    masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
-    return list(view.linear_places()) if any(masked) else view.row_places()
+    def places(self, view: View) -> list[Where]:
+        """Return where rows crossed, without segments under a mask."""
+        masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
+        return list(view.linear_places()) if any(masked) else view.row_places()
