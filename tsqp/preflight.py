@@ -194,12 +194,11 @@ def _bank(start: Start) -> Iterator[Finding]:
 
 
 def _keys(start: Start) -> Iterator[Finding]:
-    specs = [ServiceSpec.parse(text) for text in start.gpu]
-    exposed = [spec.endpoint for spec in specs if is_exposed(spec.endpoint)]
+    known = [ServiceSpec.parse(text).endpoint for text in start.gpu]
     if start.keys:
         yield Finding("run", "keys", "ok", f"{len(start.keys)} of services, and our own")
-    elif exposed:
-        detail = f"none for {', '.join(exposed)}: not encrypted, and anyone may answer"
+    elif exposed := ", ".join(filter(is_exposed, known)):
+        detail = f"none for {exposed}: not encrypted, and anyone may answer"
         yield Finding("run", "keys", "note", detail, "tsqp keys new NAME")
 
 
