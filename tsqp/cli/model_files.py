@@ -14,7 +14,7 @@ import click
 from protocol.errors import PromptError, SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument
 from tsqp.cli.options import takes
-from tsqp.cli.prompts import decode
+from tsqp.cli.terminal import decode
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import DEMO, RunSettings, model_directory
 

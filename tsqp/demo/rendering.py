@@ -114,9 +114,10 @@ def chat_panel(title: str, said: str, answer: str, *, width: int) -> Panel:
 
 def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, width: int) -> Panel:
     """Show the act in which one number of one reply is a lie, and how the runner ended."""
+    asked = f"{lie.asked.what} in layer {lie.asked.layer}"
     true, told = (f"{number & 0xFFFFFFFF:08x}" for number in (lie.true, lie.told))
     facts: list[tuple[str, RenderableType]] = [
-        ("reply", f"to {lie.what}: {lie.count} numbers, all but one as computed"),
+        ("reply", f"to {asked}: {lie.count} numbers, all but one as computed"),
         ("lie", f"number {lie.index} is {told} instead of {true}"),
         ("runner", Text(refusal, style="bold red")),
     ]
@@ -156,7 +157,7 @@ def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) ->
 
 
 def _numbers(seen: Seen, count: int) -> str:
-    numbers = seen.numbers(count)
+    numbers: list[float] = seen.first.flatten()[:count].tolist()
     if seen.first.is_floating_point():
         return " ".join(f"{n:+8.3f}" for n in numbers)
     whole = [int(n) for n in numbers]

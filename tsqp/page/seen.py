@@ -43,11 +43,6 @@ class Seen:
         """The first tensor, which every request but Init has."""
         return self.tensors[0]
 
-    def numbers(self, count: int) -> list[float]:
-        """Return the first few numbers of the first tensor."""
-        shown: list[float] = self.first.flatten()[:count].tolist()
-        return shown
-
 
 def describe_request(request: Request) -> Seen | None:
     """Say what a request shows to its receiver; None for Init, which carries no tensor."""
