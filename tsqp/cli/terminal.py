@@ -271,7 +271,10 @@ def chosen_prompt(
     [(name, value)] = given.items()
     if name == "prompt_token_ids":
         return _parse_ids(value)
-    return _read_file(value) if name == "prompt_file" else require_utf8(value, "--prompt")
+    if name == "prompt":
+        return require_utf8(value, "--prompt")
+    text = read_text(value, "--prompt-file")
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def require_utf8(text: str, where: str) -> str:
@@ -290,18 +293,15 @@ def read_line() -> str | None:
     return decode(line, "standard input").rstrip("\r\n") if line else None
 
 
-def _read_file(name: str) -> str:
-    """Return the text of a file, or of standard input, without its last newline."""
-    where = "standard input" if name == "-" else name
+def read_text(file: str | Path, option: str) -> str:
+    """Return the text of a file, of standard input where a name is "-". Raises PromptError."""
+    where = "standard input" if file == "-" else f"{option} {file}"
     try:
-        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PromptError(
-            f"--prompt-file {name}", got=reason or "an unreadable file", expected="a text file"
-        ) from None
-    text = decode(content, where)
-    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
+        raise PromptError(where, reason or "an unreadable file", "a text file") from None
+    return decode(content, where)
 
 
 def decode(content: bytes, where: str) -> str:
