@@ -96,13 +96,8 @@ def client() -> TestClient:
         return PlainTextResponse("answer")
 
     pads = PadTotals(available=5, waited=0, in_tee=1)
-    runner = mock.Mock(
-        model_directory=DEMO,
-        policy=load_policy("shielded"),
-        config=read_config(DEMO),
-        dtype=torch.float32,
-        pads=pads,
-    )
+    runner = mock.Mock(model_directory=DEMO, dtype=torch.float32, pads=pads)
+    runner.policy, runner.config = load_policy("shielded"), read_config(DEMO)
     completing = Route("/v1/complete", complete, methods=["GET", "POST"])
     other = Route("/other", complete, methods=["POST"])
     middleware = [Middleware(PageRequests, feed=feed)]
