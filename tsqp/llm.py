@@ -5,7 +5,6 @@ Names are those of vLLM's `LLM`, as far as they mean the same.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -343,12 +342,7 @@ def settings_from(given: Mapping[str, object]) -> RunSettings:
         if value is not None:
             values[name] = (value,) if several and isinstance(value, str | Path) else value
     try:
-        settings = TypeAdapter(RunSettings).validate_python(values)
+        return TypeAdapter(RunSettings).validate_python(values)
     except ValidationError as error:
         problem = first_problem(error, known)
         raise SettingsError(f"LLM: {problem.field}", problem.got, problem.expected) from None
-    for name in values:
-        number = getattr(settings, name)
-        finite = not isinstance(number, float) or math.isfinite(number)
-        SettingsError.unless(finite, f"LLM: {name}", str(number), "a finite number")
-    return settings

@@ -180,26 +180,29 @@ def _bank(start: Start) -> Iterator[Finding]:
         return
     place.check_apart()
     status = read_bank_status(place)
-    mask, model = start.pads[0], start.model.resolve().name
+    mask = start.pads[0]
     layout = PadLayout.of(
         start.config, sites_under(start.policy, start.config.num_hidden_layers, mask)
     )
     # As a run does: a directory without linear weights has the digest of its calibration.
-    digests = (start.digests[0], start.digests[1] or start.calibration.linear_digest)
-    fields = dict(zip(("model_digest", "linear_digest"), digests, strict=True))
-    wanted = Purpose.of(layout, mask=mask.described(), model=model, **fields)
+    wanted = Purpose.of(
+        layout,
+        mask=mask.described(),
+        model=start.model.resolve().name,
+        model_digest=start.digests[0],
+        linear_digest=start.digests[1] or start.calibration.linear_digest,
+    )
     check_purpose(place.bank, status.header, wanted)
     left = f"{status.available} of {status.header.capacity} pads left"
     yield Finding("run", "bank", *(("ok", left) if status.available else ("missing", left, make)))
 
 
 def _keys(start: Start) -> Iterator[Finding]:
-    specs = [ServiceSpec.parse(text) for text in start.gpu]
-    exposed = [spec.endpoint for spec in specs if is_exposed(spec.endpoint)]
+    known = [ServiceSpec.parse(text).endpoint for text in start.gpu]
     if start.keys:
         yield Finding("run", "keys", "ok", f"{len(start.keys)} of services, and our own")
-    elif exposed:
-        detail = f"none for {', '.join(exposed)}: not encrypted, and anyone may answer"
+    elif exposed := ", ".join(filter(is_exposed, known)):
+        detail = f"none for {exposed}: not encrypted, and anyone may answer"
         yield Finding("run", "keys", "note", detail, "tsqp keys new NAME")
 
 
@@ -233,20 +236,21 @@ def _services(start: Start) -> Iterator[Finding]:
 
 def _held(start: Start, where: str, reply: InitReply) -> Finding:
     """Compare what a service says that it holds with our own directory."""
-    model, linear = start.digests
-    wrong = ""
-    if start.policy.feature_mask is None:
-        if reply.model_digest != model or linear not in (None, reply.linear_digest):
-            wrong = "holds another model"
-    elif reply.provision_id is None:
-        wrong = "holds weights that no tsqp provision has transformed"
-    if start.policy.arithmetic not in reply.arithmetic:
-        wrong = f"has no {start.policy.arithmetic} weights (gpu-service --arithmetic)"
-    if wrong:
-        remedy = f"gpu-service {start.model} --bind {where}"
-        return Finding("run", f"service {where}", "missing", wrong, remedy)
+    name, (model, linear) = f"service {where}", start.digests
+    arithmetic, own = start.policy.arithmetic, start.policy.feature_mask is None
+    same = reply.model_digest == model and linear in (None, reply.linear_digest)
+    no_weights = f"has no {arithmetic} weights (gpu-service --arithmetic)"
+    checks = (
+        (arithmetic in reply.arithmetic, no_weights),
+        (same or not own, "holds another model"),
+        (own or reply.provision_id, "holds weights that no tsqp provision has transformed"),
+    )
+    for holds, fault in checks:
+        if not holds:
+            remedy = f"gpu-service {start.model} --bind {where}"
+            return Finding("run", name, "missing", fault, remedy)
     first, last = reply.layers
-    return Finding("run", f"service {where}", "ok", f"the same model, layers {first}-{last}")
+    return Finding("run", name, "ok", f"the same model, layers {first}-{last}")
 
 
 def _clock(_start: Start) -> Iterator[Finding]:

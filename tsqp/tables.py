@@ -20,9 +20,17 @@ def open_console() -> Console:
 
 
 def table(
-    title: str, columns: Iterable[Column], rows: Iterable[Sequence[str]], *, lines: bool = False
+    title: str,
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[RenderableType]],
+    *,
+    lines: bool = False,
+    compact: bool = False,
 ) -> Table:
-    """Return a table. The last cell of a row may be the one that is broken into lines."""
+    """Return a table, without a heading where no column has one.
+
+    The last cell of a row may be the one that is broken into lines. `compact`: fewer spaces.
+    """
     made = Table(
         title=title or None,
         title_justify="left",
@@ -30,6 +38,10 @@ def table(
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
         show_lines=lines,
+        show_header=any(heading for heading, _ in columns),
+        header_style="dim" if compact else "table.header",
+        collapse_padding=compact,
+        show_edge=not compact,
     )
     for heading, numbers in columns:
         made.add_column(

@@ -21,8 +21,8 @@ from tests.kit.service import ENVIRONMENT, call, run
 from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.main import command as tsqp
-from tsqp.cli.prompts import chosen_prompt
 from tsqp.cli.tee_runner import command as tee_runner
+from tsqp.cli.terminal import chosen_prompt
 from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.run.load import sampling_of
 from tsqp.run.settings import TextSettings, settings_of

@@ -20,7 +20,7 @@ from tee_side.engine.request import SamplingSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.page.feed import Feed
-from tsqp.page.routes import PageRequests, Tee, page_routes
+from tsqp.page.routes import PageRequests, page_routes
 from tsqp.run.settings import model_directory
 
 DEMO = model_directory("demo")
@@ -32,7 +32,6 @@ def running() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     feed, bodies = Feed(), list[dict[str, Any]]()
     settings = RunnerSettings(DEMO, load_policy("tee-only"), (), link=feed, dtype="float32")
     with Runner(settings) as runner:
-        tee = Tee(DEMO, runner.policy, runner.config, runner.dtype, lambda: runner.pads)
 
         async def complete(request: Request) -> Response:
             bodies.append(body := await request.json())
@@ -44,7 +43,7 @@ def running() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         routes = [
             Route("/v1/models", models),
             Route("/v1/chat/completions", complete, methods=["POST"]),
-            *page_routes(feed, tee),
+            *page_routes(feed, runner),
         ]
         app = Starlette(routes=routes, middleware=[Middleware(PageRequests, feed=feed)])
         with _serving(app) as address:

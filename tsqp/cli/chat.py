@@ -15,8 +15,7 @@ import click
 from protocol.errors import LimitError, PromptError, TsqpError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
-from tsqp.cli.prompts import read_line, require_utf8
-from tsqp.cli.terminal import describe_error, stream
+from tsqp.cli.terminal import describe_error, read_line, require_utf8, stream
 from tsqp.run.load import load, open_runner, sampling_of
 from tsqp.run.process import complain, tell
 from tsqp.run.settings import TextSettings

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
@@ -113,7 +113,7 @@ def _end(
     context: click.Context,
     steps: Sequence[AppraisalStep],
     lines: Iterable[str],
-    more: dict[str, object],
+    more: Mapping[str, object],
     *,
     passed: bool,
     as_json: bool,
@@ -121,7 +121,7 @@ def _end(
     """Print steps with further lines, or one object with more, and exit: 0 where all passed."""
     if as_json:
         listed = [step._asdict() for step in steps]
-        said = {"passed": passed, "steps": listed} | more
+        said = {"passed": passed, "steps": listed, **more}
         click.echo(json.dumps(said, indent=1, default=bytes.hex))
     else:
         for line in (*steps, *lines):

@@ -14,8 +14,7 @@ import click
 from protocol.errors import TsqpError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
-from tsqp.cli.prompts import chosen_prompt
-from tsqp.cli.terminal import describe_error, stream
+from tsqp.cli.terminal import chosen_prompt, describe_error, stream
 from tsqp.run.load import load, open_runner, policy_digest, sampling_of
 from tsqp.run.settings import TextSettings
 

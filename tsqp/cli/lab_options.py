@@ -132,7 +132,7 @@ class Outputs(Generic[R]):
 
         None where nothing was measured. See `written`.
         """
-        report = None
+        report: Any = None
         try:
             work.run()
         finally:

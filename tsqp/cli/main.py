@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, version_option
 from tsqp.cli.options import use
 from tsqp.cli.program import run
-from tsqp.cli.prompts import require_utf8
+from tsqp.cli.terminal import require_utf8
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 

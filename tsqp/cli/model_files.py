@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protocol.errors import PromptError, SettingsError, describe
+from protocol.errors import SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument
 from tsqp.cli.options import takes
-from tsqp.cli.prompts import decode
+from tsqp.cli.terminal import read_text
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import DEMO, RunSettings, model_directory
 
@@ -103,10 +103,10 @@ def calibrate(
     SettingsError.unless(
         text is None or token_ids is None, "--token-ids", "--text, too", "one of them"
     )
-    content = None if text is None else _read_text(text, "--text")
+    content = None if text is None else read_text(text, "--text")
     chunks = None
     if token_ids is not None:
-        chunks = parse_ids(_read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
+        chunks = parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
     results: list[SiteResult] = []
     with _progress("calibrating") as show:
 
@@ -124,16 +124,6 @@ def calibrate(
         f" at {site_name(tightest.site)}"
     )
     click.echo(f"largest error of a product: {worst.error:.2%}, at {site_name(worst.site)}")
-
-
-def _read_text(path: Path, option: str) -> str:
-    """Read a text file. Raises PromptError."""
-    try:
-        return decode(path.read_bytes(), f"{option} {path}")
-    except OSError as error:
-        raise PromptError(
-            f"{option} {path}", got=error.strerror or "an unreadable file", expected="a text file"
-        ) from None
 
 
 @click.command(context_settings=CONTEXT)

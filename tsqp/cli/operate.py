@@ -22,11 +22,10 @@ from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, mode
 from tsqp.cli.options import takes, use
 from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
-from tsqp.run.trust import load_manifest, read_client_keys, read_http_access
+from tsqp.run.trust import BANK, load_manifest, read_client_keys, read_http_access
 
 _OF_A_RUN = (
-    *("gpu", "policy", "calibration"),
-    *("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"),
+    *("gpu", "policy", "calibration", *BANK),
     *("identity", "service_key", "service_appraisal", "shares_in_the_clear"),
     *("http_token", "http_ca", "manifest", "manifest_digest"),
 )

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +17,7 @@ from tsqp.cli.options import takes, use
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import (
+    BANK,
     BATCH_TOKENS,
     bank_place,
     load_manifest,
@@ -26,11 +28,12 @@ from tsqp.run.trust import (
 )
 
 if TYPE_CHECKING:
+    from click._termui_impl import ProgressBar
+
     from tee_side.protect.pads.bank import BankFile, PadBankStatus
     from tee_side.protect.pads.maker import PadMaker
 
 
-_BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
 _MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
 _THE_BANK = {"required": True, "help": "The pad bank."}
@@ -54,7 +57,7 @@ def pads() -> None:
     type=click.IntRange(min=1),
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
-@takes(RunSettings, *_BANK, *_MODEL, bank=_THE_BANK, policy=_POLICY)
+@takes(RunSettings, *BANK, *_MODEL, bank=_THE_BANK, policy=_POLICY)
 @config_option
 def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     """Make pads for MODEL into a bank, which is created if it is not there.
@@ -113,7 +116,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
 
 
 @pads.command(context_settings=CONTEXT)
-@takes(RunSettings, *_BANK, bank=_THE_BANK)
+@takes(RunSettings, *BANK, bank=_THE_BANK)
 @use("as_json")
 @config_option
 def status(*, settings: RunSettings, as_json: bool) -> None:
@@ -139,7 +142,7 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
     started = time.perf_counter()
     with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
         for count in batches:
-            maker.fill(store, count, on_site=lambda _done, _sites, tokens=count: bar.update(tokens))
+            maker.fill(store, count, on_site=partial(_advance, bar, count))
     elapsed = time.perf_counter() - started
     rate = product_operations(store.layout) * wanted / elapsed / 1e9
     click.echo(
@@ -147,6 +150,10 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
         f" {rate:.0f} GOP/s of int8",
         err=True,
     )
+
+
+def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:
+    bar.update(tokens)
 
 
 def _show(status: PadBankStatus, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""A generation on a terminal: tokens as they come, a status line, statistics, errors as JSON.
+"""Prompts, which are read as bytes and must be UTF-8, and a generation as a terminal shows it.
 
 Tokens are shown in a thread that the generation does not wait for: an observer of the requests sees
 when each token's begin. Were a token decoded and written between two requests, one that shows
@@ -20,11 +20,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from protocol.errors import TsqpError
+from protocol.errors import PromptError, SettingsError, TsqpError
 from tsqp.run.process import bytes_for_people
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from tee_side.runner import Runner
     from tsqp.run.settings import TextSettings
 
+_SOURCES = ("prompt", "prompt_file", "prompt_token_ids")
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
 # What has come is shown so often, by the clock and not by tokens.
 TICK_S = 0.05
@@ -237,3 +240,86 @@ def describe_error(error: TsqpError) -> dict[str, object]:
     """Return an error as JSON has it."""
     parts = {name: getattr(error, name) for name in ("where", "got", "expected", "retryable")}
     return {"type": type(error).__name__, **parts}
+
+
+def chosen_prompt(
+    context: click.Context,
+    *,
+    prompt: str | None,
+    prompt_file: str | None,
+    prompt_token_ids: str | None,
+) -> str | list[int]:
+    """Return the one prompt that was given: a text, or token ids.
+
+    One on the command line comes before others in the environment or the settings file. Raises
+    SettingsError if there is none or more than one, PromptError if it cannot be read.
+    """
+    values = dict(zip(_SOURCES, (prompt, prompt_file, prompt_token_ids), strict=True))
+    given = {name: value for name, value in values.items() if value is not None}
+    typed = {
+        name: value
+        for name, value in given.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    given = typed or given
+    SettingsError.unless(
+        len(given) == 1,
+        "prompt",
+        " and ".join(f"--{name.replace('_', '-')}" for name in given) or "none",
+        "exactly one of --prompt, --prompt-file and --prompt-token-ids",
+    )
+    [(name, value)] = given.items()
+    if name == "prompt_token_ids":
+        return _parse_ids(value)
+    if name == "prompt":
+        return require_utf8(value, "--prompt")
+    text = read_text(value, "--prompt-file")
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def require_utf8(text: str, where: str) -> str:
+    """Return a text from the command line. Raises PromptError if its bytes were not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        # Python stands surrogates for such bytes, which no tokenizer takes.
+        raise PromptError(where, got="bytes that are not UTF-8", expected="UTF-8") from None
+    return text
+
+
+def read_line() -> str | None:
+    """Return the next line of standard input, or None at its end. Raises PromptError."""
+    line = sys.stdin.buffer.readline()
+    return decode(line, "standard input").rstrip("\r\n") if line else None
+
+
+def read_text(file: str | Path, option: str) -> str:
+    """Return the text of a file, of standard input where a name is "-". Raises PromptError."""
+    where = "standard input" if file == "-" else f"{option} {file}"
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PromptError(where, reason or "an unreadable file", "a text file") from None
+    return decode(content, where)
+
+
+def decode(content: bytes, where: str) -> str:
+    """Return the text of UTF-8, less a byte-order mark before it. Raises PromptError."""
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            where, got=f"a byte that is not UTF-8 at offset {error.start}", expected="UTF-8"
+        ) from None
+
+
+def _parse_ids(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    PromptError.unless(
+        all(part.isascii() and part.isdecimal() for part in parts),
+        "--prompt-token-ids",
+        "something that is no integer",
+        "integers like 1,2,3",
+    )
+    return [int(part) for part in parts]

@@ -6,8 +6,9 @@ import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,10 @@ def run_demo(
     for number, title in enumerate(titles, 1):
         console.print(f"  {number}  {title}")
     console.print("Then every token is compared with a reference. All of it takes about a minute.")
-    with (
-        tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder,
-        DemoServices(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
-    ):
-        stage = Stage(console, services, Path(folder), prompt, max_new_tokens, options)
+    with tempfile.TemporaryDirectory(prefix="tsqp-demo-") as name, ExitStack() as running:
+        folder = Path(name)
+        services = DemoServices(running, folder, partial(console.print, soft_wrap=True))
+        stage = Stage(console, services, folder, prompt, max_new_tokens, options)
         count = len(titles)
         acts = [
             stage.act(policy, name, f"{number} of {count}")

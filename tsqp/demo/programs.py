@@ -58,23 +58,14 @@ class DemoServices:
     """The gpu-service processes of a demo, each started when a policy first needs it.
 
     Policies without a feature mask share theirs. `folder`: for weights and keys of the others.
-    `say` is told about every start. Use as a context manager.
+    `say` is told about every start. All end with `running`.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._say = say
-        self._started = 0
-        self._taps = 0
+    def __init__(self, running: ExitStack, folder: Path, say: Callable[[str], None]) -> None:
+        self._running, self._folder, self._say = running, folder, say
+        self._started = self._taps = 0
         self._plain: list[str] = []
         self._provisioned: dict[ProvisionedMask, Reach] = {}
-        self._running = ExitStack()
-
-    def __enter__(self) -> DemoServices:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._running.close()
 
     def reach(self, policy: Policy) -> Reach:
         """Start what a policy needs and is not there yet. Raises ProcessError."""

@@ -19,12 +19,14 @@ from tsqp.demo.tap import Lie, TapFeed
 from tsqp.demo.verdict import Comparison, Matched
 from tsqp.page.seen import ByteSummary, Seen, summarise
 from tsqp.run.process import bytes_for_people
-from tsqp.tables import definitions
+from tsqp.tables import definitions, table
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"
 _BUCKETS = 64
 _READING_CHARACTERS = 180
+# Columns of both tables of costs.
+_COSTS = [(name, True) for name in ("RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms")]
 # Wider tables are harder to read.
 _MAX_WIDTH = 120
 
@@ -46,6 +48,8 @@ class RunCost:
         tee_s, wire_s, gpu_s = (sum(t[at] for t in self.operators.values()) for at in range(3))
         # What no operator accounts for was spent in the TEE.
         self.rest_s = max(0.0, report["timing"]["total_s"] - tee_s - wire_s - gpu_s)
+        per_token = report["timing"]["tpot_s"]
+        self.token_ms = "" if per_token is None else f"{per_token * 1e3:.1f}"
         self.total: Times = (tee_s + self.rest_s, wire_s, gpu_s)
 
 
@@ -110,9 +114,10 @@ def chat_panel(title: str, said: str, answer: str, *, width: int) -> Panel:
 
 def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, width: int) -> Panel:
     """Show the act in which one number of one reply is a lie, and how the runner ended."""
+    asked = f"{lie.asked.what} in layer {lie.asked.layer}"
     true, told = (f"{number & 0xFFFFFFFF:08x}" for number in (lie.true, lie.told))
-    facts = [
-        ("reply", f"to {lie.what}: {lie.count} numbers, all but one as computed"),
+    facts: list[tuple[str, RenderableType]] = [
+        ("reply", f"to {asked}: {lie.count} numbers, all but one as computed"),
         ("lie", f"number {lie.index} is {told} instead of {true}"),
         ("runner", Text(refusal, style="bold red")),
     ]
@@ -128,24 +133,31 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
 
 
 def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) -> Table:
-    table = _table(expand=True)
-    table.add_column("layer", justify="right", width=5)
-    table.add_column("operator", no_wrap=True, width=20)
-    table.add_column("shape", no_wrap=True, width=9)
+    made = Table(
+        box=rich.box.SIMPLE_HEAD,
+        header_style="dim",
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        expand=True,
+    )
+    made.add_column("layer", justify="right", width=5)
+    made.add_column("operator", no_wrap=True, width=20)
+    made.add_column("shape", no_wrap=True, width=9)
     label = f"{which} {len(shown)} of {feed.requests} requests"
-    table.add_column(Text(label), no_wrap=True, ratio=1)
+    made.add_column(Text(label), no_wrap=True, ratio=1)
     for seen in shown:
-        table.add_row(
+        made.add_row(
             "" if seen.layer is None else str(seen.layer),
             seen.what,
             "x".join(map(str, seen.first.shape)),
             _numbers(seen, 4 if width < 110 else 8),
         )
-    return table
+    return made
 
 
 def _numbers(seen: Seen, count: int) -> str:
-    numbers = seen.numbers(count)
+    numbers: list[float] = seen.first.flatten()[:count].tolist()
     if seen.first.is_floating_point():
         return " ".join(f"{n:+8.3f}" for n in numbers)
     whole = [int(n) for n in numbers]
@@ -191,47 +203,27 @@ def _heights(counts: Sequence[int], highest: int) -> list[int]:
 
 def checks_table(checks: Iterable[Comparison]) -> Table:
     """Show what was compared with what, and how that came out."""
-    table = _table(title="Verdict", show_header=False)
-    for name in ("outcome", "policy"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("finding", overflow="fold")
+    rows: list[tuple[RenderableType, ...]] = []
     for check in checks:
         word = Text("ok", style="bold green") if check.passed else Text("FAIL", style="bold red")
-        table.add_row(word, Text(check.policy), Text(check.finding))
+        rows.append((word, Text(check.policy), Text(check.finding)))
         if check.remark:
-            table.add_row("", "", Text(check.remark, style="dim"))
-    return table
+            rows.append(("", "", Text(check.remark, style="dim")))
+    return table("Verdict", [("", False)] * 3, rows, compact=True)
 
 
 def acts_table(costs: Iterable[RunCost]) -> Table:
     """Show what each act cost, side by side."""
-    table = _table(title="Cost")
-    table.add_column("policy", overflow="fold")
-    for name in ("ms/token", "RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for cost in costs:
-        per_token, rpc = cost.report["timing"]["tpot_s"], cost.report["rpc"]
-        table.add_row(
-            cost.report["policy"],
-            "" if per_token is None else f"{per_token * 1e3:.1f}",
-            str(rpc["count"]),
-            _size(rpc["bytes_sent"]),
-            _size(rpc["bytes_received"]),
-            *map(_milliseconds, cost.total),
-        )
-    return table
+    columns = [("policy", False), ("ms/token", True), *_COSTS]
+    rows = [(cost.report["policy"], cost.token_ms, *_totals(cost)) for cost in costs]
+    return table("Cost", columns, rows, compact=True)
 
 
 def operators_table(cost: RunCost) -> Table:
     """Show what each operator of one act cost."""
     report = cost.report
-    table = _table(title=f"Cost per operator: {report['policy']}")
-    for name in ("operator", "where"):
-        table.add_column(name, no_wrap=True)
-    for name in ("calls", "RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, row in report["operators"].items():
-        table.add_row(
+    rows = [
+        (
             name,
             row["place"],
             str(row["calls"]),
@@ -240,32 +232,20 @@ def operators_table(cost: RunCost) -> Table:
             _size(row["bytes_received"]),
             *map(_milliseconds, cost.operators[name]),
         )
-    table.add_row("everything else", "tee", "", "", "", "", _milliseconds(cost.rest_s), "", "")
-    table.add_section()
-    rpc = report["rpc"]
-    table.add_row(
-        "total",
-        "",
-        "",
-        str(rpc["count"]),
-        _size(rpc["bytes_sent"]),
-        _size(rpc["bytes_received"]),
-        *map(_milliseconds, cost.total),
-    )
-    return table
+        for name, row in report["operators"].items()
+    ]
+    rows.append(("everything else", "tee", "", "", "", "", _milliseconds(cost.rest_s), "", ""))
+    columns = [("operator", False), ("where", False), ("calls", True), *_COSTS]
+    made = table(f"Cost per operator: {report['policy']}", columns, rows, compact=True)
+    made.add_section()
+    made.add_row("total", "", "", *_totals(cost))
+    return made
 
 
-def _table(**options: Any) -> Table:
-    return Table(
-        box=rich.box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        **options,
-    )
+def _totals(cost: RunCost) -> tuple[str, ...]:
+    rpc = cost.report["rpc"]
+    sizes = (_size(rpc["bytes_sent"]), _size(rpc["bytes_received"]))
+    return (str(rpc["count"]), *sizes, *map(_milliseconds, cost.total))
 
 
 def _size(size: int) -> str:

@@ -130,11 +130,6 @@ class Lie:
     true: int
     told: int
 
-    @property
-    def what(self) -> str:
-        """Name the reply."""
-        return f"{self.asked.what} in layer {self.asked.layer}"
-
 
 class Liar:
     """Changes one number of the reply to the request number `at`, by 1, and never lies again.

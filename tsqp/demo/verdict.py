@@ -165,22 +165,22 @@ def agreeing(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-def integers_in_tee() -> str:
-    """Return the text of a policy that computes the integers of `CLEAR_INTEGERS` in the TEE.
-
-    That policy's own reference: the same numbers with no service in between.
-    """
-    lines = ['name = "int8-in-tee"', 'summary = "all in the TEE, in integers"']
-    lines += ['arithmetic = "int8"', "[operators]", *(f'{name} = "tee"' for name in OPERATORS)]
-    return "\n".join(lines)
-
-
 def clear_reference(policy: Policy, folder: Path) -> str:
-    """Return name or path of the policy whose tokens an int8 policy must have exactly."""
+    """Return name or path of the policy whose tokens an int8 policy must have exactly.
+
+    That of `CLEAR_INTEGERS` itself is written to `folder`: the same numbers, all in the TEE.
+    """
     if policy.masks:
         return CLEAR_INTEGERS
+    lines = [
+        'name = "int8-in-tee"',
+        'summary = "all in the TEE, in integers"',
+        'arithmetic = "int8"',
+        "[operators]",
+        *(f'{name} = "tee"' for name in OPERATORS),
+    ]
     path = folder / "int8-in-tee.toml"
-    path.write_text(integers_in_tee(), encoding="utf-8")
+    path.write_text("\n".join(lines), encoding="utf-8")
     return str(path)
 
 

@@ -35,29 +35,13 @@ _OPERATORS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The beginning of one request: `head`, up to 64 bytes in hex. `ms`: since its answer began.
-
-    `rows` of `width` numbers each: of its first tensor.
-    """
-
-    number: int
-    ms: float
-    operator: str
-    layer: int | None
-    rows: int
-    width: int
-    dtype: str
-    head: str
-
-
 @dataclass(slots=True, eq=False)
 class PageAnswer:
     """What crossed for one request to the server. `page`: whose, None for another client's.
 
     `others`: requests that crossed while others were answered too. `until`: when it is certainly
-    over.
+    over. `samples`: the beginnings of requests, as JSON has them. Of each, `head` is up to 64 bytes
+    in hex, `ms` is since the answer began, and its first tensor has `rows` of `width` numbers.
     """
 
     number: int
@@ -67,23 +51,23 @@ class PageAnswer:
     running: bool = True
     others: int = 0
     received: ReceivedTensors = field(default_factory=lambda: ReceivedTensors(_MAX_ROWS))
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
 
     def add(self, seen: Seen) -> None:
         """Take note of a request."""
         self.received.add(seen)
         first = seen.first
         self.samples.append(
-            Sample(
-                number=self.received.requests,
-                ms=round((time.monotonic() - self.began) * 1e3, 1),
-                operator=_OPERATORS.get(seen.what, seen.what),
-                layer=seen.layer,
-                rows=first.numel() // first.shape[-1],
-                width=first.shape[-1],
-                dtype=str(first.dtype).removeprefix("torch."),
-                head=first.reshape(-1).view(torch.uint8)[:HEAD_BYTES].numpy().tobytes().hex(),
-            )
+            {
+                "number": self.received.requests,
+                "ms": round((time.monotonic() - self.began) * 1e3, 1),
+                "operator": _OPERATORS.get(seen.what, seen.what),
+                "layer": seen.layer,
+                "rows": first.numel() // first.shape[-1],
+                "width": first.shape[-1],
+                "dtype": str(first.dtype).removeprefix("torch."),
+                "head": first.reshape(-1).view(torch.uint8)[:HEAD_BYTES].numpy().tobytes().hex(),
+            }
         )
 
     def described(self, since: int) -> dict[str, Any]:
@@ -97,7 +81,7 @@ class PageAnswer:
             "rows": self.received.rows,
             "bytes": None if summary is None else asdict(summary),
             "histogram": self.received.counts.tolist(),
-            "samples": [asdict(sample) for sample in self.samples if sample.number > since],
+            "samples": [sample for sample in self.samples if sample["number"] > since],
         }
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
@@ -23,43 +22,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import TsqpError
-from protocol.model.config import ModelConfig
-from tee_side.engine.generation import PadTotals
 from tee_side.model.kv_cache import kv_bytes
-from tee_side.policy.placement import Policy
+from tee_side.runner import Runner
 from tee_side.words import LIGHT_OPERATORS
 from tsqp.page.feed import Feed
-from tsqp.page.seen import Reader
+from tsqp.page.seen import VocabularyMatcher
 
 PAGE_HEADER = "x-tsqp-page"
 _PAGE_ID = re.compile("[0-9a-f]{32}")
-
-
-@dataclass(frozen=True)
-class Tee:
-    """What the page says of the TEE. `model`: its directory; `pads`: how they stand now."""
-
-    model: Path
-    policy: Policy
-    config: ModelConfig
-    dtype: torch.dtype
-    pads: Callable[[], PadTotals | None]
-
-    def described(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        policy, pads = self.policy, self.pads()
-        return {
-            "policy": policy.name,
-            "summary": policy.summary,
-            "operators": {
-                operator: [str(placement) for placement in placements]
-                for operator, placements in policy.operators.items()
-            },
-            "light_operators": LIGHT_OPERATORS,
-            "broken": any(mask.broken for mask in policy.masks),
-            "kv_bytes_per_token": kv_bytes(self.config, 1, self.dtype),
-            "pads": None if pads is None else pads.model_dump(),
-        }
 
 
 class _Said(BaseModel):
@@ -69,10 +39,10 @@ class _Said(BaseModel):
     answer: str
 
 
-def page_routes(feed: Feed, tee: Tee) -> list[Route]:
+def page_routes(feed: Feed, runner: Runner) -> list[Route]:
     """Return `/`, and what the page asks for. Raises OSError for a page that is not installed."""
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    headers, reader = page_headers(page), Reader(tee.model)
+    headers, matcher = page_headers(page), VocabularyMatcher(Path(runner.model_directory))
 
     def show(_: Request) -> Response:
         return HTMLResponse(page, headers=headers)
@@ -81,7 +51,7 @@ def page_routes(feed: Feed, tee: Tee) -> list[Route]:
         since = request.query_params.get("since", "0")
         if (owner := page_of(request.headers)) is None or not re.fullmatch("[0-9]{1,9}", since):
             return _refused(f"{PAGE_HEADER} or since", "32 hex digits, and a number")
-        return _json({"tee": tee.described(), "sent": feed.described(owner, int(since))})
+        return _json({"tee": _described(runner), "sent": feed.described(owner, int(since))})
 
     async def read(request: Request) -> Response:
         owner = page_of(request.headers)
@@ -93,8 +63,8 @@ def page_routes(feed: Feed, tee: Tee) -> list[Route]:
             return _refused(PAGE_HEADER, "32 hex digits")
 
         def attack() -> dict[str, Any]:
-            prompt_ids = reader.prompt_ids(said.messages)
-            found = reader.read(feed.inputs(owner), prompt_ids, said.answer)
+            prompt_ids = matcher.tokenizer.apply_chat_template(said.messages)
+            found = matcher.read(feed.inputs(owner), prompt_ids, said.answer)
             read = None if found is None else {**asdict(found), "better": found.better}
             return {"prompt_ids": prompt_ids, "read": read}
 
@@ -130,6 +100,23 @@ class PageRequests:
                     complete()
 
             await self._app(scope, receive, passing)
+
+
+def _described(runner: Runner) -> dict[str, Any]:
+    """Return what the page says of the TEE, as JSON has it."""
+    policy, pads = runner.policy, runner.pads
+    return {
+        "policy": policy.name,
+        "summary": policy.summary,
+        "operators": {
+            operator: [str(placement) for placement in placements]
+            for operator, placements in policy.operators.items()
+        },
+        "light_operators": LIGHT_OPERATORS,
+        "broken": any(mask.broken for mask in policy.masks),
+        "kv_bytes_per_token": kv_bytes(runner.config, 1, runner.dtype),
+        "pads": None if pads is None else pads.model_dump(),
+    }
 
 
 def page_of(headers: Mapping[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,11 +42,6 @@ class Seen:
     def first(self) -> torch.Tensor:
         """The first tensor, which every request but Init has."""
         return self.tensors[0]
-
-    def numbers(self, count: int) -> list[float]:
-        """Return the first few numbers of the first tensor."""
-        shown: list[float] = self.first.flatten()[:count].tolist()
-        return shown
 
 
 def describe_request(request: Request) -> Seen | None:
@@ -156,7 +151,8 @@ class VocabularyMatcher:
 
     The input of the first layer is a token's embedding after a norm, so the nearest of all
     normalised embeddings is the token (arXiv 2505.18332 does this in every layer). It needs what
-    the owner of the GPU has: the wire, and the model. `width`: of a row. `tokenizer`: the model's.
+    the owner of the GPU has: the wire, and the model. `width`: of a row. `tokenizer`: the model's,
+    which raises PromptError for a conversation that its template refuses.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -180,27 +176,12 @@ class VocabularyMatcher:
         ids: list[int] = ids_T.tolist()
         return ids
 
-
-class Reader:
-    """Attacks with the public weights in a model directory. Raises ModelError, PromptError."""
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-
-    @cached_property
-    def _matcher(self) -> VocabularyMatcher:
-        return VocabularyMatcher(self._model)
-
     @cached_property
     def _control(self) -> list[int]:
         """What the attack reads in uniform 32-bit words."""
         generator = torch.Generator().manual_seed(0)
-        shape = (_CONTROL_ROWS, self._matcher.width)
-        return self._matcher.nearest([torch.randint(-(2**31), 2**31, shape, generator=generator)])
-
-    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return what the template makes of a conversation, as tokens."""
-        return self._matcher.tokenizer.apply_chat_template(messages)
+        shape = (_CONTROL_ROWS, self.width)
+        return self.nearest([torch.randint(-(2**31), 2**31, shape, generator=generator)])
 
     def read(
         self, inputs: Sequence[torch.Tensor], prompt_ids: Sequence[int], answer: str
@@ -208,9 +189,8 @@ class Reader:
         """Match rows [.., D] with the vocabulary; None where none crossed."""
         if not inputs:
             return None
-        tokenizer = self._matcher.tokenizer
-        truth = Counter([*prompt_ids, *tokenizer.encode(answer, add_special_tokens=False)])
-        ids = self._matcher.nearest(inputs)
+        truth = Counter([*prompt_ids, *self.tokenizer.encode(answer, add_special_tokens=False)])
+        ids = self.nearest(inputs)
         right = (Counter(ids) & truth).total()
         draw = random.Random(0)
         tries = [
@@ -220,6 +200,6 @@ class Reader:
         chance = fmean(tries)
         # Of a large vocabulary chance finds almost nothing, and then one token is no finding.
         limit = int(chance + 6 * max(1.0, stdev(tries)))
-        text = tokenizer.decode(ids)
+        text = self.tokenizer.decode(ids)
         shown = text[:_SHOWN_CHARACTERS] + ("..." if len(text) > _SHOWN_CHARACTERS else "")
         return VocabularyReading(len(ids), shown, right, round(chance, 1), limit)

@@ -277,11 +277,9 @@ def _app(
     if identity is not None:
         app.router.routes.append(Attestation(identity).route())
     if feed is not None:
-        from tsqp.page.routes import PageRequests, Tee, page_routes
+        from tsqp.page.routes import PageRequests, page_routes
 
-        directory = Path(runner.model_directory)
-        tee = Tee(directory, policy, config, runner.dtype, lambda: runner.pads)
-        app.router.routes.extend(page_routes(feed, tee))
+        app.router.routes.extend(page_routes(feed, runner))
         app.add_middleware(PageRequests, feed=feed)
     return app if identity is None else Sealing(app, identity.hpke_key)
 

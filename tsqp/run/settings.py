@@ -101,6 +101,9 @@ class Source:
 class Settings:
     """The settings of one command. `source`: says what settings files had."""
 
+    # Of pydantic, which checks what `tsqp.LLM` is given: no setting may be nan or infinite.
+    __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - no field
+
     source: Source = field(default=Source(), compare=False, repr=False)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tee_side.remote.attested import ServiceAppraisal
 
 _APPRAISAL = "--service-appraisal"
+# The settings that say where a bank is.
+BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
 # Tokens in one product: each weight is read from the directory and quantised once for so many. At
 # 512 that would take a quarter of the whole (1b shape, 2 cores).
 BATCH_TOKENS = 1024
@@ -136,10 +138,9 @@ def warn_without_keys(endpoints: Sequence[str]) -> None:
     from tee_side.remote.services.plan import ServiceSpec
 
     known = [ServiceSpec.parse(text).endpoint for text in endpoints]
-    exposed = [endpoint for endpoint in known if is_exposed(endpoint)]
-    if exposed:
+    if exposed := ", ".join(filter(is_exposed, known)):
         tell(
-            f"{', '.join(exposed)}: the connection is not encrypted, and anyone may answer"
+            f"{exposed}: the connection is not encrypted, and anyone may answer"
             " (--identity and --service-key; tsqp keys new makes keys)"
         )
 
@@ -155,9 +156,8 @@ def read_client_keys(settings: RunSettings, manifest: Manifest | None) -> tuple[
     from protocol.curve import ClientKeys, public_key, read_secret_key
 
     if identity is None or not services:
-        given, missing = "--identity", "--service-key"
-        if identity is None:
-            given, missing = missing, given
+        options = ("--identity", "--service-key")
+        given, missing = options if identity else reversed(options)
         raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
     secret, check = read_secret_key(identity), check_of(manifest, "--service-key")
     return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
@@ -258,7 +258,7 @@ def service_appraisal(
 def bank_place(settings: RunSettings) -> BankPlace | None:
     """Return where the bank is, None where none is named. Raises SettingsError."""
     if settings.bank is None:
-        for name in ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"):
+        for name in BANK:
             value = getattr(settings, name)
             SettingsError.unless(not value, option_of(name), str(value), "nothing without --bank")
         return None

@@ -25,7 +25,7 @@ from tee_side.engine.generation import PadTotals
 from tee_side.policy.placement import load_policy
 from tests.kit.ask import QKV, linear, ring
 from tsqp.page.feed import Feed
-from tsqp.page.routes import PAGE_HEADER, PageRequests, Tee, page_routes
+from tsqp.page.routes import PAGE_HEADER, PageRequests, page_routes
 from tsqp.run.settings import model_directory
 
 MINE, OTHERS = "a" * 32, "b" * 32
@@ -96,11 +96,12 @@ def client() -> TestClient:
         return PlainTextResponse("answer")
 
     pads = PadTotals(available=5, waited=0, in_tee=1)
-    tee = Tee(DEMO, load_policy("shielded"), read_config(DEMO), torch.float32, lambda: pads)
+    runner = mock.Mock(model_directory=DEMO, dtype=torch.float32, pads=pads)
+    runner.policy, runner.config = load_policy("shielded"), read_config(DEMO)
     completing = Route("/v1/complete", complete, methods=["GET", "POST"])
     other = Route("/other", complete, methods=["POST"])
     middleware = [Middleware(PageRequests, feed=feed)]
-    routes = [completing, other, *page_routes(feed, tee)]
+    routes = [completing, other, *page_routes(feed, runner)]
     return TestClient(Starlette(routes=routes, middleware=middleware))
 
 
