@@ -155,7 +155,8 @@ class PendingChannel(ABC):
     ) -> int:
         """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
         begun_ns = time.perf_counter_ns()
-        timeout_s, timeout_ms = self._limits(timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         frames = encode_request(request, self._last_id + 1, timeout_ms)
         pending = Pending(
             method=request.method,
@@ -171,7 +172,8 @@ class PendingChannel(ABC):
     ) -> int:
         """See `Channel.start`."""
         begun_ns = time.perf_counter_ns()
-        timeout_s, timeout_ms = self._limits(timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
         fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
         simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
@@ -195,11 +197,6 @@ class PendingChannel(ABC):
             return request_id
         header = REQUEST.header(prepared.template, request_id, timeout_ms)
         return self._begin(pending, [header, prepared.payload(payload)], begun_ns, timeout_s)
-
-    def _limits(self, timeout_s: float | None) -> tuple[float, int]:
-        """Return how long a request may take in seconds, and as the service is told."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return timeout_s, min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
 
     def _begin(
         self, pending: Pending, frames: Sequence[Buffer], begun_ns: int, send_within_s: float

@@ -41,7 +41,7 @@ from tee_side.engine.engine import Engine
 from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
 from tee_side.protect.pads.store import PadStore
 from tee_side.protect.verification import ExactCheck
-from tee_side.remote import linear
+from tee_side.remote import call as remote_call
 from tee_side.remote.call import CallPlan
 from tee_side.remote.services.member import Member
 from tee_side.serve import answers, completions, exchange
@@ -586,7 +586,7 @@ def around(
 
 def stand_in(session: Served) -> None:
     """Stand in the server's code, where it is to fail, and where tokens and secrets are made."""
-    call = linear.carry_out
+    call = remote_call.carry_out
 
     def carry_out(plan: CallPlan, x_TI: torch.Tensor) -> Any:
         def note(encoded: torch.Tensor) -> None:
@@ -626,7 +626,7 @@ def stand_in(session: Served) -> None:
     )
     for when, owner, name, call_ in told:
         setattr(owner, name, around(getattr(owner, name), **{when: call_}))
-    linear.carry_out = carry_out
+    remote_call.carry_out = carry_out
     load.configure = log_everything
     # Seconds after every other fault would be most of the time.
     background._PROBE_S = 0.05

@@ -40,7 +40,7 @@ from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.store import PadStore
-from tee_side.remote import linear as linear_module
+from tee_side.remote import call as call_module
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.services import connected, member, replicas
 from tee_side.runner import Runner, RunnerSettings
@@ -240,7 +240,7 @@ def _patched(world: World) -> Iterator[None]:
             (runner_module, "open_channel", partial(FakeChannel, world)),
             (PadStore, "factors", read),
             (PadStore, "all_factors", read_all),
-            (linear_module, "carry_out", called),
+            (call_module, "carry_out", called),
         ):
             patches.enter_context(patch.object(owner, name, value))
         yield

@@ -83,7 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The only clock that a deadline is counted by."""
     found = SimpleNamespace(now=1000.0)
     found.monotonic = lambda: found.now
-    for module in ("call", "fault_attribution", "overlap"):
+    for module in ("call", "fault_attribution"):
         monkeypatch.setattr(f"tee_side.remote.{module}.time", found)
     return found
 
