@@ -55,7 +55,7 @@ SWEEP = (64, 32, 16, 8, 4)
 
 
 @dataclass(frozen=True)
-class Score:
+class Losses:
     """Sum of losses, over how many predicted tokens, and the likeliest token at every position."""
 
     nats: float
@@ -63,7 +63,7 @@ class Score:
     top: torch.Tensor
 
 
-class Bench:
+class Mixture:
     """The demo model in float32 and in integers, put together in any mixture."""
 
     def __init__(self, directory: Path, documents: int | None) -> None:
@@ -90,7 +90,7 @@ class Bench:
             for operator in FUSED_MODULES
         ]
 
-    def score(self, ops: Operators) -> Score:
+    def score(self, ops: Operators) -> Losses:
         """Run every document."""
         nats, tokens, top = 0.0, 0, []
         for ids in self.documents:
@@ -104,7 +104,7 @@ class Bench:
             nats += cross_entropy(logits_TV[:-1].double(), wanted_T, reduction="sum").item()
             tokens += len(wanted_T)
             top.append(logits_TV.argmax(-1))
-        return Score(nats, tokens, torch.cat(top))
+        return Losses(nats, tokens, torch.cat(top))
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
         """Return operators that run here."""
@@ -160,7 +160,7 @@ def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
     return lambda x_TI: exact_product(scales.encode(x_TI), weights.weight) * scales.factor_N
 
 
-def score_policy(bench: Bench, endpoint: str) -> Score:
+def score_policy(bench: Mixture, endpoint: str) -> Losses:
     """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
     policy = load_policy("quantized-clear")
     assembly = Assembly(
@@ -181,7 +181,7 @@ def score_policy(bench: Bench, endpoint: str) -> Score:
 def measure(options: Any, place: Place) -> Found:
     """Score float32, the policy, its parts, and coarser inputs."""
     directory = model_directory("demo")
-    bench = Bench(directory, options.documents or None)
+    bench = Mixture(directory, options.documents or None)
     float_linears, float_head = bench.float_linears(), bench.float_head()
     integer_linears = bench.integer_linears()
     head_16, head_8 = bench.integer_head(127 * 256 + 127), bench.integer_head(127)

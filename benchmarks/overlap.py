@@ -57,7 +57,7 @@ _VOCABULARY = ("embedding", "lm_head")
 
 
 @dataclass(frozen=True)
-class Case:
+class StepKind:
     """A kind of step. `tokens`: of the prompt, or behind each of `batch` decoded ones.
 
     `micro_batches`: into which it is cut.
@@ -72,12 +72,12 @@ class Case:
 
 
 CASES = (
-    Case("prefill-512", "prefill", 512, 1, "arithmetic"),
+    StepKind("prefill-512", "prefill", 512, 1, "arithmetic"),
     # Operators take the TEE and the accelerator unequally long: more parts even that out.
-    Case("prefill-512", "prefill", 512, 1, "arithmetic", micro_batches=3),
-    Case("prefill-512", "prefill", 512, 1, "arithmetic", micro_batches=4),
-    Case("decode-8", "decode", 64, 8, "arithmetic"),
-    Case("decode-8-memory", "decode", 64, 8, "memory"),
+    StepKind("prefill-512", "prefill", 512, 1, "arithmetic", micro_batches=3),
+    StepKind("prefill-512", "prefill", 512, 1, "arithmetic", micro_batches=4),
+    StepKind("decode-8", "decode", 64, 8, "arithmetic"),
+    StepKind("decode-8-memory", "decode", 64, 8, "memory"),
 )
 
 
@@ -123,7 +123,7 @@ def _observed_ms(repeated: Repeated) -> tuple[float, float]:
     return sum(heavy) / 1e3 / _OBSERVED, sum(claimed) / 1e3 / _OBSERVED
 
 
-def measure_case(model: Path, case: Case, transport: str, options: Any) -> dict[str, Any]:
+def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> dict[str, Any]:
     """Measure one case over one transport: medians of steps that took turns. Raises TsqpError.
 
     `gpu_ms`: what the profile takes for the step by its own account, undivided and cut;

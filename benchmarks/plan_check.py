@@ -40,7 +40,7 @@ _YARDSTICKS = 40
 
 
 @dataclass(frozen=True)
-class Case:
+class Deployment:
     """One deployment, and which of its figures to compare.
 
     `fitted`: planned from what `tsqp plan --fit` measures of this machine, in place of its own
@@ -61,13 +61,15 @@ class Case:
 
 
 CASES = (
-    Case("h100", "llama-3.2-1b", "attention-in-tee", "h100", Link(10.0, 100.0)),
-    Case("long-prompt", "llama-3.2-1b", "attention-in-tee", "h100", Link(10.0, 100.0), 512, 512),
-    Case("slow-gpu", "llama-3.2-1b", "attention-in-tee", "slow", Link(10.0, 100.0)),
-    Case("shielded", "llama-3.2-1b", "shielded", "h100", Link(10.0, 100.0)),
-    Case("batch-8", "tinyllama-1.1b", "attention-in-tee", "l4", Link(10.0, 100.0), batch=8),
-    Case("slow-link", "qwen2.5-0.5b", "attention-in-tee", "h100", Link(1.0, 1000.0)),
-    Case(
+    Deployment("h100", "llama-3.2-1b", "attention-in-tee", "h100", Link(10.0, 100.0)),
+    Deployment(
+        "long-prompt", "llama-3.2-1b", "attention-in-tee", "h100", Link(10.0, 100.0), 512, 512
+    ),
+    Deployment("slow-gpu", "llama-3.2-1b", "attention-in-tee", "slow", Link(10.0, 100.0)),
+    Deployment("shielded", "llama-3.2-1b", "shielded", "h100", Link(10.0, 100.0)),
+    Deployment("batch-8", "tinyllama-1.1b", "attention-in-tee", "l4", Link(10.0, 100.0), batch=8),
+    Deployment("slow-link", "qwen2.5-0.5b", "attention-in-tee", "h100", Link(1.0, 1000.0)),
+    Deployment(
         "micro-batches",
         "tinyllama-1.1b",
         "attention-in-tee",
@@ -77,12 +79,12 @@ CASES = (
         batch=16,
         micro_batches=2,
     ),
-    Case(
+    Deployment(
         *("fitted", "llama-3.2-1b", "attention-in-tee", "h100", Link(None, 0.0)),
         transport="unix",
         fitted=True,
     ),
-    Case(
+    Deployment(
         *("fitted-shielded", "llama-3.2-1b", "shielded", "h100", Link(None, 0.0)),
         transport="unix",
         fitted=True,
@@ -90,7 +92,7 @@ CASES = (
 )
 
 
-def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, Any]]:
+def check(case: Deployment, slow: Path, machine: Machine | None) -> list[dict[str, Any]]:
     """Plan and measure a case; return a row for the prompt and one for decoding."""
     policy = load_policy(case.policy)
     gpu = str(slow) if case.gpu == SLOW.name else case.gpu

@@ -88,7 +88,7 @@ def _added_up(total: OperatorCost) -> OperatorCost:
 
 
 @dataclass(frozen=True)
-class Recording:
+class ResultFile:
     """One file of results. `command`: without `--json FILE`; `talks`: whether stdout is short.
 
     `may_miss`: a result counts although the exit status is 1: a target was missed.
@@ -106,14 +106,14 @@ class Recording:
         return shlex.join(self.command)
 
 
-def _bench(name: str, *options: str) -> Recording:
+def _bench(name: str, *options: str) -> ResultFile:
     command = ("tsqp", "bench", "--shape", "llama-3.2-1b", *options)
-    return Recording(name, command, without_layers, talks=False)
+    return ResultFile(name, command, without_layers, talks=False)
 
 
-def _script(name: str, *options: str, module: str = "", **how: Any) -> Recording:
+def _script(name: str, *options: str, module: str = "", **how: Any) -> ResultFile:
     command = ("python", "-m", module or f"benchmarks.{name}", *options)
-    return Recording(name, command, **how)
+    return ResultFile(name, command, **how)
 
 
 _PING_PONG = "tsqp.lab.bench.ping_pong"
@@ -124,7 +124,7 @@ _ONE = ("--policy", "attention-in-tee")
 _NULL = ("--device", "null", *_SPIN, *_ONE, "--policy", "shielded")
 _CPU = ("--device", "cpu", *_ONE, "--prefill", "128,512", "--batch", "1")
 
-RECORDINGS: tuple[Recording, ...] = (
+RECORDINGS: tuple[ResultFile, ...] = (
     _bench("bench_null_tcp", *_NULL),
     # docs/leakage.md has what every operator of the published policy costs.
     _bench("bench_null_unix", *_NULL, "--policy", "published", "--transport", "unix"),
@@ -146,7 +146,7 @@ RECORDINGS: tuple[Recording, ...] = (
 )
 
 
-def record(recording: Recording, results: Path) -> int:
+def record(recording: ResultFile, results: Path) -> int:
     """Measure, and write the file; return the exit status of what measured.
 
     Raises ProcessError without a result, SettingsError for one that cannot be kept, OSError.
@@ -183,7 +183,7 @@ def record(recording: Recording, results: Path) -> int:
     return status
 
 
-def _run(recording: Recording, file: Path) -> int:
+def _run(recording: ResultFile, file: Path) -> int:
     """Run the command to its end, or end it and all that it started after a limit."""
     first, *rest = recording.command
     path = sys.executable if first == "python" else program(first)
@@ -219,7 +219,7 @@ def six_figures(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
-def record_all(recordings: Sequence[Recording], results: Path) -> list[str]:
+def record_all(recordings: Sequence[ResultFile], results: Path) -> list[str]:
     """Record one after the other; return the names of those that failed."""
     failed = []
     for number, recording in enumerate(recordings, start=1):

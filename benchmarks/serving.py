@@ -78,7 +78,7 @@ def server(model: str | Path, endpoint: str, policy: str, *options: str) -> Iter
 
 
 @dataclass
-class Stream:
+class TimedAnswer:
     """One answer: `times`: of its tokens, after the beginning of its request."""
 
     status: int
@@ -86,7 +86,7 @@ class Stream:
     retry_after_s: float = 0.0
 
 
-async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
+async def ask(address: str, prompt: list[int], new_tokens: int) -> TimedAnswer:
     """Stream a completion of token ids; every token is an event."""
     host, port = address.removeprefix("http://").split(":")
     fields = {"model": _model(address), "prompt": prompt, "max_tokens": new_tokens}
@@ -101,13 +101,13 @@ async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
         if status != 200:
             rest = (await asyncio.wait_for(reader.read(), _LIMIT_S)).lower()
             wait = re.search(rb"retry-after: (\d+)", rest)
-            return Stream(status, [], float(wait[1]) if wait else 0.0)
+            return TimedAnswer(status, [], float(wait[1]) if wait else 0.0)
         while block := await asyncio.wait_for(reader.read(1 << 16), _LIMIT_S):
             now = time.perf_counter() - began
             times += [now] * block.count(b"data: {")
     finally:
         writer.close()
-    return Stream(status, times)
+    return TimedAnswer(status, times)
 
 
 @cache
@@ -127,10 +127,10 @@ def prompt_of(stream: int, turn: int, tokens: int = PROMPT_TOKENS) -> list[int]:
     return [1 + (stream * 7919 + turn * 104729 + at * 31) % 30_000 for at in range(tokens)]
 
 
-async def crowd(address: str, clients: int, seconds: float) -> list[Stream]:
+async def crowd(address: str, clients: int, seconds: float) -> list[TimedAnswer]:
     """Ask again and again with so many clients; return what was answered."""
     until = time.perf_counter() + seconds
-    found: list[Stream] = []
+    found: list[TimedAnswer] = []
 
     async def client(number: int) -> None:
         turn = 0

@@ -33,11 +33,11 @@ _RESEARCH = "tsqp.lab.research."
 E = TypeVar("E")
 
 
-class _Entry(BaseModel):
+class _Described(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class MaskOption(_Entry):
+class MaskOption(_Described):
     """A field of a mask: `values` says in words what it may be."""
 
     name: str
@@ -46,7 +46,7 @@ class MaskOption(_Entry):
     default: Any
 
 
-class MaskEntry(_Entry):
+class MaskEntry(_Described):
     """What a mask's class says of itself. `about`: its docstring."""
 
     name: str
@@ -67,14 +67,14 @@ class MaskEntry(_Entry):
     origin: Origin
 
 
-class Unusable(_Entry):
+class Unusable(_Described):
     """A mask or policy of an installed package that does not load. `error`: why, in one line."""
 
     name: str
     error: str
 
 
-class Leaving(_Entry):
+class Leaving(_Described):
     """An operator that leaves the TEE, in one of its placements."""
 
     operator: Operator
@@ -85,7 +85,7 @@ class Leaving(_Entry):
     sees: str
 
 
-class PolicyEntry(_Entry):
+class PolicyEntry(_Described):
     """What a policy sends away. `standing`: by the weakest of its placements."""
 
     name: str

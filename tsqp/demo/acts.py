@@ -34,8 +34,8 @@ from tsqp.demo.rendering import (
 from tsqp.demo.tap import LIES_AT, Liar, Tap, TapFeed
 from tsqp.demo.verdict import (
     CLEAR_INTEGERS,
-    Comparison,
     Tokens,
+    Verdict,
     check_refusal,
     clear_reference,
     compare_floats,
@@ -201,7 +201,7 @@ class Stage:
         with Live(panel(), console=self._console, refresh_per_second=12, transient=True) as live:
             yield lambda: live.update(panel())
 
-    def served(self, policy: Policy, number: str) -> Comparison:
+    def served(self, policy: Policy, number: str) -> Verdict:
         """Chat over HTTP with `tee-runner serve`, show it as it comes, and check every token."""
         console, answer = self._console, list[str]()
         title = f"{number}  {policy.name}: {SERVED_TITLE}"
@@ -224,7 +224,7 @@ class Stage:
         prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)
         return compare_served(policy.name, tokens, self._quietly(CLEAR_INTEGERS, prompt_ids))
 
-    def lied_to(self, honest: Act, number: str) -> Comparison:
+    def lied_to(self, honest: Act, number: str) -> Verdict:
         """Generate once more, with one number of one reply changed, and show what comes of it.
 
         `honest`: the same run without the lie.
@@ -244,7 +244,7 @@ class Stage:
         console.print(lie_panel(title, self._prompt, story, liar.lie, last, width=console.width))
         return check_refusal(honest.policy.name, liar.lie, status, last, story, honest.story)
 
-    def checks(self, acts: Sequence[Act]) -> list[Comparison]:
+    def checks(self, acts: Sequence[Act]) -> list[Verdict]:
         """Compare every act with what it must be equal to."""
         prompt_ids = acts[0].report["prompt_token_ids"]
         # Ours ends at the end of the context; transformers goes on.

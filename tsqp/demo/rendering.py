@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tsqp.demo.tap import Lie, TapFeed
-from tsqp.demo.verdict import Comparison, Matched
+from tsqp.demo.verdict import Matched, Verdict
 from tsqp.page.seen import ByteSummary, Seen, summarise
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
@@ -201,7 +201,7 @@ def _heights(counts: Sequence[int], highest: int) -> list[int]:
     return [-(-count * highest // max(counts)) for count in counts]
 
 
-def checks_table(checks: Iterable[Comparison]) -> Table:
+def checks_table(checks: Iterable[Verdict]) -> Table:
     """Show what was compared with what, and how that came out."""
     rows: list[tuple[RenderableType, ...]] = []
     for check in checks:

@@ -43,7 +43,7 @@ class Matched:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Verdict:
     """One comparison. `remark`: for information, whatever the outcome."""
 
     policy: str
@@ -83,7 +83,7 @@ def transformers_tokens(prompt_ids: Sequence[int], max_new_tokens: int) -> Token
     return Tokens(name, ids, torch.cat(output.logits).float())
 
 
-def compare_floats(ours: Tokens, reference: Tokens) -> Comparison:
+def compare_floats(ours: Tokens, reference: Tokens) -> Verdict:
     """Floats: the same token ids; logits may differ by rounding, and it is said how far."""
     shared = agreeing(ours.ids, reference.ids)
     # Logits are of the same context up to the first token that differs, and that one's own.
@@ -91,7 +91,7 @@ def compare_floats(ours: Tokens, reference: Tokens) -> Comparison:
     difference = (ours.logits[:comparable] - reference.logits[:comparable]).abs().max().item()
     identical = ours.ids == reference.ids
     word = "identical" if identical else f"NOT identical from token {shared} on"
-    return Comparison(
+    return Verdict(
         ours.name,
         identical,
         f"{len(ours.ids)} token ids {word} to {reference.name}; largest logit difference"
@@ -99,7 +99,7 @@ def compare_floats(ours: Tokens, reference: Tokens) -> Comparison:
     )
 
 
-def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Comparison:
+def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Verdict:
     """Integers: token ids and logits the same bit for bit; `reference`, in floats, is informal."""
     same_ids = ours.ids == clear.ids
     same_logits = torch.equal(ours.logits, clear.logits)
@@ -109,7 +109,7 @@ def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Comparis
         finding = f"{len(ours.ids)} token ids identical, but logits NOT identical to"
     else:
         finding = f"token ids NOT identical from token {agreeing(ours.ids, clear.ids)} on to"
-    return Comparison(
+    return Verdict(
         ours.name,
         same_ids and same_logits,
         f"{finding} {clear.name}, the same int8 arithmetic without a mask",
@@ -117,19 +117,19 @@ def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Comparis
     )
 
 
-def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Comparison:
+def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Verdict:
     """Of a chat over HTTP, bytes are what each token is known by: the same ones."""
     tokenizer = Tokenizer(model_directory("demo"))
     wanted = [tokenizer.token_bytes(token_id) for token_id in clear.ids]
     same = list(served) == wanted
     word = "identical" if same else f"NOT identical from token {agreeing(served, wanted)} on"
     finding = f"{len(served)} tokens of a chat over HTTP {word} to {clear.name}"
-    return Comparison(f"{policy}, served", same, finding)
+    return Verdict(f"{policy}, served", same, finding)
 
 
 def check_refusal(
     policy: str, lie: Lie, status: int, complaint: str, story: str, honest: str
-) -> Comparison:
+) -> Verdict:
     """Judge a run that was lied to: it must end with an error, and show no wrong word before.
 
     `complaint`: its last line; `story`: what it showed; `honest`: the same run without the lie.
@@ -145,7 +145,7 @@ def check_refusal(
             f"one of {lie.count} numbers of a reply was wrong by 1: the run ended, and no token"
             " came of it"
         )
-    return Comparison(f"{policy}, lied to", refused and unharmed, finding)
+    return Verdict(f"{policy}, lied to", refused and unharmed, finding)
 
 
 def _agreement(ours: Tokens, reference: Tokens) -> str:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from benchmarks.page import benchmarks_page, read_results
-from benchmarks.record import RECORDINGS, RESULTS, Recording, record_all, with_machine
+from benchmarks.record import RECORDINGS, RESULTS, ResultFile, record_all, with_machine
 from protocol.errors import TsqpError
 from tee_side.policy.placement import load_policy
 from tests.kit.model import Models
@@ -24,7 +24,7 @@ from tests.kit.report import recorded_report, some_case
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import BenchSettings, Job, Plan
+from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.model import Finished, Span, Timeline
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shown import render_html, show
@@ -77,7 +77,7 @@ def test_an_interrupted_run_says_what_is_missing(
 ) -> None:
     error = ProcessError("w", got="a", expected="b")
 
-    def broken(job: Job) -> Iterator[Any]:
+    def broken(job: PolicyJob) -> Iterator[Any]:
         yield some_case(job.policy)
         if job.policy == "published":
             raise error
@@ -168,10 +168,10 @@ def test_a_failure_stops_nothing_and_is_told(
 ) -> None:
     (tmp_path / "status.json").write_text('"as it was"', encoding="utf-8")
     recordings = [
-        Recording("status", _writes('{"a": 1}', 3)),
-        Recording("list", _writes("[1]")),
-        Recording("missed", _writes('{"a": 0.3333333333}', 1), may_miss=True),
-        Recording("good", _writes("[1.5]"), with_machine),
+        ResultFile("status", _writes('{"a": 1}', 3)),
+        ResultFile("list", _writes("[1]")),
+        ResultFile("missed", _writes('{"a": 0.3333333333}', 1), may_miss=True),
+        ResultFile("good", _writes("[1.5]"), with_machine),
     ]
     assert record_all(recordings, tmp_path) == ["status", "list", "missed"]
     left = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}

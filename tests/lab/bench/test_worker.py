@@ -22,7 +22,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.runner import Runner
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
-from tsqp.lab.bench.job import Answer, BenchSettings, Job, Plan
+from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.memory import PROCESS_BYTES, tee_parts
 from tsqp.lab.bench.model import Case, Finished, Stages
 from tsqp.lab.bench.shapes import find_shape
@@ -45,7 +45,7 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(worker, budget, math.inf)
     told: list[Answer] = []
     asked = BenchSettings("c", (), step_tokens=64, plan=PLAN)
-    worker.measure(Job(asked, saved_model().directory, "tee-only"), told.append)
+    worker.measure(PolicyJob(asked, saved_model().directory, "tee-only"), told.append)
     cases = [answer for answer in told if isinstance(answer, Case)]
     assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
         ("prefill", 1, 1, 4),

@@ -24,14 +24,14 @@ from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan import planning
 from tsqp.lab.plan.costs import (
     PARTS,
-    Lane,
+    LaneCost,
     ModelCosts,
     PlanReport,
     PlanSettings,
     Rpc,
     Section,
-    Segment,
     Step,
+    Stretch,
 )
 from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.predict import Hardware, Turn, play, predict_decode
@@ -59,7 +59,7 @@ def rpc(**numbers: Any) -> Rpc:
 
 
 def section(work_us: float, *rpcs: Rpc, after_us: float = 0.0, **shares: float) -> Section:
-    segments = [Segment(work_us, [*rpcs])] if rpcs else []
+    segments = [Stretch(work_us, [*rpcs])] if rpcs else []
     return Section(segments=segments, after_us=after_us if rpcs else work_us, **shares)
 
 
@@ -72,7 +72,7 @@ def turn(work_us: float, *trips: Rpc) -> Turn:
 
 
 def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> ModelCosts:
-    lane = Lane(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
+    lane = LaneCost(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
     step = Step(rows=rows, lanes=(lane,))
     return ModelCosts((step, step), step, threads=2, layers=3, order=(0,) * 4)
 
@@ -141,7 +141,10 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     given = PlanSettings(policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes)
     made = planning.Planning(given, print)
     prompt, decode = (
-        Step(rows=rows, lanes=(Lane(head=section(us), layers=(section(0.0),), tail=section(0.0)),))
+        Step(
+            rows=rows,
+            lanes=(LaneCost(head=section(us), layers=(section(0.0),), tail=section(0.0)),),
+        )
         for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
     )
     measured = ModelCosts([prompt], decode, threads=1, layers=3, order=(0,) * 22)

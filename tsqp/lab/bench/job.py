@@ -12,7 +12,7 @@ from protocol.messages import FloatDtype
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
 from tee_side.words import Phase
-from tsqp.lab.bench.model import Case, Document, Finished, Generation, Timeline
+from tsqp.lab.bench.model import Case, Document, Finished, RequestTimes, Timeline
 
 # Of every case, before anything is timed.
 WARM_UP = 2
@@ -206,7 +206,7 @@ class BenchSettings(Measuring):
 
 
 @dataclass(frozen=True)
-class Job:
+class PolicyJob:
     """One policy's measurements, by one process.
 
     `policy`: its name or path; `endpoints`: of services; `service_pids`: of those that are ours;
@@ -222,4 +222,4 @@ class Job:
 
 
 # What a job tells: what it does now, what it has measured, and at last what is known at its end.
-Answer: TypeAlias = str | Case | Timeline | Generation | Finished
+Answer: TypeAlias = str | Case | Timeline | RequestTimes | Finished

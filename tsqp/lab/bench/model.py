@@ -117,7 +117,7 @@ class Case(Document):
     rest_us: float
 
 
-class Generation(Document):
+class RequestTimes(Document):
     """A whole request: time to first token and time per output token, without an observer."""
 
     prompt_tokens: int
@@ -190,7 +190,7 @@ class PolicyRun(Finished):
     summary: str
     leakage_summary: str | None
     cases: tuple[Case, ...]
-    generation: Generation | None
+    generation: RequestTimes | None
     timelines: tuple[Timeline, ...]
     gpu_peak_bytes: int | None
 

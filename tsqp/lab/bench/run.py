@@ -25,17 +25,17 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
 from tsqp.lab.bench import baselines, pads, prepare
-from tsqp.lab.bench.job import Answer, BenchSettings, Job, Plan
+from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.machine import describe_machine, peak_bytes
 from tsqp.lab.bench.memory import check_disk, check_memory
 from tsqp.lab.bench.model import (
     Baseline,
     Case,
     Finished,
-    Generation,
     PingPong,
     PolicyRun,
     Report,
+    RequestTimes,
     Setup,
     Timeline,
 )
@@ -279,7 +279,7 @@ class Bench:
             self._say(f"{policy.name}: making what its masks need")
         given = pads.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
         running.callback(pads.remove, bank)
-        job = Job(
+        job = PolicyJob(
             # Policies are read again there.
             replace(settings, policies=()),
             model,
@@ -303,7 +303,7 @@ class Bench:
             if answers:
                 self._policies.append(_policy_run(policy, answers, gpu_peak_bytes))
 
-    def _answers(self, job: Job) -> Iterator[Answer]:
+    def _answers(self, job: PolicyJob) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
         return run_job(f"policy {job.policy}", measure, job)
 
@@ -319,7 +319,7 @@ def _policy_run(policy: Policy, answers: Sequence[Answer], gpu_peak_bytes: int |
         summary=policy.summary,
         leakage_summary=policy.leakage_summary(),
         cases=tuple(of(Case)),
-        generation=next(iter(of(Generation)), None),
+        generation=next(iter(of(RequestTimes)), None),
         timelines=tuple(of(Timeline)),
         gpu_peak_bytes=gpu_peak_bytes,
         **dict(next(iter(of(Finished)), Finished())),

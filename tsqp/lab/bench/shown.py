@@ -14,11 +14,11 @@ from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
-    Generation,
     OperatorCost,
     PingPong,
     PolicyRun,
     Report,
+    RequestTimes,
     Stages,
 )
 from tsqp.lab.bench.plots import plots, timelines
@@ -161,7 +161,7 @@ def _step(run: PolicyRun, case: Case) -> dict[str, str]:
     }
 
 
-_REQUESTS: dict[str, Callable[[tuple[PolicyRun, Generation]], str]] = {
+_REQUESTS: dict[str, Callable[[tuple[PolicyRun, RequestTimes]], str]] = {
     "policy": lambda of: of[0].policy,
     "prompt": lambda of: str(of[1].prompt_tokens),
     "new": lambda of: str(of[1].new_tokens),

@@ -23,14 +23,14 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase
-from tsqp.lab.bench.job import WARM_UP, Job
+from tsqp.lab.bench.job import WARM_UP, PolicyJob
 from tsqp.lab.bench.machine import cpu_ns, peak_bytes
 from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
     Case,
     Finished,
-    Generation,
     OperatorCost,
+    RequestTimes,
     Span,
     Spread,
     Timeline,
@@ -48,7 +48,7 @@ _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
 _LEAST_TIMED = 2
 
 
-def measure(job: Job, tell: Tell) -> None:
+def measure(job: PolicyJob, tell: Tell) -> None:
     """Measure a job, and tell `Answer`s. Raises TsqpError."""
     given, policy = job.settings, load_policy(job.policy)
     # What is measured here is no secret, and the services are our own: they prove nothing.
@@ -146,7 +146,7 @@ def observed(
 class _Cases:
     """The cases of one policy."""
 
-    def __init__(self, runner: Runner, job: Job, tell: Tell) -> None:
+    def __init__(self, runner: Runner, job: PolicyJob, tell: Tell) -> None:
         self._runner, self._job, self._tell = runner, job, tell
         self._settings, self._plan = job.settings, job.settings.plan
         longest = self._plan.longest(self._settings.step_tokens)
@@ -176,7 +176,7 @@ class _Cases:
             pass
         timing = running.result().timing
         self._tell(
-            Generation(
+            RequestTimes(
                 prompt_tokens=prompt_tokens,
                 new_tokens=new_tokens,
                 ttft_ms=timing.ttft_s * 1e3,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tee_side.words import Phase
 from tsqp.lab.explain.explanation import Explanation, OperatorRow, with_options
-from tsqp.lab.explain.traffic import Cost, Message
+from tsqp.lab.explain.traffic import Cost, Crossing
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 
@@ -82,7 +82,7 @@ def _numbers(cost: Cost) -> tuple[str, str, str]:
     return f"{cost.rpcs:,}", f"{cost.bytes_sent:,}", f"{cost.bytes_received:,}"
 
 
-def _tensors(messages: tuple[Message, ...]) -> str:
+def _tensors(messages: tuple[Crossing, ...]) -> str:
     """Render what crosses: `3 x float32 [1, 192]`, or both operands of a product."""
     counts = Counter(" @ ".join(message.sent) for message in messages)
     return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())

@@ -72,7 +72,7 @@ class Cost(Document):
         )
 
 
-class Message(Document):
+class Crossing(Document):
     """One RPC. `service`: 1, or 2 for the second one; `modules`: of a linear operator.
 
     `sent`, `received`: dtype and shape of each tensor as it crosses, dummy rows included.
@@ -91,7 +91,7 @@ class PhaseCost(Document):
     `messages`: of one layer; of the first step, where a prompt takes several.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[Crossing, ...]
     cost: Cost
 
 
@@ -179,7 +179,7 @@ class StepTraffic:
         self._log: list[_Captured] = []
         self._ids: list[int] = []
         self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
-        self._messages: dict[tuple[Phase, Operator, int], tuple[Message, ...]] = {}
+        self._messages: dict[tuple[Phase, Operator, int], tuple[Crossing, ...]] = {}
         # Of the first request of each: how many cross, those that a mask adds included.
         self.rows: dict[tuple[Phase, Operator, int], int] = {}
 
@@ -355,13 +355,13 @@ def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:
     return sum(memoryview(frame).nbytes for frame in frames)
 
 
-def _message(captured: _Captured) -> Message:
+def _message(captured: _Captured) -> Crossing:
     request = captured.request
     fields = [getattr(request, name) for name in type(request).model_fields]
     if isinstance(request, SegmentRequest):
         fields = [request.hidden_states]  # the others are of whom and which
     modules: tuple[str, ...] = getattr(request, "module_names", ())
-    return Message(
+    return Crossing(
         service=captured.service + 1,
         method=request.method,
         modules=modules,

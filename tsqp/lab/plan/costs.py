@@ -69,7 +69,7 @@ RPC_TIMES = tuple(one.name for one in fields(Rpc) if one.name.endswith("_us"))
 
 
 @dataclass
-class Segment:
+class Stretch:
     """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
 
     work_us: float
@@ -84,7 +84,7 @@ class Section:
     and `product_share` multiplies by a weight that stays in the TEE.
     """
 
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Stretch] = field(default_factory=list)
     after_us: float = 0.0
     mask_share: float = 0.0
     product_share: float = 0.0
@@ -96,7 +96,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Lane:
+class LaneCost:
     """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
 
     head: Section
@@ -109,7 +109,7 @@ class Step:
     """One step of the engine: `rows` tokens, in as many lanes as it has micro-batches."""
 
     rows: int
-    lanes: Sequence[Lane]
+    lanes: Sequence[LaneCost]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class PlanSettings(Measuring):
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerJob:
     """Measure a policy as it is in one layer, on a model of which all layers are alike."""
 
     settings: PlanSettings
@@ -187,7 +187,7 @@ def as_in_layer(policy: Policy, layer: int) -> Policy:
     return policy.model_copy(update={"operators": operators})
 
 
-class Part(Document):
+class PartCost(Document):
     """What one part of a step takes, and how long the whole would take if it cost nothing.
 
     Where micro-batches overlap, parts add up to more than the whole.
@@ -208,7 +208,7 @@ class Prediction(Document):
     rpcs: int
     bytes_sent: int
     bytes_received: int
-    parts: tuple[Part, ...]
+    parts: tuple[PartCost, ...]
     bottleneck: PartName | None
 
 

@@ -30,7 +30,7 @@ from tee_side.words import Phase
 from tsqp.lab.bench.model import OperatorCost, PadMaking
 from tsqp.lab.bench.pads import pad_making
 from tsqp.lab.measure import Collector, Tell
-from tsqp.lab.plan.costs import Costs, Job, Step, as_in_layer
+from tsqp.lab.plan.costs import Costs, LayerJob, Step, as_in_layer
 from tsqp.lab.plan.trace import Sections, Tracer, typical_lanes, with_round_trips
 
 _WARM_UP = 2
@@ -60,7 +60,7 @@ def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) ->
     return needed + 64
 
 
-def measure(job: Job, tell: Tell) -> None:
+def measure(job: LayerJob, tell: Tell) -> None:
     """Measure a job, and tell its `Costs`. Raises TsqpError."""
     with ExitStack() as closing:
         layers = _Layers(job, closing)
@@ -77,7 +77,7 @@ def measure(job: Job, tell: Tell) -> None:
 class _Layers:
     """The engine as `tee_side.runner` puts it together, with events noted instead of observed."""
 
-    def __init__(self, job: Job, closing: ExitStack) -> None:
+    def __init__(self, job: LayerJob, closing: ExitStack) -> None:
         self._settings = job.settings
         native.set_up(None, job.threads)
         policy = as_in_layer(load_policy(job.policy), job.layer)

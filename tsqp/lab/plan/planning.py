@@ -32,7 +32,7 @@ from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import run_job
 from tsqp.lab.plan.costs import (
     Costs,
-    Job,
+    LayerJob,
     ModelCosts,
     PlanReport,
     PlanSettings,
@@ -278,7 +278,7 @@ class Planning:
         self._say(f"{policy.name}: measuring them")
         with ExitStack() as running:
             services = prepare.start_services(running, policy, model, folder, settings)
-            job = Job(
+            job = LayerJob(
                 # Policies are read again there.
                 replace(settings, policies=()),
                 model,

@@ -20,9 +20,9 @@ from gpu_side.tasks import LinearWork, Task
 from tsqp.lab.plan.costs import (
     PARTS,
     Crossover,
-    Lane,
+    LaneCost,
     ModelCosts,
-    Part,
+    PartCost,
     PartName,
     Prediction,
     Rpc,
@@ -164,7 +164,9 @@ def _predict(steps: Sequence[Step], costs: ModelCosts, hardware: Hardware) -> Pr
     total = total_us(None)
     turns = [turn for step in lanes for lane in step for turn in lane]
     busy = _busy(turns, hardware.link.rtt_us)
-    parts = tuple(Part(name=name, busy_us=busy[name], without_us=total_us(name)) for name in PARTS)
+    parts = tuple(
+        PartCost(name=name, busy_us=busy[name], without_us=total_us(name)) for name in PARTS
+    )
     shortest = min(parts, key=lambda part: part.without_us)
     rpcs = [rpc for step in steps for rpc in rpcs_of(step, costs.order)]
     return Prediction(
@@ -185,11 +187,11 @@ def rpcs_of(step: Step, order: Sequence[int]) -> Iterator[Rpc]:
                 yield from segment.rpcs
 
 
-def _sections(lane: Lane, order: Sequence[int]) -> list[Section]:
+def _sections(lane: LaneCost, order: Sequence[int]) -> list[Section]:
     return [lane.head, *(lane.layers[kind] for kind in order), lane.tail]
 
 
-def turns_of(lane: Lane, rows: int, costs: ModelCosts, hardware: Hardware) -> list[Turn]:
+def turns_of(lane: LaneCost, rows: int, costs: ModelCosts, hardware: Hardware) -> list[Turn]:
     """Return all turns of a lane through the whole model.
 
     With more cores than were measured, weights are read as many times as fast; everything else
@@ -281,7 +283,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Running:
+class _Turns:
     turns: deque[Turn]
     ready_us: float = 0.0
     receive_us: float = 0.0
@@ -294,7 +296,7 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
     The link is laid over the transport: of both, the longer one counts.
     """
     lines: dict[int, _Line] = {}
-    waiting = deque(_Running(deque(turns)) for turns in lanes)
+    waiting = deque(_Turns(deque(turns)) for turns in lanes)
     if not waiting:
         return 0.0
     last = waiting.popleft()

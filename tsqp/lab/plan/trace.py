@@ -24,14 +24,14 @@ from protocol.model.forward import Norm
 from protocol.prepared import Exchange
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
-from tsqp.lab.plan.costs import RPC_TIMES, Lane, Rpc, Section, Segment
+from tsqp.lab.plan.costs import RPC_TIMES, LaneCost, Rpc, Section, Stretch
 
 _US = 1e-3  # microseconds in a nanosecond
 # Of the measured values of a section, on either side: a hiccup is no cost of it.
 _TRIMMED = 0.1
 
 
-class Event(NamedTuple):
+class LaneEvent(NamedTuple):
     """A lane did something, or came by, between two pieces of its work.
 
     From `start_ns` to `resumed_ns` it was done and written down here. `what`: "asked" where a
@@ -56,7 +56,7 @@ class Tracer:
 
     def __init__(self, checker: RequestChecker) -> None:
         self._checker = checker
-        self._events: list[Event] = []
+        self._events: list[LaneEvent] = []
 
     def step(self, work: Callable[[], object]) -> Sections:
         """Run a step, and return what its sections cost."""
@@ -67,7 +67,7 @@ class Tracer:
 
     def note(self, lane: int, start_ns: int, what: Rpc | int | Literal["asked"] | None) -> None:
         """Keep an event that ends now."""
-        self._events.append(Event(lane, start_ns, time.perf_counter_ns(), what))
+        self._events.append(LaneEvent(lane, start_ns, time.perf_counter_ns(), what))
 
     def task(self, request: Request) -> Task:
         """Return what a service would make of a request."""
@@ -164,7 +164,7 @@ class _NotedChannel(Channel):
 # ----------------------------------------------------------------------------------- sections
 
 
-def sections_of(events: Sequence[Event], start_ns: int, end_ns: int) -> Sections:
+def sections_of(events: Sequence[LaneEvent], start_ns: int, end_ns: int) -> Sections:
     """Return the sections of each lane of a step."""
     found: dict[int, dict[str | int, Section]] = {}
     under_way = Counter[int]()
@@ -188,7 +188,7 @@ def sections_of(events: Sequence[Event], start_ns: int, end_ns: int) -> Sections
         section = current(owner)
         if event.what == "asked":
             if not under_way[owner]:
-                section.segments.append(Segment(section.after_us))
+                section.segments.append(Stretch(section.after_us))
                 section.after_us = 0.0
             under_way[owner] += 1
             owner = None
@@ -203,13 +203,13 @@ def sections_of(events: Sequence[Event], start_ns: int, end_ns: int) -> Sections
     return [sections for _, sections in sorted(found.items())]
 
 
-def typical_lanes(runs: Sequence[Sections]) -> list[Lane]:
+def typical_lanes(runs: Sequence[Sections]) -> list[LaneCost]:
     """Return what is typical of several runs of the same step, lane by lane.
 
     A lane's layers are put together: they are all of one kind.
     """
     return [
-        Lane(
+        LaneCost(
             head=typical([run[index]["head"] for run in runs]),
             layers=[
                 typical(
@@ -242,7 +242,7 @@ def typical(sections: Sequence[Section]) -> Section:
     mean_us = statistics.fmean(totals[cut : len(totals) - cut])
     factor = mean_us / total_us if total_us > 0 else 1.0
     stretched = (
-        Segment(one.work_us * factor, [rpc.stretched(factor) for rpc in one.rpcs])
+        Stretch(one.work_us * factor, [rpc.stretched(factor) for rpc in one.rpcs])
         for one in made.segments
     )
     return Section([*stretched], made.after_us * factor)
@@ -253,10 +253,10 @@ def _total_us(section: Section) -> float:
     return sum(spent, start=section.work_us)
 
 
-def _typical_segment(segments: Sequence[Segment]) -> Segment:
+def _typical_segment(segments: Sequence[Stretch]) -> Stretch:
     alike = zip(*(segment.rpcs for segment in segments), strict=True)
     work_us = statistics.median(segment.work_us for segment in segments)
-    return Segment(work_us, [_typical_rpc(rpcs) for rpcs in alike])
+    return Stretch(work_us, [_typical_rpc(rpcs) for rpcs in alike])
 
 
 def _typical_rpc(rpcs: Sequence[Rpc]) -> Rpc:
@@ -265,11 +265,11 @@ def _typical_rpc(rpcs: Sequence[Rpc]) -> Rpc:
     return replace(rpcs[-1], **times)
 
 
-def with_round_trips(lane: Lane, alone: Lane) -> Lane:
+def with_round_trips(lane: LaneCost, alone: LaneCost) -> LaneCost:
     """Return a lane with the round trips of one that ran without others beside it."""
     layers = [*map(_with_round_trips, lane.layers, alone.layers)]
     head, tail = _with_round_trips(lane.head, alone.head), _with_round_trips(lane.tail, alone.tail)
-    return Lane(head, layers, tail)
+    return LaneCost(head, layers, tail)
 
 
 def _with_round_trips(section: Section, alone: Section) -> Section:
@@ -283,7 +283,7 @@ def _with_round_trips(section: Section, alone: Section) -> Section:
         return replace(rpc, receive_us=receive_us, wire_us=wire_us, service_us=service_us)
 
     merged = [
-        Segment(here.work_us, [merge(*both) for both in zip(here.rpcs, there.rpcs, strict=True)])
+        Stretch(here.work_us, [merge(*both) for both in zip(here.rpcs, there.rpcs, strict=True)])
         for here, there in zip(section.segments, alone.segments, strict=True)
     ]
     return replace(section, segments=merged)
