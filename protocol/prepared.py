@@ -80,8 +80,8 @@ class Exchange:
 
     Bytes count every frame, header included. `elapsed_ns` runs from handing the request to the
     transport to having received the reply; `timing` is the service's own claim. `sent_ns` is when
-    the request was handed over, on the clock of `time.perf_counter_ns`, `encode_ns` after its
-    encoding began. `endpoint`: of the service that answered. `output`: in place of `response`,
+    the request was handed over, on the clock of `time.perf_counter_ns`; its encoding had begun
+    `encode_ns` before. `endpoint`: of the service that answered. `output`: in place of `response`,
     where the reply to a prepared request is exactly the expected one: its tensor.
     """
 

@@ -23,7 +23,7 @@ bool lane_put(const MessageShape* shape, int64_t id, int64_t time, const void* p
 
 // Copy the reply with this id out of an area, its tensor to `payload`; each byte is read once.
 // Looks for it `spin_us`, or less than 0: it was seen. Returns 1; 0 where nothing has come; -1 where
-// something else has, which then counts as seen.
+// another message has come, which then counts as seen.
 int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
                LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times);
 
@@ -32,6 +32,6 @@ int64_t stream_put(const MessageShape* shape, int64_t id, int64_t time, const vo
                    int64_t socket);
 
 // Receive the reply with this id, if it is the next message: its tensor goes to `payload`. Looks for
-// it `spin_us` and then sleeps `wait_ms`. Returns -1, or how many bytes of else came to `buffer`.
+// it `spin_us` and then sleeps `wait_ms`. Returns -1, or how many bytes of another came.
 int64_t stream_take(const MessageShape* shape, int64_t id, int64_t socket, char* buffer,
                     int64_t spin_us, int64_t wait_ms, void* payload, int64_t* times);
