@@ -179,8 +179,6 @@ class Client:
         self.stalled_since = 0.0
         self._stalled_at = 0
         self.watched = select.EPOLLIN
-        # Whether it stands among those whose turn comes, because it has messages.
-        self.has_turn = False
 
     @property
     def may_send_more(self) -> bool:
