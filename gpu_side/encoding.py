@@ -156,7 +156,6 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
         )
         dtype = keys.dtype[1:] if fixed else body[keys.dtype]
         consumed.update(needed)
-        fields.pop(keys.data)
         fields[name] = WireTensor.checked(
             dtype, body[keys.shape], body[keys.data], f"{where}.{keys.data}"
         )

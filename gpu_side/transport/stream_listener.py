@@ -9,10 +9,8 @@ unfinished message while others wait for it.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,13 +29,19 @@ from gpu_side.transport.listener import (
     cannot_bind,
     refuse_live_socket,
 )
-from gpu_side.transport.stream_client import STALLED_S, Client, DeviceMemory, Patience
+from gpu_side.transport.stream_client import (
+    STALLED_S,
+    Client,
+    DeviceMemory,
+    Patience,
+    handed_over,
+)
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import AdaptiveSpin
 from protocol.memory_pool import MemoryPool
-from protocol.shared_memory import ATTACH, Lane, adopt, require_library
+from protocol.shared_memory import Lane, require_library
 from protocol.stream_wire import (
     BUFFER_BYTES,
     patience_s,
@@ -63,8 +67,6 @@ _LOOK_AFTER = 16
 _PAUSE_S = 0.002
 # How long slots alone are looked at while we spin, before the sockets are once more.
 _LOOK_US = 20
-# Of a peer: process, user, group.
-_UCRED = struct.Struct("3i")
 
 
 class StreamListener(Listener):
@@ -451,7 +453,7 @@ class StreamListener(Listener):
     def _shared_by(self, connection: socket.socket) -> Lane:
         """Map what a new client shares. Raises ProtocolError, and OSError."""
         if self._memory is None:
-            return _handed_over(connection)
+            return handed_over(connection)
         for other in list(self._sharing.values()):
             # It is not read from while its requests wait.
             if other.has_gone:
@@ -498,21 +500,3 @@ class StreamListener(Listener):
 
 def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
     log.warning("dropped", peer=name.hex(), code=code.value, detail=detail)
-
-
-def _handed_over(connection: socket.socket) -> Lane:
-    """Map the memory that a new client hands over. Raises ProtocolError, and OSError."""
-    said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
-    try:
-        ProtocolError.unless(
-            said == ATTACH and len(files) == 1,
-            "shared memory",
-            f"{len(files)} files with the first bytes",
-            f"one, with 0x{ATTACH.hex()}",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        return adopt(files[0], _UCRED.unpack(credentials)[1])
-    finally:
-        for file in files:
-            os.close(file)

@@ -137,12 +137,21 @@ class ZmqListener(Listener):
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
-            self._set_up(endpoint, max_message_bytes, heartbeat_timeout_s, keys)
+            set_options(
+                self._socket,
+                endpoint,
+                max_message_bytes=max_message_bytes,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+            )
+            self._socket.setsockopt(zmq.LINGER, 500)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is None:
                 self._doorway = Doorway(parsed, bind_within_process(self._socket), self._names)
                 self._admitting = (self._doorway,)
                 self.endpoint = self._doorway.endpoint
             else:
+                # Before the socket is bound: the first client finds the handler.
+                self._admit_by(keys)
                 self._socket.bind(endpoint)
                 self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except (OSError, zmq.ZMQError) as error:
@@ -152,23 +161,8 @@ class ZmqListener(Listener):
             self.close()
             raise
 
-    def _set_up(
-        self,
-        endpoint: str,
-        max_message_bytes: int,
-        heartbeat_timeout_s: float,
-        keys: ServiceKeys | None,
-    ) -> None:
-        set_options(
-            self._socket,
-            endpoint,
-            max_message_bytes=max_message_bytes,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-        )
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is None:
-            return
+    def _admit_by(self, keys: ServiceKeys) -> None:
+        """Let in the clients with allowed keys alone. Raises SettingsError, zmq.ZMQError."""
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -181,7 +175,6 @@ class ZmqListener(Listener):
                 got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
                 expected="one that has it (4.3 or later): without it strangers may get in",
             ) from None
-        # Before the socket is bound: the first client finds it.
         self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed, self._names)
         self._admitting = (self._zap_handler,)
 
