@@ -65,26 +65,36 @@ def read_allow_list(path: Path) -> frozenset[bytes]:
     Refused: a file that others than us and root may write; a line that is no key; a secret key file
     in it; an empty list, which is a slip: a service without clients can be stopped.
     """
-    allowed = set()
+    return _read_list(path, _key_in, "key", "a client's public key a line")
+
+
+def _key_in(line: str, where: str) -> bytes | None:
+    KeyFileError.unless(
+        line.strip() != SECRET_HEADER, where, "a secret key", "public keys (NAME.pub)"
+    )
+    words = line.split(maxsplit=1)
+    if not words or words[0].startswith("#"):
+        return None
+    KeyFileError.unless(
+        len(words) <= 1 or words[1].startswith("#"),
+        where,
+        "more after the key",
+        "nothing, or # a comment",
+    )
+    return checked_key(words[0], where)
+
+
+def _read_list(
+    path: Path, entry_in: Callable[[str, str], bytes | None], entry: str, expected: str
+) -> frozenset[bytes]:
+    """Read a file of one entry a line (`entry_in` a line, with where it stands), and no fewer."""
     text, status = read_text(path, _MAX_LIST_BYTES)
     require_only_we_write(path, status)
-    for number, line in enumerate(text.splitlines(), 1):
-        where = f"{path}: line {number}"
-        KeyFileError.unless(
-            line.strip() != SECRET_HEADER, where, "a secret key", "public keys (NAME.pub)"
-        )
-        words = line.split(maxsplit=1)
-        if not words or words[0].startswith("#"):
-            continue
-        KeyFileError.unless(
-            len(words) <= 1 or words[1].startswith("#"),
-            where,
-            "more after the key",
-            "nothing, or # a comment",
-        )
-        allowed.add(checked_key(words[0], where))
-    KeyFileError.unless(allowed, str(path), "no key", "a client's public key a line")
-    return frozenset(allowed)
+    lines = enumerate(text.splitlines(), 1)
+    entries = {entry_in(line, f"{path}: line {number}") for number, line in lines}
+    found = frozenset(one for one in entries if one is not None)
+    KeyFileError.unless(found, str(path), f"no {entry}", expected)
+    return found
 
 
 Allow: TypeAlias = Callable[[frozenset[bytes]], None]
@@ -112,17 +122,16 @@ def rereads_list(
     changes nothing, and the log says so. Without a list the signal is ignored.
     """
     with ExitStack() as stack:
-        # By default the signal ends the process, and what waits is lost.
-        handler = _log_ignored if path is None else _ignore
+        # By default the signal ends the process, and what waits is lost. With a list the handler
+        # has nothing to do: the number of the signal has been written to the socket by then.
+        handler = _log_ignored if path is None else lambda *_: None
         stack.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, handler))
         if path is not None:
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             # On a thread: a signal must not interrupt the loop that answers requests.
             given = reader, allow, path, read
-            thread = threading.Thread(
-                target=_read_signals, args=given, name="allow-list", daemon=True
-            )
+            thread = threading.Thread(target=_reread, args=given, name="allow-list", daemon=True)
             thread.start()
             stack.callback(thread.join, _ENDING_S)
             stack.callback(writer.close)
@@ -136,34 +145,23 @@ def _log_ignored(_number: int, _frame: FrameType | None) -> None:
     log.info("sighup_ignored", detail="there is no list to read again")
 
 
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the number of the signal has been written to the socket by now."""
-
-
-def _read_signals(
-    reader: socket.socket,
-    allow: Allow,
-    path: Path,
-    read: Reader | None,
-) -> None:
+def _reread(reader: socket.socket, allow: Allow, path: Path, read: Reader | None) -> None:
+    """Read the list again for each SIGHUP of whose number `reader` tells."""
     with reader:
         while numbers := reader.recv(64):
-            if signal.SIGHUP in numbers:
-                _reread(allow, path, read)
-
-
-def _reread(allow: Allow, path: Path, read: Reader | None) -> None:
-    try:
-        allowed = (read or read_allow_list)(path)
-        allow(allowed)
-    except KeyFileError as error:
-        log.error("allow_list_unchanged", detail=str(error))
-        return
-    except Exception:
-        # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it was.
-        log.exception("allow_list_unchanged", detail="a failure of ours")
-        return
-    log.info("allow_list", keys=len(allowed))
+            if signal.SIGHUP not in numbers:
+                continue
+            try:
+                allowed = (read or read_allow_list)(path)
+                allow(allowed)
+            except KeyFileError as error:
+                log.error("allow_list_unchanged", detail=str(error))
+            except Exception:
+                # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it
+                # was.
+                log.exception("allow_list_unchanged", detail="a failure of ours")
+            else:
+                log.info("allow_list", keys=len(allowed))
 
 
 _MAX_PEM_BYTES = 2**20
@@ -210,22 +208,18 @@ def read_tokens(path: Path) -> frozenset[bytes]:
     Refused: a file that others than us and root may write; a line that is no digest; an empty list,
     which is a slip.
     """
-    allowed = set()
-    text, status = read_text(path, _MAX_LIST_BYTES)
-    require_only_we_write(path, status)
-    for number, line in enumerate(text.splitlines(), 1):
-        digest = line.partition("#")[0].strip()
-        if not digest:
-            continue
-        KeyFileError.unless(
-            _DIGEST.fullmatch(digest),
-            f"{path}: line {number}",
-            f"{len(digest)} characters that are no digest",
-            "SHA-256 of a token, as 64 lower-case hexadecimal digits",
-        )
-        allowed.add(digest.encode())
-    KeyFileError.unless(allowed, str(path), "no digest", "one of a client's token a line")
-    return frozenset(allowed)
+    return _read_list(path, _digest_in, "digest", "one of a client's token a line")
+
+
+def _digest_in(line: str, where: str) -> bytes | None:
+    digest = line.partition("#")[0].strip()
+    KeyFileError.unless(
+        not digest or _DIGEST.fullmatch(digest),
+        where,
+        f"{len(digest)} characters that are no digest",
+        "SHA-256 of a token, as 64 lower-case hexadecimal digits",
+    )
+    return digest.encode() or None
 
 
 def digest_of(authorization: bytes, allowed: frozenset[bytes]) -> bytes | None:

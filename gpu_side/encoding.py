@@ -156,7 +156,6 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
         )
         dtype = keys.dtype[1:] if fixed else body[keys.dtype]
         consumed.update(needed)
-        fields.pop(keys.data)
         fields[name] = WireTensor.checked(
             dtype, body[keys.shape], body[keys.data], f"{where}.{keys.data}"
         )
@@ -342,18 +341,15 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
     except ProtocolError as error:
         given = envelope.get("request_id")
         request_id = given if type(given) is int and 0 < given < 2**63 else 0
-        raise EnvelopeError(error, likely_form(frames, envelope), request_id) from None
-
-
-def likely_form(frames: Sequence[Buffer], envelope: Mapping[str, Any] | None = None) -> Form:
-    """Say in which form to answer a request that is wrong: several frames are ours alone."""
-    framed = len(frames) > 1 or (envelope is not None and "version" in envelope)
-    return Form.FRAMED if framed else Form.INLINE
+        form = Form.FRAMED if framed else unread(frames).form
+        raise EnvelopeError(error, form, request_id) from None
 
 
 def unread(frames: Sequence[Buffer]) -> OpenedRequest:
-    """Return what is known of a request whose envelope cannot be read."""
-    return OpenedRequest(likely_form(frames), 0, None, "", {}, frames)
+    """Return what is known of a request whose envelope cannot be read, and how to answer it."""
+    # Several frames are ours alone.
+    form = Form.FRAMED if len(frames) > 1 else Form.INLINE
+    return OpenedRequest(form, 0, None, "", {}, frames)
 
 
 def _open_framed(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRequest:

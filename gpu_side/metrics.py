@@ -6,7 +6,6 @@ device's name; nothing that a client can choose, no contents and no request ids.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ from prometheus_client.metrics_core import (
 )
 
 from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram, ServiceState
-from protocol.errors import EndpointError, SettingsError, describe
+from gpu_side.transport.listener import cannot_bind
+from protocol.errors import SettingsError, describe
 
 DEFAULT_HOST = "127.0.0.1"
 _ADDRESS = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]*):)?(?P<port>\d{1,5}|\*)")
@@ -110,13 +110,7 @@ def serving_metrics(address: str, state: ServiceState) -> Iterator[str]:
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        # A name that cannot be resolved has a number of another list.
-        number = error.errno or 0
-        raise EndpointError(
-            f"metrics at {address}",
-            got=os.strerror(number) if number > 0 else "an unknown host",
-            expected="an address to bind",
-        ) from None
+        raise cannot_bind(f"metrics at {address}", error.errno) from None
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:

@@ -102,9 +102,7 @@ class FairQueue:
             self._clients[name] = client = _OfClient(name)
             self._turns.append(client)
         client.messages.append((incoming, size))
-        client.size += size
-        self.requests += 1
-        self.bytes += size
+        self._count(client, 1, size)
         return refused
 
     def take(self) -> Incoming:
@@ -114,15 +112,19 @@ class FairQueue:
             turns.rotate(-1)
         client = turns.popleft()
         incoming, size = client.messages.popleft()
-        client.size -= size
-        self.requests -= 1
-        self.bytes -= size
+        self._count(client, -1, -size)
         if client.messages:
             turns.append(client)
         else:
             del self._clients[client.name]
         self._served = client.name
         return incoming
+
+    def _count(self, client: _OfClient, requests: int, size: int) -> None:
+        """Count what has come to wait, or (less than 0) waits no more."""
+        client.size += size
+        self.requests += requests
+        self.bytes += size
 
     def note_served(self, incoming: Incoming) -> None:
         """Note that a message's client had its turn without waiting."""
@@ -177,9 +179,7 @@ class FairQueue:
 
     def _take_newest(self, client: _OfClient, limit: str) -> Rejected:
         incoming, freed = client.messages.pop()
-        client.size -= freed
-        self.requests -= 1
-        self.bytes -= freed
+        self._count(client, -1, -freed)
         if not client.messages:
             self._turns.remove(client)
             del self._clients[client.name]

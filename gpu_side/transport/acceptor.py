@@ -1,12 +1,13 @@
-"""Lets clients in on a stream and sends them signs of life: the service's thread beside its loop.
+"""Threads that let clients in beside the loop: of any stream of ours, and of a stream transport.
 
-This thread never computes: a client that comes while the loop does must be let in, and hear signs
-of life (`protocol.liveness`), too.
+They never compute: a client that comes while the loop does must be let in too, and over a stream
+transport it must hear signs of life (`protocol.liveness`).
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import socket
@@ -25,51 +26,34 @@ _ACCEPT_AGAIN_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
-class Acceptor:
-    """Lets clients in and answers probes, on a thread of its own, until `stop`.
+class AcceptingThread:
+    """Accepts connections on a thread of its own, and pauses where descriptors or memory run out.
 
-    A connection on which a message begins goes to `arrivals`; `ready_fd` is a file that is readable
-    while there are some. No more than `max_clients` are let in, until one of them has left
-    (`client_closed`): the others wait to be accepted, and a client that was silent for two seconds
-    is dropped then. Of connections for probes there are twice as many, and a new one takes the
-    place of the one that was idle longest. `listening` must not block, and stays the caller's.
-
-    Should the thread fail, it says so in the log and closes what it holds: `failed` is set and
-    `ready_fd` readable, so that the service, which can let in no client any more, ends. Its
-    clients go on with another.
+    A subclass calls this constructor last, as the thread then starts. `failed`: an exception, which
+    is in the log, has ended the thread, and no client is let in any more. No more than
+    `max_clients` are let in until one of them has left (`client_closed`).
     """
 
-    def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
+    # The event that says that the thread has failed.
+    _failure: str
+
+    def __init__(self, listening: socket.socket, *, max_clients: float = math.inf) -> None:
         self._listening = listening
         self._file = listening.fileno()
-        self._max_clients = max_clients
-        # Those that have not said yet what they are, since when (time.monotonic), the first one
-        # first; and those that probe, the one that has not for longest first.
-        self._unclassified: dict[int, tuple[socket.socket, float]] = {}
-        self._probes: dict[int, socket.socket] = {}
-        self._arrived: deque[socket.socket] = deque()
-        # What both threads change: `client_closed` and `pause_accepting` belong to the other one.
+        self._clients, self._max_clients = 0, max_clients
+        # `client_closed` and `pause_accepting` may be called on another thread.
         self._lock = threading.Lock()
-        self._clients = 0
         # Whether there is room for another client.
         self.accepting = True
-        self._stopping = False
-        self.failed = False
+        self._stopping = self.failed = False
         # When to try again to accept (time.monotonic), where that failed; 0: it did not.
         self._accept_again = 0.0
-        self.ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._file, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="stream-acceptor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
         self._thread.start()
-
-    def arrivals(self) -> list[socket.socket]:
-        """Return the clients that have come since it was last asked; they are the caller's."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.ready_fd)
-        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def client_closed(self) -> None:
         """Take note that a client has left."""
@@ -90,12 +74,102 @@ class Acceptor:
         os.eventfd_write(self._wakeup, 1)
 
     def stop(self) -> None:
-        """Let no client in any more. What is open stays open, and is not answered."""
-        if self._stopping:
-            return
+        """Let no client in any more."""
         self._stopping = True
         os.eventfd_write(self._wakeup, 1)
-        self._thread.join()
+
+    # --------------------------------------------------------------------------- on the own thread
+
+    def _run(self) -> None:
+        try:
+            self._attend_all()
+        except Exception:
+            self.failed = True
+            log.exception(self._failure, lets_in="nobody")
+        finally:
+            self._ended()
+
+    def _attend_all(self) -> None:
+        """Attend to connections until told to stop."""
+        raise NotImplementedError
+
+    def _ended(self) -> None:
+        """Close what the thread has to close when it ends, also where it has failed."""
+        raise NotImplementedError
+
+    def _left_s(self) -> float | None:
+        """Return how long no client is let in; None where that is not a matter of time."""
+        now = time.monotonic()
+        with self._lock:
+            if self._accept_again and self._accept_again <= now:
+                self._accept_more(self._clients < self._max_clients)
+            return self._accept_again - now if self._accept_again else None
+
+    def _accept_more(self, accepting: bool) -> None:
+        """Change what the thread waits for, whichever thread this is. With the lock."""
+        self._accept_again = 0.0
+        self.accepting = accepting
+        if not self._stopping:
+            self._epoll.modify(self._file, select.EPOLLIN if accepting else 0)
+
+    def _accept(self) -> None:
+        """Let a client in, or pause."""
+        try:
+            self._let_in()
+        except OSError as error:
+            # Otherwise the client disconnected before accept(): ignore it.
+            if error.errno in _EXHAUSTED:
+                self.pause_accepting()
+
+    def _let_in(self) -> None:
+        """Accept a client (`_accepted`). Raises OSError where there is none."""
+        raise NotImplementedError
+
+    def _accepted(self) -> socket.socket:
+        """Accept a connection and count its client. Raises OSError."""
+        connection, _ = self._listening.accept()
+        with self._lock:
+            self._clients += 1
+            if self._clients >= self._max_clients:
+                self._accept_more(False)
+        return connection
+
+
+class Acceptor(AcceptingThread):
+    """Lets clients in and answers probes until `stop`.
+
+    A connection on which a message begins goes to `arrivals`; `ready_fd` is a file that is readable
+    while there are some. Clients beyond `max_clients` wait to be accepted, and a client that was
+    silent for two seconds is dropped then. Of connections for probes there are twice as many, and a
+    new one takes the place of the one that was idle longest. `listening` must not block, and stays
+    the caller's.
+
+    Should the thread fail, it closes what it holds, and `ready_fd` is readable, so that the
+    service, which can let in no client any more, ends. Its clients go on with another.
+    """
+
+    _failure = "acceptor_failed"
+
+    def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
+        # Those that have not said yet what they are, since when (time.monotonic), the first one
+        # first; and those that probe, the one that has not for longest first.
+        self._unclassified: dict[int, tuple[socket.socket, float]] = {}
+        self._probes: dict[int, socket.socket] = {}
+        self._arrived: deque[socket.socket] = deque()
+        self.ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        super().__init__(listening, max_clients=max_clients)
+
+    def arrivals(self) -> list[socket.socket]:
+        """Return the clients that have come since it was last asked; they are the caller's."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.ready_fd)
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def stop(self) -> None:
+        """Let no client in any more. What is open stays open, and is not answered."""
+        if not self._stopping:
+            super().stop()
+            self._thread.join()
 
     def close(self) -> None:
         """Close all connections but those that were handed out. After `stop`, and once only."""
@@ -113,41 +187,31 @@ class Acceptor:
         for connection in (*unclassified, *self._probes.values()):
             connection.close()
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                for file, _ in self._epoll.poll(self._left_s()):
-                    try:
-                        self._attend(file)
-                    except MemoryError:
-                        self.pause_accepting()
-                # After those that have spoken by now were listened to.
-                self._make_room()
-        except Exception:
-            log.exception("acceptor_failed", lets_in="nobody")
+    def _attend_all(self) -> None:
+        while not self._stopping:
+            for file, _ in self._epoll.poll(self._left_s()):
+                try:
+                    self._attend(file)
+                except MemoryError:
+                    self.pause_accepting()
+            # After those that have spoken by now were listened to.
+            self._make_room()
+
+    def _ended(self) -> None:
+        if self.failed:
             self._close_connections()
             # A client that connects from now on is refused, and does not wait to be accepted.
             with suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
-        finally:
-            if not self._stopping:
-                self.failed = True
-                os.eventfd_write(self.ready_fd, 1)
+            os.eventfd_write(self.ready_fd, 1)
 
     def _left_s(self) -> float | None:
-        """Return how long no client is let in; None where that is not a matter of time."""
-        now = time.monotonic()
-        left_s = []
-        with self._lock:
-            if self._accept_again and self._accept_again <= now:
-                self._accept_more(self._clients < self._max_clients)
-            if self._accept_again:
-                left_s.append(self._accept_again - now)
-            accepting = self.accepting
-        if self._unclassified and not accepting:
-            _, since = next(iter(self._unclassified.values()))
-            left_s.append(max(0.0, since + SILENT_S - now))
-        return min(left_s, default=None)
+        left_s = super()._left_s()
+        if self.accepting or not self._unclassified:
+            return left_s
+        _, since = next(iter(self._unclassified.values()))
+        silent_s = max(0.0, since + SILENT_S - time.monotonic())
+        return silent_s if left_s is None else min(left_s, silent_s)
 
     def _make_room(self) -> None:
         """Drop those that have been silent for too long, if that is what keeps others out."""
@@ -168,13 +232,6 @@ class Acceptor:
             # Closing takes it out of the epoll set too.
             connection.close()
 
-    def _accept_more(self, accepting: bool) -> None:
-        """Change what the thread waits for, whichever thread this is. With the lock."""
-        self._accept_again = 0.0
-        self.accepting = accepting
-        if not self._stopping:
-            self._epoll.modify(self._file, select.EPOLLIN if accepting else 0)
-
     def _attend(self, file: int) -> None:
         if file == self._file:
             self._accept()
@@ -185,18 +242,8 @@ class Acceptor:
         elif file in self._unclassified:
             self._classify(file)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listening.accept()
-        except OSError as error:
-            # Otherwise the client disconnected before accept(): ignore it.
-            if error.errno in _EXHAUSTED:
-                self.pause_accepting()
-            return
-        with self._lock:
-            self._clients += 1
-            if self._clients >= self._max_clients:
-                self._accept_more(False)
+    def _let_in(self) -> None:
+        connection = self._accepted()
         try:
             self._unclassified[connection.fileno()] = connection, time.monotonic()
             self._epoll.register(connection, select.EPOLLIN)
@@ -215,27 +262,25 @@ class Acceptor:
             return
         except OSError:
             first = b""
+        del self._unclassified[file]
         if first and first != PROBE:
             self._epoll.unregister(file)
-            del self._unclassified[file]
             if not self.accepting:
                 log.warning("no_more_clients", clients=self._clients)
             self._arrived.append(connection)
             os.eventfd_write(self.ready_fd, 1)
             return
-        del self._unclassified[file]
         self.client_closed()
         if not first:
             connection.close()
             return
         # Each client has one, and may be in the middle of coming back.
-        if len(self._probes) >= 2 * self._max_clients:
+        most = int(2 * self._max_clients)
+        if len(self._probes) >= most:
             idle = next(iter(self._probes))
             self._probes.pop(idle).close()
             log.warning(
-                "dropped",
-                reason="idle_probe",
-                detail=f"signs of life: idle longest of {2 * self._max_clients}",
+                "dropped", reason="idle_probe", detail=f"signs of life: idle longest of {most}"
             )
         self._probes[file] = connection
         self._answer(file)
@@ -244,14 +289,12 @@ class Acceptor:
         """Send a probe back. A client that sends more before that, or anything else, is dropped."""
         connection = self._probes.pop(file)
         probes = b""
-        try:
+        with suppress(OSError):
             probes = connection.recv(PROBES_BYTES, socket.MSG_DONTWAIT)
             if probes == PROBE and connection.send(probes, socket.MSG_DONTWAIT):
                 # Behind those that have not probed since.
                 self._probes[file] = connection
                 return
-        except OSError:
-            pass
         if probes not in (b"", PROBE):
             log.warning(
                 "dropped",

@@ -45,6 +45,7 @@ LEAST_BYTES_PER_S = 64 * 1024
 _TURN_BYTES = 1024 * 1024
 # The rest of such a body is not read.
 _ENDS_CONNECTION = frozenset({400, 408, 413})
+_REPLY_HEADERS = [(b"content-type", CONTENT_TYPE.encode()), (b"cache-control", b"no-store")]
 _CHANNEL = re.compile(b"[0-9a-f]{32}")
 
 
@@ -126,9 +127,7 @@ class Gateway:
 
     def _count_unread(self, client: bytes, size: int) -> None:
         with self._lock:
-            self._unread[client] += size
-            if not self._unread[client]:
-                del self._unread[client]
+            self._unread += Counter({client: size})  # keeps what is above zero
 
     # ------------------------------------------------------------------------- on the event loop
 
@@ -137,18 +136,17 @@ class Gateway:
         self._hold(incoming.client, -sum(map(len, incoming.frames)))
 
     def cut_revoked(self) -> None:
-        """End the requests of clients that are not let in any more."""
+        """End the requests of clients that are not let in any more; of all, while we end."""
+        tokens = self.tokens
         for number, waiting in list(self.waiting.items()):
-            if self.tokens is not None and waiting.incoming.key not in self.tokens:
+            if self._ending or (tokens is not None and waiting.incoming.key not in tokens):
                 self.waiting.pop(number, None)
                 self._settle(waiting, None)
 
     def end(self) -> None:
         """Take no requests any more; those that wait get no reply."""
         self._ending = True
-        for number, waiting in list(self.waiting.items()):
-            self.waiting.pop(number, None)
-            self._settle(waiting, None)
+        self.cut_revoked()
 
     def _settle(self, waiting: _Waiting, frames: Sequence[Buffer] | None) -> None:
         """Let a request go on; what its client cannot get any more is forgotten."""
@@ -242,7 +240,7 @@ class Gateway:
         if (said := reply.result()) is None:
             raise _RefusedError(503, "a request that gets no reply")
         try:
-            await self._send(said, send)
+            await self._send(send, 200, _REPLY_HEADERS.copy(), *to_pieces(said))
         finally:
             self._count_unread(key or name, -sum(map(len, said)))
 
@@ -289,51 +287,46 @@ class Gateway:
         self._hold(client, size)
 
     def _hold(self, client: bytes, size: int) -> None:
-        if abs(size) <= ALWAYS_BYTES:
-            return
-        self._held[client] += size
-        if size < 0:
-            if not self._held[client]:
-                del self._held[client]
-            self._freed.set()
-            self._freed = asyncio.Event()
+        if abs(size) > ALWAYS_BYTES:
+            self._held += Counter({client: size})  # keeps what is above zero
+            if size < 0:
+                self._freed.set()
+                self._freed = asyncio.Event()
 
-    async def _send(self, frames: Sequence[Buffer], send: ASGISendCallable) -> None:
-        pieces, total = to_pieces(frames)
+    async def _say(self, send: ASGISendCallable, status: int, text: str) -> None:
+        headers = [(b"content-type", b"text/plain")]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if status in _ENDS_CONNECTION:
+            headers.append((b"connection", b"close"))
+        body = f"{text}\n".encode()
+        await self._send(send, status, headers, [body], len(body))
+
+    async def _send(
+        self,
+        send: ASGISendCallable,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        pieces: Sequence[Buffer],
+        total: int,
+    ) -> None:
+        """Send an answer whose body is `pieces`, `total` bytes. Raises TimeoutError."""
         async with asyncio.timeout(BODY_S + total / LEAST_BYTES_PER_S):
-            headers = [
-                (b"content-type", CONTENT_TYPE.encode()),
-                (b"content-length", str(total).encode()),
-                (b"cache-control", b"no-store"),
-            ]
-            await self._begin(send, 200, headers)
+            headers.append((b"content-length", str(total).encode()))
+            headers.append((INSTANCE_HEADER.encode(), self._instance))
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": status,
+                    "headers": headers,
+                    "trailers": False,
+                }
+            )
             for piece in pieces:
                 for start in range(0, len(piece), _TURN_BYTES):
                     part = bytes(memoryview(piece)[start : start + _TURN_BYTES])
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _say(self, send: ASGISendCallable, status: int, text: str) -> None:
-        body = f"{text}\n".encode()
-        headers = [
-            (b"content-type", b"text/plain"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if status in _ENDS_CONNECTION:
-            headers.append((b"connection", b"close"))
-        async with asyncio.timeout(BODY_S):
-            await self._begin(send, status, headers)
-            await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _begin(
-        self, send: ASGISendCallable, status: int, headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        named = [*headers, (INSTANCE_HEADER.encode(), self._instance)]
-        await send(
-            {"type": "http.response.start", "status": status, "headers": named, "trailers": False}
-        )
 
 
 async def _disconnected(receive: ASGIReceiveCallable) -> None:

@@ -18,12 +18,20 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from gpu_side.access import HttpKeys
 from gpu_side.event_log import log
 from gpu_side.transport.http_gateway import Gateway
-from gpu_side.transport.listener import Incoming, admits_no_client
+from gpu_side.transport.listener import (
+    WAKEUP_INTERVAL_MS,
+    Incoming,
+    Listener,
+    admits_no_client,
+    cannot_bind,
+    listen_at,
+)
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
@@ -40,12 +48,10 @@ MAX_CONNECTIONS = 512
 IDLE_S = 75
 SILENT_S = 2.0
 _LOOK_S = 0.5
-_BACKLOG = 128
 _CLOSING_S = 1
-_WAKEUP_INTERVAL_MS = 100
 
 
-class HttpListener:
+class HttpListener(Listener):
     """An HTTP server that hands out messages and takes replies. `keys`: see `HttpKeys`.
 
     Raises EndpointError when the address is malformed, in use or not ours to bind, and
@@ -106,7 +112,7 @@ class HttpListener:
     def allow(self, allowed: frozenset[bytes]) -> None:
         """See `Listener.allow`; digests of tokens in place of keys."""
         if self._gateway.tokens is None:
-            raise RuntimeError("a list of clients for a listener without tokens")
+            super().allow(allowed)
         self._gateway.tokens = allowed
         with suppress(RuntimeError):  # closed meanwhile
             self._loop.call_soon_threadsafe(self._gateway.cut_revoked)
@@ -118,7 +124,7 @@ class HttpListener:
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`. `wakeup` is looked at a few times a second as well."""
         self._gateway.is_ready = True
-        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        give_up = time.monotonic() + (inf if timeout_ms is None else timeout_ms / 1000)
         poll = select.poll()
         poll.register(self._ready_fd, select.POLLIN)
         if wakeup is not None:
@@ -126,14 +132,12 @@ class HttpListener:
         while not self._arrived:
             if self._failed:
                 raise admits_no_client(self.endpoint)
-            left_ms: float = _WAKEUP_INTERVAL_MS
-            if give_up is not None:
-                left_ms = min(left_ms, max(0.0, 1000 * (give_up - time.monotonic())))
-            files = [file for file, _ in poll.poll(left_ms)]
+            left_ms = max(0.0, 1000 * (give_up - time.monotonic()))
+            files = [file for file, _ in poll.poll(min(left_ms, WAKEUP_INTERVAL_MS))]
             if self._ready_fd in files:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._ready_fd)
-            elif files or (give_up is not None and time.monotonic() >= give_up):
+            elif files or time.monotonic() >= give_up:
                 return bool(self._arrived)
         return True
 
@@ -201,21 +205,20 @@ class HttpListener:
 
     async def _cut_silent(self) -> None:
         """Cut connections on which no request is under way, or that are closing, for too long."""
-        since: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
+        # Since when each connection has had this request behind it (time.monotonic).
+        since: dict[tuple[H11Protocol, RequestResponseCycle | None], float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             limit_s = SILENT_S if self._socket.is_full else IDLE_S + _LOOK_S
             idle = [
-                one
+                (one, one.cycle)
                 for one in self._connections
                 if not one.cycle or one.cycle.response_complete or one.transport.is_closing()
             ]
-            before, since = since, {}
-            for one in idle:
-                cycle, begun = before.get(one, (one.cycle, now))
-                since[one] = one.cycle, (begun if cycle is one.cycle else now)
-                if now - since[one][1] > limit_s:
+            since = {key: since.get(key, now) for key in idle}
+            for (one, _), began in since.items():
+                if now - began > limit_s:
                     one.transport.abort()
 
 
@@ -258,14 +261,10 @@ def _bound(endpoint: str, keys: HttpKeys) -> tuple[_ListeningSocket, str]:
         "no certificate",
         "--http-cert and --http-key, or http:// behind what ends TLS",
     )
-    address = ("" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port))
     try:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        made = _ListeningSocket(socket.create_server(address, family=family, backlog=_BACKLOG))
+        made = _ListeningSocket(listen_at("" if host == "*" else host.strip("[]"), port))
         # For what it accepts; asyncio sets it only where a socket says that it is TCP's.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
-        raise EndpointError(
-            endpoint, got=error.strerror or type(error).__name__, expected="an address to bind"
-        ) from None
+        raise cannot_bind(endpoint, error.errno) from None
     return made, f"{scheme}://{host}:{made.getsockname()[1]}"

@@ -19,6 +19,12 @@ from protocol.errors import EndpointError
 from protocol.shared_memory import SlotMemory
 from protocol.tensors import Buffer
 
+# Connections that may wait to be accepted; seconds for replies on their way when a listener closes;
+# how often a listener that waits on ZeroMQ or HTTP looks whether it is to stop.
+BACKLOG = 128
+CLOSING_S = 0.5
+WAKEUP_INTERVAL_MS = 100
+
 
 class Incoming(NamedTuple):
     """One received message: where the reply must go, and the frames of the message itself.
@@ -61,9 +67,11 @@ class Listener(Protocol):
         From another thread as well. Nothing is taken any more from other clients. Raises
         RuntimeError for a listener without keys.
         """
+        raise RuntimeError("a list of clients for a listener without keys")
 
     def is_allowed(self, key: bytes) -> bool:
         """Say whether a client (`Incoming.key`) is still let in; without keys every client is."""
+        return True
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """Block until a message can be received; False on time-out or if `wakeup` is readable.
@@ -92,6 +100,13 @@ def admits_no_client(endpoint: str) -> EndpointError:
         got="no thread that lets clients in (the log says why)",
         expected="one for as long as the service runs",
     )
+
+
+def cannot_bind(endpoint: str, number: int | None) -> EndpointError:
+    """Return the error of an address that is in use, or not ours to bind. `number`: an errno."""
+    # A name that cannot be resolved has a number of another list, below 0.
+    got = "an unknown host" if number is not None and number < 0 else os.strerror(number or 0)
+    return EndpointError(endpoint, got=got, expected="an address to bind")
 
 
 # What connecting says where no process listens, or there is no file at all.
@@ -125,22 +140,26 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
     raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
 
 
-def bind_at(path: str, backlog: int) -> socket.socket:
+def bind_at(path: str) -> socket.socket:
     """Listen at a path, in place of a dead service's socket. After `refuse_live_socket`.
 
     What is no socket stays, and cannot be bound. Raises OSError.
     """
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.lstat(path).st_mode):
-                os.unlink(path)
-        listening.bind(path)
-        listening.listen(backlog)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
+
+
+def listen_at(host: str, port: str, *, dualstack_ipv6: bool = False) -> socket.socket:
+    """Listen on the network; port `*` is any that is free. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server(
+        (host, 0 if port == "*" else int(port)),
+        family=family,
+        backlog=BACKLOG,
+        dualstack_ipv6=dualstack_ipv6,
+    )
 
 
 class SocketFile:

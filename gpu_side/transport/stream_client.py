@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from protocol.shared_memory import (
     TAKEN,
     WAKE_UP,
     Lane,
+    adopt,
     areas_in,
     frames_in,
 )
@@ -100,6 +102,28 @@ def _size_of(path: str, file: int) -> int:
         found.st_size >= SMALLEST, path, f"{found.st_size} bytes", f"{SMALLEST} or more"
     )
     return found.st_size
+
+
+# Of a peer: process, user, group.
+_UCRED = struct.Struct("3i")
+
+
+def handed_over(connection: socket.socket) -> Lane:
+    """Map the memory that a new client hands over. Raises ProtocolError, and OSError."""
+    said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
+    try:
+        ProtocolError.unless(
+            said == ATTACH and len(files) == 1,
+            "shared memory",
+            f"{len(files)} files with the first bytes",
+            f"one, with 0x{ATTACH.hex()}",
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return adopt(files[0], _UCRED.unpack(credentials)[1])
+    finally:
+        for file in files:
+            os.close(file)
 
 
 # A client with so many requests, or so many bytes in them, that the service has not taken is not
@@ -179,8 +203,6 @@ class Client:
         self.stalled_since = 0.0
         self._stalled_at = 0
         self.watched = select.EPOLLIN
-        # Whether it stands among those whose turn comes, because it has messages.
-        self.has_turn = False
 
     @property
     def may_send_more(self) -> bool:

@@ -9,10 +9,8 @@ unfinished message while others wait for it.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,19 +19,29 @@ from itertools import count
 from gpu_side.event_log import log
 from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import (
+    BACKLOG,
+    CLOSING_S,
     Incoming,
+    Listener,
     SocketFile,
     admits_no_client,
     bind_at,
+    cannot_bind,
     refuse_live_socket,
 )
-from gpu_side.transport.stream_client import STALLED_S, Client, DeviceMemory, Patience
+from gpu_side.transport.stream_client import (
+    STALLED_S,
+    Client,
+    DeviceMemory,
+    Patience,
+    handed_over,
+)
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import AdaptiveSpin
 from protocol.memory_pool import MemoryPool
-from protocol.shared_memory import ATTACH, Lane, adopt, require_library
+from protocol.shared_memory import Lane, require_library
 from protocol.stream_wire import (
     BUFFER_BYTES,
     patience_s,
@@ -57,15 +65,11 @@ _LOOK_AFTER = 16
 # A client that has taken nothing for so long is busy with something else; one that reads may be
 # kept from its core for a moment.
 _PAUSE_S = 0.002
-_CLOSING_S = 0.5
-_BACKLOG = 128
 # How long slots alone are looked at while we spin, before the sockets are once more.
 _LOOK_US = 20
-# Of a peer: process, user, group.
-_UCRED = struct.Struct("3i")
 
 
-class StreamListener:
+class StreamListener(Listener):
     """A listening stream socket that hands out messages and takes replies.
 
     Of `shm://`, each client shares memory with it, and the socket carries what does not fit there.
@@ -73,6 +77,9 @@ class StreamListener:
     Raises EndpointError when the endpoint is malformed, in use or not ours to bind. `spin_us`: see
     `protocol.liveness`.
     """
+
+    # Turned away, or cut off because they sent what is no message.
+    clients_refused: int = 0
 
     def __init__(
         self,
@@ -82,8 +89,6 @@ class StreamListener:
         spin_us: float = 0.0,
     ) -> None:
         self._max_message_bytes = max_message_bytes
-        # Turned away, or cut off because they sent what is no message.
-        self.clients_refused = 0
         # Told that a client has gone (`Incoming.client`), and once more where a reply was for it.
         self.on_gone: Callable[[bytes], None] = lambda _client: None
         self._spin = AdaptiveSpin(spin_us)
@@ -92,8 +97,6 @@ class StreamListener:
         self._names = count(1)
         self._clients: dict[bytes, Client] = {}
         self._by_file: dict[int, Client] = {}
-        # Those that share memory with us.
-        self._sharing: dict[bytes, Client] = {}
         # Clients with messages, the one whose turn it is first.
         self._turns: deque[Client] = deque()
         # Whether arrivals were looked at since `receive` last said that there is nothing,
@@ -101,9 +104,8 @@ class StreamListener:
         self._looked = False
         self._handed_out = 0
         self._patience = Patience()
-        # Bytes of large messages that were not handed out; the clients that wait to send one, the
-        # first one first; when to look for stalled ones (time.monotonic).
-        self._large_bytes = 0
+        # The clients that wait to send a large message, the first one first; when to look for
+        # stalled ones (time.monotonic).
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
         self._wakeup: socket.socket | None = None
@@ -112,6 +114,8 @@ class StreamListener:
         self._shares_memory = parsed.scheme in ("shm", "ivshmem")
         if self._shares_memory:
             require_library()
+        # Those that share memory with us: all or none.
+        self._sharing = self._clients if self._shares_memory else {}
         self._memory = DeviceMemory(parsed.memory) if parsed.memory else None
         self._socket, self.endpoint = self._bind(parsed)
         self._epoll = select.epoll()
@@ -154,8 +158,6 @@ class StreamListener:
             incoming = Incoming((client.name,), *messages.popleft())
         if client.in_slots or messages:
             self._turns.append(client)
-        else:
-            client.has_turn = False
         self._handed_out += 1
         if client.large_bytes and incoming.slot is None:
             self._count_large(client, -sum(map(len, incoming.frames)))
@@ -186,14 +188,6 @@ class StreamListener:
             self._watch(client)
         return True
 
-    def allow(self, allowed: frozenset[bytes]) -> None:
-        """See `Listener.allow`: a stream has no keys, and raises RuntimeError."""
-        raise RuntimeError("a list of clients for a listener without keys")
-
-    def is_allowed(self, key: bytes) -> bool:
-        """See `Listener.is_allowed`: a stream has no keys, and every client is."""
-        return True
-
     def close(self) -> None:
         """See `Listener.close`."""
         self._acceptor.stop()
@@ -201,7 +195,7 @@ class StreamListener:
         if self._file is not None:
             self._file.remove()
         self._watch_wakeup(None)
-        give_up = time.monotonic() + _CLOSING_S
+        give_up = time.monotonic() + CLOSING_S
         for client in list(self._clients.values()):
             if client.writer.unsent:
                 self._watch_only(client, select.EPOLLOUT)
@@ -270,15 +264,14 @@ class StreamListener:
         refuse_live_socket(endpoint)
         try:
             if isinstance(address, str):
-                listening = bind_at(address, _BACKLOG)
+                listening = bind_at(address)
                 self._file = SocketFile(address)
             else:
-                listening = _bind_vsock(address)
+                vsock = socket.AF_VSOCK
+                listening = socket.create_server(address, family=vsock, backlog=BACKLOG)
             listening.setblocking(False)
         except OSError as error:
-            raise EndpointError(
-                endpoint.text, got=os.strerror(error.errno or 0), expected="an address to bind"
-            ) from None
+            raise cannot_bind(endpoint.text, error.errno) from None
         if isinstance(address, str):
             return listening, endpoint.text
         cid, port = listening.getsockname()
@@ -346,8 +339,7 @@ class StreamListener:
                 found |= client.look_at_slots(spin_us if len(sharing) == 1 else 0)
             except ProtocolError as error:
                 self._refuse(client, str(error), error.code)
-            if client.in_slots and not client.has_turn:
-                client.has_turn = True
+            if client.in_slots and client not in self._turns:
                 self._turns.append(client)
         return found
 
@@ -374,8 +366,7 @@ class StreamListener:
             self._drop(client)
         except ProtocolError as error:
             self._refuse(client, str(error), error.code)
-        if client.reader.messages and not client.has_turn:
-            client.has_turn = True
+        if client.reader.messages and client not in self._turns:
             self._turns.append(client)
 
     def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
@@ -385,11 +376,15 @@ class StreamListener:
 
     # --------------------------------------------------------------------------- room for all
 
+    @property
+    def _large_bytes(self) -> int:
+        """Bytes of large messages that are being received, or have not been handed out."""
+        return sum(client.large_bytes for client in self._clients.values())
+
     def _count_large(self, client: Client, size: int) -> None:
         """Count the bytes of a message, or of one that is none of ours any more (less than 0)."""
         if abs(size) > BUFFER_BYTES:
             client.large_bytes += size
-            self._large_bytes += size
 
     def _want_room(self, client: Client) -> None:
         """Let a client wait for room for its large message, where there is none yet."""
@@ -452,15 +447,13 @@ class StreamListener:
                 self._acceptor.pause_accepting()
             return
         self._clients[name] = self._by_file[connection.fileno()] = client
-        if lane is not None:
-            self._sharing[name] = client
         # It has come to us because it has sent something.
         self._serve(client, select.EPOLLIN)
 
     def _shared_by(self, connection: socket.socket) -> Lane:
         """Map what a new client shares. Raises ProtocolError, and OSError."""
         if self._memory is None:
-            return _handed_over(connection)
+            return handed_over(connection)
         for other in list(self._sharing.values()):
             # It is not read from while its requests wait.
             if other.has_gone:
@@ -481,17 +474,14 @@ class StreamListener:
         if self._clients.pop(client.name, None) is None:
             return
         self._wanting_room.pop(client.name, None)
-        self._sharing.pop(client.name, None)
         if client.lane is not None:
             # So that it finds its connection closed when it puts the next request, and not later.
             client.lane.sleeps(True)
         # What it has sent is of no use to it any more.
-        if client.has_turn:
+        if client in self._turns:
             self._turns.remove(client)
-            client.has_turn = False
         client.reader.messages.clear()
         client.in_slots.clear()
-        self._large_bytes -= client.large_bytes
         del self._by_file[client.socket.fileno()]
         # Closing takes it out of the epoll set too.
         client.socket.close()
@@ -510,32 +500,3 @@ class StreamListener:
 
 def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
     log.warning("dropped", peer=name.hex(), code=code.value, detail=detail)
-
-
-def _handed_over(connection: socket.socket) -> Lane:
-    """Map the memory that a new client hands over. Raises ProtocolError, and OSError."""
-    said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
-    try:
-        ProtocolError.unless(
-            said == ATTACH and len(files) == 1,
-            "shared memory",
-            f"{len(files)} files with the first bytes",
-            f"one, with 0x{ATTACH.hex()}",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        return adopt(files[0], _UCRED.unpack(credentials)[1])
-    finally:
-        for file in files:
-            os.close(file)
-
-
-def _bind_vsock(address: tuple[int, int]) -> socket.socket:
-    listening = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-    try:
-        listening.bind(address)
-        listening.listen(_BACKLOG)
-    except OSError:
-        listening.close()
-        raise
-    return listening

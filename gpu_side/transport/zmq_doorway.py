@@ -11,18 +11,17 @@ A client begins in ZMTP 3 with a greeting of 64 bytes, then a command READY with
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
-import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import zmq
 
 from gpu_side.event_log import log
-from gpu_side.transport.listener import SocketFile, bind_at
+from gpu_side.transport.acceptor import AcceptingThread
+from gpu_side.transport.listener import CLOSING_S, SocketFile, bind_at, listen_at
 from gpu_side.transport.zap import Names, as_property, is_property
 from protocol.endpoint import Endpoint
 from protocol.errors import ErrorCode, ProtocolError
@@ -102,15 +101,6 @@ _BUFFER_BYTES = 192 * 1024
 
 _HELD_BYTES = 1024 * 1024
 
-_BACKLOG = 128
-
-# How long no client is let in where there are too few file descriptors.
-_ACCEPT_AGAIN_S = 1.0
-
-_CLOSING_S = 0.5
-
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-
 
 class _End:
     """One end of a connection, the client's or ZeroMQ's, and what was not sent to it yet.
@@ -129,86 +119,61 @@ class _End:
         self.watched = 0
 
 
-class Doorway:
-    """Lets clients in at an endpoint, on a thread, and passes on to and from `inner`.
+class Doorway(AcceptingThread):
+    """Lets clients in at an endpoint, and passes on to and from `inner`.
 
-    `inner`: where ZeroMQ listens for us (`bind_within_process`). Should the thread fail, it says so
-    in the log, and `failed` is set. Raises OSError or zmq.ZMQError where the endpoint cannot be
-    bound.
+    `inner`: where ZeroMQ listens for us (`bind_within_process`). Raises OSError or zmq.ZMQError
+    where the endpoint cannot be bound.
     """
+
+    _failure = "doorway_failed"
 
     def __init__(self, endpoint: Endpoint, inner: str, names: Names) -> None:
         self._inner = "\0" + inner.partition("@")[2]
         self._names = names
-        self._file: SocketFile | None = None
+        self._socket_file: SocketFile | None = None
         if endpoint.socket_path is None:
-            self._listening, self.endpoint = _listen_on_network(endpoint)
+            listening, self.endpoint = _listen_on_network(endpoint)
         else:
-            self._listening = bind_at(endpoint.socket_path, _BACKLOG)
-            self._file = SocketFile(endpoint.socket_path)
+            listening = bind_at(endpoint.socket_path)
+            self._socket_file = SocketFile(endpoint.socket_path)
             self.endpoint = endpoint.text
-        self._listening.setblocking(False)
+        listening.setblocking(False)
         # How many clients were turned away, because they do not speak the protocol.
         self.refused = 0
-        self.failed = False
         self._ends: dict[int, _End] = {}
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        # When to try again to accept (time.monotonic), where that failed; 0: it did not.
-        self._accept_again = 0.0
-        self._stopping = False
-        self._ends_at = float("inf")
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._listening, select.EPOLLIN)
-        self._epoll.register(self._wakeup, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="zmq-doorway", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Let no client in any more; those that are in go on."""
-        self._stopping = True
-        os.eventfd_write(self._wakeup, 1)
+        self._ends_at: float | None = None
+        super().__init__(listening)
 
     def close(self) -> None:
         """Pass on what ZeroMQ has still sent, for half a second, and end. After `stop`."""
-        self._ends_at = time.monotonic() + _CLOSING_S
+        self._ends_at = time.monotonic() + CLOSING_S
         os.eventfd_write(self._wakeup, 1)
         self._thread.join()
         os.close(self._wakeup)
 
     # ------------------------------------------------------------------------- on the own thread
 
-    def _run(self) -> None:
-        try:
-            while self._ends or self._ends_at == float("inf"):
-                left_s = self._left_s()
-                if left_s is not None and left_s <= 0:
-                    break
-                for file, events in self._epoll.poll(left_s):
-                    self._attend(file, events)
-        except Exception:
-            self.failed = True
-            log.exception("doorway_failed", lets_in="nobody")
-        finally:
-            for end in self._ends.values():
-                end.socket.close()
-            self._close_listening()
-            self._epoll.close()
+    def _attend_all(self) -> None:
+        while self._ends or self._ends_at is None:
+            left_s = self._left_s() if self._ends_at is None else self._ends_at - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            for file, events in self._epoll.poll(left_s):
+                self._attend(file, events)
 
-    def _left_s(self) -> float | None:
-        now = time.monotonic()
-        if self._stopping:
-            return None if self._ends_at == float("inf") else self._ends_at - now
-        if self._accept_again and self._accept_again <= now:
-            self._accept_again = 0.0
-            self._epoll.register(self._listening, select.EPOLLIN)
-        return self._accept_again - now if self._accept_again else None
+    def _ended(self) -> None:
+        for end in self._ends.values():
+            end.socket.close()
+        self._close_listening()
+        self._epoll.close()
 
     def _close_listening(self) -> None:
         # Closing takes it out of the epoll set too.
         self._listening.close()
-        if self._file is not None:
-            self._file.remove()
+        if self._socket_file is not None:
+            self._socket_file.remove()
 
     def _attend(self, file: int, events: int) -> None:
         if (end := self._ends.get(file)) is not None:
@@ -217,24 +182,18 @@ class Doorway:
             os.eventfd_read(self._wakeup)
             if self._stopping:
                 self._close_listening()
-        elif file == self._listening.fileno():
+        elif file == self._file:
             self._accept()
 
-    def _accept(self) -> None:
-        inner = None
-        try:
+    def _let_in(self) -> None:
+        with ExitStack() as until_accepted:
             # First: a client for which there is no way on waits to be accepted.
-            inner = socket.socket(socket.AF_UNIX)
+            inner = until_accepted.enter_context(socket.socket(socket.AF_UNIX))
             inner.setblocking(False)
             inner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HELD_BYTES)
             inner.connect(self._inner)
-            connection, _ = self._listening.accept()
-        except OSError as error:
-            if inner is not None:
-                inner.close()
-            if error.errno in _EXHAUSTED:
-                self._pause()
-            return
+            connection = self._accepted()
+            until_accepted.pop_all()
         if connection.family != socket.AF_UNIX:
             with suppress(OSError):  # a client that has gone again
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -243,12 +202,6 @@ class Doorway:
         for end in (client, service):
             self._ends[end.socket.fileno()] = end
             self._watch(end)
-
-    def _pause(self) -> None:
-        """Let no client in for a while, for want of memory or file descriptors."""
-        log.warning("no_more_clients", clients=len(self._ends) // 2)
-        self._epoll.unregister(self._listening)
-        self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
 
     def _serve(self, end: _End, events: int) -> None:
         try:
@@ -306,25 +259,17 @@ class Doorway:
         end.watched = wanted
 
     def _close(self, end: _End) -> None:
-        for one in (end, end.other):
-            if self._ends.pop(one.socket.fileno(), None) is not None:
-                one.socket.close()
+        if self._ends.pop(end.socket.fileno(), None) is not None:
+            del self._ends[end.other.socket.fileno()]
+            end.socket.close()
+            end.other.socket.close()
+            self.client_closed()
 
 
 def _listen_on_network(endpoint: Endpoint) -> tuple[socket.socket, str]:
     """Listen where ZeroMQ would, and say where that is. Raises OSError and zmq.ZMQError."""
     host, port = _address_of(endpoint), endpoint.text.rpartition(":")[2]
-    family = socket.AF_INET6 if "[" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listening.bind((host.strip("[]"), 0 if port == "*" else int(port)))
-        listening.listen(_BACKLOG)
-    except OSError:
-        listening.close()
-        raise
+    listening = listen_at(host.strip("[]"), port, dualstack_ipv6="[" in host)
     return listening, f"tcp://{host}:{listening.getsockname()[1]}"
 
 

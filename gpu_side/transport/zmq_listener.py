@@ -16,14 +16,22 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from functools import partial
+from math import ceil, inf
 
 import zmq
 
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import MAX_FRAMES
 from gpu_side.event_log import log
-from gpu_side.transport.listener import Incoming, admits_no_client, refuse_live_socket
+from gpu_side.transport.listener import (
+    WAKEUP_INTERVAL_MS,
+    Incoming,
+    Listener,
+    admits_no_client,
+    cannot_bind,
+    refuse_live_socket,
+)
 from gpu_side.transport.zap import (
     DOMAIN,
     ZAP_ENFORCE_DOMAIN,
@@ -49,8 +57,6 @@ from protocol.zmq_sockets import (
     set_options,
 )
 
-# How often a service that waits for messages looks whether it is to stop.
-WAKEUP_INTERVAL_MS = 100
 # ZeroMQ's own thread closes a socket that is unbound, in its time, and so its descriptors.
 _REBIND_S = 5.0
 # Clients with large replies, before the listener looks which of them have none any more.
@@ -74,16 +80,11 @@ class Unread:
 
     def add(self, client: bytes, frames: Sequence[tuple[Tracker, int]]) -> None:
         """Take note of frames, with the bytes in each, that were sent to a client."""
-        if not frames:
-            return
-        if (held := self._held.get(client)) is not None:
-            held.extend(frames)
-            return
-        if len(self._held) >= self._look_at:
+        if client not in self._held and len(self._held) >= self._look_at:
             for name in list(self._held):
                 self.bytes_of(name)
             self._look_at = 2 * len(self._held) + _LOOK_AT_CLIENTS
-        self._held[client] = deque(frames)
+        self._held.setdefault(client, deque()).extend(frames)
 
     def bytes_of(self, client: bytes) -> int:
         """Return how many bytes a client has not read."""
@@ -96,7 +97,7 @@ class Unread:
         return sum(size for _, size in held)
 
 
-class ZmqListener:
+class ZmqListener(Listener):
     """The service's end: a ROUTER socket that hands out messages and takes replies.
 
     With `keys`, only to clients that hold one of the allowed ones. `heartbeat_timeout_s`: see
@@ -136,40 +137,32 @@ class ZmqListener:
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
-            self._set_up(endpoint, max_message_bytes, heartbeat_timeout_s, keys)
+            set_options(
+                self._socket,
+                endpoint,
+                max_message_bytes=max_message_bytes,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+            )
+            self._socket.setsockopt(zmq.LINGER, 500)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is None:
                 self._doorway = Doorway(parsed, bind_within_process(self._socket), self._names)
                 self._admitting = (self._doorway,)
                 self.endpoint = self._doorway.endpoint
             else:
+                # Before the socket is bound: the first client finds the handler.
+                self._admit_by(keys)
                 self._socket.bind(endpoint)
                 self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except (OSError, zmq.ZMQError) as error:
             self.close()
-            raise EndpointError(
-                endpoint, got=os.strerror(error.errno or 0), expected="an address to bind"
-            ) from None
+            raise cannot_bind(endpoint, error.errno) from None
         except BaseException:
             self.close()
             raise
 
-    def _set_up(
-        self,
-        endpoint: str,
-        max_message_bytes: int,
-        heartbeat_timeout_s: float,
-        keys: ServiceKeys | None,
-    ) -> None:
-        set_options(
-            self._socket,
-            endpoint,
-            max_message_bytes=max_message_bytes,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-        )
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is None:
-            return
+    def _admit_by(self, keys: ServiceKeys) -> None:
+        """Let in the clients with allowed keys alone. Raises SettingsError, zmq.ZMQError."""
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -182,7 +175,6 @@ class ZmqListener:
                 got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
                 expected="one that has it (4.3 or later): without it strangers may get in",
             ) from None
-        # Before the socket is bound: the first client finds it.
         self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed, self._names)
         self._admitting = (self._zap_handler,)
 
@@ -193,8 +185,8 @@ class ZmqListener:
         that the listener is used, and those that are allowed come back by themselves.
         """
         if self._zap_handler is None:
-            raise RuntimeError("a list of clients for a listener without keys")
-        if self._zap_handler.replace_list(allowed):
+            super().allow(allowed)
+        elif self._zap_handler.replace_list(allowed):
             self._to_cut = True
 
     def is_allowed(self, key: bytes) -> bool:
@@ -214,28 +206,22 @@ class ZmqListener:
         """
         if self._waiting is not None:
             return True
-        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
-        left_s = None if timeout_ms is None else timeout_ms / 1000
         # Only looking is no wait, and says nothing of how soon messages come.
-        started_ns = time.perf_counter_ns() if self._spin.is_on and timeout_ms != 0 else 0
-        if not (started_ns and self._spin.expects_soon and self._spin.until(self._take, left_s)):
-            self._wait(wakeup, give_up)
-        if started_ns:
-            self._spin.waited(started_ns)
-        return self._waiting is not None
+        if timeout_ms == 0:
+            return self._take()
+        ask = partial(self._wait, wakeup)
+        return self._spin.wait(ask, inf if timeout_ms is None else timeout_ms / 1000)
 
-    def _wait(self, wakeup: socket.socket | None, give_up: float | None) -> None:
+    def _wait(self, wakeup: socket.socket | None, left_s: float) -> bool:
+        give_up = time.monotonic() + left_s
         while True:
-            patience_ms = WAKEUP_INTERVAL_MS
-            if give_up is not None:
-                patience_ms = ceil(1000 * max(0.0, give_up - time.monotonic()))
-                patience_ms = min(patience_ms, WAKEUP_INTERVAL_MS)
-            if self._take(patience_ms):
-                return
-            if give_up is not None and time.monotonic() >= give_up:
-                return
+            left_ms = 1000 * max(0.0, give_up - time.monotonic())
+            if self._take(ceil(min(left_ms, WAKEUP_INTERVAL_MS))):
+                return True
+            if time.monotonic() >= give_up:
+                return False
             if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
-                return
+                return False
 
     def _take(self, patience_ms: int = 0) -> bool:
         """Receive a message, and keep it for `receive`; False if none comes.

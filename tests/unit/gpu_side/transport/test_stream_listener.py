@@ -140,7 +140,7 @@ def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To read it all takes two seconds at this pace."""
-    monkeypatch.setattr(stream_listener, "_CLOSING_S", 0.05)
+    monkeypatch.setattr(stream_listener, "CLOSING_S", 0.05)
     listener = StreamListener(endpoint)
     with raw_socket(endpoint) as raw:
         route = request_of(listener, raw)
