@@ -176,10 +176,6 @@ def find_profile(name: str) -> DeviceProfile:
         repr(name),
         _KNOWN,
     )
-    return _read_profile(path)
-
-
-def _read_profile(path: Path) -> DeviceProfile:
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)

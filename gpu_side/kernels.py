@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -53,31 +54,22 @@ class Kernels(Protocol):
         """
 
 
-class DeviceKernels(Kernels, Protocol):
-    """Computes on a device that holds weights."""
-
-    def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
-        """Return what computes all requests that have this one's header, and leaves it there.
-
-        The output has the task's shape, and the dtype of the weights; int32 in the ring.
-        """
-
-    def reply(self, output: torch.Tensor, task: Task) -> Result:
-        """Return a product as the reply that the task asks for."""
-
-
 class TorchKernels:
     """Applies requests to the weights, on their device.
 
     Floats are computed in the weights' dtype, and outputs converted back to the dtype of the
     request, so a client that sends float32 gets float32 whatever the service computes in. Elements
-    of the ring are never rounded.
+    of the ring are never rounded. Other ranks use `product` and `reply` by themselves.
     """
 
     def __init__(self, weights: ServiceWeights, spin_us: float = 0.0) -> None:
         self._weights = weights
         self._transfer = transfer_to(weights.device, spin_us)
-        self._twice = _two_rows_are_faster(weights)
+        # Whether one row is better multiplied as two of the same. On processors with AVX512-BF16,
+        # oneDNN reads a bfloat16 matrix a tenth faster for two rows than for one, with the same
+        # numbers. For float32 and float16 two rows take twice as long as one.
+        on_cpu = weights.device.type == "cpu" and weights.dtype is torch.bfloat16
+        self._twice = on_cpu and multiplies_bfloat16()
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Kernels.prepare`."""
@@ -93,13 +85,16 @@ class TorchKernels:
         return kernel
 
     def reply(self, output: torch.Tensor, task: Task) -> Result:
-        """See `DeviceKernels.reply`."""
+        """Return a product as the reply that the task asks for."""
         output, work = self._transfer.to_host(output, torch_dtype(task.dtype))
         tensor = WireTensor(task.dtype, task.shape, raw_bytes(output))
         return tensor_reply({"output": tensor}), work
 
     def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
-        """See `DeviceKernels.product`."""
+        """Return what computes all requests that have this one's header, and leaves it there.
+
+        The output has the task's shape, and the dtype of the weights; int32 in the ring.
+        """
         floats, to_device, shape = self._floats, self._transfer.to_device, task.shape
         match request:
             case LinearRequest() | LMHeadRequest():
@@ -110,12 +105,11 @@ class TorchKernels:
                     )[0].view(shape)
                 return lambda request: linear(floats(request.hidden_states), matrix, bias)
             case RingLinearRequest() | RingLMHeadRequest():
-                weight, _ = weight_of(self._weights, request)
-                in_features = weight.shape[1]
+                product, in_features = self._ring_product(request), request.elements.shape[-1]
 
                 def ring(request: RingLinearRequest | RingLMHeadRequest) -> torch.Tensor:
                     elements = to_device(to_torch(request.elements), torch.int32)
-                    return exact_product(elements.view(-1, in_features), weight).view(shape)
+                    return product(elements.view(-1, in_features)).view(shape)
 
                 return ring
             case MatmulRequest():
@@ -124,6 +118,13 @@ class TorchKernels:
                 return lambda request: self._embedded(
                     to_device(to_torch(request.input_ids), torch.int64)
                 )
+
+    def _ring_product(
+        self, request: RingLinearRequest | RingLMHeadRequest
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what multiplies int32 rows [T, K] on the device by the weight, mod 2^32."""
+        weight, _ = weight_of(self._weights, request)
+        return partial(exact_product, weight=weight)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of these ids; zeros for an id that another part holds."""
@@ -156,16 +157,6 @@ def weight_of(
             return _there(weights.lm_head), None
         case RingLMHeadRequest():
             return _there(weights.lm_head_int8).weight, None
-
-
-def _two_rows_are_faster(weights: ServiceWeights) -> bool:
-    """Say whether one row is better multiplied as two of the same.
-
-    On processors with AVX512-BF16, oneDNN reads a bfloat16 matrix a tenth faster for two rows than
-    for one, with the same numbers. For float32 and float16 two rows take twice as long as one.
-    """
-    on_cpu = weights.device.type == "cpu" and weights.dtype is torch.bfloat16
-    return on_cpu and multiplies_bfloat16()
 
 
 def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import linear, silu
 
 from gpu_side.kernels import NullWeights
-from gpu_side.segment_attention import PartAttention
-from gpu_side.segment_parts import Part, read_outputs, read_parts
-from gpu_side.session_cache import CacheShape, SessionCache, Window
-from gpu_side.sessions import SessionStore
+from gpu_side.session_cache import CacheShape, PartAttention, SessionCache, Window
+from gpu_side.sessions import NO_SESSION, Part, SessionStore
 from gpu_side.tasks import Task
 from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FUSED_MODULES, SegmentRequest, tensor_reply
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Layer, Ops, bound, forward, staying
 from protocol.model.rope import Rope
 from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
+
+_PART = struct.Struct("<16s3q16s")
 
 # Which rows are wanted; None: all.
 Outputs: TypeAlias = Sequence[int] | None
@@ -32,6 +34,56 @@ Outputs: TypeAlias = Sequence[int] | None
 Compute: TypeAlias = Callable[
     [SegmentRequest, Sequence[Part], Sequence[SessionCache], Outputs], Result
 ]
+
+
+def read_parts(request: SegmentRequest, context_length: int) -> list[Part]:
+    """Read and check `parts`, whose shape has been checked. Raises ProtocolError.
+
+    The numbers are copied first: a client may change memory that it shares with us.
+    """
+    parts = [Part(*numbers) for numbers in _PART.iter_unpack(bytes(request.parts.data))]
+    ends: dict[bytes, int] = {}
+    for part in parts:
+        session, start, rows, length, _ = part
+        _require(
+            session != NO_SESSION,
+            "parts",
+            "the session 0",
+            "another one, which the client has drawn",
+        )
+        if rows == 0:
+            _require(
+                session not in ends, "parts", "rows of a session to forget", "one or the other"
+            )
+            ends[session] = -1
+            continue
+        _require(
+            min(start, rows) >= 0 and start + rows <= length <= context_length,
+            "parts",
+            f"a part of rows {start} + {rows} of {length}",
+            f"numbers that add up, within {context_length} tokens",
+        )
+        follows = ends.setdefault(session, start) == start
+        _require(follows, "parts", f"a part from {start}", "one that follows its session's last")
+        ends[session] = start + rows
+    rows, total = request.hidden_states.shape[0], sum(part.rows for part in parts)
+    _require(total == rows, "parts", f"{total} rows", f"{rows}, as hidden_states has")
+    return parts
+
+
+def read_outputs(request: SegmentRequest) -> Outputs:
+    """Read and check `outputs`; None where all rows are wanted. Raises ProtocolError."""
+    rows = request.hidden_states.shape[0]
+    wanted = memoryview(bytes(request.outputs.data)).cast("q").tolist()
+    rising = all(first < second for first, second in pairwise(wanted))
+    fits = rising and wanted[0] >= 0 and wanted[-1] < rows
+    _require(fits, "outputs", "other numbers", f"rising ones, from 0 to {rows - 1}")
+    return None if len(wanted) == rows else wanted
+
+
+def _require(holds: bool, field: str, got: str, expected: str) -> None:
+    where = f"Segment.{field}"
+    ProtocolError.unless(holds, where, got, expected, code=ErrorCode.INVALID_FIELD)
 
 
 class SegmentKernels(ABC):

@@ -7,14 +7,16 @@ weight is one tensor in a part, too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
-from gpu_side.provision import PROVISION_FILE, Provision, read_provision
 from gpu_side.state import QueueLimits
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
@@ -23,6 +25,7 @@ from protocol.messages import (
     WHOLE,
     Arithmetic,
     Columns,
+    Digest,
     InitConfig,
     InitReply,
     LinearOperator,
@@ -38,13 +41,14 @@ from protocol.model.checkpoint import (
     linear_tensors,
     norm_names,
 )
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.files import is_there
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.rope import rope_frequencies
 from protocol.model.tensor_file import TensorFile
 from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch
+from protocol.validation import validate_file
 
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
 # A transformed directory has the head under this name, tied or not.
@@ -59,6 +63,54 @@ OPERATOR_OF: dict[ModuleName, LinearOperator] = {
 # which weights it was made of. It is no digest of anything.
 NO_LINEAR_DIGEST = "0" * 64
 _CALIBRATION_FILE = "calibration.safetensors"
+
+
+PROVISION_FILE = "provision.json"
+
+Holds: TypeAlias = Literal["linears", "layers", "model"]
+
+
+class Provision(BaseModel):
+    """The marker of a directory whose weights a feature or segment mask has transformed.
+
+    Such a directory is made on the TEE side for a server that may hold nothing else: `config.json`,
+    transformed weights and this marker. `mask`: the name of the feature or segment mask. `holds`
+    says which weights: "linears" has the linear ones alone (with zero biases where the architecture
+    has biases), "layers" also real biases and the layers' norms, "model" also the final norm and
+    the LM head. None has an embedding. `provision_id` names the key that undoes the transform; it
+    is no secret and says nothing about the key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Annotated[int, Field(ge=1, le=1)] = 1
+    mask: Annotated[str, Field(pattern="^[a-z0-9-]{1,64}$")]
+    provision_id: Digest
+    holds: Holds = "linears"
+
+
+def read_provision(directory: Path) -> Provision | None:
+    """Read the marker; None where there is none, and the directory is a model's own.
+
+    Raises ModelError that names file and field: damaged, of another version, a field too many.
+    """
+    path = directory / PROVISION_FILE
+    if not path.exists() and not path.is_symlink():
+        return None
+    raw = read_json(path)
+    # a default is for writers, not for readers
+    ModelError.unless("version" in raw, f"{path}: version", "nothing", "1")
+    return validate_file(Provision, raw, str(path))
+
+
+def write_provision(directory: Path, provision: Provision) -> None:
+    """Write the marker; the last file of a directory, so that a partial one is none.
+
+    Raises FileExistsError where there is one already.
+    """
+    with (directory / PROVISION_FILE).open("x", encoding="utf-8") as file:
+        json.dump(provision.model_dump(), file, indent=2)
+        file.write("\n")
 
 
 class PartConfig(ModelConfig):
@@ -241,13 +293,13 @@ def read_served_model(
     orders: list[str] = []
     if provision is None:
         checkpoint.require(light_tensors(config) | (linears if weights else {}))
-    elif "float" not in arithmetic:
-        raise ModelError(
-            f"{directory / PROVISION_FILE}: mask {provision.mask}",
-            got=f"arithmetic {', '.join(arithmetic)}",
-            expected="float: transformed weights have no integers",
-        )
     else:
+        ModelError.unless(
+            "float" in arithmetic,
+            f"{directory / PROVISION_FILE}: mask {provision.mask}",
+            f"arithmetic {', '.join(arithmetic)}",
+            "float: transformed weights have no integers",
+        )
         arithmetic = ("float",)
         checkpoint.require(linears)
         if provision.holds != "linears":
@@ -280,13 +332,13 @@ def _calibrated_digest(directory: Path) -> str | None:
     path = directory / _CALIBRATION_FILE
     if not is_there(path):
         return None
-    digest = TensorFile(path).header.metadata.get("linear_digest")
-    if digest is None or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ModelError(
-            f"{path}: linear_digest",
-            got="nothing" if digest is None else describe(digest),
-            expected="64 hexadecimal digits",
-        )
+    digest = TensorFile(path).header.metadata.get("linear_digest", "")
+    ModelError.unless(
+        re.fullmatch("[0-9a-f]{64}", digest),
+        f"{path}: linear_digest",
+        describe(digest) if digest else "nothing",
+        "64 hexadecimal digits",
+    )
     return digest
 
 

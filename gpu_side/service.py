@@ -24,14 +24,14 @@ from gpu_side.sessions import SessionSettings
 from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.stream_listener import StreamListener
-from gpu_side.weights import ServiceWeights, check_integers, load_weights
+from gpu_side.weights import ServiceWeights, check_integers
 from protocol import native
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import is_beyond_loopback
 from protocol.errors import KernelError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.messages import WHOLE, Arithmetic
+from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
 
@@ -91,9 +91,12 @@ class ServiceSettings:
         if self.bind.startswith(("http:", "https:")):
             return HttpKeys.read(self.http_tokens, self.http_cert, self.http_key)
         for name in ("http_tokens", "http_cert", "http_key"):
-            if getattr(self, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise SettingsError(option, got=f"--bind {self.bind}", expected="--http")
+            SettingsError.unless(
+                getattr(self, name) is None,
+                f"--{name.replace('_', '-')}",
+                f"--bind {self.bind}",
+                "--http",
+            )
         return None
 
     def read_keys(self) -> ServiceKeys | None:
@@ -139,10 +142,10 @@ class ServiceSettings:
         return ServiceKeys.read(self.identity, self.allow)
 
     @property
-    def place(self) -> RankPlace | None:
-        """Which of several ranks this process is; None: there is no other. Raises SettingsError."""
+    def place(self) -> RankPlace:
+        """Which of its ranks this process is. Raises SettingsError."""
         if self.tensor_parallel == 1:
-            return None
+            return RankPlace(0, 1)
         check_columns(read_config(self.model), (0, self.tensor_parallel), OPTION)
         return place_of(self.tensor_parallel)
 
@@ -162,10 +165,9 @@ class ServiceSettings:
                 "--max-queued-requests",
             ),
         ):
-            if value < least:
-                raise SettingsError(
-                    option, got=f"{value:.9g}", expected=f"at least {least:.9g}, which is {why}"
-                )
+            SettingsError.unless(
+                value >= least, option, f"{value:.9g}", f"at least {least:.9g}, which is {why}"
+            )
         return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
 
 
@@ -180,9 +182,9 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     require_little_endian()
     _allow_many_descriptors()
     place = settings.place
-    native.set_up(settings.kernels, settings.threads or (None if place is None else place.threads))
-    device = parse_device(settings.device if place is None else place.device(settings.device))
-    if place is not None and place.rank:
+    native.set_up(settings.kernels, settings.threads or place.threads)
+    device = parse_device(place.device(settings.device))
+    if place.rank:
         from gpu_side.ranks.worker import work
 
         work(_job(settings, place, device))
@@ -215,8 +217,9 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             beside.enter_context(rereads_list(allow, *allowed))
             log.info("bound", endpoint=listener.endpoint, **_lets_in(keys, http))
             _serve_metrics(settings, state, beside)
-            ranks = None if place is None else _ranks(settings, place, device, stop, beside)
-            operators = _load(settings, device, state, stop, attest, ranks)
+            job = _job(settings, place, device)
+            ranks = None if place.ranks == 1 else _ranks(job, stop, beside)
+            operators = _load(settings, job, device, state, stop, attest, ranks)
             if operators is not None:
                 state.sessions = lambda: operators.sessions.totals
                 if isinstance(listener, StreamListener):
@@ -294,46 +297,26 @@ class _StoppedWhileLoadingError(Exception):
 
 def _load(
     settings: ServiceSettings,
+    job: RankJob,
     device: Device,
     state: ServiceState,
     stop: StopSignal,
-    attest: Attest | None = None,
-    ranks: Ranks | None = None,
+    attest: Attest | None,
+    ranks: Ranks | None,
 ) -> RequestHandler | None:
     """Read the weights; None if a stop signal came meanwhile."""
-    began = time.monotonic()
-    config = read_config(settings.model)
-    dtype, layers = settings.dtype or config.dtype, settings.layers
-    several: dict[str, Any] = {} if ranks is None else {"ranks": settings.tensor_parallel}
+    began = logged = time.monotonic()
+    config, layers = read_config(job.model), job.layers
+    several: dict[str, Any] = {} if ranks is None else {"ranks": job.place.ranks}
     log.info(
         "loading",
-        model=settings.model.name,
+        model=job.model.name,
         architecture=config.architecture,
         layers=config.num_hidden_layers if layers is None else f"{layers[0]}-{layers[1]}",
         device=str(device),
-        dtype=dtype,
+        dtype=job.dtype,
         **several,
     )
-    arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
-
-    def answering(served: ServiceWeights | NullWeights | Served) -> RequestHandler:
-        return RequestHandler(
-            served,
-            settings.max_message_bytes,
-            state.queue.limits,
-            settings.spin_us,
-            attest,
-            settings.sessions,
-        )
-
-    if isinstance(device, NullDevice):
-        held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
-        log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
-        _log_loaded(held, 0, time.monotonic() - began)
-        return answering(NullWeights(held, device, torch_dtype(dtype)))
-    if ranks is not None and not ranks.join():
-        return None
-    logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
         nonlocal logged
@@ -343,24 +326,33 @@ def _load(
             logged = time.monotonic()
             log.info("loading", layers_done=done, layers=total)
 
-    try:
-        weights = load_weights(
-            settings.model,
-            device=device,
-            dtype=torch_dtype(dtype),
-            arithmetic=arithmetic,
-            layers=layers,
-            columns=WHOLE if ranks is None else ranks.job.columns,
-            progress=progress,
-        )
-    except _StoppedWhileLoadingError:
+    served: ServiceWeights | NullWeights | Served
+    if isinstance(device, NullDevice):
+        held, _ = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
+        log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
+        _log_loaded(held, 0, time.monotonic() - began)
+        served = NullWeights(held, device, torch_dtype(job.dtype))
+    elif ranks is not None and not ranks.join():
         return None
-    _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return answering(weights if ranks is None else ranks.served(weights))
+    else:
+        try:
+            weights = job.load(device, progress)
+        except _StoppedWhileLoadingError:
+            return None
+        _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
+        served = weights if ranks is None else ranks.served(weights)
+    return RequestHandler(
+        served,
+        settings.max_message_bytes,
+        state.queue.limits,
+        settings.spin_us,
+        attest,
+        settings.sessions,
+    )
 
 
 def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob:
-    """Return what a rank is told."""
+    """Return what every rank is told, and a service that has no other ranks."""
     config = read_config(settings.model)
     return RankJob(
         place=place,
@@ -377,13 +369,11 @@ def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob
     )
 
 
-def _ranks(
-    settings: ServiceSettings, place: RankPlace, device: Device, stop: StopSignal, stack: ExitStack
-) -> Ranks:
+def _ranks(job: RankJob, stop: StopSignal, stack: ExitStack) -> Ranks:
     """Start the other ranks, if torchrun has not; the stack ends them."""
     from gpu_side.ranks.head import Ranks
 
-    ranks = Ranks(_job(settings, place, device), stop, starts_them=not by_torchrun())
+    ranks = Ranks(job, stop, starts_them=not by_torchrun())
     stack.callback(ranks.close)
     ranks.start()
     return ranks

@@ -19,7 +19,6 @@ import torch
 
 from gpu_side.defaults import SESSION_TTL_S
 from gpu_side.event_log import log
-from gpu_side.segment_parts import NO_SESSION, Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
 from gpu_side.spill import Ledger, SessionFiles, SessionName, SpillKey
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
@@ -28,6 +27,22 @@ from protocol.errors import ErrorCode, ProtocolError, SettingsError
 _NULL_BYTES = 2**36
 
 _MEMINFO = Path("/proc/meminfo")
+
+NO_SESSION = bytes(16)
+
+
+class Part(NamedTuple):
+    """`rows` of one session, the first of which has the position `start`.
+
+    `session`, `parent`: 128 bits. `length`: of the sequence once all that is pending has run.
+    `rows` 0: the session is to be forgotten.
+    """
+
+    session: bytes
+    start: int
+    rows: int
+    length: int
+    parent: bytes = NO_SESSION
 
 
 @dataclass(frozen=True, slots=True)

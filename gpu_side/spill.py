@@ -165,17 +165,17 @@ class Ledger:
     """Sizes of sessions. One is in use by the running request from the beginning, or at rest.
 
     Each question takes the same time however many sessions there are: one request may name
-    thousands. `all`: of all clients.
+    thousands. `all`: of all clients; `clients`: of each that has sessions.
     """
 
     def __init__(self) -> None:
         self.all = Account()
         self._sizes: dict[SessionName, int] = {}
-        self._clients: dict[bytes, Account] = {}
+        self.clients: dict[bytes, Account] = {}
 
     def of(self, client: bytes) -> Account:
         """Return the account of a client."""
-        return self._clients.get(client) or Account()
+        return self.clients.get(client) or Account()
 
     def resize(self, name: SessionName, size: int) -> None:
         """Take note of how many bytes a session in use has."""
@@ -203,11 +203,11 @@ class Ledger:
             self.use(name)
             self.resize(name, 0)
             del self._sizes[name]
-            if not self._clients[name.client].bytes:
-                del self._clients[name.client]
+            if not self.clients[name.client].bytes:
+                del self.clients[name.client]
 
     def _accounts(self, name: SessionName) -> tuple[Account, Account]:
-        return self.all, self._clients.setdefault(name.client, Account())
+        return self.all, self.clients.setdefault(name.client, Account())
 
 
 # What a processor encrypts and writes in about a second.
@@ -221,8 +221,6 @@ class SessionFiles:
         self._directory, self._most = directory, most
         self._files: dict[SessionName, tuple[SpilledSession, float]] = {}
         self._ledger = Ledger()
-        # All clients that have more than half, and perhaps others.
-        self._large: set[bytes] = set()
         self._left = 0
 
     @property
@@ -256,7 +254,6 @@ class SessionFiles:
         self._files[name] = written, used_s
         self._ledger.resize(name, written.bytes)
         self._ledger.rest(name)
-        self._large.add(name.client)
         while (oldest := self._oldest()) is not None and (
             self.total_bytes > self._most or len(self._files) > MAX_FILES
         ):
@@ -295,10 +292,8 @@ class SessionFiles:
 
     def _oldest(self) -> SessionName | None:
         """Return what goes first: of a client that has more than half, where there is one."""
-        self._large = {client for client in self._large if self._is_large(client)}
-        large = next(iter(self._large), None)
-        return (self._ledger.all if large is None else self._ledger.of(large)).oldest
+        large = next(filter(self._is_large, self._ledger.clients.values()), self._ledger.all)
+        return large.oldest
 
-    def _is_large(self, client: bytes) -> bool:
-        account = self._ledger.of(client)
+    def _is_large(self, account: Account) -> bool:
         return 2 * account.bytes > self._most or 2 * len(account.resting) > MAX_FILES

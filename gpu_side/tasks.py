@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_side.segment_parts import PART_NUMBERS
 from gpu_side.served_model import OPERATOR_OF, ServedModel
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -42,6 +41,8 @@ Computed: TypeAlias = (
 Shape: TypeAlias = tuple[int, ...]
 # Parts of a Segment, each of which costs the service some time whatever its rows are.
 _MOST_PARTS = 2**12
+# Numbers of a part, int64 (`gpu_side.sessions.Part`).
+_PART_NUMBERS = 7
 _TOGETHER = " or ".join(" ".join(names) for names in FUSED_MODULES.values() if len(names) > 1)
 
 
@@ -209,7 +210,7 @@ class RequestChecker:
         return Task((*shape, hidden_size), dtype, work, tokens * ITEMSIZE["int64"])
 
     def _segment(self, request: SegmentRequest) -> Task:
-        """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_parts`)."""
+        """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_kernels`)."""
         config, hidden = self._config, request.hidden_states
         self._require_held(self._held.has_segments, "Segment", "whole layers")
         first, last, behind = request.first_layer, request.last_layer, config.num_hidden_layers
@@ -237,7 +238,7 @@ class RequestChecker:
             f"a float dtype, [rows, {D}]",
         )
         rows, parts, wanted = hidden.shape[0], request.parts.shape[0], request.outputs.shape[0]
-        _require_form("Segment.parts", request.parts, "int64", (parts, PART_NUMBERS))
+        _require_form("Segment.parts", request.parts, "int64", (parts, _PART_NUMBERS))
         _require_form("Segment.outputs", request.outputs, "int64", (min(wanted, rows),))
         _require(parts <= _MOST_PARTS, "Segment.parts", f"{parts} parts", f"at most {_MOST_PARTS}")
         operators = (map(config.module_shape, names) for names in FUSED_MODULES.values())

@@ -87,9 +87,8 @@ def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _record(device: torch.device) -> Event:
-    event = torch.cuda.Event()
     # The device's own stream: the current device may be another.
-    event.record(torch.cuda.current_stream(device))
+    event: Event = torch.cuda.current_stream(device).record_event()
     return event
 
 

@@ -4,9 +4,9 @@ Each module is read straight into its rows of the fused matrix, so that nothing 
 the int8 weights, too, are made block by block from the file.
 
 Whole layers need norms and the order of RoPE's pairs besides, from a model's own directory, or from
-one that a segment mask has transformed for a server (`gpu_side.provision`): there norms of queries
-and keys may differ by head, and RoPE's pairs may stand in another order in each key/value head and
-its query heads.
+one that a segment mask has transformed for a server (`gpu_side.served_model.Provision`): there
+norms of queries and keys may differ by head, and RoPE's pairs may stand in another order in each
+key/value head and its query heads.
 """
 
 from __future__ import annotations
@@ -89,20 +89,18 @@ class ServiceWeights(ServedModel):
     @property
     def weight_bytes(self) -> int:
         """Size of all matrices on the device, in bytes."""
-        tensors = [] if self.embedding is None else [self.embedding]
-        if self.lm_head is not None and self.lm_head is not self.embedding:
-            tensors.append(self.lm_head)
-        for layer in (self.linears or {}).values():
-            for linear in layer.values():
-                tensors += [linear.weight] + ([] if linear.bias is None else [linear.bias])
-        for integers in (self.integers or {}).values():
-            for quantized in integers.values():
-                tensors += [quantized.weight, quantized.scale]
+        floats = [one for layer in (self.linears or {}).values() for one in layer.values()]
+        integers = [one for layer in (self.integers or {}).values() for one in layer.values()]
         if self.lm_head_int8 is not None:
-            tensors += [self.lm_head_int8.weight, self.lm_head_int8.scale]
-        if self.lm_head is None and self.segment is not None and self.segment.lm_head is not None:
+            integers.append(self.lm_head_int8)
+        tensors = [self.embedding, self.lm_head]
+        if self.segment is not None:
             tensors.append(self.segment.lm_head)
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors += [tensor for linear in floats for tensor in (linear.weight, linear.bias)]
+        tensors += [tensor for linear in integers for tensor in (linear.weight, linear.scale)]
+        # A tied weight is one tensor, under several names.
+        held = {id(tensor): tensor.nbytes for tensor in tensors if tensor is not None}
+        return sum(held.values())
 
 
 class PartCheckpoint(Checkpoint):

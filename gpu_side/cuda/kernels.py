@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, InPlaceJob, Tile, TileChoices
 from gpu_side.cuda.products import DeviceProducts, InPlaceProof, Product
 from gpu_side.encoding import payload_place
-from gpu_side.kernels import DeviceKernels, TorchKernels, WeightRequest, weight_of
+from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
 from gpu_side.tasks import Computed, LinearWork, Task
-from gpu_side.transfer import Kernel, Result, transfer_to
+from gpu_side.transfer import Kernel, Result
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
@@ -23,7 +23,7 @@ from protocol.tensors import Buffer, WireTensor, raw_bytes, to_torch, torch_dtyp
 _CHOSEN_ROWS = (*GRAPH_ROWS, 64, 128, 256, 512)
 
 
-class CudaKernels:
+class CudaKernels(TorchKernels):
     """Products with weights as graphs; the other requests as torch computes them.
 
     `spin_us`: see `gpu_side.transfer.Queued`. `device`: where the weights are.
@@ -32,10 +32,8 @@ class CudaKernels:
     def __init__(
         self, weights: ServiceWeights, spin_us: float = 0.0, device: CudaDevice | None = None
     ) -> None:
-        self._weights = weights
+        super().__init__(weights, spin_us)
         device = device or CudaDevice(weights.device)
-        self._others = TorchKernels(weights, spin_us)
-        self._to_device = transfer_to(weights.device, spin_us).to_device
         self._products = DeviceProducts(device, _row_bytes(weights), spin_us)
         self._tiles = TileChoices(device.time_us)
         if weights.integers is not None:
@@ -44,11 +42,11 @@ class CudaKernels:
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `gpu_side.kernels.Kernels.prepare`."""
         if not isinstance(request, WeightRequest):
-            return self._others.prepare(request, task)
+            return super().prepare(request, task)
         work = task.work
         if not isinstance(work, LinearWork):
             raise TypeError("a product with a weight that is none")
-        products, product = self._products, self._product(request, task)
+        products, product = self._products, self._given(request, task)
         place: Hashable = (
             request.method,
             *(getattr(request, name, None) for name in ("layer_idx", "module_names", "bias")),
@@ -77,27 +75,15 @@ class CudaKernels:
 
         return kernel
 
-    def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
-        """See `gpu_side.kernels.DeviceKernels.product`; without graphs."""
-        if not isinstance(request, RingLinearRequest | RingLMHeadRequest):
-            return self._others.product(request, task)
-        product, to_device = self._product(request, task), self._to_device
-        in_features = request.elements.shape[-1]
+    def _ring_product(self, request: RingLinearRequest | RingLMHeadRequest) -> _Ring:
+        """See `TorchKernels._ring_product`; without graphs."""
+        weight, _ = weight_of(self._weights, request)
+        return _Ring(weight, self._tiles)
 
-        def ring(request: RingLinearRequest | RingLMHeadRequest) -> torch.Tensor:
-            elements = to_device(to_torch(request.elements), torch.int32)
-            return product(elements.view(-1, in_features)).view(task.shape)
-
-        return ring
-
-    def reply(self, output: torch.Tensor, task: Task) -> Result:
-        """See `gpu_side.kernels.DeviceKernels.reply`."""
-        return self._others.reply(output, task)
-
-    def _product(self, request: WeightRequest, task: Task) -> Product:
-        weight, bias = weight_of(self._weights, request)
+    def _given(self, request: WeightRequest, task: Task) -> Product:
         if isinstance(request, RingLinearRequest | RingLMHeadRequest):
-            return _Ring(weight, self._tiles)
+            return self._ring_product(request)
+        weight, bias = weight_of(self._weights, request)
         return _Floats(weight, bias, torch_dtype(task.dtype))
 
     def _choose_tiles(self) -> None:
@@ -119,7 +105,7 @@ class CudaKernels:
                     proof.check(product, given, result)
 
 
-def device_kernels(weights: ServiceWeights, spin_us: float) -> DeviceKernels:
+def device_kernels(weights: ServiceWeights, spin_us: float) -> TorchKernels:
     """Return what computes with weights, on the device where they are."""
     return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
 

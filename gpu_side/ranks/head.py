@@ -16,8 +16,8 @@ import torch
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.event_log import log
 from gpu_side.kernels import Served
-from gpu_side.ranks.group import Group
 from gpu_side.ranks.processes import RankJob, RankProcesses, how_it_ended
+from gpu_side.ranks.worker import Group
 from gpu_side.request_loop import StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transfer import Kernel, Result, Working

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.served_model import ServedModel
-from gpu_side.weights import ServiceWeights, load_weights
+from gpu_side.weights import Progress, ServiceWeights, load_weights
 from protocol.errors import SettingsError
 from protocol.messages import Arithmetic, Columns
 from protocol.native import usable_cores
@@ -33,25 +33,28 @@ OPTION = "--tensor-parallel"
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One of `ranks` processes of a host, each with the GPU of its number. Rank 0 is the head."""
+    """One of `ranks` processes of a host, each with the GPU of its number. Rank 0 is the head.
+
+    Of one process alone it is the place of a service that has no other ranks.
+    """
 
     rank: int
     ranks: int
 
     @property
-    def threads(self) -> int:
-        """The process's share of the cores that it may use."""
-        return max(1, usable_cores() // self.ranks)
+    def threads(self) -> int | None:
+        """The process's share of the cores that it may use; None: it has them to itself."""
+        return None if self.ranks == 1 else max(1, usable_cores() // self.ranks)
 
     def device(self, name: str) -> str:
         """Return which device `--device` means here. Raises SettingsError."""
         SettingsError.unless(
-            name in ("cpu", "cuda"),
+            self.ranks == 1 or name in ("cpu", "cuda"),
             OPTION,
             f"--device {name}",
             "cpu or cuda: each rank takes the GPU of its number, and all of them compute",
         )
-        return name if name == "cpu" else f"{name}:{self.rank}"
+        return name if self.ranks == 1 or name == "cpu" else f"{name}:{self.rank}"
 
 
 def by_torchrun() -> bool:
@@ -112,8 +115,8 @@ class RankJob(BaseModel):
         """The part of the weights that the rank holds."""
         return self.place.rank, self.place.ranks
 
-    def load(self, device: torch.device) -> ServiceWeights:
-        """Read this rank's part of the weights. Raises ModelError, SettingsError."""
+    def load(self, device: torch.device, progress: Progress | None = None) -> ServiceWeights:
+        """Read this rank's part of the weights, see `load_weights`."""
         return load_weights(
             self.model,
             device=device,
@@ -121,6 +124,7 @@ class RankJob(BaseModel):
             arithmetic=self.arithmetic,
             layers=self.layers,
             columns=self.columns,
+            progress=progress,
         )
 
     def holds(self, held: ServedModel) -> bytes:

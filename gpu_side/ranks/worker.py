@@ -1,6 +1,13 @@
-"""A rank that is not the head: computes its part of every request, until the head ends.
+"""A rank that is not the head, and the messages by which ranks reach each other (`Group`).
 
-Any failure ends it, and so the service: the head would wait for its part otherwise.
+It computes its part of every request, until the head ends. Any failure ends it, and so the service:
+the head would wait for its part otherwise.
+
+Requests go over gloo, results over NCCL where ranks have GPUs. A request is a header and a payload,
+and goes from host memory, where it arrived, to host memory, from where each rank copies it over its
+own bus. Both go in one tensor of fixed size where they fit, so that a row of most models takes one
+message; a longer payload follows in a tensor of its own. Results have sizes that both ends know,
+and go without a header, from the device of the product.
 """
 
 from __future__ import annotations
@@ -8,22 +15,151 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import struct
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.encoding import RequestReader
-from gpu_side.ranks.group import IDLE, Group
-from gpu_side.ranks.processes import RankJob
+from gpu_side.ranks.processes import OPTION, RankJob, RankPlace
 from gpu_side.tasks import Computed, RequestChecker
-from gpu_side.weights import ServiceWeights, check_integers
+from gpu_side.weights import check_integers
 from protocol import native
-from protocol.errors import EndpointError, TsqpError
+from protocol.errors import EndpointError, SettingsError, TsqpError
 from protocol.messages import Request
 from protocol.model.config import read_config
+from protocol.tensors import Buffer
+
+if TYPE_CHECKING:
+    Works: TypeAlias = list[dist.Work]
+
+# Of the first tensor of a message.
+MESSAGE_BYTES = 16 * 1024
+# Ranks find each other before they read weights, which takes no time.
+JOIN_S = 120.0
+_LOOK_S = 0.02
+# How long a rank waits for the next request. It ends with the head's connection, not by this.
+IDLE = timedelta(days=3650)
+# Lengths of header and payload.
+_LENGTHS = struct.Struct("<QQ")
+
+
+class Group:
+    """The ranks, as one of them has it. Methods raise RuntimeError where another rank is gone."""
+
+    def __init__(
+        self,
+        place: RankPlace,
+        file: Path | None,
+        device: torch.device,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait for the others, `JOIN_S` at most and not where `gone` says that it is of no use.
+
+        `file`: see `RankJob.store`. Raises RuntimeError then, and SettingsError for a torch without
+        what is needed.
+        """
+        here = dist.is_available()
+        on_cpu = device.type == "cpu"
+        gloo = here and dist.is_gloo_available()
+        nccl = on_cpu or (here and dist.is_nccl_available())
+        SettingsError.unless(gloo, OPTION, "a torch without gloo", "one with it")
+        SettingsError.unless(nccl, OPTION, "a torch without NCCL", "one with it")
+        # One for each device; NCCL has its connections at once, and fails here if it cannot.
+        backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
+        own = None if on_cpu else device
+        timeout = timedelta(seconds=JOIN_S)
+        # They would listen at the address that the host's name has.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        found: dict[str, Any] = {}
+        if file is not None:
+            store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
+            _meet(store, place, gone)
+            found = {"store": store, "rank": place.rank, "world_size": place.ranks}
+        dist.init_process_group(backend, timeout=timeout, device_id=own, **found)
+        # All ranks but this one.
+        self.others = [rank for rank in range(place.ranks) if rank != place.rank]
+        memory = bytearray(MESSAGE_BYTES)
+        self._memory, self._view = bytes_tensor(memory), memoryview(memory)
+
+    def send(self, header: bytes, payload: Buffer, to: list[int]) -> Works:
+        """Begin to send a message; all works are to have ended before the next one.
+
+        `header`: some hundred bytes. The payload stays as it is until then.
+        """
+        begin, size = _LENGTHS.size + len(header), len(payload)
+        self._view[: _LENGTHS.size] = _LENGTHS.pack(len(header), size)
+        self._view[_LENGTHS.size : begin] = header
+        tensors = [self._memory]
+        if begin + size <= MESSAGE_BYTES:
+            self._view[begin : begin + size] = payload
+        else:
+            tensors.append(bytes_tensor(payload))
+        return [_there(dist.isend(tensor, rank)) for rank in to for tensor in tensors]
+
+    def receive(self, source: int, within: timedelta) -> tuple[bytes, memoryview]:
+        """Return the next message's header and payload, which is valid until the next one."""
+        _there(dist.irecv(self._memory, source)).wait(within)
+        header_bytes, size = _LENGTHS.unpack_from(self._view)
+        begin = _LENGTHS.size + header_bytes
+        header = bytes(self._view[_LENGTHS.size : begin])
+        if begin + size <= MESSAGE_BYTES:
+            return header, self._view[begin : begin + size]
+        payload = bytearray(size)
+        dist.recv(bytes_tensor(payload), source)
+        return header, memoryview(payload)
+
+    def send_result(self, result: torch.Tensor, to: int) -> None:
+        """Send a tensor whose shape and dtype the other end knows."""
+        dist.send(_flat(result.contiguous()), to)
+
+    def begin_results(self, buffers: list[torch.Tensor]) -> Works:
+        """Begin to receive a result from each other rank, in order, into contiguous tensors."""
+        return [
+            _there(dist.irecv(_flat(buffer), rank))
+            for rank, buffer in zip(self.others, buffers, strict=True)
+        ]
+
+    @staticmethod
+    def leave() -> None:
+        """Close the connections."""
+        dist.destroy_process_group()
+
+
+def _meet(store: Any, place: RankPlace, gone: Callable[[], bool]) -> None:
+    """Wait until all ranks run: of torch's own wait nothing is told that one has ended."""
+    store.set(f"here/{place.rank}", "")
+    everybody = [f"here/{rank}" for rank in range(place.ranks)]
+    until = time.monotonic() + JOIN_S
+    while not store.check(everybody):
+        if gone() or time.monotonic() > until:
+            raise RuntimeError("a rank that does not come")
+        time.sleep(_LOOK_S)
+
+
+def bytes_tensor(data: Buffer) -> torch.Tensor:
+    """View bytes as a tensor; of read-only ones, which torch must not alias, return a copy."""
+    writable = isinstance(data, bytearray) or (isinstance(data, memoryview) and not data.readonly)
+    return torch.frombuffer(data if writable else bytearray(data), dtype=torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _there(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("a rank that is not of the group")
+    return work
+
 
 _HEAD = 0
 _PR_SET_PDEATHSIG = 1
@@ -56,12 +192,6 @@ def _serve(group: Group, job: RankJob) -> None:
     weights = job.load(device)
     for sent in group.send(job.holds(weights), b"", [_HEAD]):
         sent.wait()
-    with torch.inference_mode():
-        _answer(group, weights, job)
-    group.leave()
-
-
-def _answer(group: Group, weights: ServiceWeights, job: RankJob) -> None:
     kernels = device_kernels(weights, job.spin_us)
     checker = RequestChecker(weights, job.max_message_bytes)
 
@@ -71,12 +201,14 @@ def _answer(group: Group, weights: ServiceWeights, job: RankJob) -> None:
         return kernels.product(request, checker.check(request))
 
     reader = RequestReader(job.max_message_bytes, prepare)
-    while True:
-        header, payload = group.receive(_HEAD, IDLE)
-        if not header:
-            return
-        request, product = reader.read(reader.open([memoryview(header), payload]))
-        group.send_result(product(request), _HEAD)
+    with torch.inference_mode():
+        while True:
+            header, payload = group.receive(_HEAD, IDLE)
+            if not header:
+                break
+            request, product = reader.read(reader.open([memoryview(header), payload]))
+            group.send_result(product(request), _HEAD)
+    group.leave()
 
 
 def _end_with(parent: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpu_side.access import read_allow_list
-from gpu_side.provision import PROVISION_FILE, read_provision
+from gpu_side.served_model import PROVISION_FILE, read_provision
 from protocol import curve
 from protocol.errors import (
     CalibrationError,

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from gpu_side.provision import PROVISION_FILE, Provision, read_provision
+from gpu_side.served_model import PROVISION_FILE, Provision, read_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (

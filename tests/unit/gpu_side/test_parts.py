@@ -14,8 +14,13 @@ from safetensors.torch import load_file, save_file
 from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullKernels, NullWeights, request_us
-from gpu_side.provision import PROVISION_FILE, Provision, read_provision, write_provision
-from gpu_side.served_model import read_served_model
+from gpu_side.served_model import (
+    PROVISION_FILE,
+    Provision,
+    read_provision,
+    read_served_model,
+    write_provision,
+)
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError

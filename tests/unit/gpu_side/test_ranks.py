@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from gpu_side.handler import RequestHandler
 from gpu_side.ranks import head, worker
-from gpu_side.ranks.group import IDLE, JOIN_S, Group
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.processes import RankJob, RankPlace, place_of
+from gpu_side.ranks.worker import IDLE, JOIN_S, Group
 from gpu_side.request_loop import StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Channel, open_channel
@@ -205,7 +205,7 @@ def test_a_rank_that_does_not_start_or_come_ends_the_service(
     assert (started.join(), started.failure) == (False, None)
     ranks._stop.requested = False
     no_answer = pytest.raises(EndpointError, match="a rank: got no answer")
-    with patch("gpu_side.ranks.group.JOIN_S", 0.0), no_answer:
+    with patch("gpu_side.ranks.worker.JOIN_S", 0.0), no_answer:
         started.join()
     started.failure, ranks._stop.requested = None, False
     started.start()

@@ -18,9 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpu_side import sessions as sessions_module
 from gpu_side import spill as spill_module
-from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
+from gpu_side.sessions import Part, SessionSettings, SessionStore, SessionTotals, free_bytes
 from gpu_side.spill import SessionFiles, SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
@@ -283,7 +282,7 @@ class AnyRequests(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.sessions.forget_revoked(lambda _client: False)
         assert self.sessions.totals == SessionTotals()
-        assert not self.sessions._ledger._clients
+        assert not self.sessions._ledger.clients
         self.folder.cleanup()
 
 

@@ -16,8 +16,9 @@ import torch
 from gpu_side.encoding import encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
-from gpu_side.segment_parts import Part, read_parts
+from gpu_side.segment_kernels import read_parts
 from gpu_side.session_cache import CacheShape, Window
+from gpu_side.sessions import Part
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel

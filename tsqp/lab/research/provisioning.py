@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpu_side.provision import Holds, Provision, write_provision
+from gpu_side.served_model import Holds, Provision, write_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import (
