@@ -27,7 +27,7 @@ from protocol.prepared import Traffic
 from tee_side.engine.engine import Engine
 from tee_side.engine.generation import PadTotals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
-from tee_side.engine.sequence import Sampled, Sequence
+from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.waiting import WaitingQueue
 from tee_side.protect.pads.maker import Load, TellLoad
 

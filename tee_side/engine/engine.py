@@ -21,10 +21,8 @@ import torch
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
 from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
-from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.engine.step import Composed, PartResult, Rows, compose, run_step
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.step import Composed, PartResult, Rows, Sampled, Sequence, compose, run_step
+from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators

@@ -54,8 +54,8 @@ class TeeModel:
 
     def __post_init__(self) -> None:
         # One of the two is imported: a run does not trust the code of the other.
-        folder = "native" if compiled_for(self.dtype) else "model"
-        ops: Any = import_module(f"tee_side.{folder}.local_ops")
+        found = "native.kernels" if compiled_for(self.dtype) else "model.local_ops"
+        ops: Any = import_module(f"tee_side.{found}")
         self.layers = tuple(self._layer(index, ops) for index in range(len(self.norms)))
         norm = partial(ops.rms_norm, weight=self.final_norm, eps=self.config.rms_norm_eps)
         self.norm = timed(norm, self.observer, "rms_norm", None)

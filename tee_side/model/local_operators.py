@@ -13,7 +13,7 @@ from protocol.integer import int8_product, ring_product
 from protocol.model.checkpoint import EMBEDDING, lm_head_name
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_bias, load_linear, load_tensor
-from tee_side.native import sites
+from tee_side.native import kernels
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
@@ -111,7 +111,7 @@ def _dynamic_product(
     (benchmarks/accuracy.py), sixteen twice the time.
     """
     if site.compiled:
-        return sites.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
+        return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
     return site.decode(int8_product(site.to_bytes(x_TI), weights.weight), x_TI)
 
 

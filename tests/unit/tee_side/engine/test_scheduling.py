@@ -15,8 +15,7 @@ from tee_side.engine import step
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
-from tee_side.engine.sequence import Sequence
-from tee_side.engine.step import Composed, Part, compose, run_step
+from tee_side.engine.step import Composed, Part, Sequence, compose, run_step
 from tee_side.engine.waiting import WaitingQueue
 from tee_side.model.batch import Batch
 from tee_side.model.operators import forward
