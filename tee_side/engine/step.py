@@ -129,30 +129,6 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a step that run alike. `withheld`: the TEE computes all that would draw pads."""
-
-    batch: Batch
-    phase: Phase
-    withheld: bool = False
-
-    def table(self, lane: MicroBatchOperators) -> Operators:
-        """Return the operators of these rows."""
-        return (lane.withheld if self.withheld else lane.tables)[self.phase]
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """The logits [N, V] of a part's output rows, and the hidden states [R, D] of those it reads.
-
-    These are what the last layer gives, before the last norm.
-    """
-
-    logits_NV: torch.Tensor
-    hidden_RD: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of one sequence in a step: `tokens` that are pending, and guesses behind them.
 
@@ -186,11 +162,34 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a step that run alike. `withheld`: the TEE computes all that would draw pads.
+
+    `rows`: those of each sequence, in the order of the batch.
+    """
+
+    batch: Batch
+    phase: Phase
+    withheld: bool = False
+    rows: Parts[Rows] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """The logits [N, V] of a part's output rows, and the hidden states [R, D] of those it reads.
+
+    These are what the last layer gives, before the last norm.
+    """
+
+    logits_NV: torch.Tensor
+    hidden_RD: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Composed:
-    """The parts of a step, and of whose rows each consists; `refused` get no pads."""
+    """The parts of a step; `refused` get no pads."""
 
     parts: list[Part]
-    rows: list[list[Rows]]
     refused: list[tuple[Sequence, TsqpError]]
 
 
@@ -246,7 +245,7 @@ def compose(
     `lane`: any of the step's.
     """
     budget = _PadBudget(lane)
-    groups: dict[int, tuple[Part, list[Rows]]] = {}
+    groups: dict[int, tuple[Phase, bool, list[Rows]]] = {}
     refused: list[tuple[Sequence, TsqpError]] = []
     for wanted in _wanted(sequences, budget, step_tokens, speculative_tokens):
         sequence, phase = wanted.sequence, wanted.phase
@@ -257,13 +256,14 @@ def compose(
         except PadsExhaustedError as error:
             refused.append((sequence, error))
             continue
-        part = Part(Batch.of([]), phase, withheld)
-        groups.setdefault(id(part.table(lane)), (part, []))[1].append(wanted)
+        table = lane.table(phase, withheld=withheld)
+        _, _, rows = groups.setdefault(id(table), (phase, withheld, []))
+        rows.append(wanted)
     parts = [
-        Part(Batch.of([one.take() for one in rows]), part.phase, part.withheld)
-        for part, rows in groups.values()
+        Part(Batch.of([one.take() for one in rows]), phase, withheld, rows)
+        for phase, withheld, rows in groups.values()
     ]
-    return Composed(parts, [rows for _, rows in groups.values()], refused)
+    return Composed(parts, refused)
 
 
 def _wanted(
@@ -324,13 +324,14 @@ def run_step(parts: Parts[Part], lanes: Parts[MicroBatchOperators]) -> list[Part
     for part, batches in zip(parts, cut, strict=True):
         for batch in batches:
             lane = next(free)
-            running.append(run_part(batch, part.table(lane), lane))
+            ops = lane.table(part.phase, withheld=part.withheld)
+            running.append(run_part(batch, ops, lane))
     try:
         found = iter(run_overlapped(running))
         results = []
         for part, batches in zip(parts, cut, strict=True):
             outputs, read = zip(*(next(found) for _ in batches), strict=True)
-            ops = part.table(lanes[0])
+            ops = lanes[0].table(part.phase, withheld=part.withheld)
             if ops.head_apart:
                 logits_NV = torch.cat([each for each in outputs if len(each)] or outputs)
             else:

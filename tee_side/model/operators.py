@@ -96,6 +96,10 @@ class MicroBatchOperators:
     pads: Mapping[Mask, PadLane]
     spare: bool = False
 
+    def table(self, phase: Phase, *, withheld: bool) -> Operators:
+        """Return the operators of rows in a phase, which draw pads unless those are withheld."""
+        return (self.withheld if withheld else self.tables)[phase]
+
 
 def place(
     policy: Policy,
