@@ -26,7 +26,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, PadTotals
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.layers import load_tee_model
+from tee_side.model.local_operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.maker import Load, TellLoad
