@@ -36,8 +36,7 @@ from scipy.stats import rankdata
 
 from benchmarks.harness import Found, Place, main
 from tee_side.engine.request import SamplingSettings
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream

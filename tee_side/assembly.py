@@ -24,10 +24,10 @@ from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_head_scale
 from protocol.model.weights import CPU
-from tee_side.model.layers import TeeModel
 from tee_side.model.local_operators import (
     LocalOperators,
     Product,
+    TeeModel,
     load_local_operators,
     load_site,
     not_here,

@@ -26,7 +26,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, PadTotals
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.layers import load_tee_model
+from tee_side.model.local_operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.maker import Load, TellLoad
@@ -245,12 +245,16 @@ class Runner:
         """Return what services and pads have done, for the stats of an engine."""
         from tee_side.engine.background import Totals  # of a run that serves many
 
-        pads = list(self._assembly.pads.values())
+        traffic, pads = self._services.traffic, list(self._assembly.pads.values())
         return Totals(
-            self.traffic,
-            self.pads,
+            pads_ready=min((one.left for one in pads), default=None),
             pads_made=sum(one.made for one in pads),
             pads_used=sum(one.used for one in pads),
+            pads_waited=sum(one.waited for one in pads),
+            pads_in_tee=sum(one.in_tee for one in pads),
+            round_trips=traffic.round_trips,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
             services=self._services.connected,
         )
 

@@ -27,7 +27,7 @@ from tee_side.engine.request import (
     Request,
     SamplingSettings,
 )
-from tee_side.engine.text_stream import TextStream
+from tee_side.engine.tokenizer import TextStream
 from tsqp.run.load import engine_settings, load, open_runner
 from tsqp.run.settings import RunSettings, plain_type, settings_of
 

@@ -12,7 +12,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, TypeAlias
 
 from protocol.errors import (
@@ -23,11 +23,9 @@ from protocol.errors import (
     ReplyError,
     TsqpError,
 )
-from protocol.prepared import Traffic
 from tee_side.engine.engine import Engine
-from tee_side.engine.generation import PadTotals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
-from tee_side.engine.sequence import Sampled, Sequence
+from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.waiting import WaitingQueue
 from tee_side.protect.pads.maker import Load, TellLoad
 
@@ -42,13 +40,30 @@ _OF_ONE = (ActivationRangeError, MaskError, ReplyError)
 _PROBE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """How the engine stands, and what it has done since its start.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What services and pads have done since the start of a run.
 
-    `kv_usage`: 0 to 1. Prefix queries and hits, drafts, what was accepted of them, and pads: in
-    tokens; but steps waited for pads, or were computed in the TEE. `pads_ready`: None where no
-    operator is under pads.
+    Pads are counted in tokens; but steps waited for pads, or were computed in the TEE. `pads_ready`
+    is None where no operator is under pads. `services`: those that are connected.
+    """
+
+    pads_ready: int | None = None
+    pads_made: int = 0
+    pads_used: int = 0
+    pads_waited: int = 0
+    pads_in_tee: int = 0
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    services: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(Totals):
+    """How the engine stands, and what the run has done since its start.
+
+    `kv_usage`: 0 to 1. Prefix queries and hits, drafts, and what was accepted of them: in tokens.
     """
 
     running: int
@@ -61,26 +76,6 @@ class EngineStats:
     prefix_hits: int
     draft_tokens: int
     accepted_tokens: int
-    pads_ready: int | None
-    pads_made: int
-    pads_used: int
-    pads_waited: int
-    pads_in_tee: int
-    round_trips: int
-    bytes_sent: int
-    bytes_received: int
-    services: int
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What the rest of the run has done: see `EngineStats`."""
-
-    traffic: Traffic = field(default_factory=Traffic)
-    pads: PadTotals | None = None
-    pads_made: int = 0
-    pads_used: int = 0
-    services: int = 0
 
 
 @dataclass(eq=False)
@@ -185,9 +180,8 @@ class BackgroundEngine:
     def stats(self) -> EngineStats:
         """Return how the engine stands."""
         engine, counts = self._engine, self._engine.counts
-        totals = self._totals()
-        traffic, pads = totals.traffic, totals.pads
         return EngineStats(
+            **asdict(self._totals()),
             running=len(engine.running),
             waiting=len(self._waiting),
             kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
@@ -198,15 +192,6 @@ class BackgroundEngine:
             prefix_hits=self._prefixes.hits,
             draft_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
-            pads_ready=None if pads is None else pads.available,
-            pads_made=totals.pads_made,
-            pads_used=totals.pads_used,
-            pads_waited=0 if pads is None else pads.waited,
-            pads_in_tee=0 if pads is None else pads.in_tee,
-            round_trips=traffic.round_trips,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
-            services=totals.services,
         )
 
     def _run(self) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -21,12 +20,10 @@ import torch
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
 from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
-from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.engine.step import Composed, PartResult, Rows, compose, run_step
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.step import Composed, PartResult, Rows, Sampled, Sequence, compose, run_step
+from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
-from tee_side.model.layers import TeeModel
+from tee_side.model.local_operators import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import timed
 
@@ -287,8 +284,8 @@ class Engine:
             return []
         given = [
             given
-            for rows, result in zip(composed.rows, results, strict=True)
-            for given in self._given(rows, result)
+            for part, result in zip(composed.parts, results, strict=True)
+            for given in _given(part.rows, result)
         ]
         read = [self._read(*one) for one in given]
         # From here on nothing can fail: the step counts for every sequence, or for none.
@@ -310,7 +307,7 @@ class Engine:
         The others are computed again in the next step, and may have room then: a service's memory
         may be too small for all. Raises the error where the sequence cannot be told.
         """
-        sequences = [rows.sequence for rows in chain.from_iterable(composed.rows)]
+        sequences = [rows.sequence for part in composed.parts for rows in part.rows]
         worn = any(one.cache.losses > _MOST_LOSSES for one in sequences)
         if worn or isinstance(error, LimitError):
             if self.refuse is None:
@@ -319,12 +316,6 @@ class Engine:
         for sequence in sequences:
             if not sequence.cache.length:
                 sequence.reused_tokens = 0
-
-    def _given(self, rows: Lanes[Rows], result: PartResult) -> Iterator[_Given]:
-        """Cut what came of a part into what came of each sequence."""
-        logits = result.logits_NV.split([one.outputs for one in rows]) if rows else ()
-        hidden = result.hidden_RD.split([len(one.read) for one in rows])
-        yield from zip(rows, logits, hidden, strict=True)
 
     def _read(self, rows: Rows, _logits_NV: torch.Tensor, hidden_RD: torch.Tensor) -> list[Logprob]:
         reader, start = rows.sequence.reader, rows.sequence.cache.length
@@ -381,6 +372,13 @@ class Engine:
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generated += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
+
+
+def _given(rows: Lanes[Rows], result: PartResult) -> Iterator[_Given]:
+    """Cut what came of a part into what came of each sequence."""
+    logits = result.logits_NV.split([one.outputs for one in rows])
+    hidden = result.hidden_RD.split([len(one.read) for one in rows])
+    return zip(rows, logits, hidden, strict=True)
 
 
 def _drafts(request: Request, tokens: int) -> Drafts:

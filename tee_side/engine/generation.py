@@ -9,10 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.prepared import Traffic
 from tee_side.engine.request import FinishReason
-from tee_side.engine.sequence import Sampled
-from tee_side.engine.sequence import Sequence as EngineSequence
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.step import Sampled
+from tee_side.engine.step import Sequence as EngineSequence
+from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 
 class _Report(BaseModel):

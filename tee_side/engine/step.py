@@ -1,4 +1,4 @@
-"""One step: which rows of which sequences it computes, and its parts side by side, to logits.
+"""The sequences under way, and one step of them: which rows it computes, and how, to logits.
 
 Decode comes first: one row each, and a reader waits for every one of them. Prompts share what is
 left of the step's budget, each owner's alike. Whether rows get pads is settled for each sequence.
@@ -11,48 +11,121 @@ layer, until the earlier one has written the keys that it looks at.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Parts
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
-from tee_side.engine.sequence import Sequence
+from tee_side.engine.request import FinishReason, Logprob, Request
+from tee_side.engine.sampling import Sampler
+from tee_side.engine.tokenizer import TextStream
 from tee_side.model.batch import Batch, Take
+from tee_side.model.kv_cache import KVCache
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.pads.source import Pads
 from tee_side.remote.call import run, run_overlapped
 from tee_side.words import Phase
 
+if TYPE_CHECKING:
+    from tee_side.engine.drafts import Drafts
+    from tee_side.engine.reading import PromptReader
+
 # A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
 MIN_MICRO_BATCH_ROWS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a step that run alike. `withheld`: the TEE computes all that would draw pads."""
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request, and what has been generated of it; made by the engine.
 
-    batch: Batch
-    phase: Phase
-    withheld: bool = False
-
-    def table(self, lane: MicroBatchOperators) -> Operators:
-        """Return the operators of these rows."""
-        return (lane.withheld if self.withheld else lane.tables)[self.phase]
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """The logits [N, V] of a part's output rows, and the hidden states [R, D] of those it reads.
-
-    These are what the last layer gives, before the last norm.
+    `ids`: of prompt and answer; `prompt_tokens`: how many are the prompt's. `followers`: other
+    samples of the request, which get its keys and values of the prompt and `follow` until then.
+    `reader`: reads the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
+    `arrived`: tokens that `Runner.step` has put here for the `Generation` of this sequence.
     """
 
-    logits_NV: torch.Tensor
-    hidden_RD: torch.Tensor
+    request: Request
+    sample: int
+    ids: list[int]
+    prompt_tokens: int
+    cache: KVCache
+    sampler: Sampler
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    watch: TextStream | None = None
+    drafts: Drafts | None = None
+    reader: PromptReader | None = None
+    finish_reason: FinishReason | None = None
+    reused_tokens: int = 0
+    follows: bool = False
+    followers: list[Sequence] = field(default_factory=list)
+    arrived: deque[Sampled] = field(default_factory=deque)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self.ids[: self.prompt_tokens]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids generated so far, EOS included."""
+        return self.ids[self.prompt_tokens :]
+
+    @property
+    def phase(self) -> Phase:
+        """Prefill while tokens of the prompt, or several lost ones, are pending; then decode."""
+        behind = self.cache.length < self.prompt_tokens or self.pending > 1
+        return "prefill" if behind else "decode"
+
+    @property
+    def pending(self) -> int:
+        """How many of its tokens the cache does not hold yet."""
+        return len(self.ids) - self.cache.length
+
+    @property
+    def new_tokens_left(self) -> int:
+        """How many tokens it may still generate."""
+        return self.max_new_tokens - (len(self.ids) - self.prompt_tokens)
+
+    def append(self, token_id: int) -> None:
+        """Take a token, and finish on EOS, at a stop string or at the length limit."""
+        self.ids.append(token_id)
+        if self.drafts is not None:
+            self.drafts.append(token_id)
+        if self.watch is not None:
+            self.watch.feed(token_id)
+        if token_id in self.stop_ids:
+            self.finish_reason = "stop"
+        elif self.new_tokens_left <= 0:
+            self.finish_reason = "length"
+        if self.watch is not None:
+            if self.finish_reason is not None:
+                self.watch.flush()
+            if self.watch.found:
+                self.finish_reason = "stop"
+
+    def stop(self) -> None:
+        """Finish now."""
+        self.finish_reason = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that a step produced, and the logits [V] that it was sampled from.
+
+    `finish_reason`: the sequence's, with its last token.
+    """
+
+    sequence: Sequence
+    token_id: int
+    logits_V: torch.Tensor
+    logprob: Logprob | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +162,34 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a step that run alike. `withheld`: the TEE computes all that would draw pads.
+
+    `rows`: those of each sequence, in the order of the batch.
+    """
+
+    batch: Batch
+    phase: Phase
+    withheld: bool = False
+    rows: Parts[Rows] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """The logits [N, V] of a part's output rows, and the hidden states [R, D] of those it reads.
+
+    These are what the last layer gives, before the last norm.
+    """
+
+    logits_NV: torch.Tensor
+    hidden_RD: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Composed:
-    """The parts of a step, and of whose rows each consists; `refused` get no pads."""
+    """The parts of a step; `refused` get no pads."""
 
     parts: list[Part]
-    rows: list[list[Rows]]
     refused: list[tuple[Sequence, TsqpError]]
 
 
@@ -149,7 +245,7 @@ def compose(
     `lane`: any of the step's.
     """
     budget = _PadBudget(lane)
-    groups: dict[int, tuple[Part, list[Rows]]] = {}
+    groups: dict[int, tuple[Phase, bool, list[Rows]]] = {}
     refused: list[tuple[Sequence, TsqpError]] = []
     for wanted in _wanted(sequences, budget, step_tokens, speculative_tokens):
         sequence, phase = wanted.sequence, wanted.phase
@@ -160,13 +256,14 @@ def compose(
         except PadsExhaustedError as error:
             refused.append((sequence, error))
             continue
-        part = Part(Batch.of([]), phase, withheld)
-        groups.setdefault(id(part.table(lane)), (part, []))[1].append(wanted)
+        table = lane.table(phase, withheld=withheld)
+        _, _, rows = groups.setdefault(id(table), (phase, withheld, []))
+        rows.append(wanted)
     parts = [
-        Part(Batch.of([one.take() for one in rows]), part.phase, part.withheld)
-        for part, rows in groups.values()
+        Part(Batch.of([one.take() for one in rows]), phase, withheld, rows)
+        for phase, withheld, rows in groups.values()
     ]
-    return Composed(parts, [rows for _, rows in groups.values()], refused)
+    return Composed(parts, refused)
 
 
 def _wanted(
@@ -227,13 +324,14 @@ def run_step(parts: Parts[Part], lanes: Parts[MicroBatchOperators]) -> list[Part
     for part, batches in zip(parts, cut, strict=True):
         for batch in batches:
             lane = next(free)
-            running.append(run_part(batch, part.table(lane), lane))
+            ops = lane.table(part.phase, withheld=part.withheld)
+            running.append(run_part(batch, ops, lane))
     try:
         found = iter(run_overlapped(running))
         results = []
         for part, batches in zip(parts, cut, strict=True):
             outputs, read = zip(*(next(found) for _ in batches), strict=True)
-            ops = part.table(lanes[0])
+            ops = lanes[0].table(part.phase, withheld=part.withheld)
             if ops.head_apart:
                 logits_NV = torch.cat([each for each in outputs if len(each)] or outputs)
             else:

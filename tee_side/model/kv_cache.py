@@ -26,7 +26,7 @@ from protocol.errors import LimitError
 from protocol.messages import SESSION_BYTES
 from protocol.model.config import ModelConfig
 from protocol.native import compiled_for
-from tee_side.native import local_ops as compiled_ops
+from tee_side.native import kernels
 
 # What is left of the memory at start for everything but KV caches.
 _SHARE_OF_MEMORY = 0.8
@@ -112,7 +112,7 @@ class KVCache:
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * layers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._write = compiled_ops.append if compiled_for(dtype) else _append
+        self._write = kernels.append if compiled_for(dtype) else _append
         if not here:
             return
         try:

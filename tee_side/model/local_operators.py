@@ -1,19 +1,38 @@
-"""Operators that run in the TEE, with the weights that they need and no others."""
+"""What the TEE has of a model: norms and RoPE, and the operators that stay with their weights.
+
+A `TeeLayer` has the light operators of one layer, bound to its norms, which never leave. Of the
+others it has those that a policy keeps, and no weights besides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from importlib import import_module
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from protocol.integer import int8_product, ring_product
-from protocol.model.checkpoint import EMBEDDING, lm_head_name
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    Checkpoint,
+    light_tensors,
+    lm_head_name,
+    norm_names,
+)
+from protocol.model.config import ModelConfig
+from protocol.model.forward import Layer, Norm, bound
 from protocol.model.quantized import QuantizedLinear, load_quantized
-from protocol.model.weights import CPU, load_bias, load_linear, load_tensor
-from tee_side.native import sites
+from protocol.model.rope import Rope
+from protocol.model.weights import CPU, LayerNorms, load_bias, load_linear, load_tensor
+from protocol.native import compiled_for
+from tee_side.model.kv_cache import KVCache
+from tee_side.native import kernels
+from tee_side.observer import Observer, timed
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
@@ -24,6 +43,75 @@ Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 # What computes an operator in the TEE, biases included, by layer (None: no layer has it).
 LocalOperators: TypeAlias = dict[tuple[int | None, Operator], Product]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeeLayer(Layer):
+    """The local operators of one layer, timed where there is an observer.
+
+    `kv_cache`: `KVCache.append` of this layer; `attention`: see `tee_side.model.local_ops`.
+    `window`: how many tokens back a token may look, itself included; None for all.
+    """
+
+    kv_cache: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    window: int | None
+
+
+@dataclass(eq=False)
+class TeeModel:
+    """The part of a model that is needed whatever the placement is.
+
+    `norms`, `final_norm`: the weights; `layers`, `norm`: what the forward pass calls.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    norms: list[LayerNorms]
+    final_norm: torch.Tensor
+    rope: Rope
+    observer: Observer | None = None
+    layers: tuple[TeeLayer, ...] = field(init=False)
+    norm: Norm = field(init=False)
+
+    def __post_init__(self) -> None:
+        # One of the two is imported: a run does not trust the code of the other.
+        found = "native.kernels" if compiled_for(self.dtype) else "model.local_ops"
+        ops: Any = import_module(f"tee_side.{found}")
+        self.layers = tuple(self._layer(index, ops) for index in range(len(self.norms)))
+        norm = partial(ops.rms_norm, weight=self.final_norm, eps=self.config.rms_norm_eps)
+        self.norm = timed(norm, self.observer, "rms_norm", None)
+
+    def _layer(self, index: int, ops: Any) -> TeeLayer:
+        def told(function: Callable[..., Any], name: Any) -> Callable[..., Any]:
+            return timed(function, self.observer, name, index)
+
+        window = self.config.sliding_windows[index]
+        return TeeLayer(
+            index=index,
+            **bound(self.norms[index], self.config, ops, told),
+            kv_cache=told(partial(KVCache.append, layer=index), "kv_cache"),
+            attention=told(partial(ops.attention, window=window), "attention"),
+            window=window,
+        )
+
+    def observed(self, observer: Observer | None) -> TeeModel:
+        """Return the model with an observer that is told of every local operator."""
+        return replace(self, observer=observer)
+
+
+def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:
+    """Read the norms; the checkpoint must have been checked for them. Raises ModelError."""
+    shapes = light_tensors(config)
+
+    def read(name: str) -> torch.Tensor:
+        return load_tensor(checkpoint, name, shapes[name], dtype=dtype)
+
+    norms = [
+        LayerNorms(**{short: read(name) for short, name in norm_names(config, layer).items()})
+        for layer in range(config.num_hidden_layers)
+    ]
+    return TeeModel(config, dtype, norms, read(FINAL_NORM), Rope(config, dtype))
 
 
 def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
@@ -111,7 +199,7 @@ def _dynamic_product(
     (benchmarks/accuracy.py), sixteen twice the time.
     """
     if site.compiled:
-        return sites.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
+        return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
     return site.decode(int8_product(site.to_bytes(x_TI), weights.weight), x_TI)
 
 

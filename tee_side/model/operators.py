@@ -19,8 +19,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.forward import Call, Ops, staying
 from protocol.model.forward import forward as run_layers
 from tee_side.model.batch import Batch
-from tee_side.model.layers import TeeLayer, TeeModel
-from tee_side.model.local_operators import not_here
+from tee_side.model.local_operators import TeeLayer, TeeModel, not_here
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
@@ -95,6 +94,10 @@ class MicroBatchOperators:
     withheld: Mapping[Phase, Operators]
     pads: Mapping[Mask, PadLane]
     spare: bool = False
+
+    def table(self, phase: Phase, *, withheld: bool) -> Operators:
+        """Return the operators of rows in a phase, which draw pads unless those are withheld."""
+        return (self.withheld if withheld else self.tables)[phase]
 
 
 def place(

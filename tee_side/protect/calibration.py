@@ -30,7 +30,7 @@ from protocol.model.files import read_bytes, require_inside
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.weights import row_layout
 from protocol.native import compiled_for
-from tee_side.native import sites as compiled
+from tee_side.native import kernels as compiled
 from tee_side.words import Site
 
 if TYPE_CHECKING:

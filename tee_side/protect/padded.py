@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tee_side.native import sites as compiled
+from tee_side.native import kernels as compiled
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.sites import DynamicSite, IntegerSite
 from tee_side.protect.verification import ExactCheck

@@ -22,7 +22,7 @@ from protocol.model.config import ModelConfig
 from protocol.model.quantized import INT8_MAX, QuantizedLinear
 from protocol.model.weights import load_bias, weight_rows
 from protocol.native import compiled_for
-from tee_side.native import sites as compiled
+from tee_side.native import kernels as compiled
 from tee_side.protect.calibration import Calibration
 from tee_side.words import Site
 

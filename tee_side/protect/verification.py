@@ -46,7 +46,7 @@ from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_r
 from protocol.model.weights import row_layout, weight_rows
 from protocol.native import choice
 from protocol.tensors import to_torch
-from tee_side.native import sites
+from tee_side.native import kernels
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites, tensors_of
@@ -103,7 +103,7 @@ class ExactCheck:
         if not choice().compiled:
             products_kI = self.low_kI.long() + (self.high_kI.long() << 32)
             return x_TI.long() @ products_kI.t()
-        return sites.expect(x_TI, self.low_kI, self.high_kI)
+        return kernels.expect(x_TI, self.low_kI, self.high_kI)
 
     def holds(
         self, x_TI: torch.Tensor, y_TO: torch.Tensor, sent: Sequence[torch.Tensor] = ()
@@ -115,7 +115,7 @@ class ExactCheck:
         expected_Tk = self.expected(x_TI)
         if not choice().compiled:
             return torch.equal(y_TO.long() @ self.vectors_kO.t().long(), expected_Tk)
-        return sites.same(y_TO, self.vectors_kO, expected_Tk)
+        return kernels.same(y_TO, self.vectors_kO, expected_Tk)
 
 
 GROUP = "tsqp.checks"

@@ -24,8 +24,7 @@ from tee_side.engine.request import (
     PromptRead,
     Request,
 )
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 
 class TokenNames:

@@ -23,7 +23,7 @@ from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request as Wanted
 from tee_side.engine.request import SamplingSettings
-from tee_side.engine.sequence import Sequence
+from tee_side.engine.step import Sequence
 from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.segment import Sessions

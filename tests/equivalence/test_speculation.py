@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from tee_side.engine.engine import Counts, Engine, EngineSettings
 from tee_side.engine.request import Request, SamplingSettings
-from tee_side.engine.sequence import Sequence as Running
+from tee_side.engine.step import Sequence as Running
 from tee_side.engine.tokenizer import Tokenizer
 from tests.equivalence.tolerances import FLOAT32_STEPS, Tolerance
 from tests.kit.model import Models, Tee, token_ids

@@ -44,8 +44,13 @@ from protocol.model.checkpoint import (
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
+from tee_side.engine.tokenizer import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    TextStream,
+    Tokenizer,
+)
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.pads import bank_format

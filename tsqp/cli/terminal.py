@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from tee_side.engine.generation import Generation, GenerationResult, PadTotals, RpcTotals
-    from tee_side.engine.text_stream import TextStream
+    from tee_side.engine.tokenizer import TextStream
     from tee_side.runner import Runner
     from tsqp.run.settings import TextSettings
 

@@ -28,7 +28,7 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Exchange, Preparable, PreparedRequest, reply_tensor
 from protocol.tensors import WireTensor, from_torch, short_name
-from tee_side.model.layers import TeeLayer
+from tee_side.model.local_operators import TeeLayer
 from tee_side.model.local_ops import causal_mask
 from tee_side.observer import timed
 from tee_side.policy.placement import Placement

@@ -27,7 +27,7 @@ from tee_side.engine import background
 from tee_side.engine.background import BackgroundEngine, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Delivery, Request, SamplingSettings
-from tee_side.engine.sequence import Sampled, Sequence
+from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.waiting import QueueFullError
 from tee_side.model.kv_cache import KVCache
 from tests.kit.model import LoopbackChannel, Models, Tee, finish, stocked, token_ids

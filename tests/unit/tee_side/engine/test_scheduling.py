@@ -15,8 +15,7 @@ from tee_side.engine import step
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
-from tee_side.engine.sequence import Sequence
-from tee_side.engine.step import Composed, Part, compose, run_step
+from tee_side.engine.step import Composed, Part, Sequence, compose, run_step
 from tee_side.engine.waiting import WaitingQueue
 from tee_side.model.batch import Batch
 from tee_side.model.operators import forward
@@ -117,7 +116,8 @@ class Bench:
         composed = self.compose(step_tokens, guesses)
         assert composed.refused == []
         found = []
-        for part, rows in zip(composed.parts, composed.rows, strict=True):
+        for part in composed.parts:
+            rows = part.rows
             assert len(part.batch.token_ids_T) == sum(r.tokens + len(r.drafts) for r in rows)
             counts = {self.sequences.index(r.sequence): (r.tokens, len(r.drafts)) for r in rows}
             found.append((part.phase, part.withheld, counts))
@@ -194,7 +194,7 @@ def test_those_that_get_no_pads_are_computed_here_or_refused_and_the_others_go_o
     assert refused is bench.sequences[2]
     assert isinstance(error, PadsExhaustedError)
     assert error.expected.startswith("1 (tee-runner pads make")
-    rows = [[bench.sequences.index(one.sequence) for one in part] for part in composed.rows]
+    rows = [[bench.sequences.index(one.sequence) for one in part.rows] for part in composed.parts]
     assert rows == [[0, 1], [3]]
 
 
@@ -208,7 +208,7 @@ def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models)
     bench.pads.when_out = "fail"
     composed = bench.compose()
     assert [sequence for sequence, _ in composed.refused] == bench.sequences[:1]
-    assert [one.sequence for one in composed.rows[0]] == bench.sequences[1:]
+    assert [one.sequence for one in composed.parts[0].rows] == bench.sequences[1:]
 
 
 def test_drafts_are_what_followed_the_longest_end_the_last_time() -> None:

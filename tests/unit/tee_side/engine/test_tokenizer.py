@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from protocol.errors import ModelError, PromptError
 from tee_side.engine import chat_template
 from tee_side.engine.request import SamplingSettings
-from tee_side.engine.text_stream import TextStream
-from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.model import Models, token_ids
