@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from gpu_side.kernels import NullWeights
 from gpu_side.session_cache import CacheShape, PartAttention, SessionCache, Window
-from gpu_side.sessions import NO_SESSION, Part, SessionStore
+from gpu_side.sessions import NO_SESSION, SegmentPart, SessionStore
 from gpu_side.tasks import Task
 from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
@@ -32,16 +32,16 @@ _PART = struct.Struct("<16s3q16s")
 Outputs: TypeAlias = Sequence[int] | None
 # Computes the rows of these parts, each on its cache.
 Compute: TypeAlias = Callable[
-    [SegmentRequest, Sequence[Part], Sequence[SessionCache], Outputs], Result
+    [SegmentRequest, Sequence[SegmentPart], Sequence[SessionCache], Outputs], Result
 ]
 
 
-def read_parts(request: SegmentRequest, context_length: int) -> list[Part]:
+def read_parts(request: SegmentRequest, context_length: int) -> list[SegmentPart]:
     """Read and check `parts`, whose shape has been checked. Raises ProtocolError.
 
     The numbers are copied first: a client may change memory that it shares with us.
     """
-    parts = [Part(*numbers) for numbers in _PART.iter_unpack(bytes(request.parts.data))]
+    parts = [SegmentPart(*numbers) for numbers in _PART.iter_unpack(bytes(request.parts.data))]
     ends: dict[bytes, int] = {}
     for part in parts:
         session, start, rows, length, _ = part
@@ -208,7 +208,7 @@ class TorchSegments(SegmentKernels):
 
         def compute(
             request: SegmentRequest,
-            parts: Sequence[Part],
+            parts: Sequence[SegmentPart],
             caches: Sequence[SessionCache],
             outputs: Outputs,
         ) -> Result:
@@ -270,7 +270,7 @@ class NullSegments(SegmentKernels):
         heads, K, C = self._config.heads
         layers = first.last_layer - first.first_layer + 1
 
-        def attention_us(part: Part) -> float:
+        def attention_us(part: SegmentPart) -> float:
             context = part.start + part.rows
             if window.recent:
                 context = min(context, window.sinks + window.recent + part.rows)
@@ -278,7 +278,7 @@ class NullSegments(SegmentKernels):
 
         def compute(
             _request: SegmentRequest,
-            parts: Sequence[Part],
+            parts: Sequence[SegmentPart],
             _caches: Sequence[SessionCache],
             _outputs: Outputs,
         ) -> Result:

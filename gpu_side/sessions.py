@@ -31,7 +31,7 @@ _MEMINFO = Path("/proc/meminfo")
 NO_SESSION = bytes(16)
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """`rows` of one session, the first of which has the position `start`.
 
     `session`, `parent`: 128 bits. `length`: of the sequence once all that is pending has run.
@@ -138,7 +138,7 @@ class SessionStore:
         self,
         client: bytes,
         layers: tuple[int, int],
-        parts: Sequence[Part],
+        parts: Sequence[SegmentPart],
         shape: CacheShape,
         window: Window,
     ) -> Iterator[list[SessionCache]]:
@@ -177,7 +177,7 @@ class SessionStore:
     def _begin(
         self,
         name: SessionName,
-        part: Part,
+        part: SegmentPart,
         shape: CacheShape,
         window: Window,
         needed: Container[SessionName],

@@ -8,9 +8,8 @@ table of their phase, or the one that draws no pads.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Collection, Iterable, Iterator
-from collections.abc import Sequence as Ids
-from collections.abc import Sequence as Lanes
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -86,7 +85,7 @@ class Engine:
     def __init__(
         self,
         model: TeeModel,
-        lanes: Lanes[MicroBatchOperators],
+        lanes: abc.Sequence[MicroBatchOperators],
         settings: EngineSettings | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -138,12 +137,12 @@ class Engine:
 
     def add(
         self,
-        prompt_ids: Ids[int],
+        prompt_ids: abc.Sequence[int],
         *,
         max_new_tokens: int,
         sampling: SamplingSettings | None = None,
         eos_token_ids: frozenset[int] | None = None,
-        stop: Ids[str] = (),
+        stop: abc.Sequence[str] = (),
     ) -> Sequence:
         """Admit one sequence now, as `admit` does."""
         (sequence,) = self.admit(
@@ -374,7 +373,7 @@ class Engine:
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 
 
-def _given(rows: Lanes[Rows], result: PartResult) -> Iterator[_Given]:
+def _given(rows: abc.Sequence[Rows], result: PartResult) -> Iterator[_Given]:
     """Cut what came of a part into what came of each sequence."""
     logits = result.logits_NV.split([one.outputs for one in rows])
     hidden = result.hidden_RD.split([len(one.read) for one in rows])

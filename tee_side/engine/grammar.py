@@ -122,7 +122,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Where one sample is in its grammar (request.Matcher).
+    """Where one sample is in its grammar (request.TokenMatcher).
 
     Both methods raise PromptError where the text so far makes the next mask too costly.
     """

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
 
 
-class Matcher(Protocol):
+class TokenMatcher(Protocol):
     """Where one sequence is in its grammar."""
 
     def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """What a text must follow: compiled once a request, one matcher a sample."""
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> TokenMatcher:
         """Start at the beginning."""
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from protocol.errors import PromptError
-from tee_side.engine.request import SEEDS, Matcher, SamplingSettings
+from tee_side.engine.request import SEEDS, SamplingSettings, TokenMatcher
 
 # Below it float32 would overflow; long before, sampling is greedy.
 MIN_TEMPERATURE = 1e-6
@@ -38,7 +38,7 @@ class Sampler:
     """
 
     def __init__(
-        self, settings: SamplingSettings, prompt_tokens: int, matcher: Matcher | None = None
+        self, settings: SamplingSettings, prompt_tokens: int, matcher: TokenMatcher | None = None
     ) -> None:
         self._settings = settings
         self._matcher = matcher

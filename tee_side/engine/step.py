@@ -11,9 +11,8 @@ layer, until the earlier one has written the keys that it looks at.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, abc, deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Parts
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -171,7 +170,7 @@ class Part:
     batch: Batch
     phase: Phase
     withheld: bool = False
-    rows: Parts[Rows] = ()
+    rows: abc.Sequence[Rows] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +301,9 @@ def _wanted(
 
 
 @torch.inference_mode()
-def run_step(parts: Parts[Part], lanes: Parts[MicroBatchOperators]) -> list[PartResult]:
+def run_step(
+    parts: abc.Sequence[Part], lanes: abc.Sequence[MicroBatchOperators]
+) -> list[PartResult]:
     """Run the parts of a step; see `forward` for errors.
 
     `lanes`: each part gets one, and the largest is cut into micro-batches for all that are no
@@ -346,7 +347,7 @@ def run_step(parts: Parts[Part], lanes: Parts[MicroBatchOperators]) -> list[Part
                 pads.end_step()
 
 
-def _cut(parts: Parts[Part], lanes: Parts[MicroBatchOperators]) -> list[list[Batch]]:
+def _cut(parts: abc.Sequence[Part], lanes: abc.Sequence[MicroBatchOperators]) -> list[list[Batch]]:
     """Cut the largest part into micro-batches; there are as many spare lanes as other parts."""
     cut = [[part.batch] for part in parts]
     sizes = [len(part.batch.token_ids_T) for part in parts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class Take(NamedTuple):
     """
 
     cache: KVCache
-    ids: Rows[int]
+    ids: Sequence[int]
     left: int
     drafts: int = 0
     read: range = range(0)
@@ -76,7 +76,7 @@ class Batch:
     read_rows: tuple[int, ...] = ()
 
     @staticmethod
-    def of(parts: Rows[tuple[KVCache, Rows[int], int] | Take]) -> Batch:
+    def of(parts: Sequence[tuple[KVCache, Sequence[int], int] | Take]) -> Batch:
         """Lay what is taken of each sequence side by side."""
         token_ids: list[int] = []
         chunks: list[Chunk] = []

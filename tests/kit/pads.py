@@ -16,7 +16,7 @@ from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
-from tee_side.protect.pads.store import Batch, PadStore
+from tee_side.protect.pads.store import MadePads, PadStore
 from tests.kit.masks import wrapped
 
 LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
@@ -45,7 +45,7 @@ def product(site: int, r: torch.Tensor) -> torch.Tensor:
     return wrapped(r.to(torch.int64) @ weight)
 
 
-def put_all(batch: Batch) -> None:
+def put_all(batch: MadePads) -> None:
     for site in LAYOUT.sites:
         batch.put(site.number, product(site.number, batch.r(site.number)))
 

@@ -67,7 +67,7 @@ from tee_side.protect.pads.bank_format import (
     MAX_RECORDS,
     NONCE_BYTES,
     STATE_BYTES,
-    Header,
+    BankHeader,
     Keys,
     Purpose,
     State,
@@ -100,7 +100,7 @@ class PadBankStatus:
     """
 
     path: Path
-    header: Header
+    header: BankHeader
     available: int
     next_index: int
     token_bytes: int
@@ -114,7 +114,7 @@ class _Opened:
 
     place: BankPlace
     descriptor: int
-    header: Header
+    header: BankHeader
     keys: Keys
     witness: Path
     state: State
@@ -180,7 +180,7 @@ class BankFile(PadStore):
         if capacity % group:
             raise ValueError(f"pad bank: got groups of {group}, expected a divisor of {capacity}")
         place.check_apart()
-        header = Header(
+        header = BankHeader(
             **purpose.model_dump(),
             bank_id=secrets.token_hex(16),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -432,7 +432,7 @@ def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
     return _Opened(place, bank, header, keys, witness, state, start)
 
 
-def check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
+def check_purpose(path: Path, made_for: BankHeader, wanted: Purpose) -> None:
     """Raise PadBankError, which says what differs, for a bank that was made for something else."""
     got, expected = ((p.model_digest, p.linear_digest) for p in (made_for, wanted))
     changed = ", whose files have changed since" if made_for.model == wanted.model else ""

@@ -86,7 +86,7 @@ class Purpose(BaseModel):
         return PadLayout(tuple(SiteShape(*site[1:]) for site in self.sites))
 
 
-class Header(Purpose):
+class BankHeader(Purpose):
     """What a bank is for; never changes after it was created.
 
     `created`: UTC, ISO 8601. `group`: consecutive indices that share a record at each site; divides
@@ -164,7 +164,7 @@ class State(NamedTuple):
         return state
 
 
-def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
+def encode_header(header: BankHeader, key: bytes) -> tuple[bytes, Keys]:
     """Return everything that stands before the records, and the keys."""
     text = header.model_dump_json().encode()
     body = _PREAMBLE.pack(_MAGIC, VERSION, _key_id(key), len(text)) + text
@@ -172,7 +172,7 @@ def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
     return _whole_pages(body, keys), keys
 
 
-def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Header, Keys, int]:
+def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[BankHeader, Keys, int]:
     """Return header, keys and where the records start. Raises PadBankError that names the file."""
     preamble = os.pread(file, _PREAMBLE.size, 0)
     whole = len(preamble) == _PREAMBLE.size and preamble.startswith(_MAGIC)
@@ -192,7 +192,7 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Head
     written = _whole_pages(body, keys)
     _check_written(f"{path}: header", os.pread(file, len(written), 0), written)
     try:
-        header = Header.model_validate_json(body[_PREAMBLE.size :])
+        header = BankHeader.model_validate_json(body[_PREAMBLE.size :])
         header.layout  # noqa: B018 - raises if it is none
     except ValueError as error:  # pydantic's is one, too
         raise PadBankError(

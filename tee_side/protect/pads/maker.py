@@ -26,7 +26,7 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import SiteShape
-from tee_side.protect.pads.store import Batch, PadStore
+from tee_side.protect.pads.store import MadePads, PadStore
 from tee_side.words import Site
 
 # Called with (sites done, sites in all) after each site.
@@ -89,7 +89,7 @@ class PadMaker:
 
 # Inference mode is each thread's own, and a store may have been made in it.
 @torch.inference_mode()
-def _put(batch: Batch, site: int, u_TO: torch.Tensor) -> None:
+def _put(batch: MadePads, site: int, u_TO: torch.Tensor) -> None:
     batch.put(site, u_TO)
 
 

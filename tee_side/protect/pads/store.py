@@ -95,7 +95,7 @@ class PadStore(ABC):
         self._pool = ThreadPoolExecutor(self._threads, "pads ahead")
         # What the threads may still be reading.
         self._parts: list[Future[None]] = []
-        self._batch: Batch | None = None
+        self._batch: MadePads | None = None
         self._lock = threading.Lock()
         self.process = os.getpid()
         self.closed = False
@@ -229,7 +229,7 @@ class PadStore(ABC):
             for index in indices:
                 self._in_use.pop(index, None)
 
-    def begin(self, count: int) -> Batch:
+    def begin(self, count: int) -> MadePads:
         """Start filling the next `count` indices, whole groups up to `room`; one batch at a time.
 
         Raises PadBankError for a bank that has to end, or a disk that cannot be written.
@@ -244,7 +244,7 @@ class PadStore(ABC):
             wait(self._parts)  # some may be reading what is filled again
             indices = range(self._filled, self._filled + count)
             self._starting(indices)
-            self._batch = Batch(self, indices)
+            self._batch = MadePads(self, indices)
             return self._batch
 
     def check_usable(self) -> None:
@@ -338,7 +338,7 @@ class PadStore(ABC):
                 del in_use[index]
 
 
-class Batch:
+class MadePads:
     """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
 
     `indices`: N token indices. What was put without a commit is made again later, for the same
@@ -403,7 +403,7 @@ class Batch:
                 if self._store.closed:
                     self._store._let_go()
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> MadePads:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from gpu_side import sessions as sessions_module
 from gpu_side import spill as spill_module
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.sessions import Part, SessionSettings, SessionStore, SessionTotals, free_bytes
+from gpu_side.sessions import SegmentPart, SessionSettings, SessionStore, SessionTotals, free_bytes
 from gpu_side.spill import SessionFiles, SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
@@ -39,9 +39,9 @@ class Clock:
         return self.now
 
 
-def _part(session: int, start: int, rows: int, parent: int = 0) -> Part:
+def _part(session: int, start: int, rows: int, parent: int = 0) -> SegmentPart:
     own, other = (number.to_bytes(16, "little") for number in (session, parent))
-    return Part(own, start, rows, start + rows, other)
+    return SegmentPart(own, start, rows, start + rows, other)
 
 
 def _sessions(
@@ -56,7 +56,7 @@ def _sessions(
     return SessionStore(settings, 0, clock=clock or Clock())
 
 
-def _running(sessions: SessionStore, client: bytes, *parts: Part) -> Any:
+def _running(sessions: SessionStore, client: bytes, *parts: SegmentPart) -> Any:
     return sessions.running(client, LAYERS, parts, SHAPE, Window())
 
 
@@ -67,7 +67,7 @@ def _write(cache: SessionCache, start: int, tokens: range) -> None:
             tensor[:, :, at] = token
 
 
-def _run(sessions: SessionStore, client: bytes, *parts: Part) -> None:
+def _run(sessions: SessionStore, client: bytes, *parts: SegmentPart) -> None:
     """Run a request whose tokens are the number of their session and their position."""
     with _running(sessions, client, *parts) as caches:
         rows = [part for part in parts if part.rows]
@@ -76,7 +76,7 @@ def _run(sessions: SessionStore, client: bytes, *parts: Part) -> None:
             _write(cache, part.start, range(first, first + part.rows))
 
 
-def _code(sessions: SessionStore, client: bytes, *parts: Part) -> ErrorCode:
+def _code(sessions: SessionStore, client: bytes, *parts: SegmentPart) -> ErrorCode:
     with pytest.raises(ProtocolError) as caught, _running(sessions, client, *parts):
         pass
     return caught.value.code

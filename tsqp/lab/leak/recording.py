@@ -18,7 +18,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
 from gpu_side.segment_kernels import read_parts
 from gpu_side.session_cache import CacheShape, Window
-from gpu_side.sessions import Part
+from gpu_side.sessions import SegmentPart
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
@@ -132,7 +132,7 @@ class RecordingChannel(AtOnce):
         part = next(part for part in read_parts(last, context) if part.rows)
         end = part.start + part.rows
         # The session goes on by a token, as for a request that comes next; that one is not written.
-        parts = [Part(part.session, end, 1, end + 1)]
+        parts = [SegmentPart(part.session, end, 1, end + 1)]
         window = Window(last.sinks, last.recent)
         with sessions.running(b"", layers, parts, _NO_SHAPE, window) as (cache,):
             kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
