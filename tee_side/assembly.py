@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 AHEAD_IN_MEMORY = 128
 
 # The sites under each mask that needs pads.
-Padded: TypeAlias = Mapping[AdditiveMask, Sequence[Site]]
+PaddedSites: TypeAlias = Mapping[AdditiveMask, Sequence[Site]]
 
 # int8 products have to be exact here: they make pads and compute what stays. Checked once a
 # process; the service checks its own. Raises KernelError.
@@ -376,7 +376,7 @@ def _find_registered(policy: Policy, layers: int) -> dict[str, type[RegisteredOp
     return find_registered(policy.name, others)
 
 
-def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> None:
+def _check_settings(settings: MaskSettings, padded: PaddedSites, parts: RunParts) -> None:
     """Refuse files that the policy has no use for, and pads that nothing can come from.
 
     The operator who names a file relies on it. Raises SettingsError and PolicyError.
