@@ -108,7 +108,8 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
     slow_us, fast_us = gpu_us(at(1.0), config, rows), gpu_us(at(2.0), config, rows)
     bus_us = 2 * fast_us - slow_us
     if target_us <= bus_us:
-        got, expected = f"a TEE time of {target_us:.3f} us", f"more than {bus_us:.3f}"
+        got = f"a TEE time of {target_us:.3f} us"
+        expected = f"more than {bus_us:.3f}"
         raise SettingsError("overlap", got=got, expected=expected)
     return at((slow_us - bus_us) / (target_us - bus_us))
 

@@ -133,7 +133,8 @@ class RequestChecker:
     def check_ids(self, tensor: WireTensor) -> None:
         """Raise ProtocolError for a token id outside the vocabulary."""
         low, high = (int(bound) for bound in torch.aminmax(to_torch(tensor)))
-        size, where = self._config.vocab_size, "Embedding.input_ids"
+        size = self._config.vocab_size
+        where = "Embedding.input_ids"
         # The ids themselves stay out of the message: messages are logged.
         known = low >= 0 and high < size
         _require(known, where, "an id outside the vocabulary", f"0 to {size - 1}")
@@ -230,7 +231,8 @@ class RequestChecker:
         )
         held = not request.lm_head or self._held.has_segment_head
         self._require_held(held, "Segment", "an LM head")
-        where, D = "Segment.hidden_states", config.hidden_size
+        where = "Segment.hidden_states"
+        D = config.hidden_size
         _require(
             hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
             where,
@@ -264,7 +266,8 @@ class RequestChecker:
             f"{a_dtype} and {b_dtype}",
             "one float dtype",
         )
-        where, got = "Matmul.shape", f"{list(a)} @ {list(b)}"
+        where = "Matmul.shape"
+        got = f"{list(a)} @ {list(b)}"
         fits = len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2]
         _require(fits, where, got, "[..., M, K] @ [..., K, N]")
         try:

@@ -102,7 +102,8 @@ def require_zmq_keys(endpoint: str) -> None:
     parsed = parse_endpoint(endpoint, for_bind=True)
     stream = "a plain stream, which has neither encryption nor keys"
     http = "a URL, which has tokens and certificates instead (--http-token)"
-    got, expected = stream if parsed.is_stream else http, "tcp://HOST:PORT or ipc://PATH"
+    got = stream if parsed.is_stream else http
+    expected = "tcp://HOST:PORT or ipc://PATH"
     SettingsError.unless(parsed.is_zmq, f"keys for {endpoint}", got, expected)
     require_curve()
 
@@ -111,14 +112,17 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
     text, status = read_text(path, MAX_KEY_FILE_BYTES, check)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
-    where, lines = str(path), text.split("\n")
+    where = str(path)
+    lines = text.split("\n")
     # Before its mode: a public key in the place of a secret one is world-readable, rightly.
     got = f"a {'public' if secret else 'secret'} key"
     KeyFileError.unless(lines[0] != other, where, got, wants)
     (require_only_we_read if secret else require_only_we_write)(path, status)
-    got, expected = "another first line", f"{wants}, {wanted!r} in its first line"
+    got = "another first line"
+    expected = f"{wants}, {wanted!r} in its first line"
     KeyFileError.unless(lines[0] == wanted, where, got if text else "an empty file", expected)
-    one, got = len(lines) > 1 and not any(lines[2:]), f"{len(lines) - 1} lines after the first"
+    one = len(lines) > 1 and not any(lines[2:])
+    got = f"{len(lines) - 1} lines after the first"
     KeyFileError.unless(one, where, got, f"one: {_A_KEY}")
     return checked_key(lines[1], f"{path}: line 2")
 
@@ -137,7 +141,8 @@ def require_only_we_write(path: Path, status: os.stat_result) -> None:
 
     `status`: of the file as it was read. Raises KeyFileError.
     """
-    mode, expected = stat.S_IMODE(status.st_mode), "a file that only its owner can change"
+    mode = stat.S_IMODE(status.st_mode)
+    expected = "a file that only its owner can change"
     kept = not mode & (stat.S_IWGRP | stat.S_IWOTH)
     KeyFileError.unless(kept, str(path), f"mode {mode:04o}", f"{expected} (chmod go-w)")
     KeyFileError.unless(

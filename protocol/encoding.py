@@ -118,7 +118,8 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
         got = type(message).__name__
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         # ValueError covers bad UTF-8, trailing bytes, exceeded limits and our own refusals.
-        message, got = None, f"undecodable msgpack ({type(error).__name__}: {error})"[:160]
+        message = None
+        got = f"undecodable msgpack ({type(error).__name__}: {error})"[:160]
     if not isinstance(message, _Map):
         raise ProtocolError(where, got, "a map within limits")
     return message
@@ -276,7 +277,8 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
-    few, expected = 1 <= len(frames) <= MAX_REPLY_FRAMES, f"1 to {MAX_REPLY_FRAMES}"
+    few = 1 <= len(frames) <= MAX_REPLY_FRAMES
+    expected = f"1 to {MAX_REPLY_FRAMES}"
     ProtocolError.unless(few, "reply", f"{len(frames)} frames", expected)
     envelope = unpack(
         frames[0],

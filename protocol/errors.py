@@ -92,7 +92,9 @@ class TsqpError(Exception):
     retryable: bool = False
 
     def __init__(self, where: str, got: str, expected: str) -> None:
-        where, got, expected = one_line(where), one_line(got), one_line(expected)
+        where = one_line(where)
+        got = one_line(got)
+        expected = one_line(expected)
         super().__init__(where, got, expected)
         self.where = where
         self.got = got

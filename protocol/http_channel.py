@@ -85,7 +85,8 @@ class HttpChannel(PendingChannel):
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         access = access or HttpAccess()
         safe = access.token is None or not is_exposed(endpoint)
-        got, expected = f"{endpoint}, in the clear", "https://: the token is a secret"
+        got = f"{endpoint}, in the clear"
+        expected = "https://: the token is a secret"
         SettingsError.unless(safe, "--http-token", got, expected)
         self._url = endpoint.rstrip("/") + RPC_PATH
         self._headers: dict[bytes | str, bytes | str] = {

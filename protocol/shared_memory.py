@@ -136,17 +136,22 @@ def adopt(file: int, owner: int) -> Lane:
     ProtocolError.unless(sealed, _WHERE, "a file that may change its size", "one sealed against it")
     # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
     # of transparent ones as well, which do no harm.)
-    small, expected = page == mmap.PAGESIZE, f"{mmap.PAGESIZE}"
+    small = page == mmap.PAGESIZE
+    expected = f"{mmap.PAGESIZE}"
     ProtocolError.unless(small, _WHERE, f"pages of {page} bytes", expected)
-    own, got = found.st_uid == owner, "a file of another user than the peer"
+    own = found.st_uid == owner
+    got = "a file of another user than the peer"
     ProtocolError.unless(own, _WHERE, got, "one of its own")
-    fits, got = _HEAD.size <= found.st_size <= LARGEST, f"{found.st_size} bytes"
-    expected, limit = f"{_HEAD.size} to {LARGEST}", ErrorCode.LIMIT_EXCEEDED
+    fits = _HEAD.size <= found.st_size <= LARGEST
+    got = f"{found.st_size} bytes"
+    expected = f"{_HEAD.size} to {LARGEST}"
+    limit = ErrorCode.LIMIT_EXCEEDED
     ProtocolError.unless(fits, _WHERE, got, expected, code=limit)
     try:
         mapped = mmap.mmap(file, found.st_size)
     except (OSError, ValueError):
-        got, expected = "a file that cannot be mapped", "one that can be written"
+        got = "a file that cannot be mapped"
+        expected = "one that can be written"
         raise ProtocolError(_WHERE, got, expected) from None
     return Lane(mapped, areas_in(mapped), is_client=False)
 
@@ -172,7 +177,8 @@ def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
 
 def require_library() -> None:
     """Raise EndpointError where the library that orders reads and writes is not compiled."""
-    there, expected = native.library is not None, "them (tsqp doctor says how)"
+    there = native.library is not None
+    expected = "them (tsqp doctor says how)"
     EndpointError.unless(there, "shm://", "no compiled kernels", expected)
 
 

@@ -93,7 +93,8 @@ class StreamChannel(PendingChannel):
             connection, self._probe = _connected_twice(self._address, give_up)
         except OSError as error:
             if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
-                got, expected = os.strerror(error.errno or 0), "an address to connect to"
+                got = os.strerror(error.errno or 0)
+                expected = "an address to connect to"
                 raise EndpointError(self.endpoint, got, expected) from None
             raise
         late = self._reader.messages if self._was_connected else ()

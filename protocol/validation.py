@@ -42,15 +42,19 @@ def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         kind, value = first["type"], first["input"]
-        got, expected = describe_untrusted(value), expectation(kind, first["msg"])[:100]
+        got = describe_untrusted(value)
+        expected = expectation(kind, first["msg"])[:100]
         location = first["loc"]
         if kind == "missing":
             got = "nothing"
         elif kind == "extra_forbidden":
             # The name of an unknown field is as little ours to repeat as its value.
-            got, expected, location = "an unknown field", "only those of the schema", location[:-1]
+            got = "an unknown field"
+            expected = "only those of the schema"
+            location = location[:-1]
         elif kind == "dataclass_exact_type":
-            got, expected = f"a value of type {type(value).__name__}", "a tensor"
+            got = f"a value of type {type(value).__name__}"
+            expected = "a tensor"
         path = ".".join(["", *(str(part) for part in location)])
         raise ProtocolError(f"{where}{path}", got, expected, code=ErrorCode.INVALID_FIELD) from None
 

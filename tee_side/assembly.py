@@ -399,10 +399,8 @@ def _check_settings(settings: MaskSettings, padded: PaddedSites, parts: RunParts
             "one of them: pads are made from the weights",
         )
         if bank is not None:
-            where, expected = (
-                f"{name}: pad bank {bank.bank}",
-                "mask pad: a bank holds ring elements",
-            )
+            where = f"{name}: pad bank {bank.bank}"
+            expected = "mask pad: a bank holds ring elements"
             PolicyError.unless(mask.arithmetic == "int8", where, f"mask {mask.name}", expected)
             masks = " and ".join(other.described() for other in padded)
             expected = "one mask with pads: a bank is made for one"

@@ -141,7 +141,8 @@ def one_entry_point(group: str, name: str) -> EntryPoint | None:
     """
     found = [entry for entry in installed(group) if entry.name == name]
     owners = " and ".join(sorted(entry.value for entry in found))
-    where, expected = f"entry points {group}", "one of them: uninstall the others"
+    where = f"entry points {group}"
+    expected = "one of them: uninstall the others"
     PluginError.unless(len(found) <= 1, where, f"{owners} for {name!r}", expected)
     return next(iter(found), None)
 
@@ -214,7 +215,10 @@ def _failure(where: str, error: Exception, expected: str) -> PluginError:
         problem = first_problem(error)
         field = f"{error.title}.{problem.field}" if problem.path else error.title
         where = ": ".join(filter(None, (where, field, problem.where)))
-        got, expected = problem.got, problem.expected
+        got = problem.got
+        expected = problem.expected
     elif isinstance(error, TsqpError):
-        where, got, expected = f"{where}: {error.where}", error.got, error.expected
+        where = f"{where}: {error.where}"
+        got = error.got
+        expected = error.expected
     return PluginError(where, got, expected)

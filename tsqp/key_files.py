@@ -148,7 +148,8 @@ def key_of_command(command: str) -> bytes:
 
     Of the command itself nothing is quoted but its exit status: a token may stand in it.
     """
-    where, expected = "--seal-key-command", "a command that writes a key to its stdout"
+    where = "--seal-key-command"
+    expected = "a command that writes a key to its stdout"
     try:
         ended = subprocess.run(
             shlex.split(command),

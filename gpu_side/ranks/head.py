@@ -79,7 +79,8 @@ class Ranks:
 
     def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
-        group, expected = self._joined, self.job.holds(weights)
+        group = self._joined
+        expected = self.job.holds(weights)
         for rank in group.others:
             with self._of_others("no weights"):
                 said, _ = group.receive(rank, timedelta(seconds=LOAD_S))

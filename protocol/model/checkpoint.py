@@ -115,14 +115,18 @@ class Checkpoint:
         Raises ModelError, ManifestError.
         """
         for name, shape in tensors.items():
-            path, expected = self._missing.get(name), f"one, as {INDEX_FILE} says"
+            path = self._missing.get(name)
+            expected = f"one, as {INDEX_FILE} says"
             ModelError.unless(path is None, f"{path}: {name}", "no such file", expected)
-            where, found = f"{self._contents}: {name}", name in self._found
+            where = f"{self._contents}: {name}"
+            found = name in self._found
             ModelError.unless(found, where, "no such tensor", f"{list(shape)}")
-            entry, where = self._entry(name), self._where(name)
+            entry = self._entry(name)
+            where = self._where(name)
             got = f"shape {describe(list(entry.shape))}"
             ModelError.unless(entry.shape == shape, where, got, f"{list(shape)}")
-            known, expected = entry.dtype in _DTYPES, f"one of {', '.join(_DTYPES)}"
+            known = entry.dtype in _DTYPES
+            expected = f"one of {', '.join(_DTYPES)}"
             ModelError.unless(known, where, f"dtype {entry.dtype}", expected)
             self._pin(name)
 
@@ -184,7 +188,8 @@ class Checkpoint:
     def _read(self, name: str, wanted: range) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the blocks of rows that hold the wanted ones: copied first, checked then."""
         file, entry = self._found[name], self._entry(name)
-        where, pin = self._where(name), self._pin(name)
+        where = self._where(name)
+        pin = self._pin(name)
         size = rows_per_block(entry.shape, entry.row_bytes)
         if pin is None and wanted.step > 1:
             size = 1  # a block is read whole only where it is verified
@@ -228,7 +233,8 @@ class Checkpoint:
             )
         expected = "the name of a file in the same directory"
         for name, file in weight_map.items():
-            where, plain = f"{index}: {shown(name)}", _is_plain(file)
+            where = f"{index}: {shown(name)}"
+            plain = _is_plain(file)
             ModelError.unless(plain, where, describe(file), expected)
         for file in sorted(set(weight_map.values())):
             if is_there(self.directory / file):
@@ -255,7 +261,8 @@ class Checkpoint:
 
 def _no_weights(directory: Path) -> ModelError:
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
-    where, got = directory, f"no weights among {len(found)} files"
+    where = directory
+    got = f"no weights among {len(found)} files"
     if pickled := [name for name in found if name.endswith(_PICKLE_SUFFIXES)]:
         where = directory / shown(pickled[0])
         got = "pickled weights, which can run code when they are loaded"

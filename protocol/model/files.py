@@ -54,7 +54,8 @@ class OpenFile:
         """
         with _readable(self.path), os.fdopen(self._descriptor, "rb", closefd=False) as file:
             start = file.read(limit)
-        plain, expected = not start.startswith(SEALED_MAGIC), "a plain one, or its key"
+        plain = not start.startswith(SEALED_MAGIC)
+        expected = "a plain one, or its key"
         SealError.unless(
             plain, str(self.path), "a sealed file", f"{expected} (tee-runner --seal-key)"
         )
@@ -125,7 +126,8 @@ def require_inside(path: Path) -> Path:
         return path
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
     in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-    inside, got = in_cache or target.is_relative_to(root), "a link that leads out of the directory"
+    inside = in_cache or target.is_relative_to(root)
+    got = "a link that leads out of the directory"
     ModelError.unless(inside, str(path), got, "a file in it, or a copy")
     return target
 

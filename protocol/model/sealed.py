@@ -108,7 +108,8 @@ class SealedModel:
         content_key, body = unwrap(read_index(path), key, str(path))
         self.digest = hashlib.sha256(body).hexdigest()
         wanted = self.digest if digest is None else digest
-        where, same = f"{path}: SHA-256 of the seal", self.digest == wanted.lower()
+        where = f"{path}: SHA-256 of the seal"
+        same = self.digest == wanted.lower()
         expected = f"{shown(wanted)}, as was asked for: another seal, or an older one"
         SealError.unless(same, where, self.digest, expected)
         parsed = parse_object(body, str(path), SealError)
@@ -178,7 +179,8 @@ def unwrap(content: bytes, key: bytes, where: str) -> tuple[bytes, bytes]:
     if (found := _FIRST_LINE.fullmatch(line)) is None:
         raise SealError(where, "another first line", f"'{_LINE} ...'")
     sealed_for, nonce, wrapped = (part.decode() for part in found.groups())
-    got, expected = f"a seal for key {sealed_for}", f"one for the key that was given, {key_id(key)}"
+    got = f"a seal for key {sealed_for}"
+    expected = f"one for the key that was given, {key_id(key)}"
     SealError.unless(sealed_for == key_id(key), where, got, expected)
     try:
         bound = hashlib.sha256(body).digest()

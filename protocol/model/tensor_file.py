@@ -91,7 +91,8 @@ def parse_header(start: bytes, size: int, where: str) -> Header:
         "a pickle, which can run code when it is loaded" if pickled else str(length),
         f"a safetensors file, whose header has at most {MAX_HEADER_BYTES} bytes",
     )
-    whole, got = len(start) >= begin, f"{size} bytes that do not parse (header length {length})"
+    whole = len(start) >= begin
+    got = f"{size} bytes that do not parse (header length {length})"
     ModelError.unless(whole, where, got, "a complete safetensors file")
     raw = parse_object(start[8:begin], f"{where}: header")
     metadata = raw.pop(_METADATA, {})
@@ -126,7 +127,8 @@ class TensorFile:
     def reading(self, name: str) -> Iterator[OpenFile]:
         """Open the file again for a tensor. Raises ModelError if it is another file by now."""
         with opened(self.path) as file:
-            where, same = f"{self.path}: {shown(name)}", file.stamp == self._stamp
+            where = f"{self.path}: {shown(name)}"
+            same = file.stamp == self._stamp
             got = "another content since the file was checked"
             ModelError.unless(same, where, got, "the same")
             yield file

@@ -12,9 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from protocol.errors import ModelError, PromptError
 
 T = TypeVar("T")
@@ -40,6 +37,9 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, path: Path, where: str) -> None:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 

@@ -127,7 +127,8 @@ class Engine:
         expected = f"fewer than the context of {context} tokens"
         require(prompt < context + (new == 0), "prompt", f"{prompt} tokens", expected)
         require(new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1")
-        fits, expected = 1 <= request.samples <= most, f"1 to {most}, which run at a time"
+        fits = 1 <= request.samples <= most
+        expected = f"1 to {most}, which run at a time"
         require(fits, "samples", str(request.samples), expected)
         one = request.prompt_logprobs is None or request.pooling is None
         require(one, "log-probabilities and pooling", "both", "one of them")

@@ -27,7 +27,8 @@ def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettin
 
 def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:
     """Refuse a bias for a token that the model has not. Raises PromptError."""
-    known, got = max(settings.logit_bias, default=0) < vocab_size, "an id outside the vocabulary"
+    known = max(settings.logit_bias, default=0) < vocab_size
+    got = "an id outside the vocabulary"
     PromptError.unless(known, "logit_bias", got, f"0 to {vocab_size - 1}")
 
 

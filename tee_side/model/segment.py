@@ -197,7 +197,8 @@ class SegmentCall:
 
         Which it lost it does not say. One that does so again and again is not asked first any more.
         """
-        where, caches = self._channel.endpoint, {chunk.cache: None for chunk in batch.chunks}
+        where = self._channel.endpoint
+        caches = {chunk.cache: None for chunk in batch.chunks}
         if error.code is ErrorCode.SESSIONS_FULL:
             got = f"{len(caches)} sequences, for which it has no memory"
             expected = "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)"

@@ -170,7 +170,8 @@ class Calibration:
         weights. Raises CalibrationError where results would be scaled wrongly or could wrap.
         """
         layer, operator = site
-        where, scales = f"{operator} in layer {layer}", self.sites[site]
+        where = f"{operator} in layer {layer}"
+        scales = self.sites[site]
         limit = norm_limit(max_norm)
         CalibrationError.unless(
             scales.norm_limit <= limit,
@@ -204,7 +205,8 @@ class Calibration:
         """
         metadata, tensors = _read(path, config, manifest)
         for name, digest in {"model_digest": model_digest, "linear_digest": linear_digest}.items():
-            same, expected = digest in (None, metadata[name]), f"{digest}, the digest of this model"
+            same = digest in (None, metadata[name])
+            expected = f"{digest}, the digest of this model"
             CalibrationError.unless(same, f"{path}: {name}", metadata[name], expected)
         order: list[Site] = [
             (layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES
@@ -296,7 +298,8 @@ def _read(
                 f"{path}: {name}", f"{bad[0].item():g}", "positive finite numbers"
             )
     # A column of weights that is not all zero has a norm of at least 1.
-    largest, expected = tensors["norm_limit"].max().item(), f"at most {MAX_SUM}: the ring's"
+    largest = tensors["norm_limit"].max().item()
+    expected = f"at most {MAX_SUM}: the ring's"
     CalibrationError.unless(largest <= MAX_SUM, f"{path}: norm_limit", f"{largest:g}", expected)
     return header.metadata, tensors
 

@@ -73,7 +73,8 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
         _discard_stdout()
         status = EXIT_FAILURE
     except OSError as error:
-        where, reason = error.filename or "input or output", error.strerror or type(error).__name__
+        where = error.filename or "input or output"
+        reason = error.strerror or type(error).__name__
         complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
         _discard_stdout()
         status = EXIT_FAILURE

@@ -193,7 +193,8 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
         return {}
     urls = [url[0] for text in settings.gpu if (url := re.match("https?://[^=,]*", text))]
     if not urls:
-        option, expected = "--http-token" if tokens else "--http-ca", "a service with a URL"
+        option = "--http-token" if tokens else "--http-ca"
+        expected = "a service with a URL"
         raise SettingsError(option, got=", ".join(settings.gpu), expected=expected)
     from protocol.curve import HttpAccess, read_text, read_token, require_only_we_write
     from protocol.endpoint import one_for_each

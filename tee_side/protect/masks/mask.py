@@ -131,7 +131,8 @@ class Mask(BaseModel):
             return  # one of the kinds
         required = ("kind", "hides", "known_break", "broken", "source", "tolerance", "cost")
         missing = [attribute for attribute in required if not hasattr(cls, attribute)]
-        where, missing = f"mask {cls.__name__}", [*missing, *sorted(cls.__abstractmethods__)]
+        where = f"mask {cls.__name__}"
+        missing = [*missing, *sorted(cls.__abstractmethods__)]
         expected = "what every mask of its kind has to say and do"
         MaskError.unless(not missing, where, f"no {', '.join(missing)}", expected)
         MaskError.unless(

@@ -475,7 +475,8 @@ def aggregate_errors(
         return DeadlineExceededError(where, got, "a gpu-service that answers there")
     if len(errors) == 1:
         return errors[0]
-    got, expected = _each(said), "one of them that answers"
+    got = _each(said)
+    expected = "one of them that answers"
     for kind in _GRAVEST:
         if any(isinstance(error, kind) for error in errors):
             return kind(where, got, expected)

@@ -138,7 +138,8 @@ class GramDictionary(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Read each session from its beginning on."""
-        where, first = first_place(view), view.public.first_id
+        where = first_place(view)
+        first = view.public.first_id
         if where is None or first is None:  # which it refuses
             return
         table_VI = dictionary(view, where)
