@@ -239,8 +239,10 @@ def _compute_with_own_pool(others: int) -> None:
 
 @compiled_only
 def test_threads_and_forked_children_have_pools_of_their_own() -> None:
-    before = native.threads()
+    before = native.threads(), torch.get_num_threads()
     native.set_threads(3)
+    # With threads of torch, of an earlier test, a forked child would wait for OpenMP's.
+    torch.set_num_threads(1)
     try:
         _compute_with_own_pool(0)
         with ThreadPoolExecutor(1) as another:
@@ -253,7 +255,8 @@ def test_threads_and_forked_children_have_pools_of_their_own() -> None:
         child.kill()
         assert child.exitcode == 0
     finally:
-        native.set_threads(before)
+        native.set_threads(before[0])
+        torch.set_num_threads(before[1])
 
 
 _SHORT, _OTHER = "cut short, or no library", "built for another processor or system"
