@@ -31,8 +31,7 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import is_exposed, parse_endpoint
 from protocol.errors import EndpointError, ProtocolError, SettingsError
 from protocol.pending import RECONNECT_S, PendingChannel, Received
-from protocol.shared_memory import frames_in
-from protocol.stream_wire import longest_bytes, to_pieces
+from protocol.stream_wire import frames_in, longest_bytes, to_pieces
 from protocol.tensors import Buffer
 
 # Connections to one service; more requests in flight than these wait for one.

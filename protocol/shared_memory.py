@@ -58,7 +58,6 @@ _HEAD = struct.Struct("<8sI4sQQ")
 _LINE_BYTES = 64
 _CLIENT_SLEEPS, _SERVICE_SLEEPS, _LINES = 64, 128, 192
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_COUNT = struct.Struct("<I")
 _WHERE = "shared memory"
 
 
@@ -319,27 +318,3 @@ class Lane:
 
 def _at(frame: Buffer) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(frame))
-
-
-def frames_in(
-    message: memoryview, where: str, *, max_frames: int, max_message_bytes: int
-) -> list[memoryview]:
-    """Return the frames of one whole message, as views of it; its first bytes are read once.
-
-    Raises ProtocolError for what is no message.
-    """
-    count = int.from_bytes(message[: _COUNT.size], "little")
-    head = bytes(message[_COUNT.size :][: 8 * min(count, max_frames)])
-    places: tuple[slice, ...] = ()
-    total = 0
-    if 0 < 8 * count == len(head):
-        sizes = struct.unpack(f"<{count}Q", head)
-        ProtocolError.at_most(max_message_bytes, f"message from {where}", sum(sizes))
-        places, _, total = layout(sizes)
-    if not places or total != len(message):
-        raise ProtocolError(
-            f"message from {where}",
-            f"{count} frames in {len(message)} bytes",
-            f"1 to {max_frames} frames, and no byte behind them",
-        )
-    return list(map(message.__getitem__, places))

@@ -44,10 +44,10 @@ from protocol.shared_memory import (
     Lane,
     areas_for,
     create,
-    frames_in,
     lay_out,
 )
 from protocol.stream import StreamChannel
+from protocol.stream_wire import frames_in
 from protocol.tensors import Buffer
 
 # How long slots alone are looked at while we spin, before the socket is once more.

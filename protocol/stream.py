@@ -21,10 +21,16 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES, REQUE
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError, TsqpError
 from protocol.liveness import PROBE_AFTER_S, AdaptiveSpin, LivenessProbe
-from protocol.memory_pool import MemoryPool
 from protocol.pending import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
-from protocol.stream_wire import BUFFER_BYTES, MessageReader, MessageWriter, prepare, to_pieces
+from protocol.stream_wire import (
+    BUFFER_BYTES,
+    MemoryPool,
+    MessageReader,
+    MessageWriter,
+    prepare,
+    to_pieces,
+)
 from protocol.tensors import Buffer
 
 # Requests of which some bytes still wait here because the service does not read.

@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes, where ZeroMQ does not say where one ends.
+"""Messages on a stream of bytes, where ZeroMQ does not say where one ends, and their memory.
 
     u32 number of frames | u64 size of each frame | the frames
 
@@ -18,15 +18,17 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
 
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.memory_pool import MemoryPool
 from protocol.tensors import Buffer
 
 # Asked of the kernel, which gives what net.core.wmem_max allows: what fits is on its way at once,
@@ -58,6 +60,13 @@ _TWO_FRAMES = struct.Struct("<I2Q")
 # Longer messages' layouts are not remembered: a peer could make them hold much.
 _REMEMBERED_FRAMES = 8
 _ZEROS = bytes(ALIGNMENT)
+
+# What lies in a pool unused, at most.
+KEPT_BYTES = 64 * 1024 * 1024
+KEPT_BLOCKS = 16
+_GRAIN_BYTES = 64 * 1024
+# A block may be this many times larger than what it is taken for.
+_MAX_WASTE = 4
 
 
 def prepare(connection: socket.socket) -> None:
@@ -119,6 +128,30 @@ def to_pieces(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
 def patience_s(size: int) -> float:
     """Say how long to wait for a peer that has `size` bytes to read, in seconds."""
     return _PATIENCE_S + size / _READING_BYTES_PER_S
+
+
+def frames_in(
+    message: memoryview, where: str, *, max_frames: int, max_message_bytes: int
+) -> list[memoryview]:
+    """Return the frames of one whole message, as views of it; its first bytes are read once.
+
+    Raises ProtocolError for what is no message.
+    """
+    count = int.from_bytes(message[: _COUNT.size], "little")
+    head = bytes(message[_COUNT.size :][: 8 * min(count, max_frames)])
+    places: tuple[slice, ...] = ()
+    total = 0
+    if 0 < 8 * count == len(head):
+        sizes = struct.unpack(f"<{count}Q", head)
+        ProtocolError.at_most(max_message_bytes, f"message from {where}", sum(sizes))
+        places, _, total = layout(sizes)
+    if not places or total != len(message):
+        raise ProtocolError(
+            f"message from {where}",
+            f"{count} frames in {len(message)} bytes",
+            f"1 to {max_frames} frames, and no byte behind them",
+        )
+    return list(map(message.__getitem__, places))
 
 
 class MessageWriter:
@@ -189,6 +222,70 @@ class MessageWriter:
             pieces[0] = pieces[0][written:]
         else:
             self.unsent.popleft()
+
+
+class MemoryPool:
+    """Hands out writable memory that comes back by itself, when its last view is gone.
+
+    Fresh memory of a megabyte costs more than to receive a megabyte: the kernel hands it out page
+    by page and fills it with zeros. `malloc` gives it back to the kernel and asks for it again
+    whenever two messages are alive at a time.
+
+    What that costs: a message holds a whole block, of up to four times its size, as long as a byte
+    of it is viewed. And an unused block is not cleared: what the last messages held, masked
+    activations and the results that came back for them, stays in memory until it is overwritten or
+    the pool goes, up to `KEPT_BYTES` of it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+        # What came back since; the last view may go on another thread than the one that takes.
+        self._returned: deque[Any] = deque()
+        # Kept, because a weak reference calls back only while it is alive itself.
+        self._lent: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that lie here unused."""
+        self._collect()
+        return sum(block.nbytes for block in self._free)
+
+    def take(self, size: int) -> memoryview:
+        """Return `size` bytes (at least one) with anything in them, at a multiple of 64.
+
+        They stay valid as long as a view of them lives: a memoryview, or a tensor made of one.
+        Raises MemoryError.
+        """
+        block = self._find(size)
+        # An object of its own: every view of the memory that goes out refers to it, and only those.
+        loan = block[:size]
+        key = id(loan)
+
+        def returned(_: object) -> None:
+            del self._lent[key]
+            self._returned.append(block)
+
+        self._lent[key] = weakref.ref(loan, returned)
+        return memoryview(loan)
+
+    def _collect(self) -> None:
+        """Take in what came back; what was not used for longest goes first."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        kept = sum(block.nbytes for block in self._free)
+        while len(self._free) > KEPT_BLOCKS or kept > KEPT_BYTES:
+            kept -= self._free.pop(0).nbytes
+
+    def _find(self, size: int) -> Any:
+        self._collect()
+        for index in range(len(self._free) - 1, -1, -1):
+            if size <= self._free[index].nbytes <= _MAX_WASTE * max(size, _GRAIN_BYTES):
+                return self._free.pop(index)
+        whole = size + -size % _GRAIN_BYTES
+        # numpy's own memory begins at a multiple of 16.
+        memory = numpy.empty(whole + ALIGNMENT, numpy.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return memory[start : start + whole]
 
 
 class MessageReader:

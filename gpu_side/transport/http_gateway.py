@@ -23,8 +23,7 @@ from gpu_side.event_log import log
 from gpu_side.transport.listener import Incoming
 from protocol.curve import CHANNEL_HEADER, CONTENT_TYPE, INSTANCE_HEADER, RPC_PATH
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.shared_memory import frames_in
-from protocol.stream_wire import longest_bytes, to_pieces
+from protocol.stream_wire import frames_in, longest_bytes, to_pieces
 from protocol.tensors import Buffer
 
 if TYPE_CHECKING:

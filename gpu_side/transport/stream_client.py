@@ -25,7 +25,6 @@ from contextlib import suppress
 from gpu_side.encoding import MAX_FRAMES
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.memory_pool import MemoryPool
 from protocol.shared_memory import (
     ATTACH,
     LARGEST,
@@ -36,9 +35,8 @@ from protocol.shared_memory import (
     Lane,
     adopt,
     areas_in,
-    frames_in,
 )
-from protocol.stream_wire import MessageReader, MessageWriter
+from protocol.stream_wire import MemoryPool, MessageReader, MessageWriter, frames_in
 from protocol.tensors import Buffer
 
 

@@ -40,10 +40,10 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import AdaptiveSpin
-from protocol.memory_pool import MemoryPool
 from protocol.shared_memory import Lane, require_library
 from protocol.stream_wire import (
     BUFFER_BYTES,
+    MemoryPool,
     patience_s,
     prepare,
 )

@@ -21,13 +21,11 @@ from gpu_side.sessions import SessionSettings
 from gpu_side.weights import load_weights
 from protocol.encoding import MAX_REPLY_FRAMES, decode_reply, encode_request, reply_template
 from protocol.errors import ErrorCode, ModelMismatchError, ProtocolError, ReplyError, ServiceError
-from protocol.memory_pool import MemoryPool
 from protocol.messages import LinearRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest
-from protocol.shared_memory import frames_in
-from protocol.stream_wire import MessageReader
+from protocol.stream_wire import MemoryPool, MessageReader, frames_in
 from protocol.tensors import Buffer, WireTensor, to_torch
 from tee_side.remote.handshake import ServiceCheck
 from tests.fuzz.engine import Target

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from gpu_side.encoding import open_request
-from protocol.shared_memory import ATTACH, Areas, Lane, adopt, create, frames_in
-from protocol.stream_wire import to_pieces
+from protocol.shared_memory import ATTACH, Areas, Lane, adopt, create
+from protocol.stream_wire import frames_in, to_pieces
 from protocol.tensors import Buffer
 from tests.kit.wire import raw_socket
 

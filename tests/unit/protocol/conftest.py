@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import memory_pool, stream_wire
+from protocol import stream_wire
 from protocol.stream import StreamChannel
 
 
@@ -49,11 +49,11 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than 64 MiB at a time for messages."""
-    real = memory_pool.numpy.empty
+    real = stream_wire.numpy.empty
 
     def empty(size: int, dtype: type) -> object:
         if size > 2**26:
             raise MemoryError
         return real(size, dtype)
 
-    monkeypatch.setattr(memory_pool.numpy, "empty", empty)
+    monkeypatch.setattr(stream_wire.numpy, "empty", empty)

@@ -25,8 +25,7 @@ from protocol.errors import (
 )
 from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply
-from protocol.shared_memory import frames_in
-from protocol.stream_wire import to_pieces
+from protocol.stream_wire import frames_in, to_pieces
 from protocol.tensors import from_torch, to_torch
 from tests.kit.http_proxy import certificate
 from tests.kit.rows import each_row

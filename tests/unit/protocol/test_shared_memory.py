@@ -19,8 +19,9 @@ from protocol import shared_memory
 from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, adopt, create, frames_in
+from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, adopt, create
 from protocol.shm import ShmChannel
+from protocol.stream_wire import frames_in
 from protocol.tensors import Buffer, from_torch, to_torch
 from tests.kit.rows import each_row
 from tests.kit.shm import PAGE, RawClient, RawService, attach, memfd, message, write_line

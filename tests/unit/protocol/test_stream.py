@@ -20,15 +20,16 @@ import torch
 
 from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import liveness, memory_pool, stream
+from protocol import liveness, stream, stream_wire
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, ServiceError
 from protocol.liveness import PROBE, PROBE_AFTER_S, LivenessProbe
-from protocol.memory_pool import KEPT_BLOCKS, MemoryPool
 from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream import StreamChannel
 from protocol.stream_wire import (
     BUFFER_BYTES,
     COPY_BYTES,
+    KEPT_BLOCKS,
+    MemoryPool,
     MessageReader,
     MessageWriter,
     layout,
@@ -324,7 +325,7 @@ def test_what_is_kept_is_bounded_and_what_was_not_used_for_longest_goes_first(
     small = [pool.take(1000) for _ in range(KEPT_BLOCKS + 3)]
     del small
     assert pool.kept_bytes == KEPT_BLOCKS * 65_536
-    monkeypatch.setattr(memory_pool, "KEPT_BYTES", 4 * MEBIBYTE)
+    monkeypatch.setattr(stream_wire, "KEPT_BYTES", 4 * MEBIBYTE)
     pool = MemoryPool()
     old, large = pool.take(MEBIBYTE), pool.take(4 * MEBIBYTE)
     del old

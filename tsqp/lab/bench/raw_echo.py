@@ -17,7 +17,8 @@ from typing import TypeAlias, TypeVar
 
 import zmq
 
-from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create, frames_in
+from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create
+from protocol.stream_wire import frames_in
 from tsqp.lab.measure import tell
 
 TCP_SOCKET = "socket://"
