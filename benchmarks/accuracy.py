@@ -27,9 +27,8 @@ from benchmarks.harness import Found, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import EMBEDDING, Checkpoint
+from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear, load_tensor
 from protocol.zmq_channel import ZmqChannel

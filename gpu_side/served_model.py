@@ -37,15 +37,16 @@ from protocol.messages import (
 from protocol.model.checkpoint import (
     FINAL_NORM,
     Checkpoint,
+    TensorFile,
     light_tensors,
+    linear_digest,
     linear_tensors,
+    model_digest,
     norm_names,
 )
 from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.files import is_there
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.rope import rope_frequencies
-from protocol.model.tensor_file import TensorFile
 from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch
 from protocol.validation import validate_file

@@ -73,6 +73,8 @@ class ErrorCode(StrEnum):
 
 # Of each of the three parts of a message; a path may be long, a list of what is expected as well.
 _MAX_PART = 1000
+# Of a name from a file.
+_SHOWN = 120
 
 
 def one_line(text: str) -> str:
@@ -271,6 +273,13 @@ class PadsExhaustedError(TsqpError):
     """No pad is left; more can be made."""
 
     retryable = True
+
+
+def shown(name: str) -> str:
+    """Return a name from a file as it can stand in a message: short, and printable."""
+    if len(name) <= _SHOWN and name.isprintable():
+        return name
+    return f"{name[: _SHOWN // 2]!r}..."
 
 
 def describe(value: object) -> str:

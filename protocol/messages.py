@@ -256,7 +256,7 @@ class InitReply(Message):
 
     A client of the published schema builds its norms and RoPE from this. Ours compares it with its
     own model directory, to catch a service that was started with another model, and uses none of
-    it: the service is not trusted. The digests are those of `protocol.model.identity`;
+    it: the service is not trusted. The digests are those of `protocol.model.checkpoint`;
     `max_message_bytes` is the service's limit for one message, either way; `arithmetic` says which
     linear weights it holds: those for Linear (float), those for RingLinear and RingLMHead (int8),
     or both.

@@ -22,8 +22,8 @@ from protocol.errors import (
     describe,
     describe_untrusted,
     expectation,
+    shown,
 )
-from protocol.model.files import shown
 
 M = TypeVar("M", bound=BaseModel)
 _OURS = "refusal"

@@ -19,9 +19,8 @@ import torch
 from protocol.errors import PolicyError, SettingsError
 from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint, light_tensors
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
 from protocol.model.config import ModelConfig
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_head_scale
 from protocol.model.weights import CPU
 from tee_side.model.local_operators import (

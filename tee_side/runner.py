@@ -15,9 +15,8 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.model.checkpoint import Checkpoint, light_tensors
+from protocol.model.checkpoint import Checkpoint, light_tensors, model_digest
 from protocol.model.config import read_config
-from protocol.model.identity import model_digest
 from protocol.pending import PendingChannel
 from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
@@ -221,7 +220,7 @@ class Runner:
 
     @property
     def model_digest(self) -> str:
-        """See `protocol.model.identity.model_digest`. Raises ModelError, ManifestError."""
+        """See `protocol.model.checkpoint.model_digest`. Raises ModelError, ManifestError."""
         return model_digest(self.config, self._checkpoint)
 
     @property

@@ -44,10 +44,16 @@ from torch.nn.functional import embedding, linear
 from protocol.errors import CalibrationError, ModelError, PromptError
 from protocol.integer import check_kernels, exact_product
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    Checkpoint,
+    light_tensors,
+    linear_digest,
+    linear_tensors,
+    model_digest,
+)
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, staying
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer

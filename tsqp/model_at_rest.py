@@ -15,7 +15,7 @@ from pathlib import Path
 
 from protocol.errors import ManifestError, ModelError, SealError
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import Checkpoint, bytes_of, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
 from protocol.model.manifest import (
@@ -39,7 +39,6 @@ from protocol.model.sealed import (
     unwrap,
     wrap,
 )
-from protocol.model.tensor_file import bytes_of
 
 # Told how much is done by now, and how much there is in all: tensors, or bytes that are sealed.
 Progress = Callable[[int, int], None]

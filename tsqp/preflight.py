@@ -18,9 +18,14 @@ from protocol.curve import ClientKeys
 from protocol.endpoint import is_exposed, one_for_each
 from protocol.errors import ReplyError, TsqpError
 from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
-from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import (
+    Checkpoint,
+    light_tensors,
+    linear_digest,
+    linear_tensors,
+    model_digest,
+)
 from protocol.model.config import ModelConfig, find_file, read_config
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.model.local_operators import sites_under

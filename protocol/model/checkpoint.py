@@ -3,41 +3,161 @@
 The tensors that a model must have follow from its configuration; names, shapes and dtypes are
 checked before any weight is read. Reading copies a block of rows at a time into memory of our own,
 where it is verified, if there is a manifest, and found to be finite, and only then handed out.
+
+The header of a file is read here although the safetensors library reads the format, because it
+reads through a mapping (see `protocol.model.files`), takes headers of 100 MB, and would have to
+parse the header again for every block. Format: https://huggingface.co/docs/safetensors, "Format";
+of the files that the library accepts, those that hold floats of 16 bits or more and nothing else.
+
+Two digests show that both sides were started with different models. They catch a mistake, not a
+lie: they sample, and a service could answer with the right digests and compute with other weights.
+Verification of results is a property of a placement.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
+from pydantic import Field, model_validator
 
-from protocol.errors import ModelError, describe
+from protocol.errors import ModelError, describe, shown
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
 from protocol.model.config import ModelConfig, read_json
-from protocol.model.files import is_there, shown
-from protocol.model.tensor_file import (
-    TORCH_DTYPES,
-    Entry,
-    TensorFile,
-    bytes_of,
-    rows_per_block,
-)
-
-if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest, TensorPin
+from protocol.model.files import OpenFile, is_there, opened, parse_object
+from protocol.model.manifest import Manifest, TensorPin, rows_per_block
+from protocol.validation import Strict, validate_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 _DTYPES = ("F32", "F16", "BF16")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PICKLE_MAGICS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
+# The largest models that we run have some thousand tensors, at 150 bytes each.
+MAX_HEADER_BYTES = 2 * 1024 * 1024
+TORCH_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_METADATA = "__metadata__"
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+# How many rows a digest samples.
+_EMBEDDING_ROWS = 64
+_LINEAR_ROWS = 4
 # Shapes of tensors, by name.
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Entry(Strict):
+    """A tensor in a file. `data_offsets`: where it begins and ends, from the header's end."""
+
+    dtype: Literal["F16", "BF16", "F32", "F64"]
+    # The first fault ends the reading: pydantic would take some kilobytes for each.
+    shape: Annotated[tuple[_Size, ...], Field(strict=False, max_length=8, fail_fast=True)]
+    data_offsets: Annotated[tuple[_Size, _Size], Field(strict=False)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Entry:
+        begin, end = self.data_offsets
+        size = math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+        if end - begin != size:
+            raise ValueError(f"data_offsets {size} bytes apart, not {end - begin}")
+        return self
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next; a row of a vector is an element."""
+        begin, end = self.data_offsets
+        return (end - begin) // max(1, self.shape[0] if self.shape else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file says of itself. `data_begin`: bytes before the first tensor's."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_begin: int
+
+
+def parse_header(start: bytes, size: int, where: str) -> Header:
+    """Check a header. `start`: the file up to the end of its header, or more; `size`: of the file.
+
+    Offsets must cover the file without gaps and overlaps, and fit dtypes and shapes. Raises
+    ModelError that names file and tensor.
+    """
+    length = int.from_bytes(start[:8], "little")
+    begin = 8 + length
+    pickled = start.startswith(_PICKLE_MAGICS)
+    ModelError.unless(
+        length <= MAX_HEADER_BYTES or size < 8,
+        where if pickled else f"{where}: header length",
+        "a pickle, which can run code when it is loaded" if pickled else str(length),
+        f"a safetensors file, whose header has at most {MAX_HEADER_BYTES} bytes",
+    )
+    whole = len(start) >= begin
+    got = f"{size} bytes that do not parse (header length {length})"
+    ModelError.unless(whole, where, got, "a complete safetensors file")
+    raw = parse_object(start[8:begin], f"{where}: header")
+    metadata = raw.pop(_METADATA, {})
+    texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    ModelError.unless(texts, f"{where}: {_METADATA}", describe(metadata), "texts by name")
+    # One by one, so that the first fault ends the reading.
+    entries = {name: validate_file(Entry, raw[name], f"{where}: {shown(name)}") for name in raw}
+    covered = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        ModelError.unless(
+            entry.data_offsets[0] == covered,
+            f"{where}: {shown(name)}: data_offsets",
+            str(list(entry.data_offsets)),
+            f"to begin at {covered}, where the tensor before it ends",
+        )
+        covered = entry.data_offsets[1]
+    expected = f"{begin + covered}, to which the last tensor's data_offsets lead"
+    ModelError.unless(begin + covered == size, where, f"{size} bytes", expected)
+    return Header(entries, metadata, begin)
+
+
+class TensorFile:
+    """One safetensors file whose header has been checked. Raises ModelError that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with opened(path) as file:
+            self._stamp = file.stamp
+            self.header = parse_header(file.start(8 + MAX_HEADER_BYTES), file.size, str(path))
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[OpenFile]:
+        """Open the file again for a tensor. Raises ModelError if it is another file by now."""
+        with opened(self.path) as file:
+            where = f"{self.path}: {shown(name)}"
+            same = file.stamp == self._stamp
+            got = "another content since the file was checked"
+            ModelError.unless(same, where, got, "the same")
+            yield file
+
+    def read_rows(self, file: OpenFile, entry: Entry, start: int, into: torch.Tensor) -> None:
+        """Copy rows into memory of our own. `into`: uint8, a whole number of rows."""
+        place = self.header.data_begin + entry.data_offsets[0] + start * entry.row_bytes
+        file.fill(bytes_of(into), place)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, flat; writing to it writes to the tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def lm_head_name(config: ModelConfig) -> str:
@@ -274,3 +394,43 @@ def _is_plain(name: object) -> bool:
     if not isinstance(name, str) or not 0 < len(name) < 256 or not name.isprintable():
         return False
     return Path(name).name == name and name not in (".", "..")
+
+
+def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    """Return SHA-256, in hex, over the configuration, all norms and some rows of the embedding.
+
+    It covers what every TEE-side directory has. EOS ids and `dtype` are left out: they do not
+    change what the service computes. Raises ModelError, ManifestError.
+    """
+    described = config.model_dump(mode="json", exclude={"eos_token_ids", "dtype", "biased_modules"})
+    described["biased_modules"] = sorted(config.biased_modules)
+    described["qk_norm"] = config.qk_norm
+    start = json.dumps(described, sort_keys=True).encode()
+    return _digest(start, checkpoint, light_tensors(config), _EMBEDDING_ROWS)
+
+
+def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
+    """Return SHA-256, in hex, over a few rows of every linear weight and bias.
+
+    None where the directory lacks them: a TEE that only offloads needs no linear weights. Raises
+    ModelError, ManifestError.
+    """
+    tensors = linear_tensors(config, FUSED_MODULES)
+    return _digest(b"", checkpoint, tensors, _LINEAR_ROWS) if checkpoint.holds(tensors) else None
+
+
+def _digest(start: bytes, checkpoint: Checkpoint, tensors: Shapes, rows: int) -> str:
+    """Hash evenly spaced rows of matrices, and vectors as a whole, in the order of their names."""
+    checkpoint.require(tensors)
+
+    def compute() -> str:
+        digest = hashlib.sha256(start)
+        for name in sorted(tensors):
+            shape = tensors[name]
+            step = max(1, shape[0] // rows) if len(shape) > 1 else 1
+            sample = checkpoint.rows(name, 0, shape[0], step)
+            digest.update(f"{name} {sample.dtype} {list(shape)}".encode())
+            digest.update(bytes_of(sample))
+        return digest.hexdigest()
+
+    return checkpoint.remember((start, tuple(tensors)), compute)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from protocol.errors import InputError, ModelError, SealError, describe
+from protocol.errors import InputError, ModelError, SealError, describe, shown
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -28,7 +28,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_SHOWN = 120
 # What a parser takes a hundred times the bytes of, by the characters that it is counted by.
 _STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
 # How every sealed file begins.
@@ -100,13 +99,6 @@ def use_seal(directory: Path, seal: Seal | None) -> None:
 
 def _seal_of(path: Path) -> Seal | None:
     return _seals.get(os.path.abspath(path.parent))
-
-
-def shown(name: str) -> str:
-    """Return a name from a file as it can stand in a message: short, and printable."""
-    if len(name) <= _SHOWN and name.isprintable():
-        return name
-    return f"{name[: _SHOWN // 2]!r}..."
 
 
 def is_there(path: Path) -> bool:

@@ -24,7 +24,6 @@ from pydantic import Field, PrivateAttr, model_validator
 from protocol.errors import ManifestError, ModelError
 from protocol.messages import Digest
 from protocol.model.files import is_there, limit_structure, parse_object, read_bytes, shown
-from protocol.model.tensor_file import rows_per_block
 from protocol.validation import Strict, validate_file
 
 MANIFEST_FILE = "manifest.json"
@@ -48,10 +47,17 @@ PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
 PinnedDtype = Literal["F32", "F16", "BF16"]
 _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 _Size = Annotated[int, Field(ge=1, le=2**24)]
+# Of a tensor, as it is read and pinned.
+BLOCK_BYTES = 4 * 1024 * 1024
 # What errors call a manifest that was made here, and read from no file.
 _UNREAD = "the manifest"
 # A manifest is often made too early.
 _AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
+
+
+def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
+    """Return how many rows a block has: those of about 4 MiB; a vector's rows are elements."""
+    return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 class TensorPin(Strict):

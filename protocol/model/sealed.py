@@ -33,16 +33,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field
 
-from protocol.errors import ModelError, SealError
+from protocol.errors import ModelError, SealError, shown
 from protocol.messages import Digest
-from protocol.model.files import (
-    SEALED_MAGIC,
-    OpenFile,
-    opened,
-    parse_object,
-    read_bytes,
-    shown,
-)
+from protocol.model.files import SEALED_MAGIC, OpenFile, opened, parse_object, read_bytes
 from protocol.validation import Strict, validate_file
 
 SEAL_FILE = "sealed.tsqp"

@@ -25,9 +25,9 @@ import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError, ModelError, describe
 from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.config import ModelConfig
 from protocol.model.files import read_bytes, require_inside
-from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.weights import row_layout
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
@@ -140,7 +140,7 @@ class SiteScales:
 class Calibration:
     """The scales of every site of a model, and what they were made from.
 
-    `model_digest`, `linear_digest`: those of `protocol.model.identity`; `tokens`: how many tokens
+    `model_digest`, `linear_digest`: those of `protocol.model.checkpoint`; `tokens`: how many tokens
     calibration saw.
     """
 

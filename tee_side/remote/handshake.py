@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import ModelMismatchError, ReplyError
 from protocol.messages import Arithmetic, InitReply, Response
-from protocol.model.checkpoint import Checkpoint
+from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import ModelConfig
-from protocol.model.identity import model_digest
 
 if TYPE_CHECKING:
     from tee_side.protect.masks.keyed import TransformKey

@@ -30,9 +30,8 @@ from protocol.curve import ClientKeys
 from protocol.errors import ProtocolError, TsqpError
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES, InitRequest, LinearRequest, RingLinearRequest
-from protocol.model.checkpoint import Checkpoint
+from protocol.model.checkpoint import Checkpoint, linear_digest
 from protocol.model.config import read_config
-from protocol.model.identity import linear_digest
 from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear
 from protocol.pending import PendingChannel

@@ -39,10 +39,11 @@ from protocol.model.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     light_tensors,
+    linear_digest,
     linear_tensors,
+    model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import (
     CONFIG_FILE,

@@ -69,9 +69,8 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
 
     from protocol import native
     from protocol.integer import check_kernels
-    from protocol.model.checkpoint import Checkpoint, light_tensors
+    from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
     from protocol.model.config import read_config
-    from protocol.model.identity import linear_digest, model_digest
     from tee_side.protect.pads.bank import BankFile, read_bank_status
     from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
     from tee_side.protect.pads.maker import PadMaker, read_weights

@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from protocol.messages import FUSED_MODULES, TensorReply, Timing
-from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import (
+    Checkpoint,
+    light_tensors,
+    linear_digest,
+    linear_tensors,
+    model_digest,
+)
 from protocol.model.config import read_config
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from protocol.prepared import Exchange
 from protocol.tensors import from_torch

@@ -22,10 +22,11 @@ from protocol.model.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     light_tensors,
+    linear_digest,
     linear_tensors,
+    model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import FeatureMask, SegmentMask
 from tee_side.protect.masks.pad import Pad
 from tests.kit.model import Models

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES
-from protocol.model import quantized, tensor_file
+from protocol.model import manifest, quantized
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -27,10 +27,10 @@ from protocol.model.checkpoint import (
     light_tensors,
     linear_tensors,
     lm_head_name,
+    model_digest,
     module_name,
 )
 from protocol.model.config import read_config
-from protocol.model.identity import model_digest
 from protocol.model.quantized import QuantizedLinear, load_head_scale, load_quantized, quantize_rows
 from protocol.model.weights import load_linear, load_tensor
 from tests.kit.model import Models
@@ -129,7 +129,7 @@ def test_fused_modules_stand_side_by_side_with_their_biases(
     saved_model: Models, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As floats and as int8, which are read a block of rows at a time."""
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 4000)
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     tensors = load_file(directory / SINGLE_FILE)

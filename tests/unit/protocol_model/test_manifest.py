@@ -14,13 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
-from protocol.model import tensor_file
-from protocol.model.checkpoint import EMBEDDING, FINAL_NORM, SINGLE_FILE, Checkpoint
+from protocol.model import manifest
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    SINGLE_FILE,
+    Checkpoint,
+    Entry,
+    TensorFile,
+    linear_digest,
+    model_digest,
+)
 from protocol.model.config import read_config
-from protocol.model.identity import linear_digest, model_digest
-from protocol.model.manifest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest
+from protocol.model.manifest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest, rows_per_block
 from protocol.model.quantized import load_quantized
-from protocol.model.tensor_file import Entry, TensorFile, rows_per_block
 from protocol.model.weights import load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
@@ -48,7 +55,7 @@ def directory(directory: Path, saved_model: Callable[..., SavedModel]) -> Path:
 @pytest.fixture
 def pinned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     """Its manifest, with blocks of a few rows: every matrix has several, the last is not full."""
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 7 * 48 * 4)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 7 * 48 * 4)
     return make_manifest(directory)
 
 

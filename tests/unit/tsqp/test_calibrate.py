@@ -10,9 +10,8 @@ from click.testing import CliRunner, Result
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError
 from protocol.integer import exact_product, ring_product
-from protocol.model.checkpoint import Checkpoint
+from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
-from protocol.model.identity import model_digest
 from protocol.model.quantized import quantize_rows
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site

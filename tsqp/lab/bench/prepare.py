@@ -20,9 +20,15 @@ from safetensors.torch import save_file
 
 from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import (
+    INDEX_FILE,
+    Checkpoint,
+    light_tensors,
+    linear_digest,
+    linear_tensors,
+    model_digest,
+)
 from protocol.model.config import ModelConfig, read_config, read_json
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import load_tensor, weight_rows
 from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy

@@ -20,10 +20,15 @@ from torch.nn.functional import linear, silu
 from gpu_side.segment_kernels import finish
 from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_tensors, lm_head_name
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    Checkpoint,
+    linear_tensors,
+    lm_head_name,
+    model_digest,
+)
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
-from protocol.model.identity import model_digest
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.model.local_operators import TeeModel, load_tee_model

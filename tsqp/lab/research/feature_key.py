@@ -26,9 +26,8 @@ from protocol.errors import (
     expectation,
 )
 from protocol.messages import FUSED_MODULES, Digest, LinearOperator
-from protocol.model.checkpoint import Checkpoint, norm_names
+from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest, norm_names
 from protocol.model.config import ModelConfig
-from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import (
     FeatureMask,
     FeatureSite,

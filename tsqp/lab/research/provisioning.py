@@ -33,13 +33,14 @@ from protocol.model.checkpoint import (
     INDEX_FILE,
     Checkpoint,
     light_tensors,
+    linear_digest,
     linear_tensors,
     lm_head_name,
+    model_digest,
     module_name,
     norm_names,
 )
 from protocol.model.config import ModelConfig, read_config, read_json
-from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.protect.masks.mask import (
     FeatureMask,

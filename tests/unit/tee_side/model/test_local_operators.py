@@ -15,9 +15,8 @@ from protocol import integer, native
 from protocol.errors import ReplyError
 from protocol.integer import int8_product
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint
+from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
-from protocol.model.identity import model_digest
 from tee_side.model import local_ops
 from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
 from tee_side.model.operators import Operators, logits, place

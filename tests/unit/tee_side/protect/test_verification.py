@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import CalibrationError, ModelError, PolicyError
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint
+from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
-from protocol.model.identity import model_digest
 from tee_side.model.local_operators import sites_where
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
