@@ -29,8 +29,7 @@ from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.quantized import QuantizedLinear, load_quantized
-from protocol.model.weights import CPU, load_linear, load_tensor
+from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quantized, load_tensor
 from protocol.zmq_channel import ZmqChannel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.tokenizer import Tokenizer

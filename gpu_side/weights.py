@@ -38,8 +38,14 @@ from protocol.model.checkpoint import (
     norm_names,
 )
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_quantized
-from protocol.model.weights import FusedLinear, LayerNorms, load_linear, load_tensor
+from protocol.model.weights import (
+    FusedLinear,
+    LayerNorms,
+    QuantizedLinear,
+    load_linear,
+    load_quantized,
+    load_tensor,
+)
 
 Progress = Callable[[int, int], None]
 # Reads a tensor of a checked shape, by its name, to the device.

@@ -133,7 +133,7 @@ class RingLinearRequest(Message):
     """Apply modules as a Linear does, with their int8 weights, in the ring Z_2^32.
 
     `elements`: int32 [..., in_features]. The reply is int32 [..., sum of out_features]: the product
-    modulo 2^32, without scales and without biases (`protocol.model.quantized`).
+    modulo 2^32, without scales and without biases (`protocol.model.weights`).
     """
 
     method: ClassVar[str] = "RingLinear"

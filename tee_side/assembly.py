@@ -21,8 +21,7 @@ from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_head_scale
-from protocol.model.weights import CPU
+from protocol.model.weights import CPU, QuantizedLinear, load_head_scale
 from tee_side.model.local_operators import (
     LocalOperators,
     Product,

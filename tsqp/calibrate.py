@@ -54,8 +54,7 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, staying
-from protocol.model.quantized import load_quantized
-from protocol.model.weights import CPU, load_linear, load_tensor
+from protocol.model.weights import CPU, load_linear, load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.batch import Batch
 from tee_side.model.kv_cache import KVCache

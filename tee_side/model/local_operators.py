@@ -26,9 +26,16 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Layer, Norm, bound
-from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.rope import Rope
-from protocol.model.weights import CPU, LayerNorms, load_bias, load_linear, load_tensor
+from protocol.model.weights import (
+    CPU,
+    LayerNorms,
+    QuantizedLinear,
+    load_bias,
+    load_linear,
+    load_quantized,
+    load_tensor,
+)
 from protocol.native import compiled_for
 from tee_side.model.kv_cache import KVCache
 from tee_side.native import kernels

@@ -19,8 +19,7 @@ from protocol.integer import digits_below
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import INT8_MAX, QuantizedLinear
-from protocol.model.weights import load_bias, weight_rows
+from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
 from tee_side.protect.calibration import Calibration

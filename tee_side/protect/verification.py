@@ -42,8 +42,13 @@ from protocol.messages import (
 )
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
-from protocol.model.weights import row_layout, weight_rows
+from protocol.model.weights import (
+    QuantizedLinear,
+    load_quantized,
+    quantize_rows,
+    row_layout,
+    weight_rows,
+)
 from protocol.native import choice
 from protocol.tensors import to_torch
 from tee_side.native import kernels

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from protocol.messages import FUSED_MODULES, Request, Response, RingLinearRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.model.weights import QuantizedLinear, load_quantized
 from protocol.tensors import to_torch
 from tee_side.assembly import MaskSettings
 from tee_side.words import Site

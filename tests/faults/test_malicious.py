@@ -32,8 +32,7 @@ from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES, InitRequest, LinearRequest, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint, linear_digest
 from protocol.model.config import read_config
-from protocol.model.quantized import load_quantized
-from protocol.model.weights import CPU, load_linear
+from protocol.model.weights import CPU, load_linear, load_quantized
 from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
 from tee_side.protect.calibration import CALIBRATION_FILE

@@ -22,8 +22,7 @@ from protocol.integer import ring_product
 from protocol.messages import Arithmetic
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_quantized
-from protocol.model.weights import CPU, load_linear
+from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quantized
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import SiteShape
 from tee_side.protect.pads.store import MadePads, PadStore

@@ -19,7 +19,7 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.quantized import load_quantized
+from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange
 from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES
-from protocol.model import manifest, quantized
+from protocol.model import manifest, weights
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -31,8 +31,14 @@ from protocol.model.checkpoint import (
     module_name,
 )
 from protocol.model.config import read_config
-from protocol.model.quantized import QuantizedLinear, load_head_scale, load_quantized, quantize_rows
-from protocol.model.weights import load_linear, load_tensor
+from protocol.model.weights import (
+    QuantizedLinear,
+    load_head_scale,
+    load_linear,
+    load_quantized,
+    load_tensor,
+    quantize_rows,
+)
 from tests.kit.model import Models
 from tests.kit.rows import each_row
 
@@ -296,7 +302,7 @@ def test_the_largest_row_norm_is_exact(
     held = empty_weight(*weight.shape, torch.device("cpu")).copy_(weight)
     linear = QuantizedLinear(held, torch.ones(len(weight)), {})
     for block in (1, 2**21):
-        monkeypatch.setattr(quantized, "_BLOCK_ELEMENTS", block)
+        monkeypatch.setattr(weights, "_BLOCK_ELEMENTS", block)
         assert linear.max_row_norm() == math.sqrt(squared)
 
 

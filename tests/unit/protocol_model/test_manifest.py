@@ -27,8 +27,7 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import read_config
 from protocol.model.manifest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest, rows_per_block
-from protocol.model.quantized import load_quantized
-from protocol.model.weights import load_tensor
+from protocol.model.weights import load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import SavedModel

@@ -12,7 +12,7 @@ from protocol.errors import CalibrationError, ModelError, PromptError, SettingsE
 from protocol.integer import exact_product, ring_product
 from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
-from protocol.model.quantized import quantize_rows
+from protocol.model.weights import quantize_rows
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site
 from tests.kit.rows import each_row

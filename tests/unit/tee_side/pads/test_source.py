@@ -15,7 +15,7 @@ import torch
 from protocol.errors import CalibrationError, PadBankError, PadsExhaustedError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.pad import Pad

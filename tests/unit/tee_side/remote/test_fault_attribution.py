@@ -24,7 +24,7 @@ from protocol.integer import exact_product
 from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from protocol.model.quantized import load_quantized
+from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
