@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.harness import TRANSPORTS, Found, Place, in_turns, main, say, transports
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel, PendingChannel
 from protocol.errors import EndpointError, ReplyError, SettingsError
 from protocol.messages import (
     FUSED_MODULES,
@@ -44,9 +44,9 @@ from protocol.messages import (
     Response,
     TensorReply,
 )
-from protocol.pending import PendingChannel
 from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import from_torch, short_name
+from protocol.transport import open_channel
 from tee_side.policy.placement import load_policy
 from tee_side.remote.services.member import ConnectOptions, Instances, Member, Session
 from tee_side.remote.services.plan import ReplicaGroup

@@ -34,7 +34,7 @@ _DEVICE = "/sys/bus/pci/devices/0000:00:10.0/resource2"
 _IN_GUEST = """
 import gc, json, os, statistics, subprocess, sys, time
 import torch
-from protocol.channel import open_channel
+from protocol.transport import open_channel
 from protocol.messages import LinearRequest
 from protocol.prepared import PreparedRequest
 from protocol.tensors import from_torch, short_name

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Found, Place, main, say
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel
 from protocol.messages import (
     FUSED_MODULES,
     LinearOperator,
@@ -32,6 +32,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch
+from protocol.transport import open_channel
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.measure import elapsed_us
 

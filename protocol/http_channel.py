@@ -20,6 +20,7 @@ from typing import Any
 
 import httpcore2
 
+from protocol.channel import RECONNECT_S, PendingChannel, Received
 from protocol.curve import (
     CHANNEL_HEADER,
     CONTENT_TYPE,
@@ -30,7 +31,6 @@ from protocol.curve import (
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import is_exposed, parse_endpoint
 from protocol.errors import EndpointError, ProtocolError, SettingsError
-from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.stream_wire import frames_in, longest_bytes, to_pieces
 from protocol.tensors import Buffer
 

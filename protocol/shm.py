@@ -29,10 +29,10 @@ from contextlib import suppress
 
 import torch
 
+from protocol.channel import NOT_PUT, Pending
 from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ProtocolError
-from protocol.pending import NOT_PUT, Pending
 from protocol.prepared import PreparedRequest
 from protocol.shared_memory import (
     ATTACH,

@@ -17,11 +17,11 @@ import numpy
 import torch
 
 from protocol import native
+from protocol.channel import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES, REQUEST
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError, TsqpError
 from protocol.liveness import PROBE_AFTER_S, AdaptiveSpin, LivenessProbe
-from protocol.pending import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
 from protocol.stream_wire import (
     BUFFER_BYTES,

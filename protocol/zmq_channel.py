@@ -18,12 +18,12 @@ from math import ceil
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from protocol.channel import RECONNECT_S, PendingChannel, Received
 from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import AbsentError, EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S, AdaptiveSpin
-from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.tensors import Buffer
 from protocol.zmq_sockets import (
     DONTWAIT,

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol import native
-from protocol.channel import ChannelWrapper, open_channel
+from protocol.channel import ChannelWrapper, PendingChannel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.model.checkpoint import Checkpoint, light_tensors, model_digest
 from protocol.model.config import read_config
-from protocol.pending import PendingChannel
 from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
+from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, PadTotals

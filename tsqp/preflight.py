@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from protocol.channel import open_channel
 from protocol.curve import ClientKeys
 from protocol.endpoint import is_exposed, one_for_each
 from protocol.errors import ReplyError, TsqpError
@@ -27,6 +26,7 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig, find_file, read_config
 from protocol.model.manifest import Manifest
+from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy

@@ -19,7 +19,7 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel, PendingChannel
 from protocol.curve import ClientKeys
 from protocol.errors import (
     DeadlineExceededError,
@@ -32,8 +32,8 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.messages import LMHeadRequest, TensorReply, Timing
-from protocol.pending import PendingChannel
 from protocol.tensors import from_torch, to_torch
+from protocol.transport import open_channel
 from tests.kit.rows import each_row
 from tests.kit.wire import raw_socket
 

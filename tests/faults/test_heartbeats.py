@@ -21,12 +21,12 @@ import zmq
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import open_request
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.channel import open_channel
+from protocol.channel import PendingChannel
 from protocol.curve import ClientKeys, read_public_key, read_secret_key
 from protocol.errors import AbsentError, EndpointError
 from protocol.messages import InitReply, InitRequest, LMHeadRequest
-from protocol.pending import PendingChannel
 from protocol.tensors import from_torch
+from protocol.transport import open_channel
 from protocol.zmq_channel import ZmqChannel
 from tests.faults.disturbed import Disturbed, Fault, Peer
 from tests.faults.row import Found, Row

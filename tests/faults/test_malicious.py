@@ -25,7 +25,7 @@ import zmq
 from torch.nn.functional import linear
 
 from gpu_side.access import ServiceKeys
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel, PendingChannel
 from protocol.curve import ClientKeys
 from protocol.errors import ProtocolError, TsqpError
 from protocol.integer import exact_product
@@ -33,8 +33,8 @@ from protocol.messages import FUSED_MODULES, InitRequest, LinearRequest, RingLin
 from protocol.model.checkpoint import Checkpoint, linear_digest
 from protocol.model.config import read_config
 from protocol.model.weights import CPU, load_linear, load_quantized
-from protocol.pending import PendingChannel
 from protocol.tensors import to_torch
+from protocol.transport import open_channel
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.channel import open_channel
 from protocol.errors import TsqpError
 from protocol.messages import EmbeddingRequest
 from protocol.shm import create
 from protocol.tensors import from_torch
+from protocol.transport import open_channel
 from tests.kit.demo import DEMO
 from tests.kit.lie import MaliciousService, Victim, operators_of
 from tests.kit.model import SIZES, make_model

@@ -18,7 +18,7 @@ import pytest
 import torch
 import zmq
 
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel, PendingChannel
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import (
     HealthReply,
@@ -28,9 +28,9 @@ from protocol.messages import (
     LinearRequest,
     TensorReply,
 )
-from protocol.pending import PendingChannel
 from protocol.shared_memory import SLOTS
 from protocol.tensors import to_torch
+from protocol.transport import open_channel
 from tests.kit import ask
 from tests.kit.kernel_log import PLUGGED, RESUMED
 from tests.kit.model import make_model
@@ -246,7 +246,7 @@ def test_programs_of_a_vm_that_was_resumed_end_and_say_why(tmp_path: Path) -> No
 # Fills every slot of its segment, says so, and waits to be killed.
 CLIENT = """
 import sys, time, torch
-from protocol.channel import open_channel
+from protocol.transport import open_channel
 from protocol.messages import LinearRequest
 from protocol.tensors import from_torch
 channel = open_channel(sys.argv[1])

@@ -32,9 +32,9 @@ import msgpack
 import numpy as np
 import torch
 
+from protocol.channel import NOT_PUT
 from protocol.encoding import decode_reply
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
-from protocol.pending import NOT_PUT
 from protocol.stream import StreamChannel
 from tee_side.engine import background
 from tee_side.engine.engine import Engine

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from protocol.channel import PendingChannel
 from protocol.errors import TsqpError
 from protocol.messages import InitRequest, Request
-from protocol.pending import PendingChannel
 from tee_side import runner as runner_module
 from tee_side.engine.engine import EngineSettings
 from tee_side.engine.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.channel import Channel
+from protocol.channel import Channel, OversizedRequestError
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -21,7 +21,6 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.pending import OversizedRequestError
 from protocol.prepared import Exchange, Traffic
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas

@@ -31,11 +31,11 @@ from gpu_side.encoding import (
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.stream_listener import StreamListener
+from protocol.channel import Pending, PendingChannel, Received
 from protocol.encoding import Reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.liveness import PROBE
 from protocol.messages import InitRequest, Request, SegmentRequest, TensorReply
-from protocol.pending import Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, from_torch, to_torch

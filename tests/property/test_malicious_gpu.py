@@ -32,9 +32,9 @@ from hypothesis import strategies as st
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol import pending
+from protocol import channel
+from protocol.channel import PendingChannel, Received
 from protocol.errors import DeadlineExceededError, TsqpError
-from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer
 from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
@@ -234,7 +234,7 @@ def _patched(world: World) -> Iterator[None]:
 
     with ExitStack() as patches:
         for owner, name, value in (
-            *((module, "time", world.clock) for module in (pending, member, replicas, connected)),
+            *((module, "time", world.clock) for module in (channel, member, replicas, connected)),
             (os, "urandom", draw.randbytes),
             (secrets, "randbits", draw.getrandbits),
             (runner_module, "open_channel", partial(FakeChannel, world)),

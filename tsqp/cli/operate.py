@@ -111,9 +111,9 @@ def health(
     Exit status 0 where it is ready, 1 where it drains or does not answer, as one that still loads
     its weights does not.
     """
-    from protocol.channel import open_channel
     from protocol.endpoint import parse_endpoint
     from protocol.messages import HealthReply, HealthRequest
+    from protocol.transport import open_channel
 
     settings = RunSettings(
         model="",

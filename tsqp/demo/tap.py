@@ -17,11 +17,11 @@ import numpy as np
 
 from gpu_side.encoding import open_request, read_request
 from gpu_side.transport.bind import open_listener
-from protocol.channel import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply
 from protocol.errors import ProtocolError, TsqpError
 from protocol.messages import TensorReply
 from protocol.tensors import to_torch
+from protocol.transport import open_channel
 from tsqp.page.seen import ReceivedTensors, Seen, describe_request
 
 # Longer than any of the demo model's requests takes.

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from protocol.channel import Channel
-from protocol.errors import TsqpError
+from protocol.channel import Channel, WrappedChannel
 from protocol.messages import FUSED_MODULES, Request
-from protocol.prepared import Exchange, PreparedRequest
+from protocol.prepared import PreparedRequest
 from tsqp.page.seen import ReceivedTensors, Seen, describe_request, summarise
 
 HEAD_BYTES = 64
@@ -149,12 +148,12 @@ class Feed:
                 answer.others += 1
 
 
-class TappedChannel(Channel):
+class TappedChannel(WrappedChannel):
     """A `Channel` of which each request is shown once it is sent, before its reply is taken."""
 
     def __init__(self, channel: Channel, saw: Callable[[Request], None]) -> None:
-        self.endpoint, self.traffic = channel.endpoint, channel.traffic
-        self._channel, self._saw = channel, saw
+        super().__init__(channel)
+        self._saw = saw
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """See `Channel.submit`."""
@@ -169,19 +168,3 @@ class TappedChannel(Channel):
         request_id = self._channel.start(prepared, payload, timeout_s)
         self._saw(prepared.request(payload))
         return request_id
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        return self._channel.wait(request_id)
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()

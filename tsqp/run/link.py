@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from gpu_side.transfer import wait_until
-from protocol.channel import Channel
-from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
+from protocol.channel import Channel, WrappedChannel
+from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import Request
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor
@@ -68,7 +68,7 @@ class _Sent:
     timeout_s: float
 
 
-class ModelledLink(Channel):
+class ModelledLink(WrappedChannel):
     """A `Channel` over which no reply comes earlier than over `link`, whatever carries it.
 
     Requests queue behind each other on the way there, and replies, in the order in which they are
@@ -84,10 +84,8 @@ class ModelledLink(Channel):
     """
 
     def __init__(self, channel: Channel, link: Link, *, timeout_s: float = 30.0) -> None:
-        self.endpoint = channel.endpoint
-        self.traffic = channel.traffic
+        super().__init__(channel)
         self.link = link
-        self._channel = channel
         self._timeout_s = timeout_s
         self._sent: dict[int, _Sent] = {}
         # When the last bit of what is under way has left, in each direction.
@@ -146,14 +144,6 @@ class ModelledLink(Channel):
         """See `Channel.abandon`. What it sent still takes its time on the link."""
         self._sent.pop(request_id, None)
         self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
 
 
 def _message_bytes(request: Request) -> int:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from protocol.channel import Channel, ChannelWrapper
+from protocol.channel import Channel, ChannelWrapper, PendingChannel
 from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
 from protocol.messages import NONCE_BYTES, InitReply, InitRequest, Response
-from protocol.pending import PendingChannel
 from protocol.prepared import Traffic
 from tee_side.remote.services.plan import ReplicaGroup, one_service
 

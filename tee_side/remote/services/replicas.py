@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from protocol.channel import Channel
+from protocol.channel import Channel, OversizedRequestError
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -32,7 +32,6 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import Request, SegmentRequest
-from protocol.pending import OversizedRequestError
 from protocol.prepared import Exchange, PreparedRequest, Traffic
 from tee_side.remote.services.member import Member, Session
 

@@ -31,7 +31,7 @@ from gpu_side.ranks.processes import RankJob, RankPlace, place_of
 from gpu_side.ranks.worker import IDLE, JOIN_S, Group
 from gpu_side.request_loop import StopSignal
 from gpu_side.weights import load_weights
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -42,6 +42,7 @@ from protocol.errors import (
 )
 from protocol.messages import InitReply, InitRequest, Request, TensorReply
 from protocol.tensors import Buffer, to_torch
+from protocol.transport import open_channel
 from tests.kit import ask
 from tests.kit.model import SIZES, Models
 from tests.kit.rows import each_row

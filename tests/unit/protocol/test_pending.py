@@ -18,7 +18,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from protocol import native
-from protocol.channel import open_channel
+from protocol.channel import OversizedRequestError
 from protocol.encoding import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
 from protocol.errors import (
     EndpointError,
@@ -29,10 +29,10 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.messages import MAX_TIMING_US, LMHeadRequest, RingLinearRequest, TensorReply, Timing
-from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, WireTensor, from_torch
+from protocol.transport import open_channel
 from tests.kit.rows import each_row
 from tests.kit.wire import ScriptedChannel, take, tensor_reply
 

@@ -154,7 +154,7 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
 def test_health_is_a_line_and_an_exit_status(status: Any, code: int) -> None:
     ask = ("health", "unix:///s", "--timeout-s", "2")
     reply = HealthReply(status=status, uptime_s=61.4, queued_requests=3, queued_bytes=4096)
-    with mock.patch("protocol.channel.open_channel") as opened:
+    with mock.patch("protocol.transport.open_channel") as opened:
         opened.return_value.call.return_value.response = reply
         shown = [run(*ask), run(*ask, "--json")]
         opened.side_effect = EndpointError("unix:///s", got="nothing", expected="a reply")

@@ -27,12 +27,12 @@ from typing import Any, Literal
 import torch
 
 from gpu_side.encoding import Form, encode_reply
-from protocol.channel import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import SettingsError
 from protocol.messages import LinearRequest, TensorReply, Timing
 from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, from_torch, short_name
+from protocol.transport import open_channel
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.prepare import write_random_model

@@ -23,7 +23,7 @@ from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
-from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
+from protocol.errors import ErrorCode, ProtocolError, ServiceError
 from protocol.messages import HealthRequest, Request, Response, SegmentRequest, Timing
 from protocol.prepared import Exchange, Traffic
 from protocol.tensors import raw_bytes
@@ -51,10 +51,6 @@ class AtOnce(Channel):
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
         self._replies.pop(request_id, None)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`; no other service is left."""
-        raise error
 
     def close(self) -> None:
         """See `Channel.close`."""

@@ -14,12 +14,13 @@ import torch
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import RequestChecker
 from protocol import native
-from protocol.channel import Channel, open_channel
+from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
+from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.local_operators import load_tee_model

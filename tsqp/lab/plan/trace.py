@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from gpu_side.tasks import RequestChecker, Task
-from protocol.channel import Channel
+from protocol.channel import Channel, WrappedChannel
 from protocol.errors import TsqpError
 from protocol.messages import HealthRequest, InitRequest, Request
 from protocol.model.forward import Norm
@@ -103,13 +103,12 @@ class Tracer:
         return marking
 
 
-class _NotedChannel(Channel):
+class _NotedChannel(WrappedChannel):
     """A `Channel` that says when it was used."""
 
     def __init__(self, channel: Channel, tracer: Tracer, lane: int, service: int) -> None:
-        self.endpoint, self.traffic = channel.endpoint, channel.traffic
-        self._channel, self._tracer = channel, tracer
-        self._lane, self._service = lane, service
+        super().__init__(channel)
+        self._tracer, self._lane, self._service = tracer, lane, service
         # Of requests under way: when they began and ended to be handed over, and what they ask for.
         self._asked: dict[int, tuple[int, int, Task]] = {}
 
@@ -147,18 +146,6 @@ class _NotedChannel(Channel):
         )
         self._tracer.note(self._lane, start_ns, rpc)
         return exchange
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
 
 
 # ----------------------------------------------------------------------------------- sections

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from protocol.channel import OversizedRequestError
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -24,7 +25,6 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import Request, SegmentRequest
-from protocol.pending import OversizedRequestError
 from protocol.tensors import from_torch
 from tee_side.remote.services import member
 from tee_side.remote.services.plan import ReplicaGroup
