@@ -114,7 +114,33 @@ def ring_product(
     `empty_weight`. Returns int32 [T, N]. How long it takes does not depend on the values. Raises
     KernelError where K is above MAX_IN_FEATURES.
     """
-    return _product(elements, weight, digits)
+    (rows, K), N = elements.shape, weight.shape[0]
+    # With one in_feature the two layouts of a weight cannot be told apart, and `_int_mm` errs.
+    if not 2 <= K <= MAX_IN_FEATURES:
+        raise KernelError("int8 product", f"{K} in_features", f"2 to {MAX_IN_FEATURES}")
+    out = torch.empty(rows, N, dtype=torch.int32, device=elements.device)
+    if elements.device.type == "cpu" and weight.stride(1) == 1 and choice().compiled:
+        elements = elements.contiguous()
+        library.product(
+            *(elements.data_ptr(), rows, K, digits),
+            *(weight.data_ptr(), weight.stride(0), N),
+            *(out.data_ptr(), native.own.pool),
+        )
+        return out
+    # Equal blocks, and one scratch for all of them: fresh memory for each costs as much as a fifth
+    # of the product. The last block may be smaller.
+    most = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // (digits * max(K, N)))
+    size = -(-rows // -(-rows // most)) if rows else 1
+    scratch: torch.Tensor | None = None
+    for start in range(0, rows, size):
+        block = slice(start, start + size)
+        stacked = to_digits(elements[block], digits).flatten(0, 1)
+        products = int8_product(
+            stacked, weight, None if scratch is None else scratch[: stacked.shape[0]]
+        )
+        scratch = products if scratch is None else scratch
+        combine_digits(products.view(digits, -1, N), out[block])
+    return out
 
 
 def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -123,7 +149,7 @@ def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Half the work or less for values that are small: the product itself where it fits int32, and
     modulo 2^32 otherwise. How long it takes depends on the values: not for activations in the TEE.
     """
-    return _product(values, weight, digits_needed(values))
+    return ring_product(values, weight, digits_needed(values))
 
 
 def int8_product(
@@ -184,34 +210,3 @@ def _check_product(elements: torch.Tensor, weight: torch.Tensor, product: RingPr
         f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
         "those of exact arithmetic",
     )
-
-
-def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """Multiply in the ring, a block of rows at a time, by the lowest `count` digits."""
-    (rows, K), N = elements.shape, weight.shape[0]
-    # With one in_feature the two layouts of a weight cannot be told apart, and `_int_mm` errs.
-    if not 2 <= K <= MAX_IN_FEATURES:
-        raise KernelError("int8 product", f"{K} in_features", f"2 to {MAX_IN_FEATURES}")
-    out = torch.empty(rows, N, dtype=torch.int32, device=elements.device)
-    if elements.device.type == "cpu" and weight.stride(1) == 1 and choice().compiled:
-        elements = elements.contiguous()
-        library.product(
-            *(elements.data_ptr(), rows, K, count),
-            *(weight.data_ptr(), weight.stride(0), N),
-            *(out.data_ptr(), native.own.pool),
-        )
-        return out
-    # Equal blocks, and one scratch for all of them: fresh memory for each costs as much as a fifth
-    # of the product. The last block may be smaller.
-    most = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // (count * max(K, N)))
-    size = -(-rows // -(-rows // most)) if rows else 1
-    scratch: torch.Tensor | None = None
-    for start in range(0, rows, size):
-        block = slice(start, start + size)
-        stacked = to_digits(elements[block], count).flatten(0, 1)
-        products = int8_product(
-            stacked, weight, None if scratch is None else scratch[: stacked.shape[0]]
-        )
-        scratch = products if scratch is None else scratch
-        combine_digits(products.view(count, -1, N), out[block])
-    return out

@@ -2,7 +2,7 @@
 
 `pip install` compiles them where there is a C++ compiler. Without one, torch computes the same:
 integers bit for bit, floats within a few units in their last place. The best *variant* that this
-processor has is used, once it has given what the portable one gives (`protocol.native.proof`).
+processor has is used, once it has given what the portable one gives (`differs`).
 
 Kernels take addresses. `protocol.integer`, `tee_side.native` and `tee_side.protect.padded` check
 what they pass.
@@ -17,6 +17,7 @@ import logging
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,22 @@ from typing import Any
 import torch
 
 from protocol.errors import KernelError
-from protocol.native.proof import differs
 
 log = logging.getLogger("protocol")
 
 AUTO, TORCH = "auto", "torch"
+PORTABLE = "portable"
+# Attention in bfloat16, relative to the largest of all outputs: the weights of a row are rounded to
+# 8 bits, and so is the output.
+ATTENTION_BOUND = 2**-6
+
+# Elements of which every digit is the lowest, or the highest, by their number of digits.
+_LOWEST_DIGITS = (-128, -32896, -8421504, 0x7F7F7F80)
+_HIGHEST_DIGITS = (127, 32639, 8355711, 0x7F7F7F7F)
+_RING = 2**31
+
+# What a kernel gave, and how far another variant may be from it.
+Result = tuple[torch.Tensor, float]
 
 # How long a thread that helped looks for more to do before it sleeps: less than it takes to wake
 # one up, so that it costs little where the service computes on the same processor.
@@ -125,10 +137,6 @@ def _choose(wanted: str) -> Choice:
     raise KernelError(f"kernels {wanted}", "wrong results", "those of the portable ones")
 
 
-# A processor does not change its mind: found out once.
-_differs = functools.cache(differs)
-
-
 def compiled_for(dtype: torch.dtype) -> bool:
     """Say whether compiled kernels run for activations of a dtype."""
     return dtype in FLOATS and choice().compiled
@@ -200,3 +208,136 @@ def _forget_pools() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pools)
+
+
+def differs(library: Any, variant: str) -> bool:
+    """Say whether a variant gives other results than the portable one; leaves it in use.
+
+    Every kernel is tried, in milliseconds. Integers must be the same bit for bit: instructions of
+    some processors saturate half way. Floats must be the same, too, but for attention in bfloat16,
+    where a variant has instructions that round otherwise: there within `ATTENTION_BOUND`.
+    """
+    if variant == PORTABLE:
+        return False
+    library.use(PORTABLE)
+    right = list(_Trial(library).results())
+    library.use(variant)
+    found = list(_Trial(library).results())
+    return not all(_near(a, b, bound) for (a, bound), (b, _) in zip(right, found, strict=True))
+
+
+def _near(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
+    if bound == 0.0:  # as bytes: NaN is the same as itself
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    wide_a, wide_b = a.double(), b.double()
+    return bool(((wide_a - wide_b).abs() <= bound * wide_a.abs().max()).all())
+
+
+class _Trial:
+    """One run of all kernels of the variant in use, over random and extreme values."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._pool = library.pool_new(2, 0)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __del__(self) -> None:
+        self._library.pool_free(self._pool)
+
+    def results(self) -> Iterator[Result]:
+        yield from self._products()
+        for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+            yield from self._floats(number, dtype)
+
+    def _call(self, kernel: str, *arguments: Any) -> Any:
+        """Call a kernel: a tensor is its address. The pool is the last argument."""
+        numbers = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        return getattr(self._library, kernel)(*numbers, self._pool)
+
+    def _written(
+        self, kernel: str, *arguments: Any, to: torch.Tensor, bound: float = 0.0
+    ) -> Result:
+        """Call a kernel whose last argument but the pool is the tensor that it writes."""
+        self._call(kernel, *arguments, to)
+        return to.clone(), bound
+
+    def _integers(self, bound: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(-bound, bound, shape, generator=self._generator).to(dtype)
+
+    def _random(self, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=self._generator) * scale).to(dtype)
+
+    def _products(self) -> Iterator[Result]:
+        outs, features = 83, 201
+        random = self._integers(128, outs, features, dtype=torch.int8)
+        for rows in (1, 3, 9, 33):  # few; many; and many where there are tiles for them
+            for digits, (low, high) in enumerate(
+                zip(_LOWEST_DIGITS, _HIGHEST_DIGITS, strict=True), start=1
+            ):
+                size = (rows, features)
+                for q in (
+                    self._integers(min(high, _RING), *size),
+                    torch.full(size, low, dtype=torch.int32),
+                    torch.full(size, high, dtype=torch.int32),
+                ):
+                    for weight in (random, torch.full_like(random, -128)):
+                        y = torch.empty(rows, outs, dtype=torch.int32)
+                        shape = (*size, digits, weight, features, outs)
+                        yield self._written("product", q, *shape, to=y)
+
+    def _floats(self, number: int, dtype: torch.dtype) -> Iterator[Result]:
+        rows, features, outs = size = (5, 150, 70)
+        x = self._random(dtype, rows, features, scale=8.0)
+        yield from self._sites(number, x)
+        x[1], x[3, 7], x[4, 9] = 0.0, torch.nan, torch.inf
+        x[2, 0] = torch.finfo(dtype).max
+        gain, bias = self._random(dtype, features), self._random(dtype, outs)
+        out, y = torch.empty_like(x), torch.empty(rows, outs, dtype=dtype)
+        yield self._written("rms_norm", number, x, features, *size[:2], gain, 1e-5, to=out)
+        yield self._written("silu_mul", number, x, x, features, *size[:2], to=out)
+        self._library.residual(number, out.data_ptr(), x.data_ptr(), out.numel())
+        yield out, 0.0
+        weight = self._integers(128, outs, features, dtype=torch.int8)
+        scale = torch.rand(outs, generator=self._generator)
+        linear = (number, x, *size[:2], weight, features, scale, bias, outs)
+        yield self._written("linear8", *linear, to=y)
+        for dim in (24, 64):  # of which tiles take the second alone
+            yield from self._attention(number, dtype, dim)
+
+    def _sites(self, number: int, x: torch.Tensor) -> Iterator[Result]:
+        """Yield what is around a product: x [T, I] to integers and back, with a pad and a check."""
+        rows, features = size = tuple(x.shape)
+        r, u = self._integers(_RING, *size), self._integers(_RING, *size)
+        low, high, vectors = (self._integers(_RING, 2, features) for _ in range(3))
+        q, sent = torch.empty_like(r), torch.empty_like(r)
+        scales = torch.empty(rows)
+        norm = self._call("encode", number, x, *size, 0.0, scales, r, q, sent)
+        yield from ((found.clone(), 0.0) for found in (torch.tensor([norm]), scales, q, sent))
+        norm = self._call("encode", number, x, *size, 0.003, 0, r, q, sent)
+        yield from ((found, 0.0) for found in (torch.tensor([norm]), q, sent))
+        expected = torch.empty(rows, 2, dtype=torch.int64)
+        yield self._written("expect", q, *size, low, high, to=expected)
+        factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)
+        right = (q.long() @ vectors.long().t()).contiguous()
+        for y, pad, own in ((sent, u, 0), (q, 0, scales), (sent, r, 0)):
+            holds = self._call("decode", number, y, pad, *size, own, factor, x, out, vectors, right)
+            yield torch.tensor([holds]), 0.0
+            yield out.clone(), 0.0
+
+    def _attention(self, number: int, dtype: torch.dtype, dim: int) -> Iterator[Result]:
+        heads, kv_heads, context = 4, 2, 600
+        bound = ATTENTION_BOUND if dtype is torch.bfloat16 else 0.0
+        q = self._random(dtype, 3, heads, dim)
+        keys, values = (self._random(dtype, kv_heads, context, dim) for _ in range(2))
+        cos, sin = self._random(dtype, 3, dim), self._random(dtype, 3, dim // 2)
+        turned, stride = torch.empty_like(q), heads * dim
+        yield self._written("rope", number, q, stride, 3, heads, dim, cos, sin, to=turned)
+        for rows, window in ((3, 0), (1, 0), (3, 100)):
+            out = torch.empty(rows, stride, dtype=dtype)
+            sizes = (rows, heads, kv_heads, dim)
+            asked = (number, q, stride, *sizes, keys, values, context, context, window)
+            yield self._written("attention", *asked, to=out, bound=bound)
+
+
+# A processor does not change its mind: found out once.
+_differs = functools.cache(differs)

@@ -28,8 +28,7 @@ from protocol.integer import (
     ring_product,
     to_digits,
 )
-from protocol.native import load
-from protocol.native.proof import PORTABLE, differs
+from protocol.native import PORTABLE, differs, load
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.rows import each_row
 
