@@ -44,8 +44,8 @@ from protocol.model.checkpoint import (
     model_digest,
     norm_names,
 )
-from protocol.model.config import ModelConfig, read_config, read_json
-from protocol.model.files import is_there
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import is_there, read_json
 from protocol.model.rope import rope_frequencies
 from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch

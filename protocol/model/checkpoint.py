@@ -31,9 +31,17 @@ from pydantic import Field, model_validator
 
 from protocol.errors import ModelError, describe, shown
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
-from protocol.model.config import ModelConfig, read_json
-from protocol.model.files import OpenFile, is_there, opened, parse_object
-from protocol.model.manifest import Manifest, TensorPin, rows_per_block
+from protocol.model.config import ModelConfig
+from protocol.model.files import (
+    Manifest,
+    OpenFile,
+    TensorPin,
+    is_there,
+    opened,
+    parse_object,
+    read_json,
+    rows_per_block,
+)
 from protocol.validation import Strict, validate_file
 
 SINGLE_FILE = "model.safetensors"

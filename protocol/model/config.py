@@ -14,17 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
-from protocol.model.files import is_there, parse_object, read_bytes
+from protocol.model.files import Manifest, find_file, read_json
 from protocol.validation import Strict, validate_file
-
-if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
 
 ArchitectureName = Literal[
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -91,9 +88,6 @@ ARCHITECTURES: Mapping[ArchitectureName, Architecture] = {
         windows="listed",
     ),
 }
-
-# An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
-MAX_JSON_BYTES = 2 * 1024 * 1024
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 # What a rope_type cannot do without.
@@ -272,33 +266,6 @@ class _ConfigFile(_Sizes, _EndOfText):
     rope_scaling: dict[str, Any] | None = None
     rope_theta: Any = None
     original_max_position_embeddings: Any = None
-
-
-def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
-    """Return the path of a file that may be missing, or None.
-
-    With a manifest, what it does not name is missing. Raises ManifestError for what it names and
-    that is gone.
-    """
-    path = directory / name
-    if manifest is not None:
-        return manifest.find(path)
-    return path if is_there(path) else None
-
-
-def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
-    """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
-    if manifest is not None:
-        manifest.find(path)
-    content = read_bytes(path, limit)
-    if manifest is not None:
-        manifest.check_file(path, content)
-    return content
-
-
-def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
-    return parse_object(read_file(path, MAX_JSON_BYTES, manifest), str(path))
 
 
 def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfig:

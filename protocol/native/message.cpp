@@ -10,8 +10,8 @@
 
 namespace {
 
-void write_head(const MessageShape* shape, int64_t id, int64_t time, char* to) {
-  const int64_t numbers[] = {id, time};
+void write_head(const MessageShape* shape, int64_t id, int64_t timeout_ms, char* to) {
+  const int64_t numbers[] = {id, timeout_ms};
   memcpy(to, shape->head, shape->head_bytes);
   for (int i = 0; i < 2; i++) {
     uint64_t big_endian = __builtin_bswap64(static_cast<uint64_t>(numbers[i]));
@@ -39,30 +39,31 @@ bool is_expected(const MessageShape* shape, int64_t id, char* head, int64_t* tim
 
 }  // namespace
 
-bool lane_put(const MessageShape* shape, int64_t id, int64_t time, const void* payload, char* area,
-              LaneLine* line, int64_t number, const uint32_t* sleeps) {
-  write_head(shape, id, time, area);
+bool lane_put(const MessageShape* shape, int64_t id, int64_t timeout_ms, const void* payload,
+              char* area, LaneLine* line, int64_t number, const uint32_t* sleeps) {
+  write_head(shape, id, timeout_ms, area);
   memcpy(area + shape->head_bytes, payload, shape->payload_bytes);
   return lane_publish(line, number, shape->head_bytes + shape->payload_bytes, sleeps);
 }
 
 int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
-               LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times) {
-  if (spin_us >= 0 && lane_look(line, seen, 1, spin_us) < 0) return 0;
-  if (seen->bytes != static_cast<uint64_t>(shape->head_bytes + shape->payload_bytes)) return -1;
+                  LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times) {
+  if (spin_us >= 0 && lane_look(line, seen, 1, spin_us) < 0) return LANE_NOTHING;
+  const int64_t total = shape->head_bytes + shape->payload_bytes;
+  if (seen->bytes != static_cast<uint64_t>(total)) return LANE_OTHER;
   char head[MAX_HEAD_BYTES];
   memcpy(head, area, shape->head_bytes);
   // The copy must not become reads of what the other end may have changed by then.
   __asm__ volatile("" : : "r"(head) : "memory");
-  if (!is_expected(shape, id, head, times)) return -1;
+  if (!is_expected(shape, id, head, times)) return LANE_OTHER;
   memcpy(payload, area + shape->head_bytes, shape->payload_bytes);
-  return 1;
+  return LANE_TAKEN;
 }
 
-int64_t stream_put(const MessageShape* shape, int64_t id, int64_t time, const void* payload,
+int64_t stream_put(const MessageShape* shape, int64_t id, int64_t timeout_ms, const void* payload,
                    int64_t socket) {
   char head[MAX_HEAD_BYTES];
-  write_head(shape, id, time, head);
+  write_head(shape, id, timeout_ms, head);
   iovec pieces[] = {
       {head, static_cast<size_t>(shape->head_bytes)},
       {const_cast<void*>(payload), static_cast<size_t>(shape->payload_bytes)},
@@ -99,5 +100,5 @@ int64_t stream_take(const MessageShape* shape, int64_t id, int64_t socket, char*
   memcpy(head, buffer, shape->head_bytes);
   if (!is_expected(shape, id, head, times)) return come;
   memcpy(payload, buffer + shape->head_bytes, shape->payload_bytes);
-  return -1;
+  return STREAM_TAKEN;
 }

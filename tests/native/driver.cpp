@@ -261,7 +261,7 @@ int slots() {
   std::thread client([&] {
     for (int64_t id = 1; id <= 2000; id++) {
       while (lane_take(link.shape(), id, link.area.get(), &link.line, &link.seen, 50,
-                       link.taken.get(), link.times) != 1) {
+                       link.taken.get(), link.times) != LANE_TAKEN) {
       }
       took &= link.arrived() && link.times[0] == 9;
       taken.store(id, std::memory_order_release);
@@ -281,7 +281,7 @@ int slots() {
       link.area.get()[i] = static_cast<char>((random = random * 1664525 + 1013904223) >> 24);
     link.seen.bytes = round % 2 ? TOTAL : random;
     right &= lane_take(link.shape(), 1, link.area.get(), nullptr, &link.seen, -1,
-                       link.taken.get(), link.times) == -1;
+                       link.taken.get(), link.times) == LANE_OTHER;
   }
   if (!right) printf("a message over a slot was not taken as it was put\n");
   return right ? 0 : 1;
@@ -299,7 +299,7 @@ int sockets() {
   bool right = take(1, 1) == 0;  // nothing is there
   for (int64_t id = 1; id <= 500; id++) {
     right &= stream_put(link.shape(), id, 9, link.sent.get(), pair[0]) == TOTAL;
-    right &= take(id, 100) == -1 && link.arrived();
+    right &= take(id, 100) == STREAM_TAKEN && link.arrived();
     right &= stream_put(link.shape(), id, 9, link.sent.get(), pair[0]) == TOTAL;
     right &= take(id + 1, 100) == TOTAL;  // another id
     right &= write(pair[0], link.sent.get(), 33) == 33 && take(id, 100) == 33;

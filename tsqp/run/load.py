@@ -27,7 +27,7 @@ from tsqp.run.trust import (
 
 if TYPE_CHECKING:
     from protocol.channel import ChannelWrapper
-    from protocol.model.manifest import Manifest
+    from protocol.model.files import Manifest
     from tee_side.engine.engine import EngineSettings
     from tee_side.engine.request import SamplingSettings
     from tee_side.engine.tokenizer import Tokenizer
@@ -57,7 +57,8 @@ def load(settings: RunSettings, *, text_needed: bool, release: Release | None = 
     so they are read before the seal is open. Raises SealError, and ModelError for a directory that
     is missing, or for a tokenizer that is missing and needed.
     """
-    from protocol.model.config import find_file, read_config
+    from protocol.model.config import read_config
+    from protocol.model.files import find_file
     from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 
     directory = model_directory(settings.model)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES
-from protocol.model import manifest, weights
+from protocol.model import files, weights
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -135,7 +135,7 @@ def test_fused_modules_stand_side_by_side_with_their_biases(
     saved_model: Models, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As floats and as int8, which are read a block of rows at a time."""
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 4000)
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     tensors = load_file(directory / SINGLE_FILE)

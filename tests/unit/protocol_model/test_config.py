@@ -17,8 +17,15 @@ from safetensors import safe_open
 
 from protocol.errors import ManifestError, ModelError
 from protocol.model.checkpoint import MAX_HEADER_BYTES, TensorFile, parse_header
-from protocol.model.config import ARCHITECTURES, MAX_JSON_BYTES, ModelConfig, read_config
-from protocol.model.files import is_there, opened, parse_object, read_bytes, require_inside
+from protocol.model.config import ARCHITECTURES, ModelConfig, read_config
+from protocol.model.files import (
+    MAX_JSON_BYTES,
+    is_there,
+    opened,
+    parse_object,
+    read_bytes,
+    require_inside,
+)
 from tests.kit.rows import each_row
 
 BASE: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
-from protocol.model import manifest
+from protocol.model import files
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -26,7 +26,7 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.manifest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest, rows_per_block
+from protocol.model.files import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest, rows_per_block
 from protocol.model.weights import load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
@@ -54,7 +54,7 @@ def directory(directory: Path, saved_model: Callable[..., SavedModel]) -> Path:
 @pytest.fixture
 def pinned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     """Its manifest, with blocks of a few rows: every matrix has several, the last is not full."""
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 7 * 48 * 4)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 7 * 48 * 4)
     return make_manifest(directory)
 
 

@@ -28,7 +28,8 @@ from protocol.model.checkpoint import (
     linear_tensors,
     model_digest,
 )
-from protocol.model.config import ModelConfig, read_config, read_json
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import read_json
 from protocol.model.weights import load_tensor, weight_rows
 from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.model.config import ModelConfig, read_config, read_json
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import read_json
 
 
 @dataclass(frozen=True)

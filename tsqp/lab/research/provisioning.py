@@ -40,7 +40,8 @@ from protocol.model.checkpoint import (
     module_name,
     norm_names,
 )
-from protocol.model.config import ModelConfig, read_config, read_json
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import read_json
 from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.protect.masks.mask import (
     FeatureMask,
