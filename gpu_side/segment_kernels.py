@@ -22,8 +22,7 @@ from gpu_side.weights import ServiceWeights
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import FUSED_MODULES, SegmentRequest, tensor_reply
 from protocol.model.config import ModelConfig
-from protocol.model.forward import Layer, Ops, bound, forward, staying
-from protocol.model.rope import Rope
+from protocol.model.forward import Layer, Ops, Rope, bound, forward, staying
 from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
 
 _PART = struct.Struct("<16s3q16s")

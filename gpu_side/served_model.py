@@ -46,7 +46,7 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import is_there, read_json
-from protocol.model.rope import rope_frequencies
+from protocol.model.forward import rope_frequencies
 from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch
 from protocol.validation import validate_file

@@ -25,8 +25,7 @@ from protocol.model.checkpoint import (
     norm_names,
 )
 from protocol.model.config import ModelConfig
-from protocol.model.forward import Layer, Norm, bound
-from protocol.model.rope import Rope
+from protocol.model.forward import Layer, Norm, Rope, bound
 from protocol.model.weights import (
     CPU,
     LayerNorms,

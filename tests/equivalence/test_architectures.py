@@ -13,7 +13,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.model.config import read_config
-from protocol.model.rope import rope_frequencies
+from protocol.model.forward import rope_frequencies
 from tests.equivalence.tolerances import (
     BFLOAT16_ERROR_RATIO,
     BFLOAT16_LOGITS,

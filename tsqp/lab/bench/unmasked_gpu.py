@@ -21,8 +21,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from gpu_side.segment_kernels import TorchMaths, finish
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
-from protocol.model.rope import Rope
+from protocol.model.forward import Call, Layer, Ops, Rope, bound, forward, staying
 from protocol.model.weights import LayerNorms, row_layout
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
