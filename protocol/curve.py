@@ -65,8 +65,9 @@ class ClientKeys:
 
 def require_curve() -> None:
     """Raise SettingsError where this ZeroMQ was built without CURVE."""
-    got = f"libzmq {zmq.zmq_version()} without CURVE"
-    SettingsError.unless(zmq.has("curve"), "keys", got, "one built with it")
+    SettingsError.unless(
+        zmq.has("curve"), "keys", f"libzmq {zmq.zmq_version()} without CURVE", "one built with it"
+    )
 
 
 def read_secret_key(path: Path) -> bytes:
@@ -103,8 +104,9 @@ def require_zmq_keys(endpoint: str) -> None:
     stream = "a plain stream, which has neither encryption nor keys"
     http = "a URL, which has tokens and certificates instead (--http-token)"
     got = stream if parsed.is_stream else http
-    expected = "tcp://HOST:PORT or ipc://PATH"
-    SettingsError.unless(parsed.is_zmq, f"keys for {endpoint}", got, expected)
+    SettingsError.unless(
+        parsed.is_zmq, f"keys for {endpoint}", got, "tcp://HOST:PORT or ipc://PATH"
+    )
     require_curve()
 
 
@@ -115,15 +117,15 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
     where = str(path)
     lines = text.split("\n")
     # Before its mode: a public key in the place of a secret one is world-readable, rightly.
-    got = f"a {'public' if secret else 'secret'} key"
-    KeyFileError.unless(lines[0] != other, where, got, wants)
+    KeyFileError.unless(
+        lines[0] != other, where, f"a {'public' if secret else 'secret'} key", wants
+    )
     (require_only_we_read if secret else require_only_we_write)(path, status)
     got = "another first line"
     expected = f"{wants}, {wanted!r} in its first line"
     KeyFileError.unless(lines[0] == wanted, where, got if text else "an empty file", expected)
     one = len(lines) > 1 and not any(lines[2:])
-    got = f"{len(lines) - 1} lines after the first"
-    KeyFileError.unless(one, where, got, f"one: {_A_KEY}")
+    KeyFileError.unless(one, where, f"{len(lines) - 1} lines after the first", f"one: {_A_KEY}")
     return checked_key(lines[1], f"{path}: line 2")
 
 
@@ -183,8 +185,9 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
         raise KeyFileError(
             where, error.strerror or type(error).__name__, "a file of keys"
         ) from None
-    expected = f"at most {limit} bytes of keys"
-    KeyFileError.unless(len(content) <= limit, where, "a larger file", expected)
+    KeyFileError.unless(
+        len(content) <= limit, where, "a larger file", f"at most {limit} bytes of keys"
+    )
     check(path, content)
     try:
         return content.decode("utf-8").replace("\r\n", "\n"), status

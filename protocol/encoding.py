@@ -193,8 +193,9 @@ def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer],
     """
     unused = set(range(1, len(frames)))
     fields = _resolve_frames(body, frames, unused, where)
-    got = f"{len(unused)} frames that no field points at"
-    ProtocolError.unless(not unused, where, got, "every frame used once")
+    ProtocolError.unless(
+        not unused, where, f"{len(unused)} frames that no field points at", "every frame used once"
+    )
     return validate(cls, fields, where)
 
 
@@ -278,8 +279,7 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
     few = 1 <= len(frames) <= MAX_REPLY_FRAMES
-    expected = f"1 to {MAX_REPLY_FRAMES}"
-    ProtocolError.unless(few, "reply", f"{len(frames)} frames", expected)
+    ProtocolError.unless(few, "reply", f"{len(frames)} frames", f"1 to {MAX_REPLY_FRAMES}")
     envelope = unpack(
         frames[0],
         where="reply",

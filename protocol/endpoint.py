@@ -117,8 +117,9 @@ def _is_path(endpoint: str, path: str) -> bool:
     size, limit = len(os.fsencode(path)), UNIX_PATH_MAX_BYTES
     EndpointError.unless(size <= limit, endpoint, f"a path of {size} bytes", f"at most {limit}")
     named = not path.startswith(("@", "\0"))
-    got = "an abstract socket, which any process can bind"
-    EndpointError.unless(named, endpoint, got, "a path")
+    EndpointError.unless(
+        named, endpoint, "an abstract socket, which any process can bind", "a path"
+    )
     return path != "" and "\0" not in path
 
 

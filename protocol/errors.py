@@ -194,8 +194,7 @@ class ProtocolError(TsqpError):
     def at_most(cls, limit: int, where: str, size: int) -> None:
         """Refuse more than `limit` bytes."""
         if size > limit:
-            code = ErrorCode.LIMIT_EXCEEDED
-            raise cls(where, f"{size} bytes", f"at most {limit}", code=code)
+            raise cls(where, f"{size} bytes", f"at most {limit}", code=ErrorCode.LIMIT_EXCEEDED)
 
 
 class ServiceError(TsqpError):

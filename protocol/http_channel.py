@@ -84,9 +84,9 @@ class HttpChannel(PendingChannel):
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         access = access or HttpAccess()
         safe = access.token is None or not is_exposed(endpoint)
-        got = f"{endpoint}, in the clear"
-        expected = "https://: the token is a secret"
-        SettingsError.unless(safe, "--http-token", got, expected)
+        SettingsError.unless(
+            safe, "--http-token", f"{endpoint}, in the clear", "https://: the token is a secret"
+        )
         self._url = endpoint.rstrip("/") + RPC_PATH
         self._headers: dict[bytes | str, bytes | str] = {
             CHANNEL_HEADER: secrets.token_hex(16),

@@ -136,11 +136,9 @@ def adopt(file: int, owner: int) -> Lane:
     # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
     # of transparent ones as well, which do no harm.)
     small = page == mmap.PAGESIZE
-    expected = f"{mmap.PAGESIZE}"
-    ProtocolError.unless(small, _WHERE, f"pages of {page} bytes", expected)
+    ProtocolError.unless(small, _WHERE, f"pages of {page} bytes", f"{mmap.PAGESIZE}")
     own = found.st_uid == owner
-    got = "a file of another user than the peer"
-    ProtocolError.unless(own, _WHERE, got, "one of its own")
+    ProtocolError.unless(own, _WHERE, "a file of another user than the peer", "one of its own")
     fits = _HEAD.size <= found.st_size <= LARGEST
     got = f"{found.st_size} bytes"
     expected = f"{_HEAD.size} to {LARGEST}"
@@ -149,9 +147,9 @@ def adopt(file: int, owner: int) -> Lane:
     try:
         mapped = mmap.mmap(file, found.st_size)
     except (OSError, ValueError):
-        got = "a file that cannot be mapped"
-        expected = "one that can be written"
-        raise ProtocolError(_WHERE, got, expected) from None
+        raise ProtocolError(
+            _WHERE, "a file that cannot be mapped", "one that can be written"
+        ) from None
     return Lane(mapped, areas_in(mapped), is_client=False)
 
 
@@ -169,16 +167,16 @@ def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
     else:
         fits = areas.total <= len(mapped) and named == session
     good = magic == MAGIC and 0 < areas.slots <= SLOTS and whole and fits
-    expected = f"{MAGIC.decode()}, whose areas fill the file"
-    ProtocolError.unless(good, _WHERE, "another head", expected)
+    ProtocolError.unless(
+        good, _WHERE, "another head", f"{MAGIC.decode()}, whose areas fill the file"
+    )
     return areas
 
 
 def require_library() -> None:
     """Raise EndpointError where the library that orders reads and writes is not compiled."""
     there = native.library is not None
-    expected = "them (tsqp doctor says how)"
-    EndpointError.unless(there, "shm://", "no compiled kernels", expected)
+    EndpointError.unless(there, "shm://", "no compiled kernels", "them (tsqp doctor says how)")
 
 
 class SlotMemory(NamedTuple):

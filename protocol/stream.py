@@ -100,8 +100,7 @@ class StreamChannel(PendingChannel):
         except OSError as error:
             if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
                 got = os.strerror(error.errno or 0)
-                expected = "an address to connect to"
-                raise EndpointError(self.endpoint, got, expected) from None
+                raise EndpointError(self.endpoint, got, "an address to connect to") from None
             raise
         late = self._reader.messages if self._was_connected else ()
         self._reader = MessageReader(

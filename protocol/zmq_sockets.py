@@ -158,5 +158,6 @@ def bytes_received(descriptor: int) -> int | None:
 
 def require_zmq(endpoint: Endpoint) -> None:
     """Raise EndpointError for a stream's endpoint."""
-    expected = "tcp://HOST:PORT or ipc://PATH"
-    EndpointError.unless(endpoint.is_zmq, endpoint.text, "a stream", expected)
+    EndpointError.unless(
+        endpoint.is_zmq, endpoint.text, "a stream", "tcp://HOST:PORT or ipc://PATH"
+    )

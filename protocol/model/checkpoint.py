@@ -244,18 +244,19 @@ class Checkpoint:
         """
         for name, shape in tensors.items():
             path = self._missing.get(name)
-            expected = f"one, as {INDEX_FILE} says"
-            ModelError.unless(path is None, f"{path}: {name}", "no such file", expected)
-            where = f"{self._contents}: {name}"
+            ModelError.unless(
+                path is None, f"{path}: {name}", "no such file", f"one, as {INDEX_FILE} says"
+            )
             found = name in self._found
-            ModelError.unless(found, where, "no such tensor", f"{list(shape)}")
+            ModelError.unless(
+                found, f"{self._contents}: {name}", "no such tensor", f"{list(shape)}"
+            )
             entry = self._entry(name)
             where = self._where(name)
             got = f"shape {describe(list(entry.shape))}"
             ModelError.unless(entry.shape == shape, where, got, f"{list(shape)}")
             known = entry.dtype in _DTYPES
-            expected = f"one of {', '.join(_DTYPES)}"
-            ModelError.unless(known, where, f"dtype {entry.dtype}", expected)
+            ModelError.unless(known, where, f"dtype {entry.dtype}", f"one of {', '.join(_DTYPES)}")
             self._pin(name)
 
     def refuse_extra(self, config: ModelConfig, also: Iterable[str] = ()) -> None:
@@ -361,9 +362,8 @@ class Checkpoint:
             )
         expected = "the name of a file in the same directory"
         for name, file in weight_map.items():
-            where = f"{index}: {shown(name)}"
             plain = _is_plain(file)
-            ModelError.unless(plain, where, describe(file), expected)
+            ModelError.unless(plain, f"{index}: {shown(name)}", describe(file), expected)
         for file in sorted(set(weight_map.values())):
             if is_there(self.directory / file):
                 self._add_file(self.directory / file)

@@ -336,6 +336,7 @@ def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
     known = {"sliding_attention": window, "full_attention": None}
     fits = isinstance(types, list) and len(types) == layers
     fits = fits and all(isinstance(t, str) and t in known for t in types)
-    expected = f"{layers} times {' or '.join(known)}"
-    ModelError.unless(fits, f"{path}: layer_types", describe(types), expected)
+    ModelError.unless(
+        fits, f"{path}: layer_types", describe(types), f"{layers} times {' or '.join(known)}"
+    )
     return tuple(known[t] for t in types)

@@ -115,8 +115,9 @@ class OpenFile:
                 n := os.preadv(self._descriptor, [buffer[done:]], offset + done)
             ):
                 done += n
-        expected = f"{offset + len(buffer)}"
-        ModelError.unless(done == len(buffer), str(self.path), f"{offset + done} bytes", expected)
+        ModelError.unless(
+            done == len(buffer), str(self.path), f"{offset + done} bytes", f"{offset + len(buffer)}"
+        )
 
 
 class Seal(Protocol):
@@ -166,8 +167,9 @@ def require_inside(path: Path) -> Path:
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
     in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
     inside = in_cache or target.is_relative_to(root)
-    got = "a link that leads out of the directory"
-    ModelError.unless(inside, str(path), got, "a file in it, or a copy")
+    ModelError.unless(
+        inside, str(path), "a link that leads out of the directory", "a file in it, or a copy"
+    )
     return target
 
 
@@ -334,8 +336,9 @@ class Manifest(Strict):
             raise ManifestError(error.where, error.got, error.expected) from None
         found = hashlib.sha256(content).hexdigest()
         wanted = found if digest is None else digest
-        expected = f"{shown(wanted)}, as was asked for"
-        ManifestError.unless(found == wanted.lower(), f"{path}: SHA-256", found, expected)
+        ManifestError.unless(
+            found == wanted.lower(), f"{path}: SHA-256", found, f"{shown(wanted)}, as was asked for"
+        )
         limit_structure(content, str(path), ManifestError, **_LIMITS)
         parsed = parse_object(content, str(path), ManifestError)
         manifest = validate_file(Manifest, parsed, str(path), ManifestError)

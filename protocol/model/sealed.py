@@ -193,12 +193,12 @@ def _checked(path: Path, file: FileSeal, content_key: bytes) -> ChunkCipher:
     with _as_seal_error(), opened(path, inside=False, stored=True) as stored:
         stored.fill(memoryview(header), 0)
     same = hashlib.sha256(header).hexdigest() == file.header
-    got = "the header of another file, or of another seal"
-    SealError.unless(same, str(path), got, _AS_SEALED)
+    SealError.unless(same, str(path), "the header of another file, or of another seal", _AS_SEALED)
     cipher = ChunkCipher(content_key, bytes(header), file.size)
     wanted = HEADER_BYTES + file.size + cipher.chunks * TAG_BYTES
-    expected = f"{wanted}, as were sealed"
-    SealError.unless(stored.size == wanted, str(path), f"{stored.size} bytes", expected)
+    SealError.unless(
+        stored.size == wanted, str(path), f"{stored.size} bytes", f"{wanted}, as were sealed"
+    )
     return cipher
 
 
