@@ -40,7 +40,6 @@ from gpu_side.devices import DeviceProfile
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
-from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
@@ -85,7 +84,7 @@ def gpu_us(profile: DeviceProfile, config: ModelConfig, rows: int) -> float:
     """Return what an accelerator takes for the linear modules of a step of so many rows."""
     itemsize, total_us = ITEMSIZE[config.dtype], 0.0
     for operator in FUSED_MODULES:
-        _, (height, width) = row_layout(config, operator)
+        _, (height, width) = config.row_layout(operator)
         total_us += profile.linear_us(rows, width, height, itemsize)
         total_us += profile.transfer_us(rows * width * itemsize)
         total_us += profile.transfer_us(rows * height * itemsize)

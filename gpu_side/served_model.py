@@ -290,7 +290,7 @@ def read_served_model(
     check_columns(config, columns, "columns to hold")
     provision = read_provision(directory)
     checkpoint = Checkpoint(directory)
-    linears = linear_tensors(config, FUSED_MODULES)
+    linears = linear_tensors(config)
     orders: list[str] = []
     if provision is None:
         checkpoint.require(light_tensors(config) | (linears if weights else {}))

@@ -124,7 +124,7 @@ def calibrate(
     or ids that the model has not, and CalibrationError for a model that these integers cannot hold.
     """
     config, checkpoint = read_config(model), Checkpoint(model)
-    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
     if chunks is None:
         content = default_text() if text is None else text

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ManifestError, ModelError, SealError
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, bytes_of, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.files import (
@@ -64,7 +63,7 @@ def make_manifest(
     beside = _pinned_by_name(also)
     config, checkpoint = read_config(directory), Checkpoint(directory)
     wanted = light_tensors(config)
-    linears = linear_tensors(config, FUSED_MODULES)
+    linears = linear_tensors(config)
     wanted |= {name: shape for name, shape in linears.items() if checkpoint.holds([name])}
     checkpoint.require(wanted)
     checkpoint.refuse_extra(config)

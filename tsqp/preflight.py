@@ -149,7 +149,7 @@ def _weights(start: Start) -> Iterator[Finding]:
         for placement in policy.operators[operator]
     )
     if stays or policy.verified:
-        start.checkpoint.require(linear_tensors(start.config, FUSED_MODULES))
+        start.checkpoint.require(linear_tensors(start.config))
         yield Finding("run", "linear weights", "ok", "all are there")
 
 

@@ -30,7 +30,7 @@ import torch
 from pydantic import Field, model_validator
 
 from protocol.errors import ModelError, describe, shown
-from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
+from protocol.messages import ModuleName
 from protocol.model.config import ModelConfig
 from protocol.model.files import (
     Manifest,
@@ -194,12 +194,11 @@ def light_tensors(config: ModelConfig) -> Shapes:
     return tensors | {FINAL_NORM: (config.hidden_size,)}
 
 
-def linear_tensors(config: ModelConfig, operators: Iterable[LinearOperator]) -> Shapes:
-    """Return names and shapes of the weights and biases of some fused operators, all layers."""
+def linear_tensors(config: ModelConfig) -> Shapes:
+    """Return names and shapes of the weights and biases of the linear modules of all layers."""
     tensors: Shapes = {}
-    modules = [module for operator in operators for module in FUSED_MODULES[operator]]
     for layer in range(config.num_hidden_layers):
-        for module in modules:
+        for module in config.table.modules:
             name, shape = module_name(config, layer, module), config.module_shape(module)
             tensors[f"{name}.weight"] = shape
             if module in config.biased_modules:
@@ -266,7 +265,7 @@ class Checkpoint:
         tied embedding and the RoPE buffers of old checkpoints mean nothing and are allowed; `also`:
         tensors that the caller explains.
         """
-        known = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+        known = light_tensors(config) | linear_tensors(config)
         got = "a tensor that config.json does not explain"
         expected = f"only those of a {config.architecture} with these settings"
         for name in sorted(set(self._found) - set(known) - {"lm_head.weight", *also}):
@@ -423,7 +422,7 @@ def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
     None where the directory lacks them: a TEE that only offloads needs no linear weights. Raises
     ModelError, ManifestError.
     """
-    tensors = linear_tensors(config, FUSED_MODULES)
+    tensors = linear_tensors(config)
     return _digest(b"", checkpoint, tensors, _LINEAR_ROWS) if checkpoint.holds(tensors) else None
 
 

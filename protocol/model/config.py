@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
-from protocol.messages import FloatDtype, ModuleName
+from protocol.messages import FUSED_MODULES, FloatDtype, ModuleName, Projection
 from protocol.model.files import Manifest, find_file, read_json
 from protocol.validation import Strict, validate_file
 
@@ -220,6 +220,21 @@ class ModelConfig(_Sizes, Strict):
         """Return (out_features, in_features) of one linear module."""
         found = self.table.modules[module]
         return self.width(found.outputs), self.width(found.inputs)
+
+    def row_layout(self, operator: Projection) -> tuple[dict[ModuleName, slice], tuple[int, int]]:
+        """Say which rows of an operator's matrix belong to which module, and the matrix's shape.
+
+        The shape is (sum of out_features, in_features). The LM head has no modules.
+        """
+        if operator == "lm_head":
+            return {}, (self.vocab_size, self.hidden_size)
+        rows: dict[ModuleName, slice] = {}
+        start = in_features = 0
+        for module in FUSED_MODULES[operator]:
+            out_features, in_features = self.module_shape(module)
+            rows[module] = slice(start, start + out_features)
+            start += out_features
+        return rows, (start, in_features)
 
 
 def _listed(value: object) -> object:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
-from protocol.messages import FUSED_MODULES, ModuleName, Projection
+from protocol.messages import ModuleName, Projection
 from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
 from protocol.model.config import ModelConfig
 
@@ -62,29 +62,11 @@ class LayerNorms:
     k_norm: torch.Tensor = _UNUSED
 
 
-def row_layout(
-    config: ModelConfig, operator: Projection
-) -> tuple[dict[ModuleName, slice], tuple[int, int]]:
-    """Say which rows of a fused operator's matrix belong to which module, and the matrix's shape.
-
-    The shape is (sum of out_features, in_features). The LM head has no modules.
-    """
-    if operator == "lm_head":
-        return {}, (config.vocab_size, config.hidden_size)
-    rows: dict[ModuleName, slice] = {}
-    start = in_features = 0
-    for module in FUSED_MODULES[operator]:
-        out_features, in_features = config.module_shape(module)
-        rows[module] = slice(start, start + out_features)
-        start += out_features
-    return rows, (start, in_features)
-
-
 def weight_rows(config: ModelConfig, layer: int, operator: Projection) -> dict[str, slice]:
     """Return the tensors that a fused operator's matrix is made of, and which rows each gives."""
     if operator == "lm_head":
         return {lm_head_name(config): slice(0, config.vocab_size)}
-    rows, _ = row_layout(config, operator)
+    rows, _ = config.row_layout(operator)
     return {
         f"{module_name(config, layer, module)}.weight": its_rows
         for module, its_rows in rows.items()
@@ -101,7 +83,7 @@ def load_linear(
     device: torch.device,
 ) -> FusedLinear:
     """Read a fused operator's modules straight into their rows of one matrix."""
-    rows, shape = row_layout(config, operator)
+    rows, shape = config.row_layout(operator)
     weight = torch.empty(shape, dtype=dtype, device=device)
     for name, its_rows in weight_rows(config, layer, operator).items():
         checkpoint.copy_into(name, weight[its_rows])
@@ -119,7 +101,7 @@ def load_bias(
     device: torch.device = CPU,
 ) -> torch.Tensor | None:
     """Read a fused operator's bias, 0 for modules without one; None where no module has one."""
-    rows, (out_features, _) = row_layout(config, operator)
+    rows, (out_features, _) = config.row_layout(operator)
     biased = [module for module in rows if module in config.biased_modules]
     if not biased:
         return None
@@ -197,7 +179,7 @@ def load_quantized(
 
     Raises ModelError that names the tensor.
     """
-    rows, (out_features, in_features) = row_layout(config, operator)
+    rows, (out_features, in_features) = config.row_layout(operator)
     scale = torch.empty(out_features, dtype=torch.float32, device=device)
     # In decode the TEE's own LM head meets one row of one digit, and that is twice as fast over
     # rows that lie in one piece.
@@ -217,7 +199,7 @@ def load_head_scale(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor
     Raises ModelError that names the tensor.
     """
     name = lm_head_name(config)
-    blocks = checkpoint.blocks(name, row_layout(config, "lm_head")[1])
+    blocks = checkpoint.blocks(name, config.row_layout("lm_head")[1])
     where = f"{checkpoint.directory}: {name}"
     return torch.cat([quantize_rows(block, where)[1] for _, block in blocks])
 

@@ -28,7 +28,6 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.config import ModelConfig
 from protocol.model.files import Manifest, read_bytes, require_inside
-from protocol.model.weights import row_layout
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
 from tee_side.words import Site
@@ -256,7 +255,7 @@ def _layout(config: ModelConfig) -> Layout:
     layers = config.num_hidden_layers
     layout: Layout = {name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES}
     for operator in FUSED_MODULES:
-        _, (out_features, _) = row_layout(config, operator)
+        _, (out_features, _) = config.row_layout(operator)
         for layer in range(layers):
             layout[weight_scale_name((layer, operator))] = ((out_features,), "F32")
     return layout

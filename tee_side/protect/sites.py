@@ -16,7 +16,7 @@ import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import digits_below
-from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.messages import LinearOperator
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
@@ -190,7 +190,7 @@ def load_biases(
 
 def tensors_of(sites: Iterable[Site], config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights and biases of some sites."""
-    shapes = linear_tensors(config, FUSED_MODULES) | light_tensors(config)
+    shapes = linear_tensors(config) | light_tensors(config)
     weights = [name for site in sites for name in weight_rows(config, *site)]
     names = chain.from_iterable((name, f"{name.removesuffix('weight')}bias") for name in weights)
     return {name: shapes[name] for name in names if name in shapes}

@@ -42,13 +42,7 @@ from protocol.messages import (
 )
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
-from protocol.model.weights import (
-    QuantizedLinear,
-    load_quantized,
-    quantize_rows,
-    row_layout,
-    weight_rows,
-)
+from protocol.model.weights import QuantizedLinear, load_quantized, quantize_rows, weight_rows
 from protocol.native import choice
 from protocol.tensors import to_torch
 from tee_side.native import kernels
@@ -210,7 +204,7 @@ class Weights:
         Never all of them at once, where they are not held. Raises ModelError, ManifestError.
         """
         layer, operator = site
-        held, (_, in_features) = self.held.get(site), row_layout(self.config, operator)[1]
+        held, (_, in_features) = self.held.get(site), self.config.row_layout(operator)[1]
         tensors = weight_rows(self.config, layer, operator)
         wanted = [
             f"{module_name(self.config, layer, module)}.weight" for module in modules

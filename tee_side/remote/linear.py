@@ -13,7 +13,6 @@ from protocol.channel import Channel
 from protocol.messages import LinearRequest, RingLinearRequest, RingLMHeadRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.weights import row_layout
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
@@ -102,7 +101,7 @@ class RemoteLinear(Planned):
         super().__init__()
         self._site, self._settings = plan, settings
         _, operator = site = plan.site
-        rows, (self._outputs, _) = row_layout(config, operator)
+        rows, (self._outputs, _) = config.row_layout(operator)
         modules = tuple(rows)
         self._messages = [(module,) for module in modules] if one_rpc_per_module else [modules]
         self._sizes = {module: its.stop - its.start for module, its in rows.items()}

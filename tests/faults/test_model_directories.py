@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from gpu_side.weights import load_weights
 from protocol.errors import TsqpError
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
@@ -35,7 +34,7 @@ def tee(directory: Path) -> None:
     """Read as a runner that keeps everything."""
     policy, dtype = load_policy("tee-only"), torch.float32
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
     load_tee_model(config, checkpoint, dtype)
     sites = sites_here(policy, config.num_hidden_layers)
@@ -134,7 +133,7 @@ def model_directories(count: int, full: bool) -> Found:
         base.directory.mkdir()
         base.raw(CONFIG, json.dumps(BASE).encode())
         config, generator = read_config(base.directory), torch.Generator().manual_seed(0)
-        shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+        shapes = light_tensors(config) | linear_tensors(config)
         tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         save_file(tensors, base / SINGLE_FILE)
         base.raw(GENERATION, b'{"eos_token_id": 1}')

@@ -33,7 +33,6 @@ from protocol.errors import (
     PromptError,
     TsqpError,
 )
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -98,7 +97,7 @@ def tiny_model() -> Path:
     folder = _put("model", "config.json", CONFIG.seeds()[0][0]).parent
     config = read_config(folder)
     tensors = {}
-    for name, shape in (light_tensors(config) | linear_tensors(config, FUSED_MODULES)).items():
+    for name, shape in (light_tensors(config) | linear_tensors(config)).items():
         count = torch.Size(shape).numel()
         tensors[name] = ((torch.arange(count) * 37 + len(name)) % 255 - 127).view(shape) / 64
     save_file(tensors, folder / SINGLE_FILE)
@@ -127,7 +126,7 @@ def _weights(folder: str, name: str, case: Case) -> str:
     checkpoint.refuse_extra(config)
     norm = "model.norm.weight"
     checkpoint.copy_into(norm, torch.empty(light_tensors(config)[norm]))
-    return f"{checkpoint.holds(linear_tensors(config, ('o_proj',)))}"
+    return f"{checkpoint.holds(linear_tensors(config))}"
 
 
 def _manifest(case: Case) -> str:

@@ -17,7 +17,6 @@ from typing import NamedTuple, get_args
 import torch
 from torch.nn.functional import linear, silu
 
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, RopeParameters
 from tee_side.protect.masks.mask import (
@@ -218,7 +217,7 @@ def _segment(mask: SegmentMask, asked: _Asked) -> Trial:
 @cache
 def _model() -> dict[str, torch.Tensor]:
     """Return the weights of `CONFIG`, float64 with the values of float32."""
-    shapes = light_tensors(CONFIG) | linear_tensors(CONFIG, FUSED_MODULES)
+    shapes = light_tensors(CONFIG) | linear_tensors(CONFIG)
     return {
         name: (
             _normal(*shape, seed=number) / shape[1] ** 0.5

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from protocol.messages import FUSED_MODULES, Projection
 from protocol.model.config import ModelConfig
-from protocol.model.weights import row_layout
 from tee_side.words import PROJECTIONS, Site
 
 WORD_BYTES = 4
@@ -66,7 +65,7 @@ class PadLayout:
             placed.append((layers[-1], "lm_head"))
         sites = []
         for layer, operator in placed:
-            _, (outputs, inputs) = row_layout(config, operator)
+            _, (outputs, inputs) = config.row_layout(operator)
             sites.append(SiteShape(layer, operator, inputs, outputs))
         return cls(tuple(sorted(sites, key=lambda site: site.number)))
 

@@ -135,10 +135,10 @@ def test_a_hollow_model_is_one_for_which_zeros_are_right(
     made = prepare.hollow(given, tmp_path)
     config = read_config(made)
     source, hollow = Checkpoint(given), Checkpoint(made)
-    hollow.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    hollow.require(light_tensors(config) | linear_tensors(config))
     hollow.refuse_extra(config)
     light, head = light_tensors(config), "lm_head.weight"
-    zeros = {head: light.pop(head)} | linear_tensors(config, FUSED_MODULES)
+    zeros = {head: light.pop(head)} | linear_tensors(config)
     for name, shape in light.items():
         assert torch.equal(hollow.rows(name, 0, shape[0]), source.rows(name, 0, shape[0]))
     for name, shape in zeros.items():

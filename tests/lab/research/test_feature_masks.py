@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from protocol.errors import MaskError
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, KeyedTransform
@@ -200,7 +199,7 @@ def config(saved_model: Models) -> ModelConfig:
 
 def test_what_can_be_shuffled_is_and_each_layer_by_itself(config: ModelConfig) -> None:
     # A layer whose tensors say where each of their values came from.
-    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+    shapes = light_tensors(config) | linear_tensors(config)
     prefix = "model.layers.0."
     own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
     plain = {n: torch.arange(math.prod(s)).double().view(s) for n, s in own.items()}

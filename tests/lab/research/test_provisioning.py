@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from gpu_side.served_model import PROVISION_FILE, Provision, read_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -73,7 +72,7 @@ def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
     made, found = _served(source, mask, server)
     config, key = read_config(source), FeatureKey.load(out / "server.key")
     originals = list(load_file(source / SINGLE_FILE).values())
-    expected = linear_tensors(config, FUSED_MODULES)
+    expected = linear_tensors(config)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
     for name, tensor in found.items():
         if name.endswith(".bias"):
@@ -208,7 +207,7 @@ def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
     config = read_config(source)
     H, K, C = config.heads
     norms = {n: s for n, s in light_tensors(config).items() if ".layers." in n}
-    expected = norms | linear_tensors(config, FUSED_MODULES)
+    expected = norms | linear_tensors(config)
     if mask is STIP:
         heads = {"q_norm.weight": H, "k_norm.weight": K}
         for name in [n for n in norms if "_norm" in n]:

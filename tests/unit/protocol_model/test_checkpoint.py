@@ -52,7 +52,7 @@ EXTRA = "a tensor that config.json does not explain"
 def _open_and_check(directory: Path) -> Checkpoint:
     """What the service does before it loads."""
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
     return checkpoint
 
@@ -81,7 +81,7 @@ def test_every_tensor_must_be_there_with_its_shape(
     assert checkpoint.holds(tensors)
     assert not checkpoint.holds([*tensors, "model.layers.9.mlp.up_proj.weight"])
     config, changed = read_config(directory), dict(tensors)
-    shapes = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
+    shapes = light_tensors(config) | linear_tensors(config)
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # One of each sort; all of them are in one table.
     for name in [name for name in tensors if ".0." not in name and ".1." not in name]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, linear_tensors
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import load_policy
@@ -40,7 +39,7 @@ def measure(
     """
     plan, threads = settings.plan, settings.threads
     contexts = tuple(sorted({context for context, _ in plan.decode}))
-    if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
+    if Checkpoint(model).holds(linear_tensors(config)):
         say("baseline: transformers")
         yield _measured(
             "transformers_baseline",

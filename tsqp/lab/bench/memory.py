@@ -16,7 +16,6 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
-from protocol.model.weights import row_layout
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.model.local_operators import sites_here
@@ -47,7 +46,7 @@ def tee_parts(
     elsewhere = sum(one.last + 1 - one.first for one in policy.segments(layers))
     linear = 0
     for _, operator in sites_here(policy, layers):
-        _, (out_features, in_features) = row_layout(config, operator)
+        _, (out_features, in_features) = config.row_layout(operator)
         if policy.arithmetic == "float":
             linear += out_features * in_features * itemsize
         else:
@@ -75,7 +74,7 @@ def service_bytes(
     needed = PROCESS_BYTES + _temporary_bytes(config, min(step_tokens, tokens), tokens)
     if device == "cpu":
         elements = 2 * config.vocab_size * config.hidden_size
-        layouts = (row_layout(config, operator)[1] for operator in FUSED_MODULES)
+        layouts = (config.row_layout(operator)[1] for operator in FUSED_MODULES)
         elements += config.num_hidden_layers * sum(map(math.prod, layouts))
         needed += elements * itemsize
     return needed

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 from protocol.errors import ModelError
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     INDEX_FILE,
     Checkpoint,
@@ -74,7 +73,7 @@ def model_tensors(config: ModelConfig, *, linear: bool = True) -> dict[str, tupl
     `linear`: with the linear modules; without them, what the TEE needs where they are elsewhere.
     """
     tensors = light_tensors(config)
-    return tensors | linear_tensors(config, FUSED_MODULES) if linear else tensors
+    return tensors | linear_tensors(config) if linear else tensors
 
 
 def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
@@ -167,7 +166,7 @@ def calibration(model: Path, beside: Path) -> Path:
     if (model / CALIBRATION_FILE).exists():
         return model
     ModelError.unless(
-        Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)),
+        Checkpoint(model).holds(linear_tensors(read_config(model))),
         str(model),
         "no linear weights and no calibration",
         "one of them",
@@ -204,7 +203,7 @@ def _write_hollow(source: Path, target: Path) -> None:
     }
     files = {
         "light.safetensors": shapes,
-        "zeros.safetensors": zeros | linear_tensors(config, FUSED_MODULES),
+        "zeros.safetensors": zeros | linear_tensors(config),
     }
     save_file(light, target / "light.safetensors", metadata={"format": "pt"})
     write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])

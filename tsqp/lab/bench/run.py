@@ -17,7 +17,6 @@ from typing import TypeVar
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
 from protocol.errors import ModelError, SettingsError, TsqpError
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.tensors import ITEMSIZE
@@ -211,7 +210,7 @@ class Bench:
         FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)
-            tensors = linear_tensors(served_config, FUSED_MODULES)
+            tensors = linear_tensors(served_config)
             Checkpoint(settings.server_model).require(tensors)
             ModelError.unless(
                 served_config.num_hidden_layers == self._config.num_hidden_layers,

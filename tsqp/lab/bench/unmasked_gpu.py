@@ -22,7 +22,7 @@ from gpu_side.segment_kernels import TorchMaths, finish
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, Rope, bound, forward, staying
-from protocol.model.weights import LayerNorms, row_layout
+from protocol.model.weights import LayerNorms
 from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
 from tsqp.lab.measure import elapsed_us
@@ -49,7 +49,7 @@ class Decoder:
             return torch.empty(shape, dtype=DTYPE, device=device).normal_(std=0.02)
 
         def product(operator: LinearOperator) -> Call:
-            return staying(partial(linear, weight=random(*row_layout(config, operator)[1])))
+            return staying(partial(linear, weight=random(*config.row_layout(operator)[1])))
 
         layers, (_, K, C) = range(config.num_hidden_layers), config.heads
         self._caches = [random(2, 1, K, context + 1, C) for _ in layers]

@@ -29,7 +29,6 @@ from protocol.messages import (
     Timing,
 )
 from protocol.model.config import ModelConfig
-from protocol.model.weights import row_layout
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.model.batch import Batch, Take
@@ -257,7 +256,7 @@ class StepTraffic:
         R = config.num_attention_heads // K * rows
         self._log.clear()
         if is_projection(operator) and operator in self._policy.projections:
-            _, (_, in_features) = row_layout(config, operator)
+            _, (_, in_features) = config.row_layout(operator)
             sent = outputs if operator == "lm_head" else rows
             asked = self._linear(operator, mask, verify)(self._zeros(sent, in_features))
         elif operator in PRODUCTS:
@@ -321,7 +320,7 @@ class StepTraffic:
 
     def _hide(self, mask: Mask | None, site: Site) -> Hide:
         if isinstance(mask, AdditiveMask):
-            _, (outputs, _) = row_layout(self._config, site[1])
+            _, (outputs, _) = self._config.row_layout(site[1])
             return partial(_under_zeros, mask, outputs)
         transforms = self._transforms(mask) if isinstance(mask, FeatureMask) else None
         return linear_masking(mask, site, Randomness(), transforms=transforms)

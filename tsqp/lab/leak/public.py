@@ -123,7 +123,7 @@ class PublicModel:
     @property
     def has_layers(self) -> bool:
         """Whether the attacker has the linear weights, too."""
-        tensors = linear_tensors(self._linear_config, FUSED_MODULES)
+        tensors = linear_tensors(self._linear_config)
         return self._linear_checkpoint.holds(tensors)
 
     @property

@@ -17,7 +17,6 @@ from typing import Any
 from gpu_side.served_model import check_columns
 from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig
-from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
 from tee_side.model.local_operators import sites_here
@@ -161,7 +160,7 @@ class Planning:
         config, policy = self._config, as_in_layer(policy, layer)
         count = LAYERS
         kept = sum(
-            math.prod(row_layout(config, operator)[1])
+            math.prod(config.row_layout(operator)[1])
             for _, operator in sites_here(
                 policy, self._shape.with_layers(1).config().num_hidden_layers
             )

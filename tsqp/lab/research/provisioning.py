@@ -98,7 +98,7 @@ def provision(
     server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
     _check_outputs(server_dir, key_path)
     config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
-    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
 
     # Beside the directory that it becomes: a rename within a file system is one step.
@@ -293,7 +293,7 @@ class _Conversion:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return light_tensors(self.config) | linear_tensors(self.config, FUSED_MODULES)
+        return light_tensors(self.config) | linear_tensors(self.config)
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read a tensor, in the model's own dtype unless another one is asked for."""
