@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 R = TypeVar("R")
@@ -32,22 +33,22 @@ class AdaptiveSpin:
         # Whether the previous wait was shorter than `spin_us`.
         self.expects_soon = self.is_on
 
-    def until(self, ready: Callable[[], bool], left_s: float | None = None) -> bool:
-        """Ask `ready`, once at least, until it says yes.
+    def until(self, ask: Callable[[], R], left_s: float | None = None) -> R:
+        """Ask, once at least, until something has come, and return that.
 
-        False when the time is over, and the caller must block: after `spin_us`, or `left_s` seconds
-        if that is less.
+        Or nothing when the time is over, and the caller must block: after `spin_us`, or `left_s`
+        seconds if that is less.
         """
         limit_ns = self._limit_ns
         if left_s is not None and left_s * 1e9 < limit_ns:
             limit_ns = int(left_s * 1e9)
         give_up_ns = time.perf_counter_ns() + limit_ns
-        while not ready():
-            if time.perf_counter_ns() >= give_up_ns:
-                return False
+        found = ask()
+        while not found and time.perf_counter_ns() < give_up_ns:
             # Where there are fewer cores than who wants one, the other end may need this one.
             os.sched_yield()
-        return True
+            found = ask()
+        return found
 
     def wait(self, ask: Callable[[float], R], left_s: float) -> R:
         """Ask with no patience while it is worth it, then once for what is left of `left_s`.
@@ -57,16 +58,11 @@ class AdaptiveSpin:
         if not self.is_on:
             return ask(left_s)
         started_ns = time.perf_counter_ns()
-        found: list[R] = []
-
-        def came() -> bool:
-            found[:] = [ask(0.0)]
-            return bool(found[0])
-
-        if not (self.expects_soon and self.until(came, left_s)):
-            found = [ask(left_s - (time.perf_counter_ns() - started_ns) / 1e9)]
+        found = self.until(partial(ask, 0.0), left_s) if self.expects_soon else None
+        if not found:
+            found = ask(left_s - (time.perf_counter_ns() - started_ns) / 1e9)
         self.waited(started_ns)
-        return found[0]
+        return found
 
     def waited(self, started_ns: int) -> None:
         """Take note of a wait that began at `started_ns` (perf_counter_ns) and ends now."""

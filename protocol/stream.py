@@ -117,15 +117,6 @@ class StreamChannel(PendingChannel):
         self._socket, self._was_connected = connection, True
         return connection
 
-    def _nobody_there(self, method: str, timeout_s: float) -> EndpointError | DeadlineExceededError:
-        if self._was_connected:
-            return self._connection_lost(f"before {method} could be sent")
-        return DeadlineExceededError(
-            self.endpoint,
-            f"no connection for {method} within {timeout_s:g} s",
-            "a gpu-service that answers there",
-        )
-
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
@@ -155,9 +146,15 @@ class StreamChannel(PendingChannel):
             except OSError:
                 # The service has not got all of it, so it is safe to send again.
                 self._disconnect()
+                if give_up and time.monotonic() >= give_up:
+                    if self._was_connected:
+                        raise self._connection_lost(f"before {method} could be sent") from None
+                    raise DeadlineExceededError(
+                        self.endpoint,
+                        f"no connection for {method} within {timeout_s:g} s",
+                        "a gpu-service that answers there",
+                    ) from None
                 if give_up:
-                    if time.monotonic() >= give_up:
-                        raise self._nobody_there(method, timeout_s) from None
                     time.sleep(_CONNECT_INTERVAL_S)
             except TsqpError:
                 raise

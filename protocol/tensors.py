@@ -28,19 +28,6 @@ MAX_DIMENSION = 2**31 - 1
 MAX_TENSOR_BYTES = 2**31
 
 
-def dtype_name(name: object, where: str) -> str:
-    """Return the short form (`float32`) of a dtype string such as `torch.float32`."""
-    short = name.removeprefix("torch.") if isinstance(name, str) else ""
-    if short not in ITEMSIZE:
-        raise ProtocolError(
-            f"{where}.dtype",
-            describe_untrusted(name),
-            f"one of {', '.join(ITEMSIZE)}",
-            code=ErrorCode.INVALID_FIELD,
-        )
-    return short
-
-
 @dataclass(frozen=True, slots=True)
 class WireTensor:
     """A tensor's bytes with the dtype and shape that they have been checked against.
@@ -66,7 +53,15 @@ class WireTensor:
         Raises ProtocolError when the dtype is unknown, a dimension is not a positive bounded
         integer, or the number of bytes is not what dtype and shape imply.
         """
-        name = dtype_name(dtype, where)
+        # As `float32`, or `torch.float32`.
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+        if name not in ITEMSIZE:
+            raise ProtocolError(
+                f"{where}.dtype",
+                describe_untrusted(dtype),
+                f"one of {', '.join(ITEMSIZE)}",
+                code=ErrorCode.INVALID_FIELD,
+            )
         if (
             not isinstance(shape, (list, tuple))
             or not 1 <= len(shape) <= MAX_DIMENSIONS

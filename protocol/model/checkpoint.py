@@ -157,11 +157,6 @@ class TensorFile:
             ModelError.unless(same, where, got, "the same")
             yield file
 
-    def read_rows(self, file: OpenFile, entry: Entry, start: int, into: torch.Tensor) -> None:
-        """Copy rows into memory of our own. `into`: uint8, a whole number of rows."""
-        place = self.header.data_begin + entry.data_offsets[0] + start * entry.row_bytes
-        file.fill(bytes_of(into), place)
-
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, flat; writing to it writes to the tensor."""
@@ -322,11 +317,12 @@ class Checkpoint:
         if pin is None and wanted.step > 1:
             size = 1  # a block is read whole only where it is verified
         buffer = torch.empty(size * entry.row_bytes, dtype=torch.uint8)
+        begin = file.header.data_begin + entry.data_offsets[0]
         with file.reading(name) as reading:
             for block in sorted({row // size for row in wanted}):
                 rows = slice(block * size, min(entry.shape[0], (block + 1) * size))
                 part = buffer[: (rows.stop - rows.start) * entry.row_bytes]
-                file.read_rows(reading, entry, rows.start, part)
+                reading.fill(bytes_of(part), begin + rows.start * entry.row_bytes)
                 if self.manifest is not None and pin is not None:
                     self.manifest.check_block(pin, where, block, bytes_of(part))
                 found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])

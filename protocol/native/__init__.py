@@ -130,7 +130,7 @@ def _choose(wanted: str) -> Choice:
         raise KernelError("kernels", repr(wanted), f"one of {', '.join([AUTO, TORCH, *found])}")
     refused: list[str] = []
     for name in reversed(found) if wanted == AUTO else [wanted]:
-        if not _differs(library, name):
+        if not differs(library, name):
             library.use(name)
             return Choice(name, tuple(refused), True)
         refused.append(name)
@@ -210,6 +210,7 @@ def _forget_pools() -> None:
 os.register_at_fork(after_in_child=_forget_pools)
 
 
+@functools.cache  # a processor does not change its mind
 def differs(library: Any, variant: str) -> bool:
     """Say whether a variant gives other results than the portable one; leaves it in use.
 
@@ -337,7 +338,3 @@ class _Trial:
             sizes = (rows, heads, kv_heads, dim)
             asked = (number, q, stride, *sizes, keys, values, context, context, window)
             yield self._written("attention", *asked, to=out, bound=bound)
-
-
-# A processor does not change its mind: found out once.
-_differs = functools.cache(differs)

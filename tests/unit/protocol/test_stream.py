@@ -28,12 +28,9 @@ from protocol.stream import StreamChannel
 from protocol.stream_wire import (
     BUFFER_BYTES,
     COPY_BYTES,
-    KEPT_BLOCKS,
     MemoryPool,
     MessageReader,
     MessageWriter,
-    layout,
-    patience_s,
     to_pieces,
 )
 from protocol.tensors import from_torch
@@ -55,7 +52,7 @@ def _taken(reader: MessageReader) -> list[list[bytes]]:
     """Take the messages, whose frames lie where a processor likes to read them."""
     taken = [[bytes(frame) for frame in frames] for frames, _ in reader.messages]
     for frames, _ in reader.messages:
-        total = layout(tuple(map(len, frames))).total
+        total = stream_wire.layout(tuple(map(len, frames))).total
         for frame in filter(len, frames):
             address = numpy.frombuffer(frame, numpy.uint8).ctypes.data
             assert address % (64 if total >= COPY_BYTES else 16) == 0
@@ -234,7 +231,7 @@ def test_a_large_request_is_written_no_longer_than_it_may_take(
     with left, right:
         for most_s in (0.001, 3600.0):
             MessageWriter(left).send([bytes(2**22)], most_s)
-    assert until == [1000.001, 1000.0 + patience_s(2**22 + 64)]
+    assert until == [1000.001, 1000.0 + stream_wire.patience_s(2**22 + 64)]
 
 
 def test_what_is_no_message_ends_the_connection(
@@ -322,9 +319,9 @@ def test_what_is_kept_is_bounded_and_what_was_not_used_for_longest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = MemoryPool()
-    small = [pool.take(1000) for _ in range(KEPT_BLOCKS + 3)]
+    small = [pool.take(1000) for _ in range(stream_wire.KEPT_BLOCKS + 3)]
     del small
-    assert pool.kept_bytes == KEPT_BLOCKS * 65_536
+    assert pool.kept_bytes == stream_wire.KEPT_BLOCKS * 65_536
     monkeypatch.setattr(stream_wire, "KEPT_BYTES", 4 * MEBIBYTE)
     pool = MemoryPool()
     old, large = pool.take(MEBIBYTE), pool.take(4 * MEBIBYTE)

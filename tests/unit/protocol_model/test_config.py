@@ -16,16 +16,10 @@ import pytest
 from safetensors import safe_open
 
 from protocol.errors import ManifestError, ModelError
+from protocol.model import files
 from protocol.model.checkpoint import MAX_HEADER_BYTES, TensorFile, parse_header
 from protocol.model.config import ARCHITECTURES, ModelConfig, read_config
-from protocol.model.files import (
-    MAX_JSON_BYTES,
-    is_there,
-    opened,
-    parse_object,
-    read_bytes,
-    require_inside,
-)
+from protocol.model.files import parse_object, read_bytes
 from tests.kit.rows import each_row
 
 BASE: dict[str, Any] = {
@@ -70,7 +64,7 @@ def test_a_directory_without_a_good_config_is_named(tmp_path: Path) -> None:
         assert caught.value.got.startswith(got)
     for content, said in (
         (json.dumps(BASE).encode()[:-1] + b', "hidden_size": 64}', "hidden_size: got this key"),
-        (b" " * (MAX_JSON_BYTES + 1), f"got {MAX_JSON_BYTES + 1} bytes"),
+        (b" " * (files.MAX_JSON_BYTES + 1), f"got {files.MAX_JSON_BYTES + 1} bytes"),
         (b"{", "got JSONDecodeError"),
     ):
         (tmp_path / "config.json").write_bytes(content)
@@ -251,7 +245,7 @@ def test_links_are_followed_within_the_directory_alone(directory: Path, tmp_path
         link.symlink_to(target)
         with pytest.raises(ModelError, match="link: got a link that leads out of the directory"):
             read_bytes(link, 100)
-        assert is_there(link)
+        assert files.is_there(link)
         link.unlink()
     link.symlink_to("../a")  # where a person names the file
     assert read_bytes(link, 100, inside=False) == b"outside"
@@ -271,7 +265,7 @@ def test_a_snapshot_of_hugging_faces_cache_is_links_to_blobs(tmp_path: Path) -> 
     link = root / "snapshots" / "abc" / "config.json"
     link.symlink_to("../../blobs/0123")
     assert read_bytes(link, 100) == b"blob"
-    assert require_inside(link) == root / "blobs" / "0123"
+    assert files.require_inside(link) == root / "blobs" / "0123"
     link.unlink()
     link.symlink_to("../../refs")
     with pytest.raises(ModelError, match="leads out"):
@@ -285,11 +279,11 @@ def test_what_is_no_file_or_too_short_is_refused_without_waiting(directory: Path
         with pytest.raises(ModelError, match=f"{name}: got {kind}, expected a regular file"):
             read_bytes(directory / name, 100, inside=not name.startswith("/"))
     for name in ("none", "x" * 300, "a\0b", "\ud800", "a/b"):
-        with pytest.raises(ModelError), opened(directory / name, inside=False):
+        with pytest.raises(ModelError), files.opened(directory / name, inside=False):
             pass
-        assert not is_there(directory / name)
+        assert not files.is_there(directory / name)
     path, buffer = directory / "a", memoryview(bytearray(4))
-    with opened(path) as file:
+    with files.opened(path) as file:
         file.fill(buffer, 1)
         assert buffer == b"nsid"
         with pytest.raises(ModelError, match=r"a: got 6 bytes, expected 9$"):

@@ -20,8 +20,6 @@ from protocol.model.checkpoint import (
     FINAL_NORM,
     SINGLE_FILE,
     Checkpoint,
-    Entry,
-    TensorFile,
     linear_digest,
     model_digest,
 )
@@ -135,19 +133,16 @@ def test_what_was_verified_is_in_memory_of_its_own(
     """The file changes the moment after it is read, in place, and no reader sees it."""
     # A copy: the library gives a view of the file, and would show the change.
     expected = load_file(directory / SINGLE_FILE)[FINAL_NORM].clone()
-    whole = TensorFile.read_rows
+    whole = files.OpenFile.fill
 
-    def read_and_spoil(
-        self: TensorFile, descriptor: int, entry: Entry, start: int, into: torch.Tensor
-    ) -> None:
-        whole(self, descriptor, entry, start, into)
+    def read_and_spoil(self: files.OpenFile, buffer: memoryview, offset: int) -> None:
+        whole(self, buffer, offset)
         with self.path.open("r+b") as file:
-            begin, end = entry.data_offsets
-            file.seek(self.header.data_begin + begin)
-            file.write(bytes(end - begin))
+            file.seek(offset)
+            file.write(bytes(len(buffer)))
 
     checkpoint = Checkpoint(directory, pinned)
-    monkeypatch.setattr(TensorFile, "read_rows", read_and_spoil)
+    monkeypatch.setattr(files.OpenFile, "fill", read_and_spoil)
     assert torch.equal(checkpoint.rows(FINAL_NORM, 0, 48), expected)
 
 
