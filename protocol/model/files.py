@@ -27,10 +27,10 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -120,16 +120,9 @@ class OpenFile:
         )
 
 
-class Seal(Protocol):
-    """How the files of a sealed directory are read; every method raises SealError."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """The files that were sealed."""
-
-    def plain(self, stored: OpenFile) -> OpenFile:
-        """Return an open file as it was before it was sealed, whose methods raise SealError too."""
-
+# Of a sealed directory: by its name, what turns each open file into the file that was sealed, whose
+# methods raise SealError too.
+Seal: TypeAlias = Mapping[str, Callable[[OpenFile], OpenFile]]
 
 # By directory, as a path without links followed: whoever owns the disk can change links.
 _seals: dict[str, Seal] = {}
@@ -152,7 +145,7 @@ def _seal_of(path: Path) -> Seal | None:
 def is_there(path: Path) -> bool:
     """Say whether anything has this name, be it a link that leads nowhere."""
     if (seal := _seal_of(path)) is not None:
-        return path.name in seal.names
+        return path.name in seal
     return os.path.lexists(path)
 
 
@@ -208,7 +201,11 @@ def opened(path: Path, *, inside: bool = True, stored: bool = False) -> Iterator
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
         ModelError.unless(stat.S_ISREG(mode), str(path), kind, "a regular file")
         file = OpenFile(descriptor, path)
-        yield file if stored or seal is None else seal.plain(file)
+        if seal is not None and not stored:
+            known = path.name in seal
+            SealError.unless(known, str(path), "a file that was not sealed", "one that was")
+            file = seal[path.name](file)
+        yield file
     finally:
         os.close(descriptor)
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ from pydantic import Field
 
 from protocol.errors import ModelError, SealError, shown
 from protocol.messages import Digest
-from protocol.model.files import SEALED_MAGIC, OpenFile, opened, parse_object, read_bytes
+from protocol.model.files import SEALED_MAGIC, OpenFile, Seal, opened, parse_object, read_bytes
 from protocol.validation import Strict, validate_file
 
 SEAL_FILE = "sealed.tsqp"
@@ -89,11 +90,12 @@ class ChunkCipher:
 
 
 class SealedModel:
-    """A sealed directory, its index and headers checked: see `protocol.model.files.use_seal`.
+    """A sealed directory, its index and headers checked.
 
     `key`: 32 bytes. `digest`: SHA-256, in hex, that the seal must have; None: any seal for this key
-    will do. Raises SealError that names the file: missing, cut, changed, of another seal, or sealed
-    for another key; chunks are checked when they are read.
+    will do. `files`: for `protocol.model.files.use_seal`. Raises SealError that names the file:
+    missing, cut, changed, of another seal, or sealed for another key; chunks are checked when they
+    are read.
     """
 
     def __init__(self, directory: Path, key: bytes, digest: str | None = None) -> None:
@@ -107,21 +109,10 @@ class SealedModel:
         SealError.unless(same, where, self.digest, expected)
         parsed = parse_object(body, str(path), SealError)
         index = validate_file(SealIndex, parsed, str(path), SealError)
-        self._files = {
-            name: _checked(directory / name, file, content_key)
+        self.files: Seal = {
+            name: partial(_SealedFile, cipher=_checked(directory / name, file, content_key))
             for name, file in index.files.items()
         }
-
-    @property
-    def names(self) -> Collection[str]:
-        """See `protocol.model.files.Seal`."""
-        return self._files.keys()
-
-    def plain(self, stored: OpenFile) -> OpenFile:
-        """See `protocol.model.files.Seal`."""
-        if (found := self._files.get(stored.path.name)) is None:
-            raise SealError(str(stored.path), "a file that was not sealed", "one that was")
-        return _SealedFile(stored, found)
 
 
 class _SealedFile(OpenFile):

@@ -51,7 +51,7 @@ def open_seal(
     from tsqp.key_files import provided_key
 
     seal = SealedModel(directory, provided_key(*given, release), digest)
-    use_seal(directory, seal)
+    use_seal(directory, seal.files)
     if digest is None:
         tell(
             f"{directory} is taken without --seal-digest {seal.digest}: an older seal, or another"

@@ -81,7 +81,7 @@ def changed(seals: Seals, tmp_path: Path) -> Path:
 @contextmanager
 def unsealed(directory: Path, key: bytes = KEY, digest: str | None = None) -> Iterator[SealedModel]:
     seal = SealedModel(directory, key, digest)
-    use_seal(directory, seal)
+    use_seal(directory, seal.files)
     try:
         yield seal
     finally:
@@ -91,7 +91,7 @@ def unsealed(directory: Path, key: bytes = KEY, digest: str | None = None) -> It
 def read_all(directory: Path) -> None:
     """Open a seal and read every file of it to its end."""
     with unsealed(directory) as seal:
-        for name in seal.names:
+        for name in seal.files:
             read_bytes(directory / name, NO_LIMIT)
 
 
@@ -100,8 +100,8 @@ def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
     for border in (CHUNK_BYTES, 2 * CHUNK_BYTES, SIZES["three"]):
         places += [border - 1, border, border + 1]
     with unsealed(seals.first) as seal:
-        assert sorted(seal.names) == sorted(path.name for path in seals.plain.iterdir())
-        for name in seal.names:
+        assert sorted(seal.files) == sorted(path.name for path in seals.plain.iterdir())
+        for name in seal.files:
             path, expected = seals.first / name, (seals.plain / name).read_bytes()
             assert read_bytes(path, len(expected)) == expected
             with opened(path) as file:
