@@ -49,8 +49,7 @@ bool lane_put(const MessageShape* shape, int64_t id, int64_t timeout_ms, const v
 int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
                   LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times) {
   if (spin_us >= 0 && lane_look(line, seen, 1, spin_us) < 0) return LANE_NOTHING;
-  const int64_t total = shape->head_bytes + shape->payload_bytes;
-  if (seen->bytes != static_cast<uint64_t>(total)) return LANE_OTHER;
+  if (seen->bytes != uint64_t(shape->head_bytes + shape->payload_bytes)) return LANE_OTHER;
   char head[MAX_HEAD_BYTES];
   memcpy(head, area, shape->head_bytes);
   // The copy must not become reads of what the other end may have changed by then.

@@ -14,21 +14,16 @@ struct MessageShape {
 };
 
 constexpr int64_t MAX_HEAD_BYTES = 1024;
-// As in `protocol.messages`.
-constexpr uint64_t MAX_TIMING_US = uint64_t{1} << 53;
-
-// What `lane_take` says: the reply was copied; nothing has come; or another message has, which then
-// counts as seen.
-constexpr int64_t LANE_TAKEN = 1, LANE_NOTHING = 0, LANE_OTHER = -1;
-// What `stream_take` says of the reply itself: anything else is how many bytes of another came.
-constexpr int64_t STREAM_TAKEN = -1;
+constexpr uint64_t MAX_TIMING_US = uint64_t{1} << 53;  // as in `protocol.messages`
+enum : int64_t { LANE_TAKEN = 1, LANE_NOTHING = 0, LANE_OTHER = -1, STREAM_TAKEN = -1 };
 
 // Put a request into an area and let the other end see it, as `lane_publish`.
 bool lane_put(const MessageShape* shape, int64_t id, int64_t timeout_ms, const void* payload,
               char* area, LaneLine* line, int64_t number, const uint32_t* sleeps);
 
 // Copy the reply with this id out of an area, its tensor to `payload`; each byte is read once.
-// Looks for it `spin_us`, or less than 0: it was seen. Returns one of `LANE_`.
+// Looks for it `spin_us`, or less than 0: it was seen. Returns LANE_TAKEN; LANE_NOTHING where nothing
+// has come; LANE_OTHER where another message has come, which then counts as seen.
 int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
                   LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times);
 
