@@ -45,7 +45,7 @@ from tee_side.words import Operator
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
-    from protocol.model.files import Manifest
+    from protocol.model.manifest import Manifest
     from tee_side.engine.background import Totals
 
 

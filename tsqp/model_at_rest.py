@@ -1,6 +1,6 @@
 """A model directory at rest: pinned by a manifest, and sealed. Made where the disk is trusted.
 
-`protocol.model.files` and `protocol.model.sealed` have the formats.
+`protocol.model.manifest` and `protocol.model.sealed` have the formats.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from pathlib import Path
 from protocol.errors import ManifestError, ModelError, SealError
 from protocol.model.checkpoint import Checkpoint, bytes_of, light_tensors, linear_tensors
 from protocol.model.config import read_config
-from protocol.model.files import (
+from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
+from protocol.model.manifest import (
     MANIFEST_VERSION,
     PINNED_FILES,
-    SEALED_MAGIC,
     FilePin,
     Manifest,
     PinnedFile,
     TensorPin,
-    is_there,
-    opened,
-    read_bytes,
 )
 from protocol.model.sealed import (
     CHUNK_BYTES,

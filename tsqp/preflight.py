@@ -25,7 +25,8 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.files import Manifest, find_file
+from protocol.model.files import find_file
+from protocol.model.manifest import Manifest
 from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.model.local_operators import sites_under

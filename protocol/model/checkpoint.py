@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
@@ -32,17 +32,11 @@ from pydantic import Field, model_validator
 from protocol.errors import ModelError, describe, shown
 from protocol.messages import ModuleName
 from protocol.model.config import ModelConfig
-from protocol.model.files import (
-    Manifest,
-    OpenFile,
-    TensorPin,
-    is_there,
-    opened,
-    parse_object,
-    read_json,
-    rows_per_block,
-)
+from protocol.model.files import OpenFile, is_there, opened, parse_object, read_json, rows_per_block
 from protocol.validation import Strict, validate_file
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest, TensorPin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, FloatDtype, ModuleName, Projection
-from protocol.model.files import Manifest, find_file, read_json
+from protocol.model.files import find_file, read_json
 from protocol.validation import Strict, validate_file
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest
 
 ArchitectureName = Literal[
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"

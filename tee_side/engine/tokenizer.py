@@ -17,16 +17,10 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from protocol.errors import ModelError, PromptError
-from protocol.model.files import (
-    MAX_JSON_BYTES,
-    Manifest,
-    find_file,
-    limit_structure,
-    read_file,
-    read_json,
-)
+from protocol.model.files import MAX_JSON_BYTES, find_file, limit_structure, read_file, read_json
 
 if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest
     from tee_side.engine.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"

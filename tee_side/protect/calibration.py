@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -27,10 +27,13 @@ from protocol.errors import ActivationRangeError, CalibrationError, ModelError, 
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.config import ModelConfig
-from protocol.model.files import Manifest, read_bytes, require_inside
+from protocol.model.files import read_bytes, require_inside
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
 from tee_side.words import Site
+
+if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest
 
 log = logging.getLogger("tee_side")
 

@@ -43,7 +43,7 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.files import Manifest
+from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import (
     CONFIG_FILE,
     TEMPLATE_FILE,

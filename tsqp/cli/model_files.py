@@ -154,7 +154,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     A host that can write to the disk can change a manifest on it: keep the printed digest where it
     cannot, and give it to tee-runner --manifest-digest.
     """
-    from protocol.model.files import MANIFEST_FILE
+    from protocol.model.manifest import MANIFEST_FILE
     from tsqp.model_at_rest import make_manifest
 
     directory = model_directory(model)

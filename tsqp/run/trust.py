@@ -15,7 +15,7 @@ from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.config import ModelConfig
-    from protocol.model.files import Manifest
+    from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
     from tee_side.protect.masks.mask import AdditiveMask
@@ -73,7 +73,7 @@ def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
             digest is None, "--manifest-digest", "no --manifest", "the file that it is of"
         )
         return None
-    from protocol.model.files import Manifest
+    from protocol.model.manifest import Manifest
 
     found = Manifest.load(path, digest)
     for settings_file, content in settings.source.files:

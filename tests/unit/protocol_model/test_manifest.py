@@ -24,7 +24,7 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.files import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest, rows_per_block
+from protocol.model.manifest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest
 from protocol.model.weights import load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
@@ -84,7 +84,7 @@ def test_it_pins_files_and_blocks_of_rows_as_stored(directory: Path, pinned: Man
     for digest in (None, _sha256(pinned.to_bytes()).upper()):
         read = Manifest.load(directory / "manifest", digest)
         assert read.model_dump() == pinned.model_dump()
-    assert rows_per_block((8, 2**23), 2**24) == 1  # a row is never divided
+    assert files.rows_per_block((8, 2**23), 2**24) == 1  # a row is never divided
     save_file({**tensors, "evil": torch.ones(1)}, directory / SINGLE_FILE)
     with pytest.raises(ModelError, match="evil"):
         make_manifest(directory)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from protocol.errors import ManifestError, ModelError, SettingsError, TsqpError
 from protocol.model.checkpoint import SINGLE_FILE
-from protocol.model.files import Manifest
+from protocol.model.manifest import Manifest
 from tee_side.policy.placement import load_policy
 from tee_side.words import OPERATORS
 from tsqp.cli.main import command as tsqp
