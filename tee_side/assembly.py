@@ -39,7 +39,7 @@ from tee_side.model.operators import MicroBatchOperators, place, tables_of
 from tee_side.observer import Observer, Observers, timed
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.protect.masking import MaskRules, linear_masking
+from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
 from tee_side.protect.masks.mask import (
     AdditiveMask,
     KeyedSegment,
@@ -48,8 +48,7 @@ from tee_side.protect.masks.mask import (
     ProvisionedMask,
     SegmentMask,
 )
-from tee_side.protect.masks.pad import Pad
-from tee_side.protect.padded import PaddedSite
+from tee_side.protect.masks.ring import Pad
 from tee_side.protect.pads.layout import PadLayout, site_number
 from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut

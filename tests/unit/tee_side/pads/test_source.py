@@ -18,7 +18,7 @@ from protocol.model.config import read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors
-from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.ring import Pad
 from tee_side.protect.pads import maker as maker_module
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, read_weights
