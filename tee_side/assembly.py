@@ -49,7 +49,6 @@ from tee_side.protect.masks.mask import (
     SegmentMask,
 )
 from tee_side.protect.masks.ring import Pad
-from tee_side.protect.pads.layout import PadLayout, site_number
 from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
@@ -60,7 +59,9 @@ from tee_side.protect.sites import (
     IntegerSite,
     IntegerSites,
     LinearSite,
+    PadLayout,
     load_biases,
+    site_number,
     tensors_of,
 )
 from tee_side.protect.verification import (

@@ -31,10 +31,9 @@ from tee_side.protect.masks.mask import (
     SharingMask,
     as_it_is,
 )
-from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import DynamicSite, IntegerSite
+from tee_side.protect.sites import DynamicSite, IntegerSite, site_number
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Operator, Site, is_linear
 

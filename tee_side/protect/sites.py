@@ -3,12 +3,16 @@
 A *site* is one linear operator of one layer, or the LM head. Its input becomes what a product is
 taken of (`encode`), and the product becomes the operator's output (`decode`), the same way wherever
 the product is computed. Shape suffixes: T rows, I in_features, O out_features of all modules.
+
+The sites that are padded are a `PadLayout`: what the pads of one token consist of.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NoReturn, Protocol, TypeAlias
 
@@ -16,17 +20,20 @@ import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import digits_below
-from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.messages import FUSED_MODULES, LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import INT8_MAX, QuantizedLinear
-from protocol.model.weights import load_bias, weight_rows
+from protocol.model.weights import load_bias, row_layout, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
 from tee_side.protect.calibration import Calibration
-from tee_side.words import Site
+from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
+
+# Of an element of r or u.
+WORD_BYTES = 4
 
 
 class LinearSite(Protocol):
@@ -195,3 +202,70 @@ def tensors_of(sites: Iterable[Site], config: ModelConfig) -> dict[str, tuple[in
     weights = [name for site in sites for name in weight_rows(config, *site)]
     names = chain.from_iterable((name, f"{name.removesuffix('weight')}bias") for name in weights)
     return {name: shapes[name] for name in names if name in shapes}
+
+
+def site_number(layer: int, operator: Projection) -> int:
+    """Return layer * 5 + the operator's place in `PROJECTIONS`."""
+    return layer * len(PROJECTIONS) + PROJECTIONS.index(operator)
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """One operator of a layer, or the LM head. `out_features`: of all modules side by side."""
+
+    layer: int
+    operator: Projection
+    in_features: int
+    out_features: int
+
+    @cached_property
+    def number(self) -> int:
+        """The site's number, as of `site_number`."""
+        return site_number(self.layer, self.operator)
+
+    @property
+    def site(self) -> Site:
+        """Layer and operator."""
+        return self.layer, self.operator
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} {self.operator}"
+
+
+@dataclass(frozen=True)
+class PadLayout:
+    """The sites of one model, each once, in the order of their numbers; at least one.
+
+    A token takes r, uint32 [in_features], and u = r W, uint32 [out_features], at every site.
+    Raises ValueError for sites out of order, repeated or none.
+    """
+
+    sites: tuple[SiteShape, ...]
+
+    def __post_init__(self) -> None:
+        numbers = [site.number for site in self.sites]
+        if not numbers or numbers != sorted(set(numbers)):
+            raise ValueError(f"pad layout: got sites {numbers[:8]}, expected ascending numbers")
+
+    @classmethod
+    def of(cls, config: ModelConfig, placed: Iterable[Site] | None = None) -> PadLayout:
+        """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
+        if placed is None:
+            layers = range(config.num_hidden_layers)
+            placed = [(layer, operator) for layer in layers for operator in FUSED_MODULES]
+            placed.append((layers[-1], "lm_head"))
+        sites = []
+        for layer, operator in placed:
+            _, (outputs, inputs) = row_layout(config, operator)
+            sites.append(SiteShape(layer, operator, inputs, outputs))
+        return cls(tuple(sorted(sites, key=lambda site: site.number)))
+
+    @cached_property
+    def by_number(self) -> dict[int, SiteShape]:
+        """Sites by their numbers."""
+        return {site.number: site for site in self.sites}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of u of one token at all sites; r is computed again, never kept."""
+        return sum(site.out_features for site in self.sites) * WORD_BYTES

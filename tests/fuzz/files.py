@@ -56,7 +56,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.pads import bank_format
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.sites import PadLayout, SiteShape
 from tests.fuzz.engine import Target
 from tests.kit import mutate
 from tests.kit.mutate import Case

@@ -15,7 +15,7 @@ import torch
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.sites import PadLayout, SiteShape
 from tee_side.protect.pads.store import MadePads, PadStore
 from tests.kit.masks import wrapped
 

@@ -78,7 +78,7 @@ from tee_side.protect.pads.bank_format import (
     record_bytes,
     slot_bytes,
 )
-from tee_side.protect.pads.layout import SiteShape
+from tee_side.protect.sites import SiteShape
 from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import PadBankError
 from protocol.messages import Digest, Projection
-from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
+from tee_side.protect.sites import WORD_BYTES, PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, derive_key
 
 # Version 1 had a record for every index, 2 other numbers of sites, as it knew no LM head.

@@ -25,7 +25,7 @@ from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.pads.layout import SiteShape
+from tee_side.protect.sites import SiteShape
 from tee_side.protect.pads.store import MadePads, PadStore
 from tee_side.words import Site
 

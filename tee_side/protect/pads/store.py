@@ -32,7 +32,7 @@ import torch
 
 from protocol import native
 from protocol.errors import PadsExhaustedError
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.sites import PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, Keystream
 
 Tensor: TypeAlias = torch.Tensor

@@ -21,7 +21,7 @@ from tee_side.protect.pads import bank_files, bank_format
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Keys, Purpose
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.sites import PadLayout, SiteShape
 from tests.kit.pads import LAYOUT, PURPOSE, create, fill, new_boot, place, put_all, reopen, use
 from tests.kit.rows import each_row
 

@@ -20,12 +20,11 @@ from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.ring import Pad
 from tee_side.protect.pads import maker as maker_module
-from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, read_weights
 from tee_side.protect.pads.source import BACKGROUND_BATCH_TOKENS, MANY_ROWS, PadLane, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
-from tee_side.protect.sites import IntegerSites
+from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
 from tee_side.words import Site
 from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product

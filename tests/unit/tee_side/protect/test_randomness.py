@@ -21,7 +21,7 @@ from tee_side.protect import randomness
 from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, Masked, Seed
 from tee_side.protect.masks.ring import Pad, Shares
-from tee_side.protect.pads.layout import site_number
+from tee_side.protect.sites import site_number
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
 from tests.kit.rows import each_row
 from tsqp.lab.research.permutations import FeaturePermutation
