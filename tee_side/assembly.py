@@ -49,7 +49,7 @@ from tee_side.protect.masks.mask import (
     SegmentMask,
 )
 from tee_side.protect.masks.ring import Pad
-from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
+from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
@@ -211,8 +211,8 @@ class Assembly:
         if not checkpoint.holds(tensors_of(sites, config)):
             return None
         check = self._integers.check_weights if self._integers is not None else None
-        read = read_weights(checkpoint, config, mask.arithmetic, check)
-        return PadMaker(mask, held_or(self._held, read))
+        weights = read_weights(checkpoint, config, mask.arithmetic, check, held=self._held)
+        return PadMaker(mask, weights)
 
     def lanes(
         self,
@@ -252,7 +252,7 @@ class Assembly:
         settings = replace(settings, observer=observer if only is None else None)
         policy, local = self._parts.policy, self._local
         # Two micro-batches never draw from one stretch of pads.
-        pads = {mask: found.lane() for mask, found in self.pads.items()}
+        pads = {mask: PadLane(found) for mask, found in self.pads.items()}
 
         @cache
         def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:

@@ -78,9 +78,9 @@ from tee_side.protect.pads.bank_format import (
     record_bytes,
     slot_bytes,
 )
-from tee_side.protect.sites import SiteShape
 from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
+from tee_side.protect.sites import SiteShape
 
 Tensor: TypeAlias = torch.Tensor
 

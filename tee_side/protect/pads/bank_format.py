@@ -26,8 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import PadBankError
 from protocol.messages import Digest, Projection
-from tee_side.protect.sites import WORD_BYTES, PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, derive_key
+from tee_side.protect.sites import WORD_BYTES, PadLayout, SiteShape
 
 # Version 1 had a record for every index, 2 other numbers of sites, as it knew no LM head.
 VERSION = 3

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import torch
@@ -25,8 +26,8 @@ from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.sites import SiteShape
 from tee_side.protect.pads.store import MadePads, PadStore
+from tee_side.protect.sites import SiteShape
 from tee_side.words import Site
 
 # Called with (sites done, sites in all) after each site.
@@ -98,20 +99,25 @@ def read_weights(
     config: ModelConfig,
     arithmetic: Arithmetic,
     check: CheckWeights | None = None,
+    *,
+    held: Mapping[Site, QuantizedLinear] = MappingProxyType({}),
 ) -> Weights:
     """Return a source that reads a weight from the model directory each time it is asked.
 
     `check`: called with a site's quantised weights when they are first read; None where nothing is
-    known to compare them with. The source raises ModelError if the directory has changed, and what
-    `check` raises.
+    known to compare them with. `held`: integers that are in memory anyway, checked by who put them
+    there; they are not read, and may still be filled afterwards. The source raises ModelError if
+    the directory has changed, and what `check` raises.
     """
     checked: set[Site] = set()
 
     def integers(shape: SiteShape) -> torch.Tensor:
-        weights = load_quantized(checkpoint, config, shape.layer, shape.operator)
-        if check is not None and shape.site not in checked:
-            check(shape.site, weights)
-            checked.add(shape.site)
+        weights = held.get(shape.site)
+        if weights is None:
+            weights = load_quantized(checkpoint, config, shape.layer, shape.operator)
+            if check is not None and shape.site not in checked:
+                check(shape.site, weights)
+                checked.add(shape.site)
         return weights.weight
 
     def floats(shape: SiteShape) -> torch.Tensor:
@@ -120,19 +126,6 @@ def read_weights(
         ).weight
 
     return integers if arithmetic == "int8" else floats
-
-
-def held_or(held: Mapping[Site, QuantizedLinear], otherwise: Weights) -> Weights:
-    """Return a source that takes int8 weights that are in memory anyway, and else asks another.
-
-    `held` may still be filled afterwards. Its weights have been checked by who put them there.
-    """
-
-    def find(shape: SiteShape) -> torch.Tensor:
-        weights = held.get(shape.site)
-        return otherwise(shape) if weights is None else weights.weight
-
-    return find
 
 
 class BackgroundMaker:
@@ -146,15 +139,16 @@ class BackgroundMaker:
     def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None]) -> None:
         self.failure: TsqpError | None = None
         self._wanted, self._make = wanted, make
-        self._load: Load = "idle"
         # Guards all below; `wanted` may be another number when it is notified.
         self._changed = threading.Condition()
-        self._runs = self._makes = self._held_off = self._failed = self._ending = False
+        # None while no thread is to run.
+        self._load: Load | None = None
+        self._makes = self._held_off = self._failed = False
         self._mistake: BaseException | None = None
 
     def notify(self) -> None:
         """Say that `wanted` may have changed."""
-        if self._runs:
+        if self._load is not None:
             with self._changed:
                 self._changed.notify_all()
 
@@ -178,27 +172,26 @@ class BackgroundMaker:
     def running(self) -> Iterator[TellLoad]:
         """Make pads while the block runs, which says again and again what the load is.
 
-        At first it is idle. Leaving the block waits for the batch in work. What `wanted` and `make`
-        raise by a mistake of this program ends the thread, and is raised where the load is told, or
-        when the block is left.
+        At first it is idle. Leaving the block waits for the batch in work. A failure does not end
+        the run, which goes on with the pads that are left; one that waits for pads gets the error
+        then. What `wanted` and `make` raise by a mistake of this program ends the thread, and is
+        raised where the load is told, or when the block is left.
         """
-        self._load, self._ending, self._failed, self._mistake = "idle", False, False, None
-        self._runs = True
+        self._load, self._failed, self._mistake = "idle", False, None
         thread = threading.Thread(target=self._run, name="pads", daemon=True)
         thread.start()
         try:
             yield self._set_load
         finally:
             with self._changed:
-                self._ending = True
+                self._load = None
                 self._changed.notify_all()
             thread.join()
-            self._runs = False
         self._raise_mistake()
 
     def _set_load(self, load: Load) -> None:
         self._raise_mistake()
-        if load != self._load:
+        if self._load not in (None, load):
             with self._changed:
                 self._load, self._failed = load, False
                 self._changed.notify_all()
@@ -227,12 +220,10 @@ class BackgroundMaker:
     def _next_batch(self) -> int:
         """Wait until pads are wanted, and return for how many tokens; 0: the end."""
         with self._changed:
-            while not self._ending:
-                if (tokens := self._now()) > 0:
+            while self._load is not None:
+                tokens = 0 if self._held_off or self._failed else self._wanted(self._load)
+                if tokens > 0:
                     self._makes = True
                     return tokens
                 self._changed.wait()
             return 0
-
-    def _now(self) -> int:
-        return 0 if self._held_off or self._failed else self._wanted(self._load)

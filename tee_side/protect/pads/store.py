@@ -32,8 +32,8 @@ import torch
 
 from protocol import native
 from protocol.errors import PadsExhaustedError
-from tee_side.protect.sites import PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, Keystream
+from tee_side.protect.sites import PadLayout, SiteShape
 
 Tensor: TypeAlias = torch.Tensor
 

@@ -21,9 +21,9 @@ from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.sites import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import BATCH_TOKENS
+from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.lab.bench.machine import cpu_ns
 from tsqp.lab.bench.model import PadMaking

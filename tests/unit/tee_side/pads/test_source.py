@@ -47,7 +47,7 @@ class Lanes:
     def __init__(self) -> None:
         self.store = MemoryStore(LAYOUT, 160)
         pads = Pads(Pad(), self.store, None, "fail")
-        self.lanes = [pads.lane(), pads.lane()]
+        self.lanes = [PadLane(pads), PadLane(pads)]
         self.steps: list[tuple[range, set[int]] | None] = [None, None]
         self.filled = self.next = 0
         self.drawn: set[tuple[int, int]] = set()
@@ -138,7 +138,7 @@ def _step(lane: PadLane, rows: int) -> list[Factors]:
 @each_row("rows", [1, 9, MANY_ROWS])
 def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store(rows: int) -> None:
     pads, store, _ = _pads(rows, capacity=rows)
-    lane, parent = pads.lane(), os.getpid()
+    lane, parent = PadLane(pads), os.getpid()
     lane.draw(FIRST, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: parent + 1)
@@ -155,7 +155,7 @@ def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store
 def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     """Neither what is left of the step before nor half of the new one is drawn afterwards."""
     pads, store, _ = _pads(2 * rows, capacity=2 * rows)
-    lane, read, read_all = pads.lane(), store._read_into, store._read_all
+    lane, read, read_all = PadLane(pads), store._read_into, store._read_all
 
     def check(indices: range) -> None:
         if indices.start < rows:
@@ -185,10 +185,10 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
 
 def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     pads, _, maker = _pads(0, "wait")
-    first, second = pads.lane(), pads.lane()
+    first, second = PadLane(pads), PadLane(pads)
     with pytest.raises(PadsExhaustedError, match=r"room for 16 tokens, expected 17"):
         first.draw(FIRST, 17)
-    assert (maker.asked, pads.used) == ([], 0)
+    assert (maker.asked, pads.store.used) == ([], 0)
     # Two lanes, of which each fits.
     first.draw(FIRST, 10)
     with pytest.raises(PadsExhaustedError, match="room for 16 tokens, used by this step"):
@@ -199,14 +199,14 @@ def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     # A TEE that has only a bank cannot make any.
     pads = Pads(Pad(), MemoryStore(LAYOUT, 8), None, "wait")
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
-        pads.lane().draw(FIRST, 1)
+        PadLane(pads).draw(FIRST, 1)
 
 
 def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     pads, _, maker = _pads(1, "wait")
-    lane = pads.lane()
+    lane = PadLane(pads)
     maker.error = PadBankError("bank", got="0 bytes available", expected="4096 bytes")
-    with pads.filling():
+    with pads.background.running():
         assert maker.tried.wait(WAIT_S)
     _step(lane, 1)
     with pytest.raises(PadBankError, match="0 bytes available"):
@@ -220,7 +220,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
     ahead, batch = 4 * BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
-    lane = pads.lane()
+    lane = PadLane(pads)
     for ready, wanted in (
         (ahead, (0, 0)),
         (ahead - 1, (1, 0)),
@@ -338,7 +338,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
         assert pads._maker is not None
-        pads._maker.fill(pads._store, 1)
+        pads._maker.fill(pads.store, 1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
