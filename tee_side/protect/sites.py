@@ -27,13 +27,17 @@ from protocol.model.quantized import INT8_MAX, QuantizedLinear
 from protocol.model.weights import load_bias, row_layout, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
-from tee_side.protect.calibration import Calibration
+from tee_side.protect.calibration import Calibration, SiteScales
 from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
 
 # Of an element of r or u.
 WORD_BYTES = 4
+
+# What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
+# than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
+_MARGIN = 0.995
 
 
 class LinearSite(Protocol):
@@ -62,26 +66,56 @@ class FloatSite:
 
 
 class IntegerSite:
-    """Integers in a ring, by scales fixed in advance; see `tee_side.protect.calibration`."""
+    """Integers in a ring, by scales fixed in advance; see `tee_side.protect.calibration`.
 
-    def __init__(self, sites: IntegerSites, site: Site) -> None:
-        self.scales = sites.calibration.sites[site]
-        self.step, self.factor_O = self.scales.input_scale, self.scales.factor_N
-        self.row_limit = self.scales.row_limit
-        self.bias_O = sites.biases.get(site)
-        self.dtype = sites.dtype
-        self._where = f"{site[1]} in layer {site[0]}: "
+    `dtype`: of outputs; `where`: how messages begin.
+    """
+
+    def __init__(
+        self,
+        scales: SiteScales,
+        bias_O: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        where: str = "",
+    ) -> None:
+        self.step, self.factor_O = scales.input_scale, scales.factor_N
+        self.row_limit = scales.norm_limit * _MARGIN
+        self.bias_O, self.dtype = bias_O, dtype
+        self._where = where
         # How many digits hold what `encode` returns, whatever the input is.
-        self.digits = digits_below(self.scales.norm_limit)
-        self.compiled = compiled_for(sites.dtype)
+        self.digits = digits_below(scales.norm_limit)
+        self.compiled = compiled_for(dtype)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise to int32 [T, I]. Raises ActivationRangeError rather than let a sum wrap."""
-        return self.scales.encode(x_TI, self._where)
+        """Quantise a float input [T, I] to int32 [T, I]: round(x / step), ties to even.
+
+        Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
+        ActivationRangeError for a row whose product could wrap, and for values that are not finite.
+
+        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
+        """
+        if compiled_for(x_TI.dtype):
+            elements_TI, _, norm, *_ = compiled.encode(x_TI, self.step, None)
+        else:
+            scaled_TI = x_TI.to(torch.float32).div(self.step).round_()
+            # A norm that is NaN is the largest of all, and is refused.
+            norm = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
+            # Whole numbers: where the norm is in range, a rounded float32 converts exactly.
+            elements_TI = scaled_TI.to(torch.int32)
+        if not norm <= self.row_limit:
+            self.refuse(norm)
+        return elements_TI
 
     def refuse(self, norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row with this norm."""
-        self.scales.refuse(norm, self._where)
+        # In whole multiples: an exact norm would name the token to a reader of the log.
+        times = norm / self.row_limit
+        finite = math.isfinite(times)
+        raise ActivationRangeError(
+            f"{self._where}length of an input row",
+            f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
+            "at most once what cannot wrap in the ring (calibrate with text more like this one)",
+        )
 
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
@@ -174,9 +208,15 @@ class IntegerSites:
                 "lm_head: weight scales", "others", "those that were read at the start"
             )
 
+    def layer_site(self, site: Site) -> IntegerSite:
+        """Return the site of an operator of a layer."""
+        layer, operator = site
+        where = f"{operator} in layer {layer}: "
+        return IntegerSite(self.calibration.sites[site], self.biases.get(site), self.dtype, where)
+
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":
-            return IntegerSite(self, site)
+            return self.layer_site(site)
         if self._head_scale_V is None:
             raise LookupError("an LM head that does not leave")
         return DynamicSite(self._head_scale_V, None, self.dtype)

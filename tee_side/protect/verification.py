@@ -66,7 +66,7 @@ _BLOCK_OUTPUTS = 2**16
 class ExactCheck:
     """The check of one linear operator's products of integers.
 
-    Right while x passes the range check of `SiteScales.encode`, which keeps x W within 32 bits: a
+    Right while x passes the range check of `IntegerSite.encode`, which keeps x W within 32 bits: a
     product that wrapped is refused like any other wrong one.
     """
 
