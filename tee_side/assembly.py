@@ -194,7 +194,7 @@ class Assembly:
 
     def _open_bank(self, place: BankPlace, layout: PadLayout, mask: AdditiveMask) -> PadStore:
         from tee_side.protect.pads.bank import BankFile
-        from tee_side.protect.pads.bank_format import Purpose
+        from tee_side.protect.pads.bank_files import Purpose
 
         checkpoint = self._parts.checkpoint
         purpose = Purpose.of(

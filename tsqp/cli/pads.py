@@ -73,7 +73,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
     from tee_side.protect.pads.bank import BankFile, read_bank_status
-    from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
+    from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
     from tee_side.protect.pads.maker import PadMaker, read_weights
     from tee_side.protect.sites import tensors_of
 

@@ -19,7 +19,7 @@ same r; none of them had been handed out, so no pad is used twice. The nonce is 
 made of index and site, because the second u need not be the first: float products depend on how
 many rows were computed at once, and a machine can err. Two plaintexts under one nonce would give
 their difference away and let records be forged; so nonces are counted, on disk, before they are
-drawn, and a bank ends while equal ones are unlikely (`bank_format.MAX_RECORDS`).
+drawn, and a bank ends while equal ones are unlikely (`bank_files.MAX_RECORDS`).
 
 **Places.** Key and index are refused on the bank's own file system (`BankPlace.check_apart`). A
 *witness*, a copy of the index in memory, is written after every write of the index and compared
@@ -53,30 +53,30 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank_files import (
-    BankPlace,
-    lock,
-    open_file,
-    read_file,
-    refusal,
-    refusing,
-    replace,
-    require_space,
-    write_new,
-)
-from tee_side.protect.pads.bank_format import (
     MAX_RECORDS,
     NONCE_BYTES,
     STATE_BYTES,
     BankHeader,
+    BankPlace,
     Keys,
     Purpose,
     State,
     encode_header,
     encode_key,
+    lock,
+    open_file,
+    open_new,
+    read_file,
     read_header,
     read_key,
     record_bytes,
+    refusal,
+    refusing,
+    replace,
+    require_space,
     slot_bytes,
+    sync_directory,
+    write_out,
 )
 from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
@@ -203,8 +203,10 @@ class BankFile(PadStore):
                 with refusing(file):
                     if file is place.key:
                         require_space(place.bank, size)
-                    write_new(file, content, size if file is place.bank else len(content))
-                made.callback(file.unlink)
+                    descriptor = open_new(file)
+                    made.callback(file.unlink)
+                    write_out(descriptor, content, size if file is place.bank else len(content))
+                    sync_directory(file)
             made.pop_all()
         return cls.open(place, purpose, block=block)
 
