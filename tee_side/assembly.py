@@ -49,8 +49,7 @@ from tee_side.protect.masks.mask import (
     SegmentMask,
 )
 from tee_side.protect.masks.ring import Pad
-from tee_side.protect.pads.maker import PadMaker, read_weights
-from tee_side.protect.pads.source import PadLane, Pads, WhenOut
+from tee_side.protect.pads.source import PadLane, PadMaker, Pads, WhenOut, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (

@@ -29,7 +29,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
-from tee_side.protect.pads.maker import Load, TellLoad
+from tee_side.protect.pads.source import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
 from tee_side.remote.handshake import ServiceCheck

@@ -19,9 +19,18 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.ring import Pad
-from tee_side.protect.pads import maker as maker_module
-from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, read_weights
-from tee_side.protect.pads.source import BACKGROUND_BATCH_TOKENS, MANY_ROWS, PadLane, Pads, WhenOut
+from tee_side.protect.pads import source as source_module
+from tee_side.protect.pads.source import (
+    BACKGROUND_BATCH_TOKENS,
+    MANY_ROWS,
+    BackgroundMaker,
+    Load,
+    PadLane,
+    PadMaker,
+    Pads,
+    WhenOut,
+    read_weights,
+)
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
@@ -351,7 +360,7 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
         read.append(site)
         return load_quantized(checkpoint, config, *site)
 
-    monkeypatch.setattr(maker_module, "load_quantized", noted)
+    monkeypatch.setattr(source_module, "load_quantized", noted)
     # Under the default policy prefill is in the TEE, which holds all of them.
     assembly = saved_model("llama").tee("shielded").assembly
     _fill(assembly)
