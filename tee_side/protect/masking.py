@@ -78,14 +78,6 @@ def linear_masking(
     )
 
 
-def most_rows(mask: Mask | None, rows: int) -> int:
-    """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
-
-    Others send a row for a row. `tee_side.remote.services.plan` bounds replies by the same number.
-    """
-    return 2 * rows + _MORE_ROWS if isinstance(mask, RowMask) else rows
-
-
 class MaskRules:
     """The rules of one mask, None for none: what crosses in the clear is checked alike."""
 
@@ -97,8 +89,11 @@ class MaskRules:
         self.in_the_clear = mask is None
 
     def most_rows(self, rows: int) -> int:
-        """Return how many rows may cross instead of `rows`."""
-        return most_rows(self._mask, rows)
+        """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
+
+        Others send a row for a row. `tee_side.remote.services.plan` bounds replies by this number.
+        """
+        return 2 * rows + _MORE_ROWS if isinstance(self._mask, RowMask) else rows
 
     def check_sent(
         self, operator: Operator, plain: torch.Tensor, most_rows: int, masked: object

@@ -93,11 +93,6 @@ class ExactCheck:
         high_kI = (product_kI - low_kI) >> 32
         return ExactCheck(s_kO, low_kI, high_kI.to(torch.int32))
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the vectors and their products take."""
-        return self.vectors_kO.nbytes + self.low_kI.nbytes + self.high_kI.nbytes
-
     def expected(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return what y s must be for x, int32: int64 [T, k]."""
         if not choice().compiled:

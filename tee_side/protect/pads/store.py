@@ -96,7 +96,7 @@ class PadStore(ABC):
         # What the threads may still be reading.
         self._parts: list[Future[None]] = []
         self._batch: MadePads | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.process = os.getpid()
         self.closed = False
 
@@ -129,7 +129,9 @@ class PadStore(ABC):
         Not what is still in use, nor what a batch is filling.
         """
         with self._lock:
-            return self._room()
+            oldest = next(iter(self._in_use), self._next)
+            end = self._filled if self._batch is None else self._batch.indices.stop
+            return oldest // self.group * self.group + self.capacity - end
 
     def take(self, count: int) -> range:
         """Hand out `count` >= 1 consecutive indices, each for the first and last time.
@@ -234,8 +236,8 @@ class PadStore(ABC):
             self.check_usable()
             if self._batch is not None:
                 raise RuntimeError("pads: got a second batch, expected the first one to end")
-            if count % self.group or not 1 <= count <= self._room():
-                expected = f"{self.group} .. {self._room()}, by {self.group}"
+            if count % self.group or not 1 <= count <= self.room:
+                expected = f"{self.group} .. {self.room}, by {self.group}"
                 raise ValueError(f"pads: got {count} to fill, expected {expected}")
             wait(self._parts)  # some may be reading what is filled again
             indices = range(self._filled, self._filled + count)
@@ -304,11 +306,6 @@ class PadStore(ABC):
     def _let_go(self) -> None:
         """End the threads, close files and drop locks; may be called twice."""
         self._pool.shutdown()
-
-    def _room(self) -> int:
-        oldest = next(iter(self._in_use), self._next)
-        end = self._filled if self._batch is None else self._batch.indices.stop
-        return oldest // self.group * self.group + self.capacity - end
 
     def _use_up(self, indices: range, sites: int, where: object) -> None:
         """Mark the pairs as read, all or none, before anything of them is.

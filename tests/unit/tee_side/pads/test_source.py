@@ -19,18 +19,8 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.ring import Pad
-from tee_side.protect.pads import source as source_module
-from tee_side.protect.pads.source import (
-    BACKGROUND_BATCH_TOKENS,
-    MANY_ROWS,
-    BackgroundMaker,
-    Load,
-    PadLane,
-    PadMaker,
-    Pads,
-    WhenOut,
-    read_weights,
-)
+from tee_side.protect.pads import source
+from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, PadMaker, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
@@ -227,7 +217,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
-    ahead, batch = 4 * BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS
+    ahead, batch = 4 * source.BACKGROUND_BATCH_TOKENS, source.BACKGROUND_BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
     lane = PadLane(pads)
     for ready, wanted in (
@@ -252,7 +242,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
         assert go_on.wait(WAIT_S)
         batches.append(tokens)
 
-    maker = BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
+    maker = source.BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
 
     def until(holds: Callable[[], object]) -> None:
         with maker._changed:
@@ -279,7 +269,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
 def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
     def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
         fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
-        maker = BackgroundMaker(lambda _: 1, fail)
+        maker = source.BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
             with maker._changed:
                 assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)
@@ -308,7 +298,7 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
         checked.append(site)
         assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
 
-    maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", check))
+    maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", check))
     maker.fill(store, count, lambda *done: told.append(done))
     maker.fill(store, 1)
     assert checked == [site.site for site in store.layout.sites]
@@ -334,7 +324,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
             raise CalibrationError("down_proj in layer 1", got="others", expected="the same")
 
     def refused(error: type[Exception], match: str, tokens: int, *more: Any) -> None:
-        maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", *more))
+        maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", *more))
         for _ in range(2):  # however often they are asked for
             with pytest.raises(error, match=match):
                 maker.fill(store, tokens)
@@ -360,7 +350,7 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
         read.append(site)
         return load_quantized(checkpoint, config, *site)
 
-    monkeypatch.setattr(source_module, "load_quantized", noted)
+    monkeypatch.setattr(source, "load_quantized", noted)
     # Under the default policy prefill is in the TEE, which holds all of them.
     assembly = saved_model("llama").tee("shielded").assembly
     _fill(assembly)

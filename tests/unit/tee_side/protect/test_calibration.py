@@ -111,10 +111,9 @@ def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> No
     below = math.floor(0.99 * MAX_SUM / (127 * size))
     x_int = site.encode(torch.full((1, size), float(below)))
     assert int(x_int.long().sum() * 127) <= MAX_SUM
+    site = IntegerSite(SiteScales(1.0, torch.ones(1), norm_limit(0.0), 0.0))
     with pytest.raises(ActivationRangeError):
-        IntegerSite(SiteScales(1.0, torch.ones(1), norm_limit(0.0), 0.0)).encode(
-            torch.tensor([[2.0**31]])
-        )
+        site.encode(torch.tensor([[2.0**31]]))
 
 
 def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfig) -> None:
