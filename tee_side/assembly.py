@@ -45,10 +45,10 @@ from tee_side.protect.masks.mask import (
     KeyedSegment,
     KeyedTransform,
     Mask,
+    Pad,
     ProvisionedMask,
     SegmentMask,
 )
-from tee_side.protect.masks.ring import Pad
 from tee_side.protect.pads.source import PadLane, PadMaker, Pads, WhenOut, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
-from tee_side.protect.masks.ring import Pad
+from tee_side.protect.masks.mask import Pad
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import WITNESSES
 from tee_side.protect.pads.source import PadLane, Pads

@@ -17,8 +17,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
-from tee_side.protect.masks.mask import Factors
-from tee_side.protect.masks.ring import Pad
+from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
 from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, PadMaker, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore

@@ -24,8 +24,7 @@ from protocol.model.quantized import load_head_scale, load_quantized
 from tee_side.native import kernels as native_sites
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales, norm_limit
 from tee_side.protect.masking import PaddedSite
-from tee_side.protect.masks.mask import Factors, Seed
-from tee_side.protect.masks.ring import Pad
+from tee_side.protect.masks.mask import Factors, Pad, Seed
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import DynamicSite, FloatSite, IntegerSite, IntegerSites, load_biases
 from tee_side.protect.verification import ExactCheck
