@@ -21,7 +21,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -33,7 +33,6 @@ from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, is_projection
 
 Kind = Literal["row", "feature", "segment", "additive"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
