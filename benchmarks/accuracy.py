@@ -39,6 +39,7 @@ from tee_side.model.local_operators import LocalOperators, TeeModel, load_tee_mo
 from tee_side.model.operators import Operators, forward, logits
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import Calibration, SiteScales, calibration_path
+from tee_side.protect.sites import IntegerSite
 from tee_side.remote.call import run
 from tee_side.words import Site
 from tsqp.calibrate import STEPS, operators_here
@@ -154,7 +155,8 @@ class Mixture:
 
 
 def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
-    return lambda x_TI: exact_product(scales.encode(x_TI), weights.weight) * scales.factor_N
+    site = IntegerSite(scales)
+    return lambda x_TI: exact_product(site.encode(x_TI), weights.weight) * scales.factor_N
 
 
 def score_policy(bench: Mixture, endpoint: str) -> Losses:

@@ -21,10 +21,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.harness import Found, Place, main
 from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Purpose
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.pads.bank_files import BankPlace, Purpose
 from tee_side.protect.randomness import Keystream
+from tee_side.protect.sites import PadLayout, SiteShape
 from tsqp.lab.measure import elapsed_us
 
 _REPEATS = 500

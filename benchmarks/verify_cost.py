@@ -91,7 +91,11 @@ def _measure_batch(
         "check_ms": median(ms for (ms, _), _ in noted) - median(ms for _, (ms, _) in noted),
         "tee_ms": tee_ms,
         "share": (verified_ms - believed_ms) / tee_ms,
-        "secrets_bytes": sum(check.nbytes for check in vectors),
+        "secrets_bytes": sum(
+            part.nbytes
+            for check in vectors
+            for part in (check.vectors_kO, check.low_kI, check.high_kI)
+        ),
         "runs": options.steps,
     }
 

@@ -37,20 +37,17 @@ from tee_side.model.operators import MicroBatchOperators, place, tables_of
 from tee_side.observer import Observer, Observers, timed
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.protect.masking import MaskRules, linear_masking
+from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
 from tee_side.protect.masks.mask import (
     AdditiveMask,
     KeyedSegment,
     KeyedTransform,
     Mask,
+    Pad,
     ProvisionedMask,
     SegmentMask,
 )
-from tee_side.protect.masks.pad import Pad
-from tee_side.protect.padded import PaddedSite
-from tee_side.protect.pads.layout import PadLayout, site_number
-from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
-from tee_side.protect.pads.source import PadLane, Pads, WhenOut
+from tee_side.protect.pads.source import PadLane, PadMaker, Pads, WhenOut, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
@@ -59,7 +56,9 @@ from tee_side.protect.sites import (
     IntegerSite,
     IntegerSites,
     LinearSite,
+    PadLayout,
     load_biases,
+    site_number,
     tensors_of,
 )
 from tee_side.protect.verification import (
@@ -192,7 +191,7 @@ class Assembly:
 
     def _open_bank(self, place: BankPlace, layout: PadLayout, mask: AdditiveMask) -> PadStore:
         from tee_side.protect.pads.bank import BankFile
-        from tee_side.protect.pads.bank_format import Purpose
+        from tee_side.protect.pads.bank_files import Purpose
 
         checkpoint = self._parts.checkpoint
         purpose = Purpose.of(
@@ -209,8 +208,8 @@ class Assembly:
         if not checkpoint.holds(tensors_of(sites, config)):
             return None
         check = self._integers.check_weights if self._integers is not None else None
-        read = read_weights(checkpoint, config, mask.arithmetic, check)
-        return PadMaker(mask, held_or(self._held, read))
+        weights = read_weights(checkpoint, config, mask.arithmetic, check, held=self._held)
+        return PadMaker(mask, weights)
 
     def lanes(
         self,
@@ -250,7 +249,7 @@ class Assembly:
         settings = replace(settings, observer=observer if only is None else None)
         policy, local = self._parts.policy, self._local
         # Two micro-batches never draw from one stretch of pads.
-        pads = {mask: found.lane() for mask, found in self.pads.items()}
+        pads = {mask: PadLane(found) for mask, found in self.pads.items()}
 
         @cache
         def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:

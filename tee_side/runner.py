@@ -28,7 +28,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
-from tee_side.protect.pads.maker import Load, TellLoad
+from tee_side.protect.pads.source import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
 from tee_side.remote.handshake import ServiceCheck
@@ -235,7 +235,7 @@ class Runner:
         if not found:
             return None
         return PadTotals(
-            available=min(pads.left for pads in found),
+            available=min(pads.store.left for pads in found),
             waited=sum(pads.waited for pads in found),
             in_tee=sum(pads.in_tee for pads in found),
         )
@@ -246,9 +246,9 @@ class Runner:
 
         traffic, pads = self._services.traffic, list(self._assembly.pads.values())
         return Totals(
-            pads_ready=min((one.left for one in pads), default=None),
-            pads_made=sum(one.made for one in pads),
-            pads_used=sum(one.used for one in pads),
+            pads_ready=min((one.store.left for one in pads), default=None),
+            pads_made=sum(one.store.made for one in pads),
+            pads_used=sum(one.store.used for one in pads),
             pads_waited=sum(one.waited for one in pads),
             pads_in_tee=sum(one.in_tee for one in pads),
             round_trips=traffic.round_trips,
@@ -266,10 +266,11 @@ class Runner:
     def filling(self) -> Iterator[TellLoad]:
         """Make pads in the background while the block runs, which says how busy it is.
 
-        At first it is idle; see `Pads.filling`.
+        At first it is idle; see `BackgroundMaker.running`.
         """
         with ExitStack() as filling:
-            told = [filling.enter_context(pads.filling()) for pads in self._assembly.pads.values()]
+            makers = [pads.background for pads in self._assembly.pads.values()]
+            told = [filling.enter_context(maker.running()) for maker in makers]
 
             def tell_load(load: Load) -> None:
                 for tell in told:

@@ -69,6 +69,7 @@ from tee_side.protect.calibration import (
     norm_limit,
     weight_scale_name,
 )
+from tee_side.protect.sites import IntegerSite
 from tee_side.remote.call import run
 from tee_side.words import Operator, Site
 
@@ -254,7 +255,7 @@ class _Surveyor:
         del weights
         quantized = load_quantized(self._checkpoint, self._config, *site)
         scales = choose_scales(x_TI, quantized.scale, quantized.max_row_norm(), site)
-        product_SO = exact_product(scales.encode(sample_SI), quantized.weight)
+        product_SO = exact_product(IntegerSite(scales).encode(sample_SI), quantized.weight)
         found_SO = product_SO * scales.factor_N
         # Module by module: large values next to q and k would hide what those have lost.
         error = max(

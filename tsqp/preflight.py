@@ -34,8 +34,8 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import check_purpose, read_bank_status
-from tee_side.protect.pads.bank_format import Purpose
-from tee_side.protect.pads.layout import PadLayout
+from tee_side.protect.pads.bank_files import Purpose
+from tee_side.protect.sites import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding
 from tsqp.run.process import require_seed

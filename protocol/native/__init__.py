@@ -4,7 +4,7 @@
 integers bit for bit, floats within a few units in their last place. The best *variant* that this
 processor has is used, once it has given what the portable one gives (`differs`).
 
-Kernels take addresses. `protocol.integer`, `tee_side.native` and `tee_side.protect.padded` check
+Kernels take addresses. `protocol.integer`, `tee_side.native` and `tee_side.protect.masking` check
 what they pass.
 """
 

@@ -27,7 +27,7 @@ from tee_side.engine.engine import Engine
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.waiting import WaitingQueue
-from tee_side.protect.pads.maker import Load, TellLoad
+from tee_side.protect.pads.source import Load, TellLoad
 
 log = logging.getLogger("tee_side")
 

@@ -186,7 +186,7 @@ def load_site(
         held[site] = weights
         integers.check_weights(site, weights)
     if integers is not None and site[1] != "lm_head":
-        return partial(_integer_product, weights, IntegerSite(integers, site))
+        return partial(_integer_product, weights, integers.layer_site(site))
     bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
     return partial(_dynamic_product, weights, DynamicSite(weights.scale, bias_O, dtype))
 

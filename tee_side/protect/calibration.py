@@ -17,19 +17,19 @@ from __future__ import annotations
 import logging
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from protocol.model.tensor_file import MAX_HEADER_BYTES
 
-from protocol.errors import ActivationRangeError, CalibrationError, ModelError, describe
+from protocol.errors import CalibrationError, ModelError, describe
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.config import ModelConfig
 from protocol.model.files import read_bytes, require_inside
-from protocol.native import compiled_for
-from tee_side.native import kernels as compiled
 from tee_side.words import Site
 
 if TYPE_CHECKING:
@@ -46,10 +46,6 @@ MAX_SUM = 2**31 - 1
 # demo model, rows of its own text are at most 2.4 times as large as those of a text of another
 # kind. Where inputs have no outliers there is far more room than this.
 HEADROOM = 4.0
-
-# What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
-# than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
-_MARGIN = 0.995
 
 # How far a float32 power of 2^(1/4) is from one, in steps, at most.
 _ROUNDED = 1e-5
@@ -78,20 +74,18 @@ class SiteScales:
     what one step of an input stands for; `norm_limit`: largest Euclidean norm of a row of integer
     inputs whose sums cannot wrap, (2^31 - 1) / max_j ||w_j||; `max_norm`: largest Euclidean norm of
     a row of inputs, as floats, rounded up to a power of 2^(1/4) when the calibration is made: an
-    exact one identifies a token of a private text. `factor_N`: float32, what one step of a product
-    stands for; `row_limit`: of `norm_limit`, what is left after rounding.
+    exact one identifies a token of a private text.
     """
 
     input_scale: float
     weight_scale: torch.Tensor
     norm_limit: float
     max_norm: float
-    factor_N: torch.Tensor = field(init=False, repr=False)
-    row_limit: float = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "factor_N", self.weight_scale * self.input_scale)
-        object.__setattr__(self, "row_limit", self.norm_limit * _MARGIN)
+    @cached_property
+    def factor_N(self) -> torch.Tensor:  # noqa: N802 - a tensor, named by its shape
+        """Float32 [N], what one step of a product stands for."""
+        return self.weight_scale * self.input_scale
 
     @property
     def headroom(self) -> float:
@@ -99,40 +93,6 @@ class SiteScales:
         largest = self.max_norm / self.input_scale
         # A file may hold any positive numbers, also such as are too small to divide by.
         return max(self.norm_limit / largest, _SMALLEST) if largest else math.inf
-
-    def encode(self, x_TI: torch.Tensor, where: str = "") -> torch.Tensor:
-        """Quantise a float input [T, I] to int32 [T, I]: round(x / input_scale), ties to even.
-
-        Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
-        ActivationRangeError for a row whose product could wrap, and for values that are not finite;
-        `where`: how its message begins.
-
-        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
-        """
-        if compiled_for(x_TI.dtype):
-            elements_TI, _, norm, *_ = compiled.encode(x_TI, self.input_scale, None)
-            self._check_norm(norm, where)
-            return elements_TI
-        # Whole numbers from here on: a float32 that has been rounded converts exactly.
-        scaled_TI = x_TI.to(torch.float32).div(self.input_scale).round_()
-        # A norm that is NaN is the largest of all, and is refused.
-        self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item(), where)
-        return scaled_TI.to(torch.int32)
-
-    def _check_norm(self, largest: float, where: str) -> None:
-        if not largest <= self.row_limit:
-            self.refuse(largest, where)
-
-    def refuse(self, norm: float, where: str = "") -> NoReturn:
-        """Raise ActivationRangeError for a row with this norm. `where`: as in `encode`."""
-        # In whole multiples: an exact norm would name the token to a reader of the log.
-        times = norm / self.row_limit
-        finite = math.isfinite(times)
-        raise ActivationRangeError(
-            f"{where}length of an input row",
-            f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
-            "at most once what cannot wrap in the ring (calibrate with text more like this one)",
-        )
 
 
 @dataclass(frozen=True, eq=False)

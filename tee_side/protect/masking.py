@@ -2,18 +2,24 @@
 
 A mask may be a user's own file. What it sends decides how large the reply is, for which the service
 must not be blamed; what it returns goes into the forward pass. So both are checked in every call.
+
+Under pads a site has two passes (`PaddedSite`): compiled, where a mask and a check would take a
+pass each. What crosses, and what comes of it, is bit for bit what the site, `Pad` and `ExactCheck`
+give one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 
 from protocol.errors import MaskError, PolicyError
 from protocol.messages import SEED_BYTES
 from protocol.tensors import short_name
+from tee_side.native import kernels as compiled
 from tee_side.protect.masks.mask import (
     AdditiveMask,
     FeatureMask,
@@ -25,9 +31,10 @@ from tee_side.protect.masks.mask import (
     SharingMask,
     as_it_is,
 )
-from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import DynamicSite, IntegerSite, site_number
+from tee_side.protect.verification import ExactCheck
 from tee_side.words import Operator, Site, is_linear
 
 # Hides the input of one linear operator.
@@ -71,14 +78,6 @@ def linear_masking(
     )
 
 
-def most_rows(mask: Mask | None, rows: int) -> int:
-    """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
-
-    Others send a row for a row. `tee_side.remote.services.plan` bounds replies by the same number.
-    """
-    return 2 * rows + _MORE_ROWS if isinstance(mask, RowMask) else rows
-
-
 class MaskRules:
     """The rules of one mask, None for none: what crosses in the clear is checked alike."""
 
@@ -90,8 +89,11 @@ class MaskRules:
         self.in_the_clear = mask is None
 
     def most_rows(self, rows: int) -> int:
-        """Return how many rows may cross instead of `rows`."""
-        return most_rows(self._mask, rows)
+        """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
+
+        Others send a row for a row. `tee_side.remote.services.plan` bounds replies by this number.
+        """
+        return 2 * rows + _MORE_ROWS if isinstance(self._mask, RowMask) else rows
 
     def check_sent(
         self, operator: Operator, plain: torch.Tensor, most_rows: int, masked: object
@@ -136,3 +138,56 @@ class MaskRules:
     def refuse(self, operator: Operator, got: str, expected: str) -> NoReturn:
         """Raise MaskError."""
         raise MaskError(f"{self.name}: {operator}", got, expected)
+
+
+class Padded(NamedTuple):
+    """One input under its pad. `sent`: what crosses; `encoded`: the plain integers.
+
+    `scale_T`: of the rows; None for the site's one step.
+    """
+
+    of: PaddedSite
+    sent: tuple[torch.Tensor]
+    encoded: torch.Tensor
+    u_TO: torch.Tensor
+    scale_T: torch.Tensor | None
+    expected_Tk: torch.Tensor | None
+
+    def __repr__(self) -> str:
+        # Neither in a traceback nor in a log: u gives the result away to the observer of a link.
+        return "Padded()"
+
+    def reveal(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Take the pad away, check, scale back and add the bias; None for a wrong product."""
+        site, check = self.of.site, self.of.check
+        vectors_kO = None if check is None else check.vectors_kO
+        return compiled.decode(
+            *(outputs[0], self.u_TO, self.scale_T, site.factor_O, site.bias_O, site.dtype),
+            *(vectors_kO, self.expected_Tk),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedSite:
+    """A site's input and output under pads; `number`: the site's, in the pads' layout.
+
+    `check`: of the products, None for none.
+    """
+
+    site: IntegerSite | DynamicSite
+    number: int
+    pads: PadLane
+    check: ExactCheck | None
+
+    def hide(self, x_TI: torch.Tensor) -> Padded:
+        """Quantise x and add its pad.
+
+        GPU sees: uniform ring elements. Raises ActivationRangeError, and as `PadLane.words`.
+        """
+        r_TI, u_TO = self.pads.words(self.number, x_TI.shape[0])
+        site, check = self.site, self.check
+        products = None if check is None else (check.low_kI, check.high_kI)
+        q_TI, sent_TI, norm, scale_T, expected = compiled.encode(x_TI, site.step, r_TI, products)
+        if not norm <= site.row_limit:
+            site.refuse(norm)
+        return Padded(self, (sent_TI,), q_TI, u_TO, scale_T, expected)

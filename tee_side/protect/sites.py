@@ -3,12 +3,16 @@
 A *site* is one linear operator of one layer, or the LM head. Its input becomes what a product is
 taken of (`encode`), and the product becomes the operator's output (`decode`), the same way wherever
 the product is computed. Shape suffixes: T rows, I in_features, O out_features of all modules.
+
+The sites that are padded are a `PadLayout`: what the pads of one token consist of.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NoReturn, Protocol, TypeAlias
 
@@ -16,16 +20,23 @@ import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import digits_below
-from protocol.messages import LinearOperator
+from protocol.messages import FUSED_MODULES, LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
-from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
+from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, row_layout, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
-from tee_side.protect.calibration import Calibration
-from tee_side.words import Site
+from tee_side.protect.calibration import Calibration, SiteScales
+from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
+
+# Of an element of r or u.
+WORD_BYTES = 4
+
+# What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
+# than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
+_MARGIN = 0.995
 
 
 class LinearSite(Protocol):
@@ -54,26 +65,56 @@ class FloatSite:
 
 
 class IntegerSite:
-    """Integers in a ring, by scales fixed in advance; see `tee_side.protect.calibration`."""
+    """Integers in a ring, by scales fixed in advance; see `tee_side.protect.calibration`.
 
-    def __init__(self, sites: IntegerSites, site: Site) -> None:
-        self.scales = sites.calibration.sites[site]
-        self.step, self.factor_O = self.scales.input_scale, self.scales.factor_N
-        self.row_limit = self.scales.row_limit
-        self.bias_O = sites.biases.get(site)
-        self.dtype = sites.dtype
-        self._where = f"{site[1]} in layer {site[0]}: "
+    `dtype`: of outputs; `where`: how messages begin.
+    """
+
+    def __init__(
+        self,
+        scales: SiteScales,
+        bias_O: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        where: str = "",
+    ) -> None:
+        self.step, self.factor_O = scales.input_scale, scales.factor_N
+        self.row_limit = scales.norm_limit * _MARGIN
+        self.bias_O, self.dtype = bias_O, dtype
+        self._where = where
         # How many digits hold what `encode` returns, whatever the input is.
-        self.digits = digits_below(self.scales.norm_limit)
-        self.compiled = compiled_for(sites.dtype)
+        self.digits = digits_below(scales.norm_limit)
+        self.compiled = compiled_for(dtype)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise to int32 [T, I]. Raises ActivationRangeError rather than let a sum wrap."""
-        return self.scales.encode(x_TI, self._where)
+        """Quantise a float input [T, I] to int32 [T, I]: round(x / step), ties to even.
+
+        Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
+        ActivationRangeError for a row whose product could wrap, and for values that are not finite.
+
+        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
+        """
+        if compiled_for(x_TI.dtype):
+            elements_TI, _, norm, *_ = compiled.encode(x_TI, self.step, None)
+        else:
+            scaled_TI = x_TI.to(torch.float32).div(self.step).round_()
+            # A norm that is NaN is the largest of all, and is refused.
+            norm = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
+            # Whole numbers: where the norm is in range, a rounded float32 converts exactly.
+            elements_TI = scaled_TI.to(torch.int32)
+        if not norm <= self.row_limit:
+            self.refuse(norm)
+        return elements_TI
 
     def refuse(self, norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row with this norm."""
-        self.scales.refuse(norm, self._where)
+        # In whole multiples: an exact norm would name the token to a reader of the log.
+        times = norm / self.row_limit
+        finite = math.isfinite(times)
+        raise ActivationRangeError(
+            f"{self._where}length of an input row",
+            f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
+            "at most once what cannot wrap in the ring (calibrate with text more like this one)",
+        )
 
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
@@ -166,9 +207,15 @@ class IntegerSites:
                 "lm_head: weight scales", "others", "those that were read at the start"
             )
 
+    def layer_site(self, site: Site) -> IntegerSite:
+        """Return the site of an operator of a layer."""
+        layer, operator = site
+        where = f"{operator} in layer {layer}: "
+        return IntegerSite(self.calibration.sites[site], self.biases.get(site), self.dtype, where)
+
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":
-            return IntegerSite(self, site)
+            return self.layer_site(site)
         if self._head_scale_V is None:
             raise LookupError("an LM head that does not leave")
         return DynamicSite(self._head_scale_V, None, self.dtype)
@@ -194,3 +241,70 @@ def tensors_of(sites: Iterable[Site], config: ModelConfig) -> dict[str, tuple[in
     weights = [name for site in sites for name in weight_rows(config, *site)]
     names = chain.from_iterable((name, f"{name.removesuffix('weight')}bias") for name in weights)
     return {name: shapes[name] for name in names if name in shapes}
+
+
+def site_number(layer: int, operator: Projection) -> int:
+    """Return layer * 5 + the operator's place in `PROJECTIONS`."""
+    return layer * len(PROJECTIONS) + PROJECTIONS.index(operator)
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """One operator of a layer, or the LM head. `out_features`: of all modules side by side."""
+
+    layer: int
+    operator: Projection
+    in_features: int
+    out_features: int
+
+    @cached_property
+    def number(self) -> int:
+        """The site's number, as of `site_number`."""
+        return site_number(self.layer, self.operator)
+
+    @property
+    def site(self) -> Site:
+        """Layer and operator."""
+        return self.layer, self.operator
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} {self.operator}"
+
+
+@dataclass(frozen=True)
+class PadLayout:
+    """The sites of one model, each once, in the order of their numbers; at least one.
+
+    A token takes r, uint32 [in_features], and u = r W, uint32 [out_features], at every site.
+    Raises ValueError for sites out of order, repeated or none.
+    """
+
+    sites: tuple[SiteShape, ...]
+
+    def __post_init__(self) -> None:
+        numbers = [site.number for site in self.sites]
+        if not numbers or numbers != sorted(set(numbers)):
+            raise ValueError(f"pad layout: got sites {numbers[:8]}, expected ascending numbers")
+
+    @classmethod
+    def of(cls, config: ModelConfig, placed: Iterable[Site] | None = None) -> PadLayout:
+        """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
+        if placed is None:
+            layers = range(config.num_hidden_layers)
+            placed = [(layer, operator) for layer in layers for operator in FUSED_MODULES]
+            placed.append((layers[-1], "lm_head"))
+        sites = []
+        for layer, operator in placed:
+            _, (outputs, inputs) = row_layout(config, operator)
+            sites.append(SiteShape(layer, operator, inputs, outputs))
+        return cls(tuple(sorted(sites, key=lambda site: site.number)))
+
+    @cached_property
+    def by_number(self) -> dict[int, SiteShape]:
+        """Sites by their numbers."""
+        return {site.number: site for site in self.sites}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of u of one token at all sites; r is computed again, never kept."""
+        return sum(site.out_features for site in self.sites) * WORD_BYTES

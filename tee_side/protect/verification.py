@@ -65,7 +65,7 @@ _BLOCK_OUTPUTS = 2**16
 class ExactCheck:
     """The check of one linear operator's products of integers.
 
-    Right while x passes the range check of `SiteScales.encode`, which keeps x W within 32 bits: a
+    Right while x passes the range check of `IntegerSite.encode`, which keeps x W within 32 bits: a
     product that wrapped is refused like any other wrong one.
     """
 
@@ -91,11 +91,6 @@ class ExactCheck:
         low_kI = product_kI.to(torch.int32)
         high_kI = (product_kI - low_kI) >> 32
         return ExactCheck(s_kO, low_kI, high_kI.to(torch.int32))
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the vectors and their products take."""
-        return self.vectors_kO.nbytes + self.low_kI.nbytes + self.high_kI.nbytes
 
     def expected(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return what y s must be for x, int32: int64 [T, k]."""

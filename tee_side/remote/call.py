@@ -28,9 +28,8 @@ from protocol.errors import DeadlineExceededError, ReplyError
 from protocol.messages import Request
 from protocol.prepared import Exchange, PreparedRequest
 from tee_side.observer import StageClock, Untimed
-from tee_side.protect.masking import MaskRules
+from tee_side.protect.masking import MaskRules, Padded, PaddedSite
 from tee_side.protect.masks.mask import Masked, Seed
-from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.resumption import watch
 from tee_side.protect.verification import ResultCheck, Unverified
 from tee_side.words import Operator

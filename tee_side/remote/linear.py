@@ -17,9 +17,8 @@ from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
 from tee_side.policy.placement import Policy
-from tee_side.protect.masking import Hide, MaskRules
+from tee_side.protect.masking import Hide, MaskRules, PaddedSite
 from tee_side.protect.masks.mask import Masked
-from tee_side.protect.padded import PaddedSite
 from tee_side.protect.sites import LinearSite
 from tee_side.protect.verification import ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, Planned

@@ -250,7 +250,7 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     channel.rarely = micro_batches  # a step sends as many times as much, and must get through
     tee = model.tee(policy, channels=[channel], micro_batches=micro_batches)
     (pads,) = tee.assembly.pads.values()
-    factors, all_factors = pads._store.factors, pads._store.all_factors
+    factors, all_factors = pads.store.factors, pads.store.all_factors
 
     def one_read(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         read.extend((index, site) for index in indices)
@@ -261,8 +261,8 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
         read.extend((index, site) for index in indices for site in found)
         return found
 
-    monkeypatch.setattr(pads._store, "factors", one_read)
-    monkeypatch.setattr(pads._store, "all_factors", all_read)
+    monkeypatch.setattr(pads.store, "factors", one_read)
+    monkeypatch.setattr(pads.store, "all_factors", all_read)
     engine = tee.engine(step_tokens=6 * micro_batches)
     for seed in range(3 * micro_batches):
         engine.add(token_ids(5 + seed, seed), max_new_tokens=12, eos_token_ids=frozenset())

@@ -151,7 +151,7 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     assert not tee.channels[0].requests
     assert pads.in_tee == NEW_TOKENS - (name == "shielded")
     # And one that has pads for a part of the way.
-    store = pads._store
+    store = pads.store
     assert pads._maker is not None
     pads._maker.fill(store, 3 if name == "shielded" else 9 + 3)
     tokens, logits = _generate(tee)

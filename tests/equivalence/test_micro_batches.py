@@ -167,7 +167,7 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
         assert torch.equal(one, other)
     if when_out == "tee":
         # Parts of four and five rows, four times: what is left when neither fits stays.
-        assert pads._store.available < 4
+        assert pads.store.available < 4
         assert (pads.in_tee > 0) == (tokens < 36)
     else:
         assert pads.in_tee == 0
@@ -221,12 +221,12 @@ def test_a_prompt_leaves_where_decode_keeps_its_share(
     token = 3 * 4 + 1
     if spare < 0:
         assert asked == [0, token, token, token]
-        assert pads._store.available == LEFT_TO_DECODE + len(PROMPT) - 1 - 3
+        assert pads.store.available == LEFT_TO_DECODE + len(PROMPT) - 1 - 3
     else:
         # Of a prompt in two parts, one has the row that logits are wanted of.
         assert asked[0] == micro_batches * 3 * 4 + 1
         assert asked[1:] == [token, token, token]
-        assert pads._store.available == LEFT_TO_DECODE - 3
+        assert pads.store.available == LEFT_TO_DECODE - 3
     assert torch.equal(found, _logits(model.tee("quantized-clear"))[0])
 
 

@@ -41,7 +41,7 @@ def _tee(models: Models, policy: str, dtype: str = "float32") -> Tee:
     tee = models("llama").tee(policy, dtype)
     for pads in tee.assembly.pads.values():
         assert pads._maker is not None
-        pads._maker.fill(pads._store, pads._store.capacity)
+        pads._maker.fill(pads.store, pads.store.capacity)
     return tee
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
-from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.mask import Pad
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import WITNESSES
 from tee_side.protect.pads.source import PadLane, Pads
@@ -87,7 +87,7 @@ def _life(
     last = min(until, int(ledger.totals[0]) + min(longest, prepare_end(end, choose)))
     bank = BankFile.open(place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
     pads = Pads(Pad(), bank, None, "fail")
-    lanes = [pads.lane(), pads.lane()]
+    lanes = [PadLane(pads), PadLane(pads)]
     while int(ledger.totals[0]) < last:
         if bank.available < 12 and choose.random() < 0.9:
             fill(bank, min(bank.room, choose.randint(100, 1000)))
@@ -106,7 +106,7 @@ def _step(lane: PadLane, ledger: Ledger, choose: random.Random) -> None:
         again = True
         while again:
             factors, indices = lane.draw(number, rows), lane._indices
-            if factors is None or indices is None:
+            if factors is None or not indices:
                 os._exit(5)
             # One count for each index at each site.
             start, stop = (len(_SITES) * end + position for end in (indices.start, indices.stop))

@@ -53,10 +53,10 @@ from tee_side.engine.tokenizer import (
 )
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
-from tee_side.protect.pads import bank_format
+from tee_side.protect.pads import bank_files
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.sites import PadLayout, SiteShape
 from tests.fuzz.engine import Target
 from tests.kit import mutate
 from tests.kit.mutate import Case
@@ -172,7 +172,7 @@ def _calibration(case: Case) -> str:
 
 
 _LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
-_PURPOSE = bank_format.Purpose.of(
+_PURPOSE = bank_files.Purpose.of(
     _LAYOUT, mask="pad", model="tiny", model_digest="a" * 64, linear_digest="b" * 64
 )
 
@@ -203,17 +203,17 @@ def _bank(changed: str, case: Case) -> str:
 
 
 def _headers() -> list[Case]:
-    bank, size = _bank_files()["bank"], bank_format._PREAMBLE.size
+    bank, size = _bank_files()["bank"], bank_files._PREAMBLE.size
     return [(bank[size : size + int.from_bytes(bank[size - 4 : size], "big")],)]
 
 
 def _bank_sealed(case: Case) -> str:
     """Read a bank whose header says this, with its HMAC."""
     key = bytes.fromhex(_bank_files()["bank.key"].split()[-1].decode())
-    preamble, bank = bank_format._PREAMBLE, _bank_files()["bank"]
+    preamble, bank = bank_files._PREAMBLE, _bank_files()["bank"]
     magic, version, key_id, _ = preamble.unpack(bank[: preamble.size])
     body = preamble.pack(magic, version, key_id, len(case[0])) + case[0]
-    head = body + hmac.digest(bank_format.Keys.derive(key, body).header_mac, body, "sha256")
+    head = body + hmac.digest(bank_files.Keys.derive(key, body).header_mac, body, "sha256")
     return _bank("bank", (head + bytes(-len(head) % 4096) + bank[4096:],))
 
 

@@ -376,7 +376,7 @@ def stocked(tee: Tee, tokens: int) -> Pads:
     (pads,) = tee.assembly.pads.values()
     assert pads._maker is not None
     if tokens:
-        pads._maker.fill(pads._store, tokens)
+        pads._maker.fill(pads.store, tokens)
     return pads
 
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Purpose
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.pads.bank_files import BankPlace, Purpose
 from tee_side.protect.pads.store import MadePads, PadStore
+from tee_side.protect.sites import PadLayout, SiteShape
 from tests.kit.masks import wrapped
 
 LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from tee_side.protect.pads.bank import BankFile, PadBankStatus
-    from tee_side.protect.pads.maker import PadMaker
+    from tee_side.protect.pads.source import PadMaker
 
 
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
@@ -72,8 +72,8 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
     from protocol.model.config import read_config
     from tee_side.protect.pads.bank import BankFile, read_bank_status
-    from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-    from tee_side.protect.pads.maker import PadMaker, read_weights
+    from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
+    from tee_side.protect.pads.source import PadMaker, read_weights
     from tee_side.protect.sites import tensors_of
 
     place = bank_place(settings)

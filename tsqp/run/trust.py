@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tee_side.policy.placement import Policy
     from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.bank_files import BankPlace
-    from tee_side.protect.pads.layout import PadLayout
+    from tee_side.protect.sites import PadLayout
     from tee_side.remote.attested import ServiceAppraisal
 
 _APPRAISAL = "--service-appraisal"
@@ -278,7 +278,7 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
     """Return the mask that a bank is for, and its sites. Raises PolicyError."""
     from tee_side.model.local_operators import sites_under
     from tee_side.protect.masks.mask import AdditiveMask
-    from tee_side.protect.pads.layout import PadLayout
+    from tee_side.protect.sites import PadLayout
 
     found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
     names = " and ".join(mask.described() for mask in found)

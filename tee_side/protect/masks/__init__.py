@@ -1,1 +1,1 @@
-"""Masks: what hides a tensor that leaves the TEE. One file each; `mask.py` says what one is."""
+"""Masks: what hides a tensor that leaves the TEE. `mask.py` says what one is."""

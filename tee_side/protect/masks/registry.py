@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.errors import MaskError
-from tee_side.protect.masks.mask import Mask
-from tee_side.protect.masks.pad import Pad
-from tee_side.protect.masks.shares import Shares
+from tee_side.protect.masks.mask import Mask, Pad, Shares
 
 if TYPE_CHECKING:
     from tee_side.plugins import Kind

@@ -1,5 +1,5 @@
 """Pads made ahead of time: which exist, which were used, and where they are kept.
 
-`layout` says what a token's pads consist of, `store` hands them out once (and has the one in
-memory), `bank` keeps them in a file, `bank_format` knows that file's bytes.
+`store` hands them out once (and has the one in memory), `bank` keeps them on disk, `bank_files` has
+that one's files and bytes, `source` makes them and gives them to the micro-batches of a run.
 """

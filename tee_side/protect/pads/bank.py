@@ -19,7 +19,7 @@ same r; none of them had been handed out, so no pad is used twice. The nonce is 
 made of index and site, because the second u need not be the first: float products depend on how
 many rows were computed at once, and a machine can err. Two plaintexts under one nonce would give
 their difference away and let records be forged; so nonces are counted, on disk, before they are
-drawn, and a bank ends while equal ones are unlikely (`bank_format.MAX_RECORDS`).
+drawn, and a bank ends while equal ones are unlikely (`bank_files.MAX_RECORDS`).
 
 **Places.** Key and index are refused on the bank's own file system (`BankPlace.check_apart`). A
 *witness*, a copy of the index in memory, is written after every write of the index and compared
@@ -53,34 +53,34 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank_files import (
-    BankPlace,
-    lock,
-    open_file,
-    read_file,
-    refusal,
-    refusing,
-    replace,
-    require_space,
-    write_new,
-)
-from tee_side.protect.pads.bank_format import (
     MAX_RECORDS,
     NONCE_BYTES,
     STATE_BYTES,
     BankHeader,
+    BankPlace,
     Keys,
     Purpose,
     State,
     encode_header,
     encode_key,
+    lock,
+    open_file,
+    open_new,
+    read_file,
     read_header,
     read_key,
     record_bytes,
+    refusal,
+    refusing,
+    replace,
+    require_space,
     slot_bytes,
+    sync_directory,
+    write_out,
 )
-from tee_side.protect.pads.layout import SiteShape
 from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
+from tee_side.protect.sites import SiteShape
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -88,7 +88,8 @@ Tensor: TypeAlias = torch.Tensor
 # kernel would begin with it at the commit.
 _SYNCED_BYTES = 4 * 1024 * 1024
 
-# The first index of a group that is decrypted, and its u.
+# Of each site at most one record, decrypted: its first index, and its u [group, O].
+Begun: TypeAlias = dict[int, tuple[int, Tensor]]
 _NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
 
 
@@ -148,19 +149,19 @@ class BankFile(PadStore):
         # For the taking and for the filling thread.
         self._opener, self._sealer = AESGCM(keys.records), AESGCM(keys.records)
         # Where each site's record stands in FILE, in slot 0.
-        sizes = (record_bytes(site, self.group) for site in layout.sites)
+        sizes = [record_bytes(site, self.group) for site in layout.sites]
         starts = accumulate(sizes, initial=opened.start)
         self._offsets = dict(zip(layout.by_number, starts, strict=False))
-        self._slot_bytes = slot_bytes(layout, self.group)
-        # Each site's record that was begun: its first index, and its u [group, O].
-        self._begun = dict.fromkeys((site.number for site in layout.sites), _NONE_BEGUN)
-        # The group behind the one that tokens are read of, while another thread decrypts it.
-        self._ahead: tuple[int, Future[dict[int, Tensor]]] | None = None
-        # Records on their way: memory that is used again costs no page faults. One for each thread
-        # of the store, and for the one that has the lock.
-        largest = max(record_bytes(site, self.group) for site in layout.sites)
-        self._reading = [bytearray(largest) for _ in range(self._threads + 1)]
-        self._writing = bytearray(largest)
+        self._slot_bytes = sum(sizes)
+        # What tokens are read of, and what another thread decrypts meanwhile: the group behind it.
+        # Their memory serves all groups in turns: fresh pages cost as much as decrypting.
+        self._begun: Begun = {}
+        self._following: Begun = {}
+        self._ahead: Future[None] | None = None
+        # Records on their way, in memory that is used again, too. One for each thread of the store,
+        # and for the one that has the lock.
+        self._reading = [bytearray(max(sizes)) for _ in range(self._threads + 1)]
+        self._writing = bytearray(max(sizes))
 
     @classmethod
     def create(
@@ -202,8 +203,10 @@ class BankFile(PadStore):
                 with refusing(file):
                     if file is place.key:
                         require_space(place.bank, size)
-                    write_new(file, content, size if file is place.bank else len(content))
-                made.callback(file.unlink)
+                    descriptor = open_new(file)
+                    made.callback(file.unlink)
+                    write_out(descriptor, content, size if file is place.bank else len(content))
+                    sync_directory(file)
             made.pop_all()
         return cls.open(place, purpose, block=block)
 
@@ -271,22 +274,24 @@ class BankFile(PadStore):
             if stop - start == group:
                 self._open(first, site, rows)
                 continue
-            rows.copy_(self._begin(first, site)[start - first : stop - first])
+            rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
 
     def _read_all(self, indices: range) -> dict[int, Tensor]:
         parts = []
         for first in range(indices.start - indices.start % self.group, indices.stop, self.group):
-            if any(begun != first for begun, _ in self._begun.values()):
+            if len(self._begun) < len(self._sites) or any(
+                begun != first for begun, _ in self._begun.values()
+            ):
                 self._advance(first)
             start, stop = max(indices.start - first, 0), min(indices.stop - first, self.group)
-            parts.append({number: u_GO[start:stop] for number, (_, u_GO) in self._begun.items()})
             if len(indices) == self.group == stop - start:  # not read again: the caller has it
-                self._begun = dict.fromkeys(self._begun, _NONE_BEGUN)
-                return parts[0]
-            if indices.stop > first + self.group:  # the next one is decrypted over others of it
-                parts[-1] = {number: u.clone() for number, u in parts[-1].items()}
-        # Copies: the next group but one is decrypted into the same memory.
-        return {number: torch.cat([part[number] for part in parts]) for number in self._begun}
+                begun, self._begun = self._begun, {}
+                return {number: u_GO for number, (_, u_GO) in begun.items()}
+            # Copies: the next group but one is decrypted into the same memory.
+            parts.append({at: u_GO[start:stop].clone() for at, (_, u_GO) in self._begun.items()})
+        if len(parts) == 1:
+            return parts[0]
+        return {number: torch.cat([part[number] for part in parts]) for number in self._sites}
 
     def _advance(self, first: int) -> None:
         """Begin a group at every site, and have the one behind it decrypted meanwhile.
@@ -295,41 +300,29 @@ class BankFile(PadStore):
         on tokens would wait for it at every first one. What is decrypted ahead and never used is
         gone with this process, as pads are that were not decrypted.
         """
-        ahead, self._ahead = self._ahead, None
-        spare: dict[int, Tensor] = {}
-        if ahead is not None and ahead[0] == first:
-            opened = ahead[1].result()
-            spare = {number: u_GO for number, (_, u_GO) in self._begun.items()}
-            self._begun = {number: (first, u_GO) for number, u_GO in opened.items()}
-        elif ahead is not None:
-            ahead[1].exception()  # pads that others took; the thread ends with it
-        for site in self._sites.values():
-            self._begin(first, site)
+        if self._ahead is not None:
+            self._ahead.exception()  # what it could not open is opened again, and refused, below
+            self._ahead = None
+            # It may have decrypted pads that others took.
+            if any(begun == first for begun, _ in self._following.values()):
+                self._begun, self._following = self._following, self._begun
+        self._begin_all(first, self._begun)
         following = first + self.group
         if following < self._filled:
-            self._ahead = following, self._pool.submit(self._open_all, following, spare)
+            self._ahead = self._pool.submit(self._begin_all, following, self._following)
 
-    def _open_all(self, first: int, spare: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return u of a group at every site; on a thread of its own. `spare`: memory for it."""
-        found = {}
-        for number, site in self._sites.items():
-            u_GO = spare.get(number, _NONE_BEGUN[1])
-            if not u_GO.numel():
-                u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
-            self._open(first, site, u_GO)
-            found[number] = u_GO
-        return found
+    def _begin_all(self, first: int, begun: Begun) -> None:
+        for site in self._sites.values():
+            self._begin(first, site, begun)
 
-    def _begin(self, first: int, site: SiteShape) -> Tensor:
+    def _begin(self, first: int, site: SiteShape, begun: Begun) -> Tensor:
         """Return u of a group that is not read as a whole, decrypted once for all its tokens."""
-        # Its memory serves all groups: fresh pages cost as much as decrypting.
-        begun, u_GO = self._begun[site.number]
-        self._begun[site.number] = _NONE_BEGUN
-        if not u_GO.numel():
+        was, u_GO = begun.pop(site.number, _NONE_BEGUN)
+        if was < 0:
             u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
-        if begun != first:
+        if was != first:
             self._open(first, site, u_GO)  # not begun where it is not authentic
-        self._begun[site.number] = first, u_GO
+        begun[site.number] = first, u_GO
         return u_GO
 
     def _open(self, first: int, site: SiteShape, u_GO: Tensor) -> None:

@@ -1,4 +1,13 @@
-"""The files of a pad bank: where they may lie; opened, locked, created, replaced.
+"""The files of a pad bank: where they may lie, their bytes, how they are opened and replaced.
+
+FILE        magic | version | key id | length | JSON | HMAC | zeros up to a page | records
+FILE.index  magic | version | SHA-256 of the header | reserved | filled | sealed | HMAC
+FILE.key    one line of text: a name, a version, 32 bytes in hex
+
+All numbers are unsigned and big endian. Every subkey comes from the key by HKDF-SHA256 with the
+header's hash in it, and every header has a random bank id: no record, header or index of one bank
+passes in another, even if two banks were given one key. The header is authentic and not encrypted:
+who reads FILE learns the model's digests and the name of its directory.
 
 Every error is a PadBankError that names file and both values.
 """
@@ -7,14 +16,50 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import hmac
 import os
+import re
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import PadBankError
+from protocol.messages import Digest, Projection
+from tee_side.protect.randomness import KEY_BYTES, derive_key
+from tee_side.protect.sites import WORD_BYTES, PadLayout, SiteShape
+
+# Version 1 had a record for every index, 2 other numbers of sites, as it knew no LM head.
+VERSION = 3
+NONCE_BYTES = 12
+_TAG_BYTES = 16
+# Random nonces of one AES-GCM key: among n of 96 bits two are equal with probability n^2 / 2^97 at
+# most, here 2^-33 (NIST SP 800-38D, section 8.3). Every one that may have been drawn counts, also
+# for batches that a crash ended and that were made again.
+MAX_RECORDS = 2**32
+_MAC_BYTES = 32
+# Indices of a record: making writes them at half the cost of one alone, and a token that is read
+# alone does not wait for much more than it needs.
+MAX_GROUP = 8
+_PAGE = 4096
+_PREAMBLE = struct.Struct(">8sI8sI")
+_MAGIC = b"TSQPPADS"
+_MAX_HEADER_BYTES = 4 * 1024 * 1024
+_STATE = struct.Struct(">8sI32sQQQ")
+_STATE_MAGIC = b"TSQPPIDX"
+STATE_BYTES = _STATE.size + _MAC_BYTES
+_KEY_LINE = "tsqp-pad-bank-key 1 "
+# Indices stay below, so that sums of them cannot leave 64 bits.
+_MAX_INDEX = 2**62
+
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPEN = os.O_CLOEXEC | os.O_NOCTTY
@@ -215,30 +260,21 @@ def refusing(path: Path, needed: int = 0) -> Iterator[None]:
         raise refusal(path, error, needed) from error
 
 
-def write_new(path: Path, content: bytes, size: int) -> None:
-    """Create a file for its owner alone, `size` bytes of which the rest is a hole.
-
-    Nothing is left of it after a failure.
-    """
-    descriptor = os.open(path, os.O_EXCL | _NEW, 0o600)
-    try:
-        _write_out(descriptor, content, size)
-        _sync_directory(path)
-    except BaseException:
-        path.unlink()
-        raise
+def open_new(path: Path) -> int:
+    """Create a file for its owner alone."""
+    return os.open(path, os.O_EXCL | _NEW, 0o600)
 
 
 def replace(path: Path, content: bytes) -> None:
     """Replace a file as a whole; when this returns, the new content outlives a crash."""
     beside = Path(f"{path}.new")
     descriptor = os.open(beside, os.O_TRUNC | os.O_NOFOLLOW | _NEW, 0o600)
-    _write_out(descriptor, content, len(content))
+    write_out(descriptor, content, len(content))
     os.replace(beside, path)
-    _sync_directory(path)
+    sync_directory(path)
 
 
-def _write_out(descriptor: int, content: bytes, size: int) -> None:
+def write_out(descriptor: int, content: bytes, size: int) -> None:
     """Write a new file, up to `size` with a hole, sync and close it."""
     try:
         rest = memoryview(content)
@@ -250,9 +286,212 @@ def _write_out(descriptor: int, content: bytes, size: int) -> None:
         os.close(descriptor)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make a file's name outlive a crash."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Purpose(BaseModel):
+    """What pads are made for. A bank opens for the purpose that it was created with.
+
+    `mask`: as `Mask.described`, with all options: they change u. `model`: the name of the model's
+    directory, for messages; empty in banks that were made before it was kept. Digests as in
+    `protocol.model.identity`. `sites`: number, layer, operator, in_features, out_features.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mask: Annotated[str, Field(min_length=1, max_length=4096)]
+    model: Annotated[str, Field(max_length=255)] = ""
+    model_digest: Digest
+    linear_digest: Digest
+    sites: tuple[tuple[_Count, _Count, Projection, _Size, _Size], ...]
+
+    @classmethod
+    def of(cls, layout: PadLayout, **fields: str) -> Purpose:
+        """Make one from a layout and all other fields but `sites`."""
+        sites = tuple(
+            (s.number, s.layer, s.operator, s.in_features, s.out_features) for s in layout.sites
+        )
+        return cls(sites=sites, **fields)
+
+    @property
+    def layout(self) -> PadLayout:
+        """The sites as a layout. Raises ValueError if they are none."""
+        return PadLayout(tuple(SiteShape(*site[1:]) for site in self.sites))
+
+
+class BankHeader(Purpose):
+    """What a bank is for; never changes after it was created.
+
+    `created`: UTC, ISO 8601. `group`: consecutive indices that share a record at each site; divides
+    `capacity`.
+    """
+
+    bank_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    created: Annotated[str, Field(max_length=40)]
+    capacity: Annotated[int, Field(ge=1, lt=_MAX_INDEX)]
+    group: Annotated[int, Field(ge=1, le=MAX_GROUP)]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is derived from a bank's key for one header; the header's hash is no secret."""
+
+    header_hash: bytes
+    header_mac: bytes = field(repr=False)
+    index_mac: bytes = field(repr=False)
+    records: bytes = field(repr=False)
+    pads: bytes = field(repr=False)
+
+    @classmethod
+    def derive(cls, key: bytes, header: bytes) -> Keys:
+        """Derive from the 32 bytes of the key file, for the header's bytes without their MAC."""
+        digest = hashlib.sha256(header).digest()
+
+        def subkey(purpose: str) -> bytes:
+            return derive_key(key, f"tsqp pad bank {purpose} ".encode() + digest)
+
+        return cls(digest, *(subkey(name) for name in ("header", "index", "records", "pads")))
+
+
+class State(NamedTuple):
+    """The bounds on disk: below `reserved` nothing may be handed out, below `filled` all is.
+
+    `sealed`: how many records may have been encrypted, those of lost batches included. `reserved`
+    and `sealed` never decrease.
+    """
+
+    reserved: int
+    filled: int
+    sealed: int
+
+    def encode(self, keys: Keys) -> bytes:
+        """Return the content of the index file, and of its witness."""
+        body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, *self)
+        return _with_mac(body, keys.index_mac)
+
+    @classmethod
+    def decode(cls, content: bytes, path: Path, capacity: int, keys: Keys) -> State:
+        """Check the content of an index file. Raises PadBankError that names it."""
+        PadBankError.unless(
+            len(content) == STATE_BYTES and content.startswith(_STATE_MAGIC),
+            str(path),
+            f"{len(content)} bytes",
+            f"an index of {STATE_BYTES} bytes",
+        )
+        _, version, header_hash, *numbers = _STATE.unpack_from(content)
+        _check_version(path, version)
+        PadBankError.unless(
+            header_hash == keys.header_hash,
+            f"{path}: bank",
+            header_hash.hex()[:16],
+            f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
+        )
+        state = cls(*numbers)
+        _check_written(str(path), content, state.encode(keys))
+        PadBankError.unless(
+            state.reserved <= state.filled <= min(state.reserved + capacity, _MAX_INDEX),
+            str(path),
+            f"pads {state.reserved} .. {state.filled}",
+            f"at most {capacity} pads",
+        )
+        return state
+
+
+def encode_header(header: BankHeader, key: bytes) -> tuple[bytes, Keys]:
+    """Return everything that stands before the records, and the keys."""
+    text = header.model_dump_json().encode()
+    body = _PREAMBLE.pack(_MAGIC, VERSION, _key_id(key), len(text)) + text
+    keys = Keys.derive(key, body)
+    return _whole_pages(body, keys), keys
+
+
+def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[BankHeader, Keys, int]:
+    """Return header, keys and where the records start. Raises PadBankError that names the file."""
+    preamble = os.pread(file, _PREAMBLE.size, 0)
+    whole = len(preamble) == _PREAMBLE.size and preamble.startswith(_MAGIC)
+    PadBankError.unless(whole, str(path), "no magic bytes", "a pad bank")
+    _, version, key_id, length = _PREAMBLE.unpack(preamble)
+    _check_version(path, version)
+    PadBankError.unless(
+        key_id == _key_id(key),
+        f"{path}: key id",
+        f"{_key_id(key).hex()} from {key_path}",
+        f"{key_id.hex()}, the key that this bank was created with",
+    )
+    fits, limit = 0 < length <= _MAX_HEADER_BYTES, f"1 .. {_MAX_HEADER_BYTES}"
+    PadBankError.unless(fits, f"{path}: header", f"{length} bytes", limit)
+    body = os.pread(file, _PREAMBLE.size + length, 0)
+    keys = Keys.derive(key, body)
+    written = _whole_pages(body, keys)
+    _check_written(f"{path}: header", os.pread(file, len(written), 0), written)
+    try:
+        header = BankHeader.model_validate_json(body[_PREAMBLE.size :])
+        header.layout  # noqa: B018 - raises if it is none
+    except ValueError as error:  # pydantic's is one, too
+        raise PadBankError(
+            f"{path}: header", f"{type(error).__name__}", f"the fields of version {VERSION}"
+        ) from None
+    return header, keys, len(written)
+
+
+def encode_key(key: bytes) -> bytes:
+    """Return the content of a key file."""
+    return f"{_KEY_LINE}{key.hex()}\n".encode()
+
+
+def read_key(file: int, path: Path) -> bytes:
+    """Read a key from an open file. Raises PadBankError: others may read it, or it is no key."""
+    status = os.fstat(file)
+    PadBankError.unless(
+        not status.st_mode & 0o077,
+        f"{path}: mode",
+        stat.filemode(status.st_mode),
+        "-rw------- (a key is for its owner alone)",
+    )
+    line = os.pread(file, 256, 0).decode("ascii", "replace")
+    found = re.fullmatch(f"{_KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n", line)
+    if found is None:
+        # Never quoted: what stands in a wrong place may be the key.
+        raise PadBankError(str(path), "another file", f"{_KEY_LINE}and {2 * KEY_BYTES} hex digits")
+    return bytes.fromhex(found[1])
+
+
+def record_bytes(site: SiteShape, group: int) -> int:
+    """Return the size of one sealed record: nonce, u of a group of tokens, tag."""
+    return NONCE_BYTES + group * site.out_features * WORD_BYTES + _TAG_BYTES
+
+
+def slot_bytes(layout: PadLayout, group: int) -> int:
+    """Return what a group of tokens takes in FILE."""
+    return sum(record_bytes(site, group) for site in layout.sites)
+
+
+def _check_version(path: Path, version: int) -> None:
+    expected = f"{VERSION} (make a new bank: tee-runner pads make)"
+    PadBankError.unless(version == VERSION, f"{path}: version", f"{version}", expected)
+
+
+def _key_id(key: bytes) -> bytes:
+    """Return what tells keys apart and says nothing about them."""
+    return derive_key(key, b"tsqp pad bank key id")[:8]
+
+
+def _with_mac(body: bytes, key: bytes) -> bytes:
+    return body + hmac.digest(key, body, "sha256")
+
+
+def _whole_pages(body: bytes, keys: Keys) -> bytes:
+    """Return the header's bytes as they stand in FILE: with their HMAC, and zeros up to a page."""
+    sealed = _with_mac(body, keys.header_mac)
+    return sealed + bytes(-len(sealed) % _PAGE)
+
+
+def _check_written(where: str, found: bytes, written: bytes) -> None:
+    same = hmac.compare_digest(found, written)
+    PadBankError.unless(same, where, "another content than was written", "its HMAC to match")

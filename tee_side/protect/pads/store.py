@@ -32,8 +32,8 @@ import torch
 
 from protocol import native
 from protocol.errors import PadsExhaustedError
-from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, Keystream
+from tee_side.protect.sites import PadLayout, SiteShape
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -96,7 +96,7 @@ class PadStore(ABC):
         # What the threads may still be reading.
         self._parts: list[Future[None]] = []
         self._batch: MadePads | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.process = os.getpid()
         self.closed = False
 
@@ -129,7 +129,9 @@ class PadStore(ABC):
         Not what is still in use, nor what a batch is filling.
         """
         with self._lock:
-            return self._room()
+            oldest = next(iter(self._in_use), self._next)
+            end = self._filled if self._batch is None else self._batch.indices.stop
+            return oldest // self.group * self.group + self.capacity - end
 
     def take(self, count: int) -> range:
         """Hand out `count` >= 1 consecutive indices, each for the first and last time.
@@ -164,11 +166,11 @@ class PadStore(ABC):
         record was damaged: the pair is used up then.
         """
         shape = self._sites[site]
+        u_TO = _empty(len(indices), shape.out_features)
         with self._lock:
-            self.check_usable()
-            self._use_up(indices, shape)
-            r = self._keystream.rows(indices, site, shape.in_features)
-            return r, self._read(indices, shape)
+            self._use_up(indices, 1 << site, shape)
+            self._read_into(indices, shape, u_TO)
+            return self._keystream.rows(indices, site, shape.in_features), u_TO
 
     def start(self, indices: range, site: int) -> Draw:
         """Have threads read what `factors` does, for many rows; the pairs are used up at once.
@@ -180,18 +182,22 @@ class PadStore(ABC):
         head = min(rows, -indices.start % group)
         tail = max(head, rows - indices.stop % group)
         step = group * math.ceil(rows / group / self._threads)
+
+        def draw(first: int, stop: int) -> None:
+            part = slice(first, stop)
+            self._keystream.fill(indices[part], site, r_TI[part])
+            self._read_into(indices[part], shape, u_TO[part])
+
         with self._lock:
-            self.check_usable()
-            self._use_up(indices, shape)
+            self._use_up(indices, 1 << site, shape)
             # A record that other tokens share is kept for them, under the lock.
-            for part in (slice(head), slice(tail, rows)):
-                if indices[part]:
-                    self._draw(indices[part], shape, r_TI[part], u_TO[part])
-            parts = []
-            for first in range(head, tail, step):
-                part = slice(first, min(first + step, tail))
-                what = indices[part], shape, r_TI[part], u_TO[part]
-                parts.append(self._pool.submit(self._draw, *what))
+            for first, stop in ((0, head), (tail, rows)):
+                if first < stop:
+                    draw(first, stop)
+            parts = [
+                self._pool.submit(draw, first, min(first + step, tail))
+                for first in range(head, tail, step)
+            ]
             self._parts = [part for part in self._parts if not part.done()] + parts
 
         def result() -> Words:
@@ -201,21 +207,13 @@ class PadStore(ABC):
 
         return result
 
-    def _draw(self, indices: range, site: SiteShape, r_TI: Tensor, u_TO: Tensor) -> None:
-        self._keystream.fill(indices, site.number, r_TI)
-        self._read_into(indices, site, u_TO)
-
     def all_factors(self, indices: range) -> dict[int, Words]:
         """Return what `factors` does, of every site by its number, of indices just taken.
 
         In one go: that takes a third of the time of one site after another. Raises as `factors`.
         """
         with self._lock:
-            self.check_usable()
-            if any(self._in_use.get(index) != self._all_sites for index in indices):
-                raise RuntimeError(f"pads: got {indices}, expected none that was used or released")
-            for index in indices:
-                del self._in_use[index]
+            self._use_up(indices, self._all_sites, "all sites")
             sizes = {number: site.in_features for number, site in self._sites.items()}
             r, u = self._keystream.sites(indices, sizes), self._read_all(indices)
             return {number: (r[number], u[number]) for number in sizes}
@@ -238,8 +236,8 @@ class PadStore(ABC):
             self.check_usable()
             if self._batch is not None:
                 raise RuntimeError("pads: got a second batch, expected the first one to end")
-            if count % self.group or not 1 <= count <= self._room():
-                expected = f"{self.group} .. {self._room()}, by {self.group}"
+            if count % self.group or not 1 <= count <= self.room:
+                expected = f"{self.group} .. {self.room}, by {self.group}"
                 raise ValueError(f"pads: got {count} to fill, expected {expected}")
             wait(self._parts)  # some may be reading what is filled again
             indices = range(self._filled, self._filled + count)
@@ -301,37 +299,29 @@ class PadStore(ABC):
     def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
         """Write u into int32 [T, out_features]; whole groups without torch, for the threads."""
 
-    def _read(self, indices: range, site: SiteShape) -> Tensor:
-        """Return u int32 [T, out_features]."""
-        u_TO = _empty(len(indices), site.out_features)
-        self._read_into(indices, site, u_TO)
-        return u_TO
-
+    @abstractmethod
     def _read_all(self, indices: range) -> dict[int, Tensor]:
-        """Return `_read` of every site, by its number."""
-        return {number: self._read(indices, site) for number, site in self._sites.items()}
+        """Return u int32 [T, out_features] of every site, by its number; under the lock."""
 
     def _let_go(self) -> None:
         """End the threads, close files and drop locks; may be called twice."""
         self._pool.shutdown()
 
-    def _room(self) -> int:
-        oldest = next(iter(self._in_use), self._next)
-        end = self._filled if self._batch is None else self._batch.indices.stop
-        return oldest // self.group * self.group + self.capacity - end
+    def _use_up(self, indices: range, sites: int, where: object) -> None:
+        """Mark the pairs as read, all or none, before anything of them is.
 
-    def _use_up(self, indices: range, site: SiteShape) -> None:
-        """Mark the pairs as read, all or none, before anything of them is."""
-        bit = 1 << site.number
+        `sites`: a bit for each; `where`: what an error says of them.
+        """
+        self.check_usable()
         in_use = self._in_use
         for index in indices:
-            if not in_use.get(index, 0) & bit:
+            if in_use.get(index, 0) & sites != sites:
                 raise RuntimeError(
-                    f"pads: {site}: got index {index}, expected one that was taken here and"
-                    f" neither released nor used at this site before"
+                    f"pads: {where}: got index {index}, expected one that was taken here and"
+                    f" neither released nor used there before"
                 )
         for index in indices:
-            left = in_use[index] ^ bit
+            left = in_use[index] ^ sites
             if left:
                 in_use[index] = left
             else:
@@ -424,32 +414,29 @@ class MemoryStore(PadStore):
     def __init__(self, layout: PadLayout, capacity: int) -> None:
         super().__init__(layout, capacity, os.urandom(KEY_BYTES), first=0, filled=0, block=1)
         self._u = {
-            site.number: torch.empty(capacity, site.out_features, dtype=torch.int32)
+            site.number: numpy.empty((capacity, site.out_features), numpy.int32)
             for site in layout.sites
         }
-        self._rows = {number: u_NO.numpy() for number, u_NO in self._u.items()}
 
     def _persist(self, reserved: int, filled: int) -> None:
         """Nothing outlives this process, and a later one has another key."""
 
     def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
-        slots = torch.tensor(indices, dtype=torch.int64) % self.capacity
-        self._u[site.number][slots] = u_NO
+        self._u[site.number][self._slots(indices)] = u_NO.numpy()
 
     def _sync(self) -> None:
         """Nothing is on a disk."""
 
     def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
-        slots = numpy.arange(indices.start, indices.stop) % self.capacity
         # Unlike "raise", "clip" writes straight into place.
-        self._rows[site.number].take(slots, axis=0, out=u_TO.numpy(), mode="clip")
+        self._u[site.number].take(self._slots(indices), 0, u_TO.numpy(), "clip")
 
     def _read_all(self, indices: range) -> dict[int, Tensor]:
-        slots = numpy.arange(indices.start, indices.stop) % self.capacity
-        found = {}
-        for number, rows in self._rows.items():
-            found[number] = torch.from_numpy(rows.take(slots, axis=0))
-        return found
+        slots = self._slots(indices)
+        return {number: torch.from_numpy(u.take(slots, 0)) for number, u in self._u.items()}
+
+    def _slots(self, indices: range) -> numpy.ndarray:
+        return numpy.arange(indices.start, indices.stop) % self.capacity
 
 
 def _empty(rows: int, features: int) -> Tensor:

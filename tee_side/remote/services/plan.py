@@ -19,7 +19,7 @@ from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES, MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
-from tee_side.protect.masking import most_rows
+from tee_side.protect.masking import MaskRules
 from tee_side.words import LAYER_RANGE, PRODUCTS, LayerRange, Operator, is_projection
 
 if TYPE_CHECKING:
@@ -278,7 +278,9 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
     """
     sizes = [init_reply_bytes(config)]
     for operator, placement in policy.leaving():
-        elements = most_rows(placement.mask, step_tokens) * _row_elements(operator, config)
+        elements = MaskRules(placement.mask).most_rows(step_tokens) * _row_elements(
+            operator, config
+        )
         integers = policy.arithmetic == "int8" and is_projection(operator)
         sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
     attested = policy.service.attested != "none"

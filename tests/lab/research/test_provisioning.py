@@ -26,8 +26,7 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from tee_side.protect.masks.mask import FeatureMask, SegmentMask
-from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.mask import FeatureMask, Pad, SegmentMask
 from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tsqp.cli.model_files import provision as command

@@ -13,7 +13,7 @@ from protocol.native import choice
 from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.mask import Pad
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, Place, TeeStage
 from tests.kit.model import Models, token_ids

@@ -14,6 +14,7 @@ from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
 from protocol.model.weights import quantize_rows
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
+from tee_side.protect.sites import IntegerSite
 from tee_side.words import Site
 from tests.kit.rows import each_row
 from tsqp.calibrate import (
@@ -69,7 +70,7 @@ def test_outlier_channels_are_computed_accurately_or_refused(factor: float) -> N
             chosen(x_TI, weight_OI)
         return
     scales, integers = chosen(x_TI, weight_OI)
-    x_int = scales.encode(x_TI)
+    x_int = IntegerSite(scales).encode(x_TI)
     exact = x_int.long() @ integers.long().t()
     assert exact.abs().max() <= MAX_SUM
     assert torch.equal(ring_product(x_int, integers).long(), exact)

@@ -18,11 +18,9 @@ from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
-from tee_side.protect.pads.layout import PadLayout
-from tee_side.protect.pads.maker import PadMaker, read_weights
-from tee_side.protect.pads.source import BATCH_TOKENS
+from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
+from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
+from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.lab.bench.machine import cpu_ns
 from tsqp.lab.bench.model import PadMaking

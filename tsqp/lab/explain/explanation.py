@@ -14,7 +14,7 @@ from protocol.tensors import torch_dtype
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import AttentionWindow, Placement, Policy
 from tee_side.protect.masks.mask import Kind, Mask
-from tee_side.protect.pads.bank_format import MAX_GROUP, slot_bytes
+from tee_side.protect.pads.bank_files import MAX_GROUP, slot_bytes
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,

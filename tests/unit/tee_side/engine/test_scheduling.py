@@ -85,7 +85,7 @@ class Bench:
 
     def stock(self, tokens: int) -> None:
         assert self.pads._maker is not None
-        store = self.pads._store
+        store = self.pads.store
         if (missing := tokens - store.available) > 0:
             self.pads._maker.fill(store, missing)
         elif missing < 0:
@@ -184,7 +184,7 @@ def test_those_that_get_no_pads_are_computed_here_or_refused_and_the_others_go_o
     assert here.found() == [("decode", False, first), ("decode", True, rest)]
     # A step that is computed here is counted once.
     assert (here.pads.in_tee, here.pads.waited) == (1, 0)
-    assert here.pads._store.available == 2
+    assert here.pads.store.available == 2
     bench = Bench(saved_model, "shielded", when_out="fail")
     bench.stock(2)
     bench.decode(3)
@@ -280,4 +280,4 @@ def test_a_step_that_fails_leaves_no_pads_behind(
     monkeypatch.setattr(LoopbackChannel, "wait", Mock(side_effect=lost))
     with pytest.raises(DeadlineExceededError):
         run_step([Part(_batch(tee, (40, 0)), "prefill")], tee.lanes)
-    assert pads._store.available + pads._store.room == pads._store.capacity
+    assert pads.store.available + pads.store.room == pads.store.capacity

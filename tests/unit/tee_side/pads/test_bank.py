@@ -17,11 +17,10 @@ import torch
 
 from protocol.errors import PadBankError
 from tee_side.protect.pads import bank as bank_module
-from tee_side.protect.pads import bank_files, bank_format
+from tee_side.protect.pads import bank_files
 from tee_side.protect.pads.bank import BankFile, read_bank_status
-from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Keys, Purpose
-from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.pads.bank_files import BankPlace, Keys, Purpose
+from tee_side.protect.sites import PadLayout, SiteShape
 from tests.kit.pads import LAYOUT, PURPOSE, create, fill, new_boot, place, put_all, reopen, use
 from tests.kit.rows import each_row
 
@@ -175,7 +174,7 @@ def test_every_byte_of_header_and_index_counts(tmp_path: Path) -> None:
 
 def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
     layout = PadLayout((SiteShape(0, "qkv_proj", 1, 3), SiteShape(0, "o_proj", 1, 3)))
-    size = bank_format.record_bytes(layout.sites[0], 1)
+    size = bank_files.record_bytes(layout.sites[0], 1)
     purpose = Purpose.of(layout, mask="pad", model_digest="a" * 64, linear_digest="b" * 64)
     made = BankFile.create(place(tmp_path), purpose, capacity=2, block=1)
     with made, made.begin(2) as batch:
@@ -257,14 +256,14 @@ def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
 
 def _sealed(folder: Path) -> int:
     content = (folder / "bank.index").read_bytes()
-    return int.from_bytes(content[: -bank_format._MAC_BYTES][-8:], "big")
+    return int.from_bytes(content[: -bank_files._MAC_BYTES][-8:], "big")
 
 
 def test_records_are_encrypted_and_never_equal(tmp_path: Path) -> None:
     """The same u for every pad, and again after an abandoned batch: no two records alike."""
     with create(tmp_path) as bank:
-        size = bank_format.record_bytes(LAYOUT.sites[1], 1)
-        token = sum(bank_format.record_bytes(site, 1) for site in LAYOUT.sites)
+        size = bank_files.record_bytes(LAYOUT.sites[1], 1)
+        token = sum(bank_files.record_bytes(site, 1) for site in LAYOUT.sites)
         same = torch.full((8, 5), 0x41414141, dtype=torch.int32)
         seen: set[bytes] = set()
         for filled in (8, 16):

@@ -17,15 +17,12 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
-from tee_side.protect.masks.mask import Factors
-from tee_side.protect.masks.pad import Pad
-from tee_side.protect.pads import maker as maker_module
-from tee_side.protect.pads.layout import PadLayout, SiteShape
-from tee_side.protect.pads.maker import BackgroundMaker, Load, PadMaker, read_weights
-from tee_side.protect.pads.source import BACKGROUND_BATCH_TOKENS, MANY_ROWS, PadLane, Pads, WhenOut
+from tee_side.protect.masks.mask import Factors, Pad
+from tee_side.protect.pads import source
+from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, PadMaker, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
-from tee_side.protect.sites import IntegerSites
+from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
 from tee_side.words import Site
 from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product
@@ -48,7 +45,7 @@ class Lanes:
     def __init__(self) -> None:
         self.store = MemoryStore(LAYOUT, 160)
         pads = Pads(Pad(), self.store, None, "fail")
-        self.lanes = [pads.lane(), pads.lane()]
+        self.lanes = [PadLane(pads), PadLane(pads)]
         self.steps: list[tuple[range, set[int]] | None] = [None, None]
         self.filled = self.next = 0
         self.drawn: set[tuple[int, int]] = set()
@@ -139,7 +136,7 @@ def _step(lane: PadLane, rows: int) -> list[Factors]:
 @each_row("rows", [1, 9, MANY_ROWS])
 def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store(rows: int) -> None:
     pads, store, _ = _pads(rows, capacity=rows)
-    lane, parent = pads.lane(), os.getpid()
+    lane, parent = PadLane(pads), os.getpid()
     lane.draw(FIRST, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: parent + 1)
@@ -156,7 +153,7 @@ def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store
 def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     """Neither what is left of the step before nor half of the new one is drawn afterwards."""
     pads, store, _ = _pads(2 * rows, capacity=2 * rows)
-    lane, read, read_all = pads.lane(), store._read_into, store._read_all
+    lane, read, read_all = PadLane(pads), store._read_into, store._read_all
 
     def check(indices: range) -> None:
         if indices.start < rows:
@@ -186,10 +183,10 @@ def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
 
 def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     pads, _, maker = _pads(0, "wait")
-    first, second = pads.lane(), pads.lane()
+    first, second = PadLane(pads), PadLane(pads)
     with pytest.raises(PadsExhaustedError, match=r"room for 16 tokens, expected 17"):
         first.draw(FIRST, 17)
-    assert (maker.asked, pads.used) == ([], 0)
+    assert (maker.asked, pads.store.used) == ([], 0)
     # Two lanes, of which each fits.
     first.draw(FIRST, 10)
     with pytest.raises(PadsExhaustedError, match="room for 16 tokens, used by this step"):
@@ -200,14 +197,14 @@ def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     # A TEE that has only a bank cannot make any.
     pads = Pads(Pad(), MemoryStore(LAYOUT, 8), None, "wait")
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
-        pads.lane().draw(FIRST, 1)
+        PadLane(pads).draw(FIRST, 1)
 
 
 def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     pads, _, maker = _pads(1, "wait")
-    lane = pads.lane()
+    lane = PadLane(pads)
     maker.error = PadBankError("bank", got="0 bytes available", expected="4096 bytes")
-    with pads.filling():
+    with pads.background.running():
         assert maker.tried.wait(WAIT_S)
     _step(lane, 1)
     with pytest.raises(PadBankError, match="0 bytes available"):
@@ -219,9 +216,9 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
-    ahead, batch = 4 * BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS
+    ahead, batch = 4 * source.BACKGROUND_BATCH_TOKENS, source.BACKGROUND_BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
-    lane = pads.lane()
+    lane = PadLane(pads)
     for ready, wanted in (
         (ahead, (0, 0)),
         (ahead - 1, (1, 0)),
@@ -244,7 +241,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
         assert go_on.wait(WAIT_S)
         batches.append(tokens)
 
-    maker = BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
+    maker = source.BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
 
     def until(holds: Callable[[], object]) -> None:
         with maker._changed:
@@ -271,7 +268,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
 def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
     def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
         fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
-        maker = BackgroundMaker(lambda _: 1, fail)
+        maker = source.BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
             with maker._changed:
                 assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)
@@ -300,7 +297,7 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
         checked.append(site)
         assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
 
-    maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", check))
+    maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", check))
     maker.fill(store, count, lambda *done: told.append(done))
     maker.fill(store, 1)
     assert checked == [site.site for site in store.layout.sites]
@@ -326,7 +323,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
             raise CalibrationError("down_proj in layer 1", got="others", expected="the same")
 
     def refused(error: type[Exception], match: str, tokens: int, *more: Any) -> None:
-        maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", *more))
+        maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", *more))
         for _ in range(2):  # however often they are asked for
             with pytest.raises(error, match=match):
                 maker.fill(store, tokens)
@@ -339,7 +336,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
         assert pads._maker is not None
-        pads._maker.fill(pads._store, 1)
+        pads._maker.fill(pads.store, 1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
@@ -352,7 +349,7 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
         read.append(site)
         return load_quantized(checkpoint, config, *site)
 
-    monkeypatch.setattr(maker_module, "load_quantized", noted)
+    monkeypatch.setattr(source, "load_quantized", noted)
     # Under the default policy prefill is in the TEE, which holds all of them.
     assembly = saved_model("llama").tee("shielded").assembly
     _fill(assembly)

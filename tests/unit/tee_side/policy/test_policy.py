@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from protocol.errors import PolicyError
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.masks.pad import Pad
-from tee_side.protect.masks.shares import Shares
+from tee_side.protect.masks.mask import Pad, Shares
 from tee_side.words import OPERATORS, LayerRange
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row

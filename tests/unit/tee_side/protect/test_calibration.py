@@ -23,9 +23,8 @@ from protocol.model.manifest import Manifest
 from protocol.model.weights import load_head_scale, load_quantized
 from tee_side.native import kernels as native_sites
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales, norm_limit
-from tee_side.protect.masks.mask import Factors, Seed
-from tee_side.protect.masks.pad import Pad
-from tee_side.protect.padded import PaddedSite
+from tee_side.protect.masking import PaddedSite
+from tee_side.protect.masks.mask import Factors, Pad, Seed
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import DynamicSite, FloatSite, IntegerSite, IntegerSites, load_biases
 from tee_side.protect.verification import ExactCheck
@@ -95,24 +94,25 @@ def test_a_row_that_is_not_finite_or_far_too_large_is_refused(kernels: str, valu
 @each_row(("longer", "got"), [(1.01, 2), (1.99, 2), (2.01, 3), (77.5, 78)])
 def test_the_error_says_how_much_too_long_a_row_is_and_no_more(longer: float, got: int) -> None:
     # The norm itself would name the token to a reader of the log.
-    scales = SiteScales(0.5, torch.ones(1), 1000.0, 1.0)
+    site = IntegerSite(SiteScales(0.5, torch.ones(1), 1000.0, 1.0))
     with pytest.raises(ActivationRangeError) as raised:
-        scales.encode(torch.tensor([[300.0, 400.0]]) * 0.995 * longer)
+        site.encode(torch.tensor([[300.0, 400.0]]) * 0.995 * longer)
     assert raised.value.got == f"less than {got} times"
 
 
 @each_row("size", [8, 2048, 28_672, MAX_IN_FEATURES])
 def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> None:
     # Weights and inputs that are all alike: the largest sum, and the worst case for a float32 one.
-    scales = SiteScales(1.0, torch.ones(1), norm_limit(127 * math.sqrt(size)), 1.0)
+    site = IntegerSite(SiteScales(1.0, torch.ones(1), norm_limit(127 * math.sqrt(size)), 1.0))
     value = math.ceil((MAX_SUM + 1) / (127 * size))
     with pytest.raises(ActivationRangeError):
-        scales.encode(torch.full((1, size), float(value)))
+        site.encode(torch.full((1, size), float(value)))
     below = math.floor(0.99 * MAX_SUM / (127 * size))
-    x_int = scales.encode(torch.full((1, size), float(below)))
+    x_int = site.encode(torch.full((1, size), float(below)))
     assert int(x_int.long().sum() * 127) <= MAX_SUM
+    site = IntegerSite(SiteScales(1.0, torch.ones(1), norm_limit(0.0), 0.0))
     with pytest.raises(ActivationRangeError):
-        SiteScales(1.0, torch.ones(1), norm_limit(0.0), 0.0).encode(torch.tensor([[2.0**31]]))
+        site.encode(torch.tensor([[2.0**31]]))
 
 
 def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfig) -> None:
@@ -317,7 +317,7 @@ def test_both_passes_equal_the_stages(
     assert torch.equal(revealed, site.decode(y - factors.u, x))
     with using_kernels("torch"):
         site.compiled = False
-        alone = site.scales.encode(x) if isinstance(site, IntegerSite) else site.encode(x)
+        alone = site.encode(x)
         assert torch.equal(encoded, alone)
         assert torch.equal(revealed, site.decode(ring_product(alone, made.weight), x))
     if isinstance(site, DynamicSite):
@@ -358,7 +358,7 @@ def test_an_input_out_of_range_is_refused_before_it_is_sent(
             hide(made.x)
     one = Parts(rows=1)
     if isinstance(one.site, IntegerSite):  # the limit is that of the ring
-        norm = float(one.x.norm()) / one.site.scales.input_scale
-        one.padded().hide(one.x * (one.site.scales.row_limit / norm * 0.99))
+        norm = float(one.x.norm()) / one.site.step
+        one.padded().hide(one.x * (one.site.row_limit / norm * 0.99))
         with pytest.raises(ActivationRangeError):
-            one.padded().hide(one.x * (one.site.scales.row_limit / norm * 1.01))
+            one.padded().hide(one.x * (one.site.row_limit / norm * 1.01))

@@ -64,7 +64,7 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
     with using_kernels(kernels):
         check, y = ExactCheck.draw(weight, Randomness()), exact_product(x, weight)
         assert check.vectors_kO.shape == (VECTORS, shape[0])
-        assert check.nbytes == 4 * VECTORS * (shape[0] + 2 * shape[1])
+        assert check.low_kI.dtype == check.high_kI.dtype == check.vectors_kO.dtype == torch.int32
         products_kI = check.low_kI.long() + (check.high_kI.long() << 32)
         assert torch.equal(products_kI, check.vectors_kO.long() @ weight.long())
         # Guards the test: the product is what int64 says, and next to the largest that there is.

@@ -29,8 +29,7 @@ from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import Mask
-from tee_side.protect.masks.shares import Shares
+from tee_side.protect.masks.mask import Mask, Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution

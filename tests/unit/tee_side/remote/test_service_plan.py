@@ -19,7 +19,7 @@ from protocol.messages import InitReply, InitRequest, Timing
 from protocol.model.config import read_config
 from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
-from tee_side.protect.masking import most_rows
+from tee_side.protect.masking import MaskRules
 from tee_side.remote.services.plan import (
     ReplicaGroup,
     ServiceSpec,
@@ -207,7 +207,8 @@ def test_the_largest_reply_follows_from_policy_and_model(
     assert size == max(100 * elements * itemsize, init_reply_bytes(config)) + 16 * 1024
     # No service is blamed for a reply that our own mask asked for.
     mixed = policy_of({"down_proj": CLEAR | {"mask": "row-mix"}})
-    assert largest_reply(mixed, config, 100, torch.float32) >= most_rows(mixed.masks[0], 100) * 192
+    rows = MaskRules(mixed.masks[0]).most_rows(100)
+    assert largest_reply(mixed, config, 100, torch.float32) >= rows * 192
 
 
 def test_an_init_reply_of_many_layers_fits(directory: Path) -> None:
