@@ -24,6 +24,7 @@ from protocol.errors import (
     TsqpError,
 )
 from tee_side.engine.engine import Engine
+from tee_side.engine.generation import Totals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.waiting import WaitingQueue
@@ -38,25 +39,6 @@ Deliver: TypeAlias = Callable[[Delivery], None]
 _OF_ONE = (ActivationRangeError, MaskError, ReplyError)
 # Between two attempts to make a token, while none can be made.
 _PROBE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """What services and pads have done since the start of a run.
-
-    Pads are counted in tokens; but steps waited for pads, or were computed in the TEE. `pads_ready`
-    is None where no operator is under pads. `services`: those that are connected.
-    """
-
-    pads_ready: int | None = None
-    pads_made: int = 0
-    pads_used: int = 0
-    pads_waited: int = 0
-    pads_in_tee: int = 0
-    round_trips: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    services: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,14 +218,12 @@ class BackgroundEngine:
     def _probe(self) -> bool:
         """Say whether a token can be made: by making one, which belongs to nobody."""
         request = Request(prompt_ids=(0,), max_new_tokens=2, sampling=SamplingSettings(seed=0))
-        sequences: list[Sequence] = []
         with self._changed:
             self._drop_cancelled()
         self._engine.refuse = None
         try:
-            sequences = self._engine.admit(request)
-            while any(sequence.finish_reason is None for sequence in sequences):
-                self._engine.step(sequences)
+            for _ in self._engine.run(self._engine.admit(request)):
+                pass
         except TsqpError as error:
             log.warning("no_token", extra={"fields": {"detail": str(error)}})
             if self.state == "ready":
@@ -251,8 +231,6 @@ class BackgroundEngine:
             self._fail_all(error)
             return False
         finally:
-            for sequence in sequences:
-                self._engine.remove(sequence)
             self._engine.refuse = self._refuse
         self._become("ready")
         return True

@@ -260,6 +260,19 @@ class Engine:
             if sequence.finish_reason is not None:
                 self.remove(sequence)
 
+    def run(self, sequences: abc.Sequence[Sequence]) -> Iterator[list[Sampled]]:
+        """Step these sequences until each has ended, and yield what each step gave.
+
+        Others stand still meanwhile. Those that have not ended where the iteration ends are
+        removed. Raises as `step`.
+        """
+        try:
+            while left := [one for one in sequences if one.finish_reason is None]:
+                yield self.step(left)
+        finally:
+            for sequence in sequences:
+                self.remove(sequence)
+
     def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
 

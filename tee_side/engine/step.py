@@ -11,7 +11,7 @@ layer, until the earlier one has written the keys that it looks at.
 
 from __future__ import annotations
 
-from collections import Counter, abc, deque
+from collections import Counter, abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -45,7 +45,6 @@ class Sequence:
     `ids`: of prompt and answer; `prompt_tokens`: how many are the prompt's. `followers`: other
     samples of the request, which get its keys and values of the prompt and `follow` until then.
     `reader`: reads the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
-    `arrived`: tokens that `Runner.step` has put here for the `Generation` of this sequence.
     """
 
     request: Request
@@ -63,7 +62,6 @@ class Sequence:
     reused_tokens: int = 0
     follows: bool = False
     followers: list[Sequence] = field(default_factory=list)
-    arrived: deque[Sampled] = field(default_factory=deque)
 
     @property
     def prompt_ids(self) -> list[int]:
