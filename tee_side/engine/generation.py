@@ -14,7 +14,7 @@ from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.tokenizer import TextStream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Totals:
     """What services and pads have done since the start of a run.
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from protocol.errors import PromptError
-from tee_side.engine.request import SEEDS, SamplingSettings, TokenMatcher
+from tee_side.engine.request import SEEDS, SamplingSettings
+
+if TYPE_CHECKING:
+    from tee_side.engine.grammar import GrammarMatcher
 
 # Below it float32 would overflow; long before, sampling is greedy.
 MIN_TEMPERATURE = 1e-6
@@ -39,7 +43,7 @@ class Sampler:
     """
 
     def __init__(
-        self, settings: SamplingSettings, prompt_tokens: int, matcher: TokenMatcher | None = None
+        self, settings: SamplingSettings, prompt_tokens: int, matcher: GrammarMatcher | None = None
     ) -> None:
         self._settings = settings
         self._matcher = matcher

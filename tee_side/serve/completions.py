@@ -10,7 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from protocol.errors import TsqpError
-from tee_side.engine.request import Grammar, Request, SamplingSettings
+from tee_side.engine.grammar import GrammarKind, GrammarMatcher
+from tee_side.engine.request import Request, SamplingSettings
 from tee_side.serve.answers import (
     AnswerForm,
     ChatForm,
@@ -22,7 +23,6 @@ from tee_side.serve.answers import (
 from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import (
     EngineResponse,
-    GrammarKind,
     Serving,
     caller_of,
     serving_of,
@@ -190,7 +190,7 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
             yield f"structured_outputs.{name}", kind, structured
 
 
-def _grammar(serving: Serving, owner: str, body: Generating) -> Grammar | None:
+def _grammar(serving: Serving, owner: str, body: Generating) -> GrammarMatcher | None:
     for field, kind, content in _grammars(body):
         try:
             return serving.compile_grammar(kind, content, owner)

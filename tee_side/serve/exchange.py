@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import EngineError, TsqpError
-from tee_side.engine.background import BackgroundEngine, Ticket
-from tee_side.engine.request import Delivery, Grammar, Request
-from tee_side.engine.waiting import QueueFullError
+from tee_side.engine.background import BackgroundEngine, QueueFullError, Ticket
+from tee_side.engine.grammar import GrammarKind, GrammarMatcher
+from tee_side.engine.request import Delivery, Request
 from tee_side.serve.answers import OfferedModel, TokenCounts
 from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
@@ -33,8 +33,6 @@ _DONE = "data: [DONE]\n\n"
 _AT_ONCE = 16
 # After which a request that has begun looks for a place in the queue again.
 _RETRY_S = 0.05
-
-GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
 def anyone(_request: HttpRequest) -> str:
@@ -63,7 +61,7 @@ class Serving:
 
     engine: BackgroundEngine
     model: OfferedModel
-    compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
+    compile_grammar: Callable[[GrammarKind, Any, str], GrammarMatcher]
     version: str
     watch: Watch
     authorise: Callable[[HttpRequest], str] = anyone
