@@ -105,8 +105,10 @@ class Bench:
             sequence.drafts = cast("Drafts", SimpleNamespace(propose=lambda most: [7] * most))
 
     def compose(self, refuse: Any = fail_step, tokens: int = 512, guesses: int = 0) -> list[Part]:
-        settings = {"step_tokens": tokens, "speculative_tokens": guesses}
-        return compose(self.sequences, self.tee.lanes[0], refuse, **settings)
+        lane = self.tee.lanes[0]
+        return compose(
+            self.sequences, lane, refuse, step_tokens=tokens, speculative_tokens=guesses
+        )
 
     def found(
         self, step_tokens: int = 512, guesses: int = 0
