@@ -18,7 +18,7 @@ import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
 from tee_side.engine.request import Logprob, Request, SamplingSettings
-from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
+from tee_side.engine.sampling import Sampler, settings_of_sample
 from tee_side.engine.step import (
     Part,
     PartResult,
@@ -130,11 +130,12 @@ class Engine:
         require, most, new = PromptError.unless, self.max_sequences, request.max_new_tokens
         prompt, context = len(request.prompt_ids), self.context
         vocabulary = self._model.config.vocab_size
-        require_known_ids(request.sampling, vocabulary)
+        outside, ids = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
+        biased = max(request.sampling.logit_bias, default=0) < vocabulary
+        require(biased, "logit_bias", outside, ids)
         require(prompt, "prompt", "no tokens", "at least one")
         known = all(0 <= token_id < vocabulary for token_id in request.prompt_ids)
-        outside = "an id outside the vocabulary"
-        require(known, "prompt token ids", outside, f"0 to {vocabulary - 1}")
+        require(known, "prompt token ids", outside, ids)
         expected = f"fewer than the context of {context} tokens"
         require(prompt < context + (new == 0), "prompt", f"{prompt} tokens", expected)
         require(new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1")
@@ -272,13 +273,13 @@ class Engine:
                 self.remove(sequence)
 
     def run(self, sequences: abc.Sequence[Sequence]) -> Iterator[list[Sampled]]:
-        """Step these sequences until each has ended, and yield what each step gave.
+        """Step these sequences until each has ended or was removed; yield what each step gave.
 
-        Others stand still meanwhile. Those that have not ended where the iteration ends are
-        removed. Raises as `step`.
+        Others stand still meanwhile. Where the iteration ends early, they are removed. Raises as
+        `step`.
         """
         try:
-            while left := [one for one in sequences if one.finish_reason is None]:
+            while left := [s for s in self._running if s in sequences and s.finish_reason is None]:
                 yield self.step(left)
         finally:
             for sequence in sequences:

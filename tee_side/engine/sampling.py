@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from protocol.errors import PromptError
 from tee_side.engine.request import SEEDS, SamplingSettings
 
 if TYPE_CHECKING:
@@ -27,13 +26,6 @@ def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettin
     if settings.seed is None:
         return settings
     return settings.model_copy(update={"seed": (settings.seed + index) % SEEDS})
-
-
-def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:
-    """Refuse a bias for a token that the model has not. Raises PromptError."""
-    known = max(settings.logit_bias, default=0) < vocab_size
-    got = "an id outside the vocabulary"
-    PromptError.unless(known, "logit_bias", got, f"0 to {vocab_size - 1}")
 
 
 class Sampler:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,12 +21,11 @@ from protocol.errors import EngineError, TsqpError
 from tee_side.engine.background import BackgroundEngine, QueueFullError, Ticket
 from tee_side.engine.grammar import GrammarKind, GrammarMatcher
 from tee_side.engine.request import Delivery, Request
-from tee_side.serve.answers import OfferedModel, TokenCounts
+from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
 from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
 from tee_side.serve.watch import RequestWatch, Watch
 
-STREAM = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
 
 # Prompts of one HTTP request that wait or run at a time.
@@ -85,18 +84,6 @@ def caller_of(request: HttpRequest) -> RequestWatch:
     return caller
 
 
-class AnswerWriter(Protocol):
-    """Writes what the engine delivers."""
-
-    content_type: str
-
-    def add(self, prompt: int, delivery: Delivery) -> str:
-        """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
-
-    def finish(self, counts: TokenCounts) -> str:
-        """Return the end of the answer; of a stream, what comes before `[DONE]`."""
-
-
 class EngineResponse(Response):
     """A response that asks the engine when it is sent.
 
@@ -133,7 +120,7 @@ class EngineResponse(Response):
         self._started = False
         self._outcome = "cancelled"
         # An answer that comes whole shows no times between tokens.
-        self._streamed = answer.content_type == STREAM
+        self._streamed = isinstance(answer, StreamedAnswer)
         self._tempo_s = serving.tempo_s if self._streamed else 0.0
         self._next_s = 0.0
         self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))

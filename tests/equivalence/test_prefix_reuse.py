@@ -27,9 +27,8 @@ def _request(ids: list[int], **settings: object) -> Request:
 def _answers(engine: Engine, request: Request) -> list[tuple[list[int], torch.Tensor]]:
     sequences = engine.admit(request)
     seen: list[list[torch.Tensor]] = [[] for _ in sequences]
-    while engine.running:
-        for sampled in engine.step():
-            seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
+    for sampled in finish(engine):
+        seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
     return [(s.token_ids, torch.stack(found)) for s, found in zip(sequences, seen, strict=True)]
 
 

@@ -106,9 +106,7 @@ class Bench:
 
     def compose(self, refuse: Any = fail_step, tokens: int = 512, guesses: int = 0) -> list[Part]:
         lane = self.tee.lanes[0]
-        return compose(
-            self.sequences, lane, refuse, step_tokens=tokens, speculative_tokens=guesses
-        )
+        return compose(self.sequences, lane, refuse, step_tokens=tokens, speculative_tokens=guesses)
 
     def found(
         self, step_tokens: int = 512, guesses: int = 0
