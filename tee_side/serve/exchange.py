@@ -142,12 +142,11 @@ class EngineResponse(Response):
             leaving.cancel()
             self._cancel()
             signed = None if self.receipt is None else self.receipt.digest
-            self._watched.end(self._outcome, self._asked_tokens(), self._counts.completion, signed)
-
-    def _asked_tokens(self) -> int:
-        """Return the tokens of the prompts that had a place in the queue."""
-        total = sum(len(request.prompt_ids) for request in self._requests)
-        return total - sum(len(self._requests[at].prompt_ids) for at in self._left_to_do)
+            # Of the prompts that had a place in the queue.
+            asked = self._counts.prompt - sum(
+                len(self._requests[at].prompt_ids) for at in self._left_to_do
+            )
+            self._watched.end(self._outcome, asked, self._counts.completion, signed)
 
     async def _run(self, send: Send) -> None:
         try:
