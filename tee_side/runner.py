@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,12 +17,11 @@ from protocol.errors import SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.model.checkpoint import Checkpoint, light_tensors, model_digest
 from protocol.model.config import read_config
-from protocol.prepared import Traffic
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.generation import Generation, PadTotals
+from tee_side.engine.generation import Generation, Totals
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_operators import load_tee_model
@@ -46,7 +45,6 @@ from tee_side.words import Operator
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.manifest import Manifest
-    from tee_side.engine.background import Totals
 
 
 @dataclass(frozen=True)
@@ -223,27 +221,8 @@ class Runner:
         """See `protocol.model.checkpoint.model_digest`. Raises ModelError, ManifestError."""
         return model_digest(self.config, self._checkpoint)
 
-    @property
-    def traffic(self) -> Traffic:
-        """Totals of all services; zero where nothing leaves the TEE."""
-        return replace(self._services.traffic)
-
-    @property
-    def pads(self) -> PadTotals | None:
-        """How the pads stand; None for a policy that needs none."""
-        found = list(self._assembly.pads.values())
-        if not found:
-            return None
-        return PadTotals(
-            available=min(pads.store.left for pads in found),
-            waited=sum(pads.waited for pads in found),
-            in_tee=sum(pads.in_tee for pads in found),
-        )
-
     def totals(self) -> Totals:
-        """Return what services and pads have done, for the stats of an engine."""
-        from tee_side.engine.background import Totals  # of a run that serves many
-
+        """Return what services and pads have done so far."""
         traffic, pads = self._services.traffic, list(self._assembly.pads.values())
         return Totals(
             pads_ready=min((one.store.left for one in pads), default=None),
@@ -285,11 +264,6 @@ class Runner:
         """
         self.engine.lanes = self._lanes(observer, only=only)
 
-    def step(self) -> None:
-        """Run one step of every running sequence, and hand the tokens to their generations."""
-        for sampled in self.engine.step():
-            sampled.sequence.arrived.append(sampled)
-
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -304,19 +278,11 @@ class Runner:
         `with_text` False needs no tokenizer, and allows no stop strings. Raises PromptError, and
         LimitError where the memory for keys and values does not suffice.
         """
-        tokenizer = self.engine.tokenizer = self.tokenizer if with_text else None
+        self.engine.tokenizer = self.tokenizer if with_text else None
         sequence = self.engine.add(
             prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
         )
-        return Generation(
-            sequence,
-            tokenizer,
-            stop,
-            run_step=self.step,
-            totals=lambda: (self.traffic, self.pads),
-            forget=self.engine.remove,
-            policy=self.policy.name,
-        )
+        return Generation(self.engine, sequence, self.totals, self.policy.name)
 
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""

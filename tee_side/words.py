@@ -48,7 +48,6 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 # What the TEE spends time on for one operator. `tee`: computing it, or scaling and rounding around
 # a product that is computed elsewhere; `verify`: checking what came back, its form and its numbers.
 TeeStage = Literal["tee", "mask", "verify", "unmask"]
-TEE_STAGES: tuple[TeeStage, ...] = get_args(TeeStage)
 
 # One linear operator of one layer, or the LM head, which is counted to the last layer.
 Site: TypeAlias = tuple[int, Projection]

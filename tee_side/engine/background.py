@@ -1,6 +1,7 @@
 """Runs steps in a thread of its own, for an event loop that serves many requests.
 
-Requests come and are cancelled between two steps. What a step gives is handed to the event loop in
+Requests come and are cancelled between two steps. Of those that wait, the next is one of the owner
+who was served least. What a step gives is handed to the event loop in
 one call, whatever the number of requests. Pads are made in the background, as the load allows.
 """
 
@@ -9,11 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from protocol.errors import (
     ActivationRangeError,
@@ -23,14 +24,15 @@ from protocol.errors import (
     ReplyError,
     TsqpError,
 )
-from tee_side.engine.engine import Engine
+from tee_side.engine.engine import Counts, Engine
+from tee_side.engine.generation import Totals
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
-from tee_side.engine.step import Sampled, Sequence
-from tee_side.engine.waiting import WaitingQueue
+from tee_side.engine.step import Sampled, Sequence, fail_step
 from tee_side.protect.pads.source import Load, TellLoad
 
 log = logging.getLogger("tee_side")
 
+R = TypeVar("R")
 State: TypeAlias = Literal["starting", "ready", "failed"]
 Deliver: TypeAlias = Callable[[Delivery], None]
 
@@ -40,42 +42,97 @@ _OF_ONE = (ActivationRangeError, MaskError, ReplyError)
 _PROBE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """What services and pads have done since the start of a run.
+class QueueFullError(LimitError):
+    """Too many requests wait."""
 
-    Pads are counted in tokens; but steps waited for pads, or were computed in the TEE. `pads_ready`
-    is None where no operator is under pads. `services`: those that are connected.
+
+class WaitingQueue(Generic[R]):
+    """First come, first served for each owner; between owners by what they were served so far.
+
+    Served is counted in tokens, as the Virtual Token Counter does (arXiv 2401.00588): an owner that
+    comes back after a while starts where the least served of the waiting ones is, or where the one
+    is that left last, as nothing is saved up by staying away.
     """
 
-    pads_ready: int | None = None
-    pads_made: int = 0
-    pads_used: int = 0
-    pads_waited: int = 0
-    pads_in_tee: int = 0
-    round_trips: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    services: int = 0
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._queues: dict[str, deque[R]] = {}
+        self._served: dict[str, int] = {}
+        self._last: str | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def add(self, owner: str, request: R) -> R | None:
+        """Put a request behind the others of its owner.
+
+        Where all places are taken, the newest request of the owner that has most of them gives its
+        place up, if that owner has more than this one will have, and is returned. Raises
+        QueueFullError else.
+        """
+        displaced = None
+        if len(self) >= self.limit:
+            most = max(self._queues, key=lambda other: len(self._queues[other]))
+            if len(self._queues[most]) <= len(self._queues.get(owner, ())) + 1:
+                raise self.full()
+            displaced = self._queues[most].pop()
+        if owner not in self._queues:
+            others = self._queues or ([] if self._last is None else [self._last])
+            least = min((self._served[other] for other in others), default=0)
+            self._served[owner] = max(self._served.get(owner, 0), least)
+        self._queues.setdefault(owner, deque()).append(request)
+        return displaced
+
+    def full(self) -> QueueFullError:
+        """Return the error of a request that finds no place."""
+        where = "waiting requests (--max-waiting)"
+        return QueueFullError(where, f"{len(self)}", f"< {self.limit}")
+
+    def first(self) -> R | None:
+        """Return whose turn it is, or None."""
+        if not self._queues:
+            return None
+        return self._queues[self._least()][0]
+
+    def pop(self) -> R:
+        """Take the one whose turn it is."""
+        owner = self._least()
+        request = self._queues[owner].popleft()
+        self._forget_empty(owner)
+        return request
+
+    def remove(self, owner: str, request: R) -> None:
+        """Forget a request, if it is still here."""
+        queue = self._queues.get(owner)
+        if queue is not None and request in queue:
+            queue.remove(request)
+            self._forget_empty(owner)
+
+    def serve(self, owner: str, tokens: int) -> None:
+        """Count tokens that were computed for an owner."""
+        self._served[owner] = self._served.get(owner, 0) + tokens
+
+    def _least(self) -> str:
+        return min(self._queues, key=lambda owner: self._served[owner])
+
+    def _forget_empty(self, owner: str) -> None:
+        if not self._queues[owner]:
+            del self._queues[owner]
+            self._last = owner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats(Totals):
-    """How the engine stands, and what the run has done since its start.
+@dataclass(kw_only=True)
+class EngineStats(Totals, Counts):
+    """How the engine stands, and what it and the run have done since their start.
 
-    `kv_usage`: 0 to 1. Prefix queries and hits, drafts, and what was accepted of them: in tokens.
+    `kv_usage`: 0 to 1. Prefix queries and hits: in tokens.
     """
 
     running: int
     waiting: int
     kv_usage: float
-    steps: int
-    prompt_tokens: int
-    generation_tokens: int
     prefix_queries: int
     prefix_hits: int
-    draft_tokens: int
-    accepted_tokens: int
 
 
 @dataclass(eq=False)
@@ -179,19 +236,15 @@ class BackgroundEngine:
 
     def stats(self) -> EngineStats:
         """Return how the engine stands."""
-        engine, counts = self._engine, self._engine.counts
+        engine = self._engine
         return EngineStats(
             **asdict(self._totals()),
+            **asdict(engine.counts),
             running=len(engine.running),
             waiting=len(self._waiting),
             kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
-            steps=counts.steps,
-            prompt_tokens=counts.prompt,
-            generation_tokens=counts.generated,
             prefix_queries=self._prefixes.queries,
             prefix_hits=self._prefixes.hits,
-            draft_tokens=counts.drafted,
-            accepted_tokens=counts.accepted,
         )
 
     def _run(self) -> None:
@@ -236,14 +289,12 @@ class BackgroundEngine:
     def _probe(self) -> bool:
         """Say whether a token can be made: by making one, which belongs to nobody."""
         request = Request(prompt_ids=(0,), max_new_tokens=2, sampling=SamplingSettings(seed=0))
-        sequences: list[Sequence] = []
         with self._changed:
             self._drop_cancelled()
-        self._engine.refuse = None
+        self._engine.refuse = fail_step
         try:
-            sequences = self._engine.admit(request)
-            while any(sequence.finish_reason is None for sequence in sequences):
-                self._engine.step(sequences)
+            for _ in self._engine.run(self._engine.admit(request)):
+                pass
         except TsqpError as error:
             log.warning("no_token", extra={"fields": {"detail": str(error)}})
             if self.state == "ready":
@@ -251,8 +302,6 @@ class BackgroundEngine:
             self._fail_all(error)
             return False
         finally:
-            for sequence in sequences:
-                self._engine.remove(sequence)
             self._engine.refuse = self._refuse
         self._become("ready")
         return True

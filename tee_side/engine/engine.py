@@ -9,7 +9,7 @@ table of their phase, or the one that draws no pads.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,8 +18,18 @@ import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
 from tee_side.engine.request import Logprob, Request, SamplingSettings
-from tee_side.engine.sampling import Sampler, require_known_ids, settings_of_sample
-from tee_side.engine.step import Composed, PartResult, Rows, Sampled, Sequence, compose, run_step
+from tee_side.engine.sampling import Sampler, settings_of_sample
+from tee_side.engine.step import (
+    Part,
+    PartResult,
+    Refuse,
+    Rows,
+    Sampled,
+    Sequence,
+    compose,
+    fail_step,
+    run_step,
+)
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
 from tee_side.model.local_operators import TeeModel
@@ -63,23 +73,24 @@ class EngineSettings:
     prefix_reuse: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True)
 class Counts:
-    """What an engine has done since it was made; tokens, but for `steps`."""
+    """What an engine has done since it was made, and what was accepted of its drafts."""
 
     steps: int = 0
-    prompt: int = 0
-    generated: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine:
     """Holds the running sequences. One thread; errors of the channel pass through `step`.
 
     `lanes`: operators for as many micro-batches as a step may be cut into. `tokenizer`: for stop
-    strings, which are refused without one. `refuse`: told of a sequence that gets no pads, while
-    the others go on, and removes none before the step has ended; None: `step` raises instead.
+    strings, which are refused without one. `refuse`: told of a sequence that cannot go on, such as
+    one that gets no pads, while the others do, and removes none before the step has ended; at first
+    `step` raises instead.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class Engine:
         self.context = min(context, self.settings.max_model_len or context)
         self.lanes = lanes
         self.tokenizer = tokenizer
-        self.refuse: Callable[[Sequence, TsqpError], None] | None = None
+        self.refuse: Refuse = fail_step
         self.counts = Counts()
         # All of them may have a row in each step.
         self.max_sequences = min(self.settings.max_sequences, self.settings.step_tokens)
@@ -119,11 +130,12 @@ class Engine:
         require, most, new = PromptError.unless, self.max_sequences, request.max_new_tokens
         prompt, context = len(request.prompt_ids), self.context
         vocabulary = self._model.config.vocab_size
-        require_known_ids(request.sampling, vocabulary)
+        outside, ids = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
+        biased = max(request.sampling.logit_bias, default=0) < vocabulary
+        require(biased, "logit_bias", outside, ids)
         require(prompt, "prompt", "no tokens", "at least one")
         known = all(0 <= token_id < vocabulary for token_id in request.prompt_ids)
-        outside = "an id outside the vocabulary"
-        require(known, "prompt token ids", outside, f"0 to {vocabulary - 1}")
+        require(known, "prompt token ids", outside, ids)
         expected = f"fewer than the context of {context} tokens"
         require(prompt < context + (new == 0), "prompt", f"{prompt} tokens", expected)
         require(new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1")
@@ -193,7 +205,7 @@ class Engine:
     def _new_sequence(self, request: Request, sample: int) -> Sequence:
         config, prompt = self._model.config, len(request.prompt_ids)
         sampling = settings_of_sample(request.sampling, sample)
-        matcher = request.grammar.matcher() if request.grammar is not None else None
+        matcher = None if request.grammar is None else request.grammar.copy()
         stop = request.stop
         watch = TextStream(self.tokenizer, stop) if self.tokenizer and stop else None
         guesses = self.settings.speculative_tokens and request.max_new_tokens
@@ -260,31 +272,41 @@ class Engine:
             if sequence.finish_reason is not None:
                 self.remove(sequence)
 
+    def run(self, sequences: abc.Sequence[Sequence]) -> Iterator[list[Sampled]]:
+        """Step these sequences until each has ended or was removed; yield what each step gave.
+
+        Others stand still meanwhile. Where the iteration ends early, they are removed. Raises as
+        `step`.
+        """
+        try:
+            while left := [s for s in self._running if s in sequences and s.finish_reason is None]:
+                yield self.step(left)
+        finally:
+            for sequence in sequences:
+                self.remove(sequence)
+
     def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
 
         `only`: of these sequences. A step that raises has changed nothing and can be repeated.
         """
-        composed = compose(
+        parts = compose(
             self.running if only is None else only,
             self.lanes[0],
+            self.refuse,
             step_tokens=self.settings.step_tokens,
             speculative_tokens=self.settings.speculative_tokens,
         )
-        for sequence, error in composed.refused:
-            if self.refuse is None:
-                raise error
-            self.refuse(sequence, error)
-        if not composed.parts:
+        if not parts:
             return []
         try:
-            results = run_step(composed.parts, self.lanes)
+            results = run_step(parts, self.lanes)
         except (SessionLostError, LimitError) as error:
-            self._give_up(composed, error)
+            self._give_up(parts, error)
             return []
         given = [
             given
-            for part, result in zip(composed.parts, results, strict=True)
+            for part, result in zip(parts, results, strict=True)
             for given in _given(part.rows, result)
         ]
         read = [self._read(*one) for one in given]
@@ -294,24 +316,20 @@ class Engine:
             try:
                 sampled += self._count(rows, logits_NV, hidden_RD, logprobs)
             except TsqpError as error:  # a grammar whose next mask would be too costly
-                if self.refuse is None:
-                    raise
                 self.refuse(rows.sequence, error)
         self.counts.steps += 1
         self._remove_finished()
         return sampled
 
-    def _give_up(self, composed: Composed, error: TsqpError) -> None:
+    def _give_up(self, parts: abc.Sequence[Part], error: TsqpError) -> None:
         """Refuse the last sequence where there is no memory, or one was lost time after time.
 
         The others are computed again in the next step, and may have room then: a service's memory
-        may be too small for all. Raises the error where the sequence cannot be told.
+        may be too small for all.
         """
-        sequences = [rows.sequence for part in composed.parts for rows in part.rows]
+        sequences = [rows.sequence for part in parts for rows in part.rows]
         worn = any(one.cache.losses > _MOST_LOSSES for one in sequences)
         if worn or isinstance(error, LimitError):
-            if self.refuse is None:
-                raise error
             self.refuse(max(sequences, key=self._running.index), error)
         for sequence in sequences:
             if not sequence.cache.length:
@@ -336,7 +354,7 @@ class Engine:
         sequence, followers = rows.sequence, rows.sequence.followers
         was_prefill = rows.phase == "prefill"
         if was_prefill:
-            self.counts.prompt += rows.tokens
+            self.counts.prompt_tokens += rows.tokens
         if sequence.reader is not None and was_prefill:
             sequence.reader.keep(logprobs, hidden_RD, self._model)
         sampled: list[Sampled] = []
@@ -346,8 +364,8 @@ class Engine:
                 break
         accepted = max(0, len(sampled) - 1)
         sequence.cache.commit(rows.tokens + accepted)
-        self.counts.drafted += len(rows.drafts)
-        self.counts.accepted += accepted
+        self.counts.draft_tokens += len(rows.drafts)
+        self.counts.accepted_tokens += accepted
         if was_prefill and not rows.left:
             for other in followers:
                 other.follows = False
@@ -370,7 +388,7 @@ class Engine:
             logprob = logprobs_of(logits_V, token_id, request.logprobs)
         sequence.append(token_id)
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
-        self.counts.generated += 1
+        self.counts.generation_tokens += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 
 

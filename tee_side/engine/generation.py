@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.prepared import Traffic
+from tee_side.engine.engine import Engine
 from tee_side.engine.request import FinishReason
-from tee_side.engine.step import Sampled
-from tee_side.engine.step import Sequence as EngineSequence
-from tee_side.engine.tokenizer import TextStream, Tokenizer
+from tee_side.engine.step import Sampled, Sequence
+from tee_side.engine.tokenizer import TextStream
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """What services and pads have done since the start of a run.
+
+    Pads are counted in tokens; but steps waited for pads, or were computed in the TEE. `pads_ready`
+    is None where no operator is under pads. `services`: those that are connected.
+    """
+
+    pads_ready: int | None = None
+    pads_made: int = 0
+    pads_used: int = 0
+    pads_waited: int = 0
+    pads_in_tee: int = 0
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    services: int = 0
 
 
 class _Report(BaseModel):
@@ -52,6 +71,15 @@ class PadTotals(_Report):
     waited: int
     in_tee: int
 
+    @classmethod
+    def since(cls, before: Totals, now: Totals) -> PadTotals | None:
+        """Return what pads did between two moments; None for a policy that needs none."""
+        if now.pads_ready is None:
+            return None
+        waited = now.pads_waited - before.pads_waited
+        in_tee = now.pads_in_tee - before.pads_in_tee
+        return cls(available=now.pads_ready, waited=waited, in_tee=in_tee)
+
 
 class GenerationResult(_Report):
     """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
@@ -71,26 +99,18 @@ class Generation:
     """A running generation: iterate over it for the text as it comes, then ask for `result`.
 
     `steps` yields the sampled tokens instead. Either is iterated over once; `close` gives up.
-    `run_step`: runs one step of every sequence; `totals`: of the whole run so far; `forget`: gives
-    the sequence's place back. `policy`: its name.
+    Only that moves it on: of several generations of one engine, one runs at a time. `totals`: of
+    the whole run so far; `policy`: its name. `token_count`: tokens that `steps` has yielded so far.
     """
 
     def __init__(
-        self,
-        sequence: EngineSequence,
-        tokenizer: Tokenizer | None,
-        stop: Sequence[str],
-        *,
-        run_step: Callable[[], None],
-        totals: Callable[[], tuple[Traffic, PadTotals | None]],
-        forget: Callable[[EngineSequence], None],
-        policy: str,
+        self, engine: Engine, sequence: Sequence, totals: Callable[[], Totals], policy: str
     ) -> None:
-        self._sequence, self._tokenizer, self._stop = sequence, tokenizer, tuple(stop)
-        self._run_step, self._totals, self._forget = run_step, totals, forget
-        self._policy = policy
+        self._engine, self._sequence, self._tokenizer = engine, sequence, engine.tokenizer
+        self._totals, self._policy = totals, policy
+        self.token_count = 0
         self._begun = False
-        self._before, self._pads_before = totals()
+        self._before = totals()
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last = self._started
@@ -113,18 +133,13 @@ class Generation:
         if self._begun:
             raise RuntimeError("a generation that was iterated over or closed before")
         self._begun = True
-        try:
-            while (arrived := self._sequence.arrived) or not self._sequence.finish_reason:
-                if not arrived:
-                    self._run_step()
-                    continue
-                sampled = arrived.popleft()
+        for step in self._engine.run([self._sequence]):
+            for sampled in step:
+                self.token_count += 1
                 self._last = time.perf_counter()
                 if self._first is None:
                     self._first = self._last
                 yield sampled
-        finally:
-            self.close()
 
     def stop(self) -> None:
         """End after the tokens so far, as a stop string does."""
@@ -132,7 +147,8 @@ class Generation:
 
     def text_stream(self) -> TextStream | None:
         """Return what turns the tokens of `steps` into text; None without a tokenizer."""
-        return TextStream(self._tokenizer, self._stop) if self._tokenizer else None
+        stop = self._sequence.request.stop
+        return TextStream(self._tokenizer, stop) if self._tokenizer else None
 
     @property
     def token_ids(self) -> list[int]:
@@ -147,19 +163,9 @@ class Generation:
         return "".join(map(stream.feed, self.token_ids)) + stream.flush()
 
     @property
-    def arrived(self) -> bool:
-        """Whether tokens were sampled that `steps` has not yielded yet."""
-        return bool(self._sequence.arrived)
-
-    @property
-    def token_count(self) -> int:
-        """Tokens generated so far."""
-        return len(self._sequence.token_ids) - len(self._sequence.arrived)
-
-    @property
     def rpc(self) -> RpcTotals:
         """Round trips so far."""
-        now, before = self._totals()[0], self._before
+        now, before = self._totals(), self._before
         return RpcTotals(
             count=now.round_trips - before.round_trips,
             bytes_sent=now.bytes_sent - before.bytes_sent,
@@ -169,16 +175,12 @@ class Generation:
     @property
     def pads(self) -> PadTotals | None:
         """How the pads stand, and how often they were out so far."""
-        now, before = self._totals()[1], self._pads_before
-        if now is None or before is None:
-            return None
-        waited, in_tee = now.waited - before.waited, now.in_tee - before.in_tee
-        return now.model_copy(update={"waited": waited, "in_tee": in_tee})
+        return PadTotals.since(self._before, self._totals())
 
     def close(self) -> None:
         """Give the sequence's place back."""
         self._begun = True
-        self._forget(self._sequence)
+        self._engine.remove(self._sequence)
 
     def result(self) -> GenerationResult:
         """Return everything about the finished generation; RuntimeError if it has not ended."""

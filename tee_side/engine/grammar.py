@@ -25,7 +25,7 @@ from tee_side.engine.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 _MOST_REMEMBERED = 1024
@@ -53,13 +53,13 @@ class GrammarCompiler:
 
     def compile(
         self,
-        kind: Kind,
+        kind: GrammarKind,
         source: str | Mapping[str, Any] | Sequence[str] = "",
         owner: str = "",
         *,
         where: str = "response_format",
-    ) -> CompiledGrammar:
-        """Return a grammar. It may take seconds: never call it where others wait.
+    ) -> GrammarMatcher:
+        """Return a grammar at its beginning. It may take seconds: never call it where others wait.
 
         `source`: a schema as text or object, unused for `json_object`; a regular expression of the
         whole text; a grammar in Lark's syntax as llguidance has it; or a list of texts. `owner`:
@@ -83,7 +83,7 @@ class GrammarCompiler:
                 f"a {kind} that is not compiled",
                 "one that llguidance supports, within its limits",
             )
-        return CompiledGrammar(matcher, where)
+        return GrammarMatcher(matcher, where)
 
     def _is_affordable(self, owner: str, grammar: str) -> bool:
         key = owner, hashlib.sha256(grammar.encode()).digest()
@@ -109,27 +109,19 @@ class GrammarCompiler:
             ) from None
 
 
-class CompiledGrammar:
-    """A grammar of one request (request.Grammar)."""
-
-    def __init__(self, matcher: LLMatcher, where: str) -> None:
-        self._matcher = matcher
-        self._where = where
-
-    def matcher(self) -> GrammarMatcher:
-        """Start at the beginning."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._where)
-
-
 class GrammarMatcher:
-    """Where one sample is in its grammar (request.TokenMatcher).
+    """Where a text is in its grammar: that of a request at the beginning, of which samples copy it.
 
-    Both methods raise PromptError where the text so far makes the next mask too costly.
+    `hide` and `advance` raise PromptError where the text so far makes the next mask too costly.
     """
 
     def __init__(self, matcher: LLMatcher, where: str) -> None:
         self._matcher = matcher
         self._where = where
+
+    def copy(self) -> GrammarMatcher:
+        """Return another one at the same place."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._where)
 
     def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for every token that is not allowed next."""
@@ -187,7 +179,7 @@ def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-_READERS: dict[Kind, tuple[Callable[[Any], tuple[int, str, bool]], str]] = {
+_READERS: dict[GrammarKind, tuple[Callable[[Any], tuple[int, str, bool]], str]] = {
     "json_schema": (_read_schema, "a JSON object"),
     "json_object": (lambda _source: _read_schema({"type": "object"}), "anything"),
     "regex": (_read_regex, "Unicode text"),

@@ -58,7 +58,9 @@ class PromptReader:
             logits_NV = run(logits(hidden_RD[first : first + _HEAD_ROWS], model, ops))
             at = start + len(found) + 1
             ids = self._ids[at : at + len(logits_NV)]
-            found += prompt_logprobs(logits_NV, ids, self._count)
+            # Row by row: whatever rows are beside it, a row's numbers are those of its token alone.
+            pairs = zip(logits_NV, ids, strict=True)
+            found += [logprobs_of(logits_V, token_id, self._count) for logits_V, token_id in pairs]
         return found
 
     @torch.inference_mode()
@@ -88,17 +90,6 @@ def logprobs_of(logits_V: torch.Tensor, token_id: int, count: int) -> Logprob:
     logprobs_V = logits_V.to(torch.float32).log_softmax(-1).numpy()
     top = [(int(i), float(logprobs_V[i])) for i in _likeliest(logprobs_V, count)]
     return Logprob(token_id, float(logprobs_V[token_id]), tuple(top))
-
-
-def prompt_logprobs(
-    logits_NV: torch.Tensor, token_ids: Sequence[int], count: int
-) -> tuple[Logprob, ...]:
-    """Return `logprobs_of` of each row and its token.
-
-    Row by row: whatever rows are beside it, a row's numbers are those of its token alone.
-    """
-    pairs = zip(logits_NV, token_ids, strict=True)
-    return tuple(logprobs_of(logits_V, token_id, count) for logits_V, token_id in pairs)
 
 
 def _likeliest(logprobs_V: np.ndarray, count: int) -> np.ndarray:

@@ -7,35 +7,21 @@ step arrives together, as one `Delivery`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import TsqpError
 
+if TYPE_CHECKING:
+    from tee_side.engine.grammar import GrammarMatcher
+
 # How many seeds there are: torch takes a signed integer of 64 bits.
 SEEDS = 2**63
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
-
-
-class TokenMatcher(Protocol):
-    """Where one sequence is in its grammar."""
-
-    def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for every token that the grammar does not allow next."""
-
-    def advance(self, token_id: int) -> None:
-        """Take a token that was sampled."""
-
-
-class Grammar(Protocol):
-    """What a text must follow: compiled once a request, one matcher a sample."""
-
-    def matcher(self) -> TokenMatcher:
-        """Start at the beginning."""
 
 
 class SamplingSettings(BaseModel):
@@ -68,6 +54,7 @@ class Request:
     `stop_ids`: tokens that do, None for the model's own. `logprobs`: of each new token, with so
     many of the likeliest; `prompt_logprobs`: of each token of the prompt, None for none. `pooling`:
     the hidden state behind the last layer and its norm, of the last token or the mean of all.
+    `grammar`: what a text must follow, at its beginning.
     `owner`: whose it is, for fairness; with `salt`, whose earlier keys and values may be reused.
     """
 
@@ -79,7 +66,7 @@ class Request:
     stop_ids: frozenset[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: GrammarMatcher | None = None
     pooling: Pooling | None = None
     owner: str = ""
     salt: str = ""

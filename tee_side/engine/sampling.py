@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from protocol.errors import PromptError
-from tee_side.engine.request import SEEDS, SamplingSettings, TokenMatcher
+from tee_side.engine.request import SEEDS, SamplingSettings
+
+if TYPE_CHECKING:
+    from tee_side.engine.grammar import GrammarMatcher
 
 # Below it float32 would overflow; long before, sampling is greedy.
 MIN_TEMPERATURE = 1e-6
@@ -25,13 +28,6 @@ def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettin
     return settings.model_copy(update={"seed": (settings.seed + index) % SEEDS})
 
 
-def require_known_ids(settings: SamplingSettings, vocab_size: int) -> None:
-    """Refuse a bias for a token that the model has not. Raises PromptError."""
-    known = max(settings.logit_bias, default=0) < vocab_size
-    got = "an id outside the vocabulary"
-    PromptError.unless(known, "logit_bias", got, f"0 to {vocab_size - 1}")
-
-
 class Sampler:
     """Draws tokens for one sequence, with a generator of its own.
 
@@ -39,7 +35,7 @@ class Sampler:
     """
 
     def __init__(
-        self, settings: SamplingSettings, prompt_tokens: int, matcher: TokenMatcher | None = None
+        self, settings: SamplingSettings, prompt_tokens: int, matcher: GrammarMatcher | None = None
     ) -> None:
         self._settings = settings
         self._matcher = matcher

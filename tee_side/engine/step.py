@@ -11,10 +11,10 @@ layer, until the earlier one has written the keys that it looks at.
 
 from __future__ import annotations
 
-from collections import Counter, abc, deque
-from collections.abc import Iterable
+from collections import Counter, abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -45,7 +45,6 @@ class Sequence:
     `ids`: of prompt and answer; `prompt_tokens`: how many are the prompt's. `followers`: other
     samples of the request, which get its keys and values of the prompt and `follow` until then.
     `reader`: reads the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
-    `arrived`: tokens that `Runner.step` has put here for the `Generation` of this sequence.
     """
 
     request: Request
@@ -63,7 +62,6 @@ class Sequence:
     reused_tokens: int = 0
     follows: bool = False
     followers: list[Sequence] = field(default_factory=list)
-    arrived: deque[Sampled] = field(default_factory=deque)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -184,12 +182,12 @@ class PartResult:
     hidden_RD: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """The parts of a step; `refused` get no pads."""
+Refuse: TypeAlias = Callable[[Sequence, TsqpError], None]
 
-    parts: list[Part]
-    refused: list[tuple[Sequence, TsqpError]]
+
+def fail_step(_sequence: Sequence, error: TsqpError) -> None:
+    """Raise what a sequence cannot go on for: the step fails."""
+    raise error
 
 
 class _PadBudget:
@@ -235,17 +233,17 @@ class _PadBudget:
 def compose(
     sequences: Iterable[Sequence],
     lane: MicroBatchOperators,
+    refuse: Refuse,
     *,
     step_tokens: int,
     speculative_tokens: int = 0,
-) -> Composed:
+) -> list[Part]:
     """Compose a step of up to `step_tokens` rows; pads are made where runs wait for them.
 
-    `lane`: any of the step's.
+    `lane`: any of the step's. `refuse`: told of each sequence that gets no pads.
     """
     budget = _PadBudget(lane)
     groups: dict[int, tuple[Phase, bool, list[Rows]]] = {}
-    refused: list[tuple[Sequence, TsqpError]] = []
     for wanted in _wanted(sequences, budget, step_tokens, speculative_tokens):
         sequence, phase = wanted.sequence, wanted.phase
         try:
@@ -253,16 +251,15 @@ def compose(
             # What is read of a prompt goes through the TEE's own LM head.
             withheld |= sequence.reader is not None and lane.tables[phase].head_in_segment
         except PadsExhaustedError as error:
-            refused.append((sequence, error))
+            refuse(sequence, error)
             continue
         table = lane.table(phase, withheld=withheld)
         _, _, rows = groups.setdefault(id(table), (phase, withheld, []))
         rows.append(wanted)
-    parts = [
+    return [
         Part(Batch.of([one.take() for one in rows]), phase, withheld, rows)
         for phase, withheld, rows in groups.values()
     ]
-    return Composed(parts, refused)
 
 
 def _wanted(

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from protocol.model.tensor_file import MAX_HEADER_BYTES
 
 from protocol.errors import CalibrationError, ModelError, describe
 from protocol.messages import FUSED_MODULES

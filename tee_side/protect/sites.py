@@ -23,7 +23,7 @@ from protocol.integer import digits_below
 from protocol.messages import FUSED_MODULES, LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
-from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, row_layout, weight_rows
+from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
 from tee_side.protect.calibration import Calibration, SiteScales
@@ -295,7 +295,7 @@ class PadLayout:
             placed.append((layers[-1], "lm_head"))
         sites = []
         for layer, operator in placed:
-            _, (outputs, inputs) = row_layout(config, operator)
+            _, (outputs, inputs) = config.row_layout(operator)
             sites.append(SiteShape(layer, operator, inputs, outputs))
         return cls(tuple(sorted(sites, key=lambda site: site.number)))
 

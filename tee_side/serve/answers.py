@@ -1,4 +1,4 @@
-"""The model as clients see it, and answers of text: streamed or whole, of completions and chats.
+"""The model as clients see it, and answers: of text, streamed or whole, and embeddings.
 
 JSON is put together from pieces that are rendered once: a stream has hundreds of tokens a second,
 and a model of pydantic for each would cost more than the token.
@@ -6,13 +6,16 @@ and a model of pydantic for each would cost more than the token.
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
+
+import torch
 
 from protocol.model.config import ModelConfig
 from tee_side.engine.request import (
@@ -93,33 +96,6 @@ class OfferedModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", TokenNames(self.tokenizer))
-
-
-class SampleText:
-    """Token ids to pieces of text.
-
-    `stop`: strings that end the text, and are no part of it; `stop_ids`: likewise, tokens.
-    `offset`: characters in front of the next token. It counts what stop strings hold back, so it
-    depends on the tokens alone; a special token, and a part of a character, has no characters.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: Collection[int], offset: int = 0
-    ) -> None:
-        self._shown = TextStream(tokenizer, stop)
-        # Nothing is held back in this one.
-        self._whole = TextStream(tokenizer) if stop else None
-        self._stop_ids = stop_ids
-        self.offset = offset
-
-    def feed(self, token: NewToken) -> str:
-        """Add a token, and return the text that can be shown now: all, with the last token."""
-        token_id, finish = token.token_id, token.finish_reason
-        if finish == "stop" and token_id in self._stop_ids:
-            return self._shown.flush()
-        text = self._shown.feed(token_id)
-        self.offset += len(text if self._whole is None else self._whole.feed(token_id))
-        return text if finish is None else text + self._shown.flush()
 
 
 def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
@@ -225,15 +201,34 @@ def _named(names: TokenNames, token_id: int, logprob: float) -> str:
 AnswerForm: TypeAlias = CompletionForm | ChatForm
 
 
-@dataclass(slots=True)
 class _Choice:
-    """`written`, `entries`: of the whole so far; a stream does not collect them."""
+    """One sample of a request, whose tokens become pieces of text.
 
-    index: int
-    text: SampleText
-    finish: FinishReason | None = None
-    written: list[str] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    `offset`: characters in front of the next token. It counts what stop strings hold back, so it
+    depends on the tokens alone; a special token, and a part of a character, has no characters.
+    `written`, `entries`: of the whole so far; a stream does not collect them.
+    """
+
+    def __init__(self, index: int, model: OfferedModel, request: Request, offset: int) -> None:
+        ends = model.config.eos_token_ids
+        self.index = index
+        self.offset = offset
+        self._shown = TextStream(model.tokenizer, request.stop)
+        # Nothing is held back in this one.
+        self._whole = TextStream(model.tokenizer) if request.stop else None
+        self._stop_ids = ends if request.stop_ids is None else request.stop_ids
+        self.finish: FinishReason | None = None
+        self.written: list[str] = []
+        self.entries: list[Entry] = []
+
+    def feed(self, token: NewToken) -> str:
+        """Add a token, and return the text that can be shown now: all, with the last token."""
+        token_id, finish = token.token_id, token.finish_reason
+        if finish == "stop" and token_id in self._stop_ids:
+            return self._shown.flush()
+        text = self._shown.feed(token_id)
+        self.offset += len(text if self._whole is None else self._whole.feed(token_id))
+        return text if finish is None else text + self._shown.flush()
 
 
 class WholeAnswer:
@@ -256,17 +251,12 @@ class WholeAnswer:
     ) -> None:
         self._with_usage = with_usage
         self._form, self._model, self._requests, self._echo = form, model, requests, echo
-        ends = model.config.eos_token_ids
         count = 0
         self._choices: list[list[_Choice]] = []
         for prompt, request in enumerate(requests):
-            stop_ids = ends if request.stop_ids is None else request.stop_ids
             begun = 0 if echo is None else len(echo[prompt])
-            texts = (
-                SampleText(model.tokenizer, request.stop, stop_ids, begun)
-                for _ in range(request.samples)
-            )
-            self._choices.append([_Choice(count + at, text) for at, text in enumerate(texts)])
+            indices = range(count, count + request.samples)
+            self._choices.append([_Choice(at, model, request, begun) for at in indices])
             count += request.samples
 
     def add(self, prompt: int, delivery: Delivery) -> str:
@@ -290,9 +280,9 @@ class WholeAnswer:
         for token in delivery.tokens:
             choice, entries = choices[token.sample], list[Entry]()
             if (logprob := token.logprob) is not None:
-                entries = [form.entry(names, token.token_id, logprob, choice.text.offset)]
+                entries = [form.entry(names, token.token_id, logprob, choice.offset)]
             choice.finish = token.finish_reason
-            yield self._write(choice, choice.text.feed(token), entries, token.finish_reason)
+            yield self._write(choice, choice.feed(token), entries, token.finish_reason)
         if delivery.ended:
             # Where a prompt was read only.
             for choice in choices:
@@ -366,6 +356,39 @@ class StreamedAnswer(WholeAnswer):
         written = self._written(choice, content, entries, finish)
         without = ',"usage":null' if self._with_usage else ""
         return f'{self._head}"choices":[{written}]{without}}}\n\n'
+
+
+class EmbeddingAnswer:
+    """Collects the vectors. `as_base64`: of float32, lowest byte first; else as numbers."""
+
+    content_type = "application/json"
+
+    def __init__(self, model: OfferedModel, count: int, *, as_base64: bool) -> None:
+        self._model, self._as_base64 = model, as_base64
+        self._found = [""] * count
+
+    def add(self, prompt: int, delivery: Delivery) -> str:
+        """Take a vector."""
+        read = delivery.prompt
+        if read is not None and read.pooled_D is not None:
+            unit_D = torch.nn.functional.normalize(read.pooled_D.to(torch.float32), dim=-1)
+            if self._as_base64:
+                content = unit_D.numpy().astype("<f4").tobytes()
+                written = f'"{base64.b64encode(content).decode()}"'
+            else:
+                written = json.dumps(unit_D.tolist(), separators=(",", ":"))
+            item = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
+            self._found[prompt] = item
+        return ""
+
+    def finish(self, counts: TokenCounts) -> str:
+        """Return the whole answer."""
+        used = f'{{"prompt_tokens":{counts.prompt},"total_tokens":{counts.prompt}}}'
+        begin = head("embd-", "list", self._model)
+        return f'{begin}"data":[{",".join(self._found)}],"usage":{used}}}'
+
+
+AnswerWriter: TypeAlias = WholeAnswer | EmbeddingAnswer
 
 
 def head(id_prefix: str, kind: str, model: OfferedModel) -> str:

@@ -1,8 +1,13 @@
-"""The web application: its paths, the clients that may use them, the bounds of every request."""
+"""The web application: its paths, the clients that may use them, the bounds of every request.
+
+`/tokenize`, `/detokenize` and `/tokenizer_info` use the words of vLLM and of llama.cpp. They are
+plain functions, which the framework runs in threads: a long prompt takes long.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,12 +21,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from protocol.errors import TsqpError
 from tee_side.serve.answers import OfferedModel
-from tee_side.serve.completions import chat_completions, completions
-from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
+from tee_side.serve.completions import (
+    chat_completions,
+    completions,
+    embeddings,
+    encode_chat,
+    encode_text,
+    require_model,
+)
+from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
-from tee_side.serve.prompts import detokenize, embeddings, require_model, tokenize, tokenizer_info
+from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("tee_side")
 
@@ -179,6 +192,71 @@ async def health(request: Request) -> dict[str, str]:
 async def version(request: Request) -> dict[str, str]:
     """Name the version."""
     return {"version": serving_of(request).version}
+
+
+# What each form of a request may have.
+_FIELDS_OF = {
+    "prompt": {"model", "prompt", "add_special_tokens", "return_token_strs"},
+    "messages": {"model", "messages", "add_generation_prompt", "return_token_strs"},
+    "content": {"model", "content", "add_special", "with_pieces", "parse_special"},
+}
+
+
+def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """Return the token ids of a text or a conversation."""
+    model = serving_of(request).model
+    require_model(model, body.model)
+    given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
+    require(len(given) == 1, "body", "one of prompt, messages and content")
+    for name in body.model_fields_set - _FIELDS_OF[given[0]]:
+        require(getattr(body, name) is None, f"body.{name}", f"none beside {given[0]}")
+    if body.content is not None:
+        # llama.cpp's defaults: without special tokens, and nothing but the tokens.
+        ids = encode_text(model, body.content, "body.content", special=bool(body.add_special))
+        if not body.with_pieces:
+            return {"tokens": ids}
+        return {"tokens": [{"id": at, "piece": _piece(model, at)} for at in ids]}
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        ids = encode_text(model, body.prompt, "body.prompt", special=special)
+    else:
+        add = body.add_generation_prompt is not False
+        ids = list(encode_chat(model, body.messages or [], add_generation_prompt=add))
+    strings = [json.loads(model.names.of(at)[0]) for at in ids] if body.return_token_strs else None
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
+    return answer | {"token_strs": strings}
+
+
+def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    """Return the text of token ids: `prompt` is vLLM's name, `content` llama.cpp's."""
+    model = serving_of(request).model
+    require_model(model, body.model)
+    require(
+        max(body.tokens, default=0) < model.config.vocab_size,
+        "body.tokens",
+        f"token ids below {model.config.vocab_size}",
+    )
+    try:
+        text = model.tokenizer.decode(body.tokens)
+    except TsqpError as error:
+        raise of_engine(error, "body.tokens") from None
+    return {"prompt": text, "content": text}
+
+
+def tokenizer_info(request: Request) -> dict[str, Any]:
+    """Return what a client needs to write prompts by itself."""
+    model = serving_of(request).model
+    size = model.tokenizer.vocabulary_size
+    return {**model.tokenizer.info(), "vocab_size": size, "model_max_length": model.max_model_len}
+
+
+def _piece(model: OfferedModel, token_id: int) -> str | list[int]:
+    """Return a token's text, or its bytes where it is none, as llama.cpp does."""
+    content = model.tokenizer.token_bytes(token_id)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(content)
 
 
 def _described(model: OfferedModel) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""`/v1/completions` and `/v1/chat/completions`: what they ask the engine, and how they answer."""
+"""OpenAI's endpoints: prompts to token ids, and what is asked of the engine.
+
+`/v1/completions`, `/v1/chat/completions` and `/v1/embeddings`, which returns the last hidden state
+of each input, with a length of one. It is a plain function, which the framework runs in a thread,
+as the others do what takes long: a long prompt does.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,14 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from protocol.errors import TsqpError
-from tee_side.engine.request import Grammar, Request, SamplingSettings
+from protocol.errors import ModelError, TsqpError
+from tee_side.engine.grammar import GrammarKind, GrammarMatcher
+from tee_side.engine.request import Request, SamplingSettings
 from tee_side.serve.answers import (
     AnswerForm,
     ChatForm,
     CompletionForm,
+    EmbeddingAnswer,
     OfferedModel,
     StreamedAnswer,
     WholeAnswer,
@@ -22,15 +29,22 @@ from tee_side.serve.answers import (
 from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import (
     EngineResponse,
-    GrammarKind,
     Serving,
     caller_of,
     serving_of,
 )
-from tee_side.serve.prompts import encode, encode_chat, listed, require_model, require_room
-from tee_side.serve.schema import ChatRequest, CompletionRequest, Generating
+from tee_side.serve.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    Generating,
+    Prompt,
+)
 from tee_side.serve.watch import RequestWatch
 
+# Of all prompts and samples of a request.
+MAX_CHOICES = 2048
 # Requests of one owner that compile a grammar, or wait to; others get 503.
 _MOST_COMPILING = 64
 
@@ -38,6 +52,113 @@ _MOST_COMPILING = 64
 _CLIENT_LEFT = 499
 
 _Body = TypeVar("_Body", bound=Generating)
+
+
+def listed(prompt: Prompt) -> list[str] | list[list[int]]:
+    """Return one prompt or several as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    return prompt  # type: ignore[return-value]
+
+
+def encode(
+    model: OfferedModel, prompt: Prompt, param: str, *, special: bool, samples: int = 1
+) -> list[tuple[int, ...]]:
+    """Return the ids of each prompt. Raises ApiError."""
+    prompts = listed(prompt)
+    require(prompts, param, "at least one prompt")
+    require(
+        len(prompts) * samples <= MAX_CHOICES,
+        param,
+        f"at most {MAX_CHOICES} prompts, all samples counted",
+    )
+    found: list[tuple[int, ...]] = []
+    for one in prompts:
+        ids = encode_text(model, one, param, special=special) if isinstance(one, str) else one
+        found.append(tuple(ids))
+        require(found[-1], param, "at least one token")
+        require(
+            max(found[-1]) < model.config.vocab_size,
+            param,
+            f"token ids below {model.config.vocab_size}",
+        )
+    return found
+
+
+def encode_text(model: OfferedModel, text: str, param: str, *, special: bool) -> list[int]:
+    """Return the ids of a text. Raises ApiError."""
+    try:
+        return model.tokenizer.encode(text, add_special_tokens=special)
+    except TsqpError as error:
+        raise of_engine(error, param) from None
+
+
+def encode_chat(
+    model: OfferedModel, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
+) -> tuple[int, ...]:
+    """Return the ids of a conversation. Raises ApiError."""
+    turns = [_turn(message, f"body.messages.{at}") for at, message in enumerate(messages)]
+    try:
+        ids = model.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=add_generation_prompt
+        )
+    except ModelError:
+        # The operator's to mend; a completion may still be asked for.
+        raise ApiError(
+            400,
+            "the model has no chat template, or one that fails",
+            param="body.messages",
+            code="no_chat_template",
+        ) from None
+    except TsqpError as error:
+        raise of_engine(error, "body.messages") from None
+    return tuple(ids)
+
+
+def _turn(message: ChatMessage, param: str) -> dict[str, str]:
+    content = message.content
+    require(content is not None or message.role == "assistant", f"{param}.content", "a value")
+    text = "\n".join(part.text for part in content) if isinstance(content, list) else content
+    turn = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text or "",
+    }
+    return turn | ({} if message.name is None else {"name": message.name})
+
+
+def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new: int) -> int:
+    """Return how many tokens may follow a prompt, up to `for_new`.
+
+    Raises ApiError, in llama.cpp's form, where none is possible and one is wanted, or where the
+    prompt alone is too long.
+    """
+    room = model.max_model_len - len(ids)
+    if room < min(1, for_new):
+        raise ApiError(
+            400,
+            f"the prompt has {len(ids)} tokens, and the context {model.max_model_len}",
+            kind="exceed_context_size_error",
+            param=param,
+            code="context_length_exceeded",
+            n_prompt_tokens=len(ids),
+            n_ctx=model.max_model_len,
+        )
+    return min(for_new, room)
+
+
+def require_model(
+    model: OfferedModel, name: str | None, *, param: str | None = "body.model"
+) -> None:
+    """Raise ApiError (404) for the name of another model than the one that is served."""
+    if name is not None and name != model.name:
+        raise ApiError(
+            404,
+            "there is no such model (GET /v1/models names the one that is served)",
+            param=param,
+            code="model_not_found",
+        )
 
 
 async def prepared(
@@ -129,10 +250,9 @@ def exchange(
         )
         for ids, room in zip(prompts, rooms, strict=True)
     ]
-    if not body.stream:
-        return EngineResponse(serving, caller, requests, WholeAnswer(form, model, requests, echo))
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
+    written = StreamedAnswer if body.stream else WholeAnswer
+    answer = written(form, model, requests, echo, with_usage=with_usage)
     return EngineResponse(serving, caller, requests, answer)
 
 
@@ -190,7 +310,7 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
             yield f"structured_outputs.{name}", kind, structured
 
 
-def _grammar(serving: Serving, owner: str, body: Generating) -> Grammar | None:
+def _grammar(serving: Serving, owner: str, body: Generating) -> GrammarMatcher | None:
     for field, kind, content in _grammars(body):
         try:
             return serving.compile_grammar(kind, content, owner)
@@ -201,9 +321,6 @@ def _grammar(serving: Serving, owner: str, body: Generating) -> Grammar | None:
 
 # OpenAI's.
 _DEFAULT_MAX_TOKENS = 16
-
-
-_COMPLETION = CompletionForm()
 
 
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
@@ -230,7 +347,7 @@ def prepare_completion(
     return exchange(
         serving,
         caller,
-        _COMPLETION,
+        CompletionForm(),
         body,
         prompts=prompts,
         param=param,
@@ -238,9 +355,6 @@ def prepare_completion(
         logprobs=body.logprobs,
         echo=echo,
     )
-
-
-_CHAT = ChatForm()
 
 
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
@@ -260,10 +374,32 @@ def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> E
     return exchange(
         serving,
         caller,
-        _CHAT,
+        ChatForm(),
         body,
         prompts=[ids],
         param="body.messages",
         max_tokens=model.default_max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+
+
+def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
+    """Return a vector for each input."""
+    serving, caller = serving_of(request), caller_of(request)
+    model, param = serving.model, "body.input"
+    require_model(model, body.model)
+    require(
+        body.dimensions in (None, model.config.hidden_size),
+        "body.dimensions",
+        f"{model.config.hidden_size}, or nothing",
+    )
+    inputs = encode(model, body.input, param, special=body.add_special_tokens is not False)
+    for ids in inputs:
+        require_room(model, ids, param, for_new=0)
+    pooling = body.pooling or model.pooling
+    requests = [
+        Request(prompt_ids=ids, max_new_tokens=0, pooling=pooling, owner=caller.owner)
+        for ids in inputs
+    ]
+    answer = EmbeddingAnswer(model, len(inputs), as_base64=body.encoding_format == "base64")
+    return EngineResponse(serving, caller, requests, answer)

@@ -11,30 +11,27 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import EngineError, TsqpError
-from tee_side.engine.background import BackgroundEngine, Ticket
-from tee_side.engine.request import Delivery, Grammar, Request
-from tee_side.engine.waiting import QueueFullError
-from tee_side.serve.answers import OfferedModel, TokenCounts
+from tee_side.engine.background import BackgroundEngine, QueueFullError, Ticket
+from tee_side.engine.grammar import GrammarKind, GrammarMatcher
+from tee_side.engine.request import Delivery, Request
+from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
 from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
 from tee_side.serve.watch import RequestWatch, Watch
 
-STREAM = "text/event-stream"
 _DONE = "data: [DONE]\n\n"
 
 # Prompts of one HTTP request that wait or run at a time.
 _AT_ONCE = 16
 # After which a request that has begun looks for a place in the queue again.
 _RETRY_S = 0.05
-
-GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
 def anyone(_request: HttpRequest) -> str:
@@ -63,7 +60,7 @@ class Serving:
 
     engine: BackgroundEngine
     model: OfferedModel
-    compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
+    compile_grammar: Callable[[GrammarKind, Any, str], GrammarMatcher]
     version: str
     watch: Watch
     authorise: Callable[[HttpRequest], str] = anyone
@@ -85,18 +82,6 @@ def caller_of(request: HttpRequest) -> RequestWatch:
     """Return what accounts for a request, of the owner that `authorise` named."""
     caller: RequestWatch = request.state.caller
     return caller
-
-
-class AnswerWriter(Protocol):
-    """Writes what the engine delivers."""
-
-    content_type: str
-
-    def add(self, prompt: int, delivery: Delivery) -> str:
-        """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
-
-    def finish(self, counts: TokenCounts) -> str:
-        """Return the end of the answer; of a stream, what comes before `[DONE]`."""
 
 
 class EngineResponse(Response):
@@ -135,7 +120,7 @@ class EngineResponse(Response):
         self._started = False
         self._outcome = "cancelled"
         # An answer that comes whole shows no times between tokens.
-        self._streamed = answer.content_type == STREAM
+        self._streamed = isinstance(answer, StreamedAnswer)
         self._tempo_s = serving.tempo_s if self._streamed else 0.0
         self._next_s = 0.0
         self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))
@@ -157,12 +142,11 @@ class EngineResponse(Response):
             leaving.cancel()
             self._cancel()
             signed = None if self.receipt is None else self.receipt.digest
-            self._watched.end(self._outcome, self._asked_tokens(), self._counts.completion, signed)
-
-    def _asked_tokens(self) -> int:
-        """Return the tokens of the prompts that had a place in the queue."""
-        total = sum(len(request.prompt_ids) for request in self._requests)
-        return total - sum(len(self._requests[at].prompt_ids) for at in self._left_to_do)
+            # Of the prompts that had a place in the queue.
+            asked = self._counts.prompt - sum(
+                len(self._requests[at].prompt_ids) for at in self._left_to_do
+            )
+            self._watched.end(self._outcome, asked, self._counts.completion, signed)
 
     async def _run(self, send: Send) -> None:
         try:

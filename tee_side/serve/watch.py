@@ -132,13 +132,11 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return all metrics of the engine."""
         stats = self._stats()
-        for field, (name, text) in _GAUGES.items():
-            if (value := getattr(stats, field)) is not None:
-                yield self._metric(GaugeMetricFamily, name, text, value)
-        totals = {field: getattr(stats, field) for field in _COUNTERS}
-        for field, (name, text) in _COUNTERS.items():
-            yield self._metric(CounterMetricFamily, name, text, totals[field])
-        rate = self._made_per_second(totals["pads_made"])
+        for family, fields in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for field, (name, text) in fields.items():
+                if (value := getattr(stats, field)) is not None:
+                    yield self._metric(family, name, text, value)
+        rate = self._made_per_second(stats.pads_made)
         text = "Tokens for which pads were made, each second of the last minute."
         yield self._metric(GaugeMetricFamily, "tsqp:pads_made_per_second", text, rate)
         counts = () if self._audit is None else zip(_AUDIT, self._audit(), strict=True)

@@ -20,7 +20,7 @@ from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.source import PadLane
-from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, expanded, token_ids
+from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, expanded, finish, token_ids
 
 Twice = Callable[[str], list[list[torch.Tensor]]]
 
@@ -87,8 +87,7 @@ def prompts() -> Iterator[list[int]]:
 def run(tee: Tee, prompt: list[int], new_tokens: int) -> None:
     engine = tee.engine()
     engine.add(prompt, max_new_tokens=new_tokens, eos_token_ids=frozenset())
-    while engine.running:
-        engine.step()
+    finish(engine)
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +141,7 @@ def test_decode_under_the_default_policy_is_uniform(model: SavedModel) -> None:
         engine.add(token_ids(1 + seed % 3, seed), max_new_tokens=15, eos_token_ids=frozenset())
     engine.step()
     assert not tee.channels[0].requests
-    while engine.running:
-        engine.step()
+    finish(engine)
     words = received(tee.channels[0])
     assert words.nbytes >= ENOUGH_BYTES
     for what, p in p_values(words).items():

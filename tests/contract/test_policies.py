@@ -18,7 +18,7 @@ from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS
 from tests.equivalence.tolerances import POLICY_LOGITS
-from tests.kit.model import Models, SavedModel, Tee, expanded, token_ids
+from tests.kit.model import Models, SavedModel, Tee, expanded, finish, token_ids
 from tests.kit.rows import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,9 +73,8 @@ def _run(
         for prompt, count in zip(prompts, new_tokens, strict=True)
     ]
     logits: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
-    while engine.running:
-        for sampled in engine.step():
-            logits[id(sampled.sequence)].append(sampled.logits_V)
+    for sampled in finish(engine):
+        logits[id(sampled.sequence)].append(sampled.logits_V)
     return [s.token_ids for s in sequences], [torch.stack(logits[id(s)]) for s in sequences]
 
 

@@ -14,7 +14,7 @@ import transformers
 
 from protocol import native
 from protocol.errors import EndpointError
-from tee_side.runner import Runner
+from tee_side.engine.engine import Engine
 from tests.kit.service import ENVIRONMENT, Forked, Service, call
 from tsqp.run.settings import model_directory
 
@@ -97,18 +97,18 @@ def test_json_says_what_it_takes_to_get_the_same_again() -> None:
 
 
 def test_what_was_said_before_a_service_is_lost_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps = Runner.step, iter(range(100))
+    step, steps = Engine.step, iter(range(100))
     lost = EndpointError("unix:///s", got="a lost connection", expected="a gpu-service")
 
-    def losing(runner: Runner) -> None:
+    def losing(*asked: Any) -> Any:
         if next(steps) == 3:
             raise lost
-        step(runner)
+        return step(*asked)
 
     arguments = (*TEE_ONLY, "--prompt", PROMPT, "--json", "--max-new-tokens")
     whole = json.loads(call("tee-runner", *arguments, "3").stdout)
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "step", losing)
+        patch.setattr(Engine, "step", losing)
         result = call("tee-runner", *arguments, "9")
     assert (result.returncode, result.stderr) == (2, f"tee-runner: error: {lost}\n")
     said = json.loads(result.stdout)

@@ -56,9 +56,8 @@ def _run(
         for prompt, new in requests
     ]
     seen: list[list[torch.Tensor]] = [[] for _ in sequences]
-    while engine.running:
-        for sampled in engine.step():
-            seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
+    for sampled in finish(engine):
+        seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
     return [s.token_ids for s in sequences], [torch.stack(logits) for logits in seen]
 
 

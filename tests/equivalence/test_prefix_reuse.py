@@ -27,9 +27,8 @@ def _request(ids: list[int], **settings: object) -> Request:
 def _answers(engine: Engine, request: Request) -> list[tuple[list[int], torch.Tensor]]:
     sequences = engine.admit(request)
     seen: list[list[torch.Tensor]] = [[] for _ in sequences]
-    while engine.running:
-        for sampled in engine.step():
-            seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
+    for sampled in finish(engine):
+        seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
     return [(s.token_ids, torch.stack(found)) for s, found in zip(sequences, seen, strict=True)]
 
 
@@ -55,7 +54,7 @@ def test_with_and_without_reuse_answers_are_the_same(
         reused.append(engine.prefixes.hits - before)
     # The last answer but one began with all of the first prompt; a prompt keeps a token for itself.
     assert reused == [0, 30, 40, 39]
-    assert engine.counts.prompt == sum(map(len, texts)) - sum(reused)
+    assert engine.counts.prompt_tokens == sum(map(len, texts)) - sum(reused)
 
 
 def test_a_conversation_finds_what_was_said_in_it(saved_model: Models) -> None:
@@ -96,7 +95,7 @@ def test_samples_are_the_same_requests_alone_with_seeds_of_their_own(
     ids, engine = token_ids(prompt, seed=3), _engine(tee)
     found = _answers(engine, _request(ids, samples=3, sampling=WARM))
     # The prompt is computed once for all samples; its last step gives each its first token.
-    assert (engine.counts.prompt, engine.counts.generated) == (prompt, 3 * 5)
+    assert (engine.counts.prompt_tokens, engine.counts.generation_tokens) == (prompt, 3 * 5)
     assert engine.counts.steps == -(-prompt // 16) + 4
     assert WARM.seed is not None
     for index, one in enumerate(found):

@@ -105,7 +105,7 @@ def test_with_and_without_guesses_answers_are_the_same(
     for one, other in zip(found, expected, strict=True):
         # Products of more rows add floats in another order.
         _assert_same(one, other, FLOAT32_STEPS if policy == "tee-only" else None)
-    assert found[0].counts.drafted > expected[0].counts.drafted == 0
+    assert found[0].counts.draft_tokens > expected[0].counts.draft_tokens == 0
 
 
 def test_a_length_a_stop_token_and_a_stop_string_end_within_guesses(
@@ -118,9 +118,9 @@ def test_a_length_a_stop_token_and_a_stop_string_end_within_guesses(
     tokenizer = Tokenizer(tmp_path)
     (whole,), (found,) = _answers(tee, 0), _answers(tee, 4)
     # Right guesses save steps, and wrong ones are made.
-    assert 0 < found.counts.accepted < found.counts.drafted
-    assert whole.counts.steps - found.counts.steps == found.counts.accepted
-    assert found.counts.generated == whole.counts.generated == NEW_TOKENS
+    assert 0 < found.counts.accepted_tokens < found.counts.draft_tokens
+    assert whole.counts.steps - found.counts.steps == found.counts.accepted_tokens
+    assert found.counts.generation_tokens == whole.counts.generation_tokens == NEW_TOKENS
     # An answer may end within what was guessed right: not with the last token of a step.
     for place in sorted(set(range(1, NEW_TOKENS)) - set(found.ends))[:2]:
         last = whole.ids[place - 1]

@@ -70,12 +70,12 @@ class Slow:
             with Runner(run) as runner:
                 proxy.set(fault)
                 while not stop.is_set():
-                    before = runner.traffic.round_trips
+                    before = runner.totals().round_trips
                     said = generate(runner, ids, _NEW_TOKENS)
                     right = said.is_right(ids, _NEW_TOKENS)
                     self.wrong += not right and said.error is None
                     # Each request has so long; the last may have ended by an error.
-                    most_s = deadline_s * (runner.traffic.round_trips - before + 1)
+                    most_s = deadline_s * (runner.totals().round_trips - before + 1)
                     self.overdue_s = max(self.overdue_s, said.longest_s - most_s)
                     if not stop.is_set():
                         self.right[fault, deadline_s] += right

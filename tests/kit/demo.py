@@ -239,7 +239,7 @@ def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     found, lock, (times,) = Crowd(), threading.Lock(), _TIMES
 
     def one(runner: Runner, ids: Tokens) -> None:
-        right, before = texts[ids], runner.traffic.round_trips
+        right, before = texts[ids], runner.totals().round_trips
         while not times.stop.is_set():
             said = generate(runner, ids, len(right))
             ended = time.monotonic()
@@ -251,7 +251,7 @@ def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
                     at += gap_s
                     found.steps.append((at, gap_s))
         with lock:
-            found.counts["round_trips"] += runner.traffic.round_trips - before
+            found.counts["round_trips"] += runner.totals().round_trips - before
 
     with ExitStack() as stack:
         runners = [stack.enter_context(Runner(settings([gpu]))) for _ in texts]

@@ -270,8 +270,8 @@ class Victim:
         self._expected: list[list[torch.Tensor]] = []
         self._step = 0
         self._begin()
-        while self._engine.running:
-            self._expected.append([sampled.logits_V for sampled in self._engine.step()])
+        for step in self._engine.run(self._engine.running):
+            self._expected.append([sampled.logits_V for sampled in step])
         self._begin()
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine, EngineSettings
-from tee_side.engine.step import Part, run_step
+from tee_side.engine.step import Part, Sampled, run_step
 from tee_side.model.batch import Batch, Chunk
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.local_operators import TeeModel, load_tee_model
@@ -365,10 +365,9 @@ class SavedModel:
 Models = Callable[..., SavedModel]
 
 
-def finish(engine: Engine) -> None:
+def finish(engine: Engine) -> list[Sampled]:
     """Run every sequence to its end."""
-    while engine.running:
-        engine.step()
+    return [sampled for step in engine.run(engine.running) for sampled in step]
 
 
 def stocked(tee: Tee, tokens: int) -> Pads:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import TsqpError
+from tee_side.engine.generation import PadTotals, Totals
 from tee_side.model.kv_cache import kv_bytes
 from tee_side.runner import Runner
 from tee_side.words import LIGHT_OPERATORS
@@ -104,7 +105,7 @@ class PageRequests:
 
 def _described(runner: Runner) -> dict[str, Any]:
     """Return what the page says of the TEE, as JSON has it."""
-    policy, pads = runner.policy, runner.pads
+    policy, pads = runner.policy, PadTotals.since(Totals(), runner.totals())
     return {
         "policy": policy.name,
         "summary": policy.summary,

@@ -22,9 +22,9 @@ from protocol.model.config import read_config
 from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange
 from protocol.tensors import from_torch
+from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
-from tee_side.runner import Runner
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
 from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
@@ -38,13 +38,13 @@ PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, deco
 
 def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[int, int]] = []
-    generate = Runner.generate
+    add = Engine.add
 
-    def recorded(self: Runner, prompt_ids: Any, **settings: Any) -> Any:
+    def recorded(self: Engine, prompt_ids: Any, **settings: Any) -> Any:
         given.append((len(prompt_ids), settings["max_new_tokens"]))
-        return generate(self, prompt_ids, **settings)
+        return add(self, prompt_ids, **settings)
 
-    monkeypatch.setattr(Runner, "generate", recorded)
+    monkeypatch.setattr(Engine, "add", recorded)
     # However slow this machine is: what takes long is run less often, which is another test's.
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)

@@ -212,10 +212,10 @@ def test_idle_time_is_used_to_make_pads_and_a_run_without_any_is_told(
 ) -> None:
     settings = _settings(saved_model("llama"), "shielded", loopback, when_out="fail")
     with Runner(settings) as runner:
-        assert runner.pads == PadTotals(available=0, waited=0, in_tee=0)
+        assert runner.totals().pads_ready == 0
         with pytest.raises(PadsExhaustedError, match="0 left"):
             _generate(runner)
-        while runner.pads is not None and runner.pads.available < 10:  # a batch at least each time
+        while (runner.totals().pads_ready or 0) < 10:  # a batch at least each time
             with runner.filling():
                 pass
         ready = runner.totals().pads_made

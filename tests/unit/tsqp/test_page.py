@@ -21,7 +21,7 @@ from protocol.channel import Channel
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest, Traffic
-from tee_side.engine.generation import PadTotals
+from tee_side.engine.generation import Totals
 from tee_side.policy.placement import load_policy
 from tests.kit.ask import QKV, linear, ring
 from tsqp.page.feed import Feed
@@ -95,8 +95,8 @@ def client() -> TestClient:
         channel.submit(rows_of(3, 192))
         return PlainTextResponse("answer")
 
-    pads = PadTotals(available=5, waited=0, in_tee=1)
-    runner = mock.Mock(model_directory=DEMO, dtype=torch.float32, pads=pads)
+    totals = mock.Mock(return_value=Totals(pads_ready=5, pads_in_tee=1))
+    runner = mock.Mock(model_directory=DEMO, dtype=torch.float32, totals=totals)
     runner.policy, runner.config = load_policy("shielded"), read_config(DEMO)
     completing = Route("/v1/complete", complete, methods=["GET", "POST"])
     other = Route("/other", complete, methods=["POST"])

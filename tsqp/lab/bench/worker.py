@@ -116,14 +116,13 @@ def decode_step(
     closing: ExitStack, runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Step:
     """Return what decodes a token of each of some sequences, which have had their prompts."""
-    running = [
-        runner.generate(prompt, max_new_tokens=new_tokens, with_text=False) for prompt in prompts
-    ]
-    for one in running:
-        closing.callback(one.close)
-    while not all(one.arrived for one in running):
-        runner.step()
-    return runner.step
+    engine = runner.engine
+    running = [engine.add(prompt, max_new_tokens=new_tokens) for prompt in prompts]
+    for sequence in running:
+        closing.callback(engine.remove, sequence)
+    while not all(sequence.token_ids for sequence in running):
+        engine.step()
+    return engine.step
 
 
 def observed(
@@ -198,7 +197,7 @@ class _Cases:
             work()
         pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
         cpu_before = [cpu_ns(pid) for pid in pids]
-        traffic_before = self._runner.traffic
+        traffic_before = self._runner.totals()
         times_ms: list[float] = []
         heavy_ms: list[float] = []
         heavy = Collector()
@@ -213,7 +212,7 @@ class _Cases:
             (cpu_ns(pid) - before) / 1e6 / count
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
-        traffic = self._runner.traffic
+        traffic = self._runner.totals()
         often = self._plan.observed(phase, count)
         runs = sorted(observed(self._runner, work, often, keep_spans=timeline), key=itemgetter(0))
         # The median one; of two in the middle the shorter.

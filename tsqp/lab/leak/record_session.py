@@ -223,14 +223,12 @@ def _session(
         prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
     )
     parts: list[tuple[int, int]] = []
-    try:
-        while sequence.finish_reason is None:
-            before, start = sum(c.recorded for c in channels), sequence.cache.length
-            engine.step()
-            if sum(c.recorded for c in channels) > before:
-                parts.append((start, sequence.cache.length))
-    finally:
-        engine.remove(sequence)
+    before, start = sum(c.recorded for c in channels), 0
+    for _ in engine.run([sequence]):
+        after, end = sum(c.recorded for c in channels), sequence.cache.length
+        if after > before:
+            parts.append((start, end))
+        before, start = after, end
     traces = tuple(Trace(channel.take().messages, added) for channel in channels)
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]

@@ -12,7 +12,7 @@ import torch
 
 from protocol.errors import PromptError
 from tee_side.engine import grammar, grammar_trial
-from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, Kind
+from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.sampling import Sampler
 from tee_side.engine.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
     for seed in range(20):
         compiled = compiler.compile("json_schema", [SCHEMA, json.dumps(SCHEMA)][seed % 2])
         generator, ids = torch.Generator().manual_seed(seed), list[int]()
-        sampler = Sampler(SamplingSettings(temperature=1, seed=seed), 0, compiled.matcher())
+        sampler = Sampler(SamplingSettings(temperature=1, seed=seed), 0, compiled.copy())
         while not ids or ids[-1] not in ends:
             assert len(ids) < 1000
             ids.append(sampler.sample(4 * torch.randn(VOCABULARY, generator=generator), ids))
@@ -77,7 +77,7 @@ def test_samples_of_one_grammar_do_not_know_of_each_other(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     compiled = compiler.compile("choice", ["ab", "cd"])
-    first, second = compiled.matcher(), compiled.matcher()
+    first, second = compiled.copy(), compiled.copy()
     scores = torch.arange(VOCABULARY, dtype=torch.float32)
     beginning = second.hide(scores)
     kept = beginning.isfinite()
@@ -94,14 +94,14 @@ def test_samples_of_one_grammar_do_not_know_of_each_other(
 
 
 def test_what_cannot_go_on_is_an_error(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile("choice", ["ab"], where="guided_choice").matcher()
+    matcher = compiler.compile("choice", ["ab"], where="guided_choice")
     with pytest.raises(PromptError, match="guided_choice: got a grammar that cannot go on"):
         matcher.advance(9)
     with pytest.raises(PromptError):
         matcher.hide(torch.zeros(VOCABULARY))
 
 
-REFUSED: list[tuple[Kind, Any]] = [
+REFUSED: list[tuple[GrammarKind, Any]] = [
     ("json_schema", f'{{"type": "{CANARY}"}}'),
     ("json_schema", f'{{"{CANARY}'),
     ("json_schema", [CANARY]),
@@ -127,7 +127,7 @@ REFUSED: list[tuple[Kind, Any]] = [
 
 @each_row(("kind", "source"), REFUSED)
 def test_what_is_malformed_or_not_supported_is_refused_and_quoted_nowhere(
-    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str], kind: Kind, source: Any
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str], kind: GrammarKind, source: Any
 ) -> None:
     with pytest.raises(PromptError) as caught:
         compiler.compile(kind, source, where="response_format.json_schema")
@@ -137,7 +137,7 @@ def test_what_is_malformed_or_not_supported_is_refused_and_quoted_nowhere(
 
 
 def test_what_is_too_long_is_refused_with_its_size(compiler: GrammarCompiler) -> None:
-    too_long: list[tuple[Kind, Any]] = [
+    too_long: list[tuple[GrammarKind, Any]] = [
         ("regex", "a" * (MAX_GRAMMAR_BYTES + 1)),
         ("grammar", 'start: "' + "é" * (MAX_GRAMMAR_BYTES // 2) + '"'),
         ("choice", ["a" * 1000] * 66),
@@ -179,7 +179,7 @@ def test_what_costs_more_than_its_size_says_ends_in_a_process_of_its_own(
     ],
 )
 def test_what_may_cost_more_than_its_size_says_is_tried_in_a_process_of_its_own(
-    compiler: GrammarCompiler, kind: Kind, source: Any, tried: bool
+    compiler: GrammarCompiler, kind: GrammarKind, source: Any, tried: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammar, "_is_affordable", lambda _grammar: False)

@@ -12,11 +12,11 @@ import torch
 
 from protocol.errors import DeadlineExceededError, LimitError, PadsExhaustedError
 from tee_side.engine import step
+from tee_side.engine.background import WaitingQueue
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
-from tee_side.engine.step import Composed, Part, Sequence, compose, run_step
-from tee_side.engine.waiting import WaitingQueue
+from tee_side.engine.step import Part, Sequence, compose, fail_step, run_step
 from tee_side.model.batch import Batch
 from tee_side.model.operators import forward
 from tee_side.policy.placement import Policy
@@ -104,19 +104,16 @@ class Bench:
             sequence.append(5)
             sequence.drafts = cast("Drafts", SimpleNamespace(propose=lambda most: [7] * most))
 
-    def compose(self, step_tokens: int = 512, guesses: int = 0) -> Composed:
-        return compose(
-            self.sequences, self.tee.lanes[0], step_tokens=step_tokens, speculative_tokens=guesses
-        )
+    def compose(self, refuse: Any = fail_step, tokens: int = 512, guesses: int = 0) -> list[Part]:
+        lane = self.tee.lanes[0]
+        return compose(self.sequences, lane, refuse, step_tokens=tokens, speculative_tokens=guesses)
 
     def found(
         self, step_tokens: int = 512, guesses: int = 0
     ) -> list[tuple[str, bool, dict[int, tuple[int, int]]]]:
         """Return the parts of a step: phase, withheld, own tokens and guesses by sequence."""
-        composed = self.compose(step_tokens, guesses)
-        assert composed.refused == []
         found = []
-        for part in composed.parts:
+        for part in self.compose(fail_step, step_tokens, guesses):
             rows = part.rows
             assert len(part.batch.token_ids_T) == sum(r.tokens + len(r.drafts) for r in rows)
             counts = {self.sequences.index(r.sequence): (r.tokens, len(r.drafts)) for r in rows}
@@ -189,12 +186,13 @@ def test_those_that_get_no_pads_are_computed_here_or_refused_and_the_others_go_o
     bench.stock(2)
     bench.decode(3)
     bench.prompt(5)
-    composed = bench.compose()
-    ((refused, error),) = composed.refused
+    refuse = Mock()
+    parts = bench.compose(refuse)
+    ((refused, error),) = [call.args for call in refuse.call_args_list]
     assert refused is bench.sequences[2]
     assert isinstance(error, PadsExhaustedError)
     assert error.expected.startswith("1 (tee-runner pads make")
-    rows = [[bench.sequences.index(one.sequence) for one in part.rows] for part in composed.parts]
+    rows = [[bench.sequences.index(one.sequence) for one in part.rows] for part in parts]
     assert rows == [[0, 1], [3]]
 
 
@@ -206,9 +204,10 @@ def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models)
     bench.prompt(9)
     assert bench.found() == [("prefill", True, {0: (10, 0)}), ("prefill", False, {1: (9, 0)})]
     bench.pads.when_out = "fail"
-    composed = bench.compose()
-    assert [sequence for sequence, _ in composed.refused] == bench.sequences[:1]
-    assert [one.sequence for one in composed.parts[0].rows] == bench.sequences[1:]
+    refuse = Mock()
+    (part,) = bench.compose(refuse)
+    assert [call.args[0] for call in refuse.call_args_list] == bench.sequences[:1]
+    assert [one.sequence for one in part.rows] == bench.sequences[1:]
 
 
 def test_drafts_are_what_followed_the_longest_end_the_last_time() -> None:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from protocol.errors import ModelError, PromptError
 from tee_side.engine import chat_template
 from tee_side.engine.request import SamplingSettings
+from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
@@ -292,7 +293,7 @@ WARM = SamplingSettings(temperature=1.0, seed=3)
 
 
 def test_a_stop_string_ends_generation_and_is_not_part_of_the_text(runner: Runner) -> None:
-    """Also where another generation of the same runner has run this one's steps ahead."""
+    """Also where another generation of the same runner had its turn before."""
     whole = runner.generate(PROMPT, max_new_tokens=40, sampling=WARM)
     text = "".join(whole)
     letters = [i for i, letter in enumerate(text) if letter.isascii() and letter not in text[:i]]
@@ -306,7 +307,7 @@ def test_a_stop_string_ends_generation_and_is_not_part_of_the_text(runner: Runne
     assert result.token_ids == whole.result().token_ids[: len(result.token_ids)]
     assert len(result.token_ids) < 40
     list(runner.generate(PROMPT, max_new_tokens=40, sampling=WARM))
-    assert (beside.arrived, beside.token_count, beside.token_ids) == (True, 0, [])
+    assert (beside.token_count, beside.token_ids) == (0, [])
     list(beside)
     with pytest.raises(RuntimeError, match="iterated over or closed before"):
         list(beside)
@@ -320,27 +321,31 @@ def test_the_work_between_two_steps_is_the_same_whatever_a_token_says(
 ) -> None:
     """Functions that the generating thread calls from one step to the next, in order.
 
-    A token of half a character shows nothing, and the one after it shows two.
+    A token of half a character shows nothing, and the one after it shows two. The step gives two
+    tokens, as where a guess was right: the second is not there before it is yielded.
     """
     called: list[list[str]] = []
-    step = runner.step
+    yielded: list[int] = []
+    step = runner.engine.step
 
-    def watched() -> None:
+    def watched(only: list[Sequence]) -> list[Sampled]:
         sys.setprofile(None)
-        step()
+        sampled = [*step(only), *step(only)]
         called.append([])
         sys.setprofile(watch)
+        return sampled
 
     def watch(frame: FrameType, event: str, _argument: object) -> None:
         if event == "call":
             called[-1].append(frame.f_code.co_qualname)
 
-    monkeypatch.setattr(runner, "step", watched)
+    monkeypatch.setattr(runner.engine, "step", watched)
     sampling = SamplingSettings(temperature=1.5, seed=3)
     generation = runner.generate(PROMPT, max_new_tokens=40, sampling=sampling)
     try:
-        for _ in generation.steps():
-            pass
+        for sampled in generation.steps():
+            yielded.append(sampled.token_id)
+            assert generation.token_ids == yielded
     finally:
         sys.setprofile(None)
     stream = TextStream(runner.tokenizer)
