@@ -16,11 +16,9 @@ from protocol.errors import SettingsError, TsqpError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.messages import Request
 from protocol.pending import PendingChannel
-from protocol.prepared import Exchange, PreparedRequest, Traffic
+from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 
 if TYPE_CHECKING:
-    import torch
-
     from protocol.curve import ClientKeys, HttpAccess
     from protocol.stream import StreamChannel
 
@@ -42,11 +40,11 @@ class Channel(Protocol):
         """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
-        """Send a prepared request with this tensor, and return its id. Raises as `submit` does.
+        """Send a prepared request with these tensors, and return its id. Raises as `submit` does.
 
-        The tensor must be of the prepared shape and dtype (ProtocolError), and must not be written
+        Each must be of the prepared shape and dtype (ProtocolError), and must not be written
         to from now on (`protocol.tensors.raw_bytes`). `PreparedRequest.output` reads the reply. A
         channel that looks into messages may inherit this, which goes through `submit`.
         """

@@ -21,6 +21,7 @@ from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig
+from protocol.model.forward import Call
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_head_scale
 from protocol.model.weights import CPU
@@ -72,7 +73,7 @@ from tee_side.protect.verification import (
     check_verifiable,
     find_checks,
 )
-from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear, RunParts, SitePlan
+from tee_side.remote.call import CallSettings, ChannelsAt, RunParts, plan_linear
 from tee_side.words import Operator, Phase, Site, Verify, is_projection, registered_name
 
 if TYPE_CHECKING:
@@ -255,11 +256,9 @@ class Assembly:
         pads = {mask: found.lane() for mask, found in self.pads.items()}
 
         @cache
-        def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:
+        def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
             drawn = None if mask is None else pads.get(mask)
-            plan = self._site_plan(site, mask, verify, drawn, randomness)
-            apart = policy.one_rpc_per_module
-            return RemoteLinear(plan, self._parts.config, settings, one_rpc_per_module=apart)
+            return self._linear(site, mask, verify, drawn, settings, randomness)
 
         def stays(operator: Operator, layer: int | None) -> Product:
             function = local.get((layer, operator), not_here)
@@ -271,7 +270,7 @@ class Assembly:
         def leaves(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
             if is_projection(operator) and operator in policy.projections:
                 placement = policy.at(operator, layer, phase)
-                return remote_linear((layer, operator), placement.mask, placement.verify)
+                return linear((layer, operator), placement.mask, placement.verify)
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
@@ -297,14 +296,15 @@ class Assembly:
         model = self._model.observed(settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
 
-    def _site_plan(
+    def _linear(
         self,
         site: Site,
         mask: Mask | None,
         verify: Verify,
         pads: PadLane | None,
+        settings: CallSettings,
         randomness: Randomness,
-    ) -> SitePlan:
+    ) -> Call:
         """Resolve how a site leaves under a mask and a verification; `pads`: of that mask."""
         # What is neither masked nor checked is computed with its bias and all.
         bias_leaves = self._integers is None and mask is None and verify == "none"
@@ -314,14 +314,24 @@ class Assembly:
         else:
             linear = FloatSite(None if bias_leaves else self._biases.get(site))
         check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
-        hide = linear_masking(mask, site, randomness, pads=pads, transforms=self._transforms)
         padded = None
         # What a subclass of `Pad` sends is its own affair.
         if pads is not None and type(mask) is Pad and isinstance(linear, IntegerSite | DynamicSite):
             exact = check.exact if isinstance(check, LinearCheck) else None
             if linear.compiled:
                 padded = PaddedSite(linear, site_number(*site), pads, exact)
-        return SitePlan(site, linear, hide, MaskRules(mask), check, bias_leaves, padded)
+        return plan_linear(
+            site,
+            linear,
+            linear_masking(mask, site, randomness, pads=pads, transforms=self._transforms),
+            MaskRules(mask),
+            check,
+            self._parts.config,
+            settings,
+            bias_leaves=bias_leaves,
+            one_rpc_per_module=self._parts.policy.one_rpc_per_module,
+            padded=padded,
+        )
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
@@ -366,7 +376,7 @@ class Assembly:
 
 
 def _find_registered(policy: Policy, layers: int) -> dict[str, type[RegisteredOperator]]:
-    """Return what sends operators that are no `RemoteLinear`, nor part of a segment."""
+    """Return what sends operators that are no linear ones, nor part of a segment."""
     inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
     others = [o for o, _ in policy.leaving() if o not in policy.projections and o not in inside]
     if not others:

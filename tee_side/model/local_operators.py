@@ -36,7 +36,7 @@ from tee_side.observer import Observer, timed
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
-from tee_side.remote.linear import RunParts
+from tee_side.remote.call import RunParts
 from tee_side.words import PHASES, Operator, Site, is_linear, layer_of
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

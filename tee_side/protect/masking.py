@@ -7,7 +7,7 @@ must not be blamed; what it returns goes into the forward pass. So both are chec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -93,9 +93,7 @@ class MaskRules:
         """Return how many rows may cross instead of `rows`."""
         return most_rows(self._mask, rows)
 
-    def check_sent(
-        self, operator: Operator, plain: torch.Tensor, most_rows: int, masked: object
-    ) -> None:
+    def check_sent(self, operator: Operator, plain: torch.Tensor, masked: object) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.
 
         Each service gets [rows, ...] of the same dtype and size, at most `most_rows`, or a seed of
@@ -106,8 +104,9 @@ class MaskRules:
         if len(masked.sent) != self.services:
             self.refuse(operator, f"{len(masked.sent)} tensors to send", f"{self.services} tensors")
         wanted, dtype, first = plain.shape[1:], plain.dtype, masked.sent[0].shape
+        most_rows = self.most_rows(len(plain))
         for sent in masked.sent:
-            shape = sent.shape
+            shape: tuple[Any, ...] = sent.shape
             if shape != first or shape[1:] != wanted or sent.dtype != dtype or shape[0] > most_rows:
                 sizes = ", ".join(["rows", *map(str, wanted)])
                 self.refuse(

@@ -14,7 +14,7 @@ import torch
 from protocol.errors import PolicyError
 from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.randomness import Randomness
-from tee_side.remote.linear import CallSettings, RunParts
+from tee_side.remote.call import CallSettings, RunParts
 from tee_side.words import Operator, Phase, registered_name
 
 GROUP = "tsqp.operators"

@@ -322,5 +322,5 @@ def test_a_reply_of_another_form_is_refused(saved_model: Models, shape: tuple[in
     model = saved_model("llama")
     engine = model.tee("clear-segment", channels=[Other(model.directory)]).engine()
     engine.add(token_ids(5), max_new_tokens=3)
-    with pytest.raises(ReplyError, match="Segment reply from loopback"):
+    with pytest.raises(ReplyError, match="segment reply from loopback"):
         engine.step()

@@ -25,7 +25,7 @@ from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_operators import load_local_operators, load_tee_model, sites_here
 from tee_side.policy.placement import load_policy
-from tee_side.remote.linear import RunParts
+from tee_side.remote.call import RunParts
 from tests.faults.row import Found, Row, note
 from tests.kit.demo import DEMO
 from tests.kit.spoilt import BASE, CASES, CONFIG, GENERATION, GOOD, TOKENIZER, Draft

@@ -25,8 +25,7 @@ from tee_side.native import kernels as compiled_ops
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
-from tee_side.remote.call import run
-from tee_side.remote.linear import RunParts
+from tee_side.remote.call import RunParts, run
 from tee_side.words import PHASES, Phase
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of

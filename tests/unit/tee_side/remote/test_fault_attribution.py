@@ -35,7 +35,7 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution
 from tee_side.remote.call import run
-from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
+from tee_side.remote.fault_attribution import find_liars, refuse
 from tee_side.words import Operator
 from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying
@@ -238,11 +238,16 @@ def test_the_rank_that_computed_wrongly_is_named(
     output[2, 190] += 3
     prepared = PreparedRequest(request, tuple(output.shape), "int32")
     exchange, sent = Exchange(endpoint="a", output=output), to_torch(request.elements)  # type: ignore[union-attr]
-    answer = Answer(world.replicas("a"), prepared, sent, exchange)
-    check = _check(model, held=False)
-    refused = Refused("gate_up_proj", 1, [answer], check, MaskRules(None), well_formed=True)
+    plan: Any = SimpleNamespace(
+        operator="gate_up_proj",
+        layer=1,
+        channels=[world.replicas("a")],
+        check=_check(model, held=False),
+        rules=MaskRules(None),
+    )
+    until = fault_attribution.time.monotonic() + left_s
     with pytest.raises(VerificationError) as caught:
-        refuse(refused, fault_attribution.time.monotonic() + left_s)
+        refuse(plan, [prepared], [sent], [exchange], until, well_formed=True)
     assert caught.value.got == f"a wrong result{said}"
 
 
