@@ -25,18 +25,20 @@ from protocol.model.forward import Call
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_head_scale
 from protocol.model.weights import CPU
-from tee_side.model.local_operators import (
+from tee_side.model.operators import (
     LocalOperators,
+    MicroBatchOperators,
     Product,
     TeeModel,
     load_local_operators,
     load_site,
     not_here,
+    place,
     sites_here,
     sites_under,
     sites_where,
+    tables_of,
 )
-from tee_side.model.operators import MicroBatchOperators, place, tables_of
 from tee_side.observer import Observer, Observers, timed
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path

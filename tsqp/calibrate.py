@@ -51,10 +51,15 @@ from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.batch import Batch
-from tee_side.model.kv_cache import KVCache
-from tee_side.model.local_operators import LocalOperators, load_tee_model, not_here
-from tee_side.model.operators import Operators, attend, forward
+from tee_side.model.batch import Batch, KVCache
+from tee_side.model.operators import (
+    LocalOperators,
+    Operators,
+    attend,
+    forward,
+    load_tee_model,
+    not_here,
+)
 from tee_side.protect.calibration import (
     FORMAT,
     HEADROOM,

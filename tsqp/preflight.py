@@ -23,7 +23,7 @@ from protocol.model.config import ModelConfig, find_file, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
-from tee_side.model.local_operators import sites_under
+from tee_side.model.operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask

@@ -28,8 +28,7 @@ from protocol.messages import SESSION_BYTES, SegmentRequest
 from protocol.model.config import ModelConfig
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import WireTensor, raw_bytes, short_name
-from tee_side.model.batch import Batch
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import Batch, KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is

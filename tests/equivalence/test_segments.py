@@ -24,8 +24,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request as Wanted
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Sequence
-from tee_side.model.batch import Batch, Take
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import Sessions
 from tee_side.policy.placement import Policy
 from tests.equivalence.test_architectures import VARIANTS

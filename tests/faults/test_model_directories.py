@@ -23,7 +23,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.local_operators import load_local_operators, load_tee_model, sites_here
+from tee_side.model.operators import load_local_operators, load_tee_model, sites_here
 from tee_side.policy.placement import load_policy
 from tee_side.remote.call import RunParts
 from tests.faults.row import Found, Row, note

@@ -29,7 +29,7 @@ from protocol.prepared import PreparedRequest
 from protocol.shared_memory import frames_in
 from protocol.stream_wire import MessageReader
 from protocol.tensors import Buffer, WireTensor, to_torch
-from tee_side.remote.handshake import ServiceCheck
+from tee_side.remote.services.member import ServiceCheck
 from tests.fuzz.engine import Target
 from tests.fuzz.files import tiny_model
 from tests.kit import mutate

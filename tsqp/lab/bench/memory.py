@@ -19,7 +19,7 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
-from tee_side.model.local_operators import sites_here
+from tee_side.model.operators import sites_here
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.pads import pad_layouts
 

@@ -15,7 +15,7 @@ from protocol.errors import PolicyError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.model.local_operators import sites_under
+from tee_side.model.operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile

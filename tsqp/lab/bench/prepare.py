@@ -24,7 +24,7 @@ from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, lin
 from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import load_tensor, weight_rows
-from tee_side.model.local_operators import sites_here
+from tee_side.model.operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask

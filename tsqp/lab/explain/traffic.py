@@ -32,8 +32,7 @@ from protocol.model.forward import Call
 from protocol.model.weights import row_layout
 from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import WireTensor, from_torch
-from tee_side.model.batch import Batch, Take
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masking import Hide, MaskRules, linear_masking

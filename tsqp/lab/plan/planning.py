@@ -20,7 +20,7 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
-from tee_side.model.local_operators import sites_here
+from tee_side.model.operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear

@@ -28,8 +28,8 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Payloads, Preparable, PreparedRequest
 from protocol.tensors import WireTensor, short_name
-from tee_side.model.local_operators import TeeLayer
 from tee_side.model.local_ops import causal_mask
+from tee_side.model.operators import TeeLayer
 from tee_side.observer import timed
 from tee_side.policy.placement import Placement
 from tee_side.protect.masking import MaskRules

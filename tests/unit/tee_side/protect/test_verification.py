@@ -19,7 +19,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from tee_side.model.local_operators import sites_where
+from tee_side.model.operators import sites_where
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.randomness import Randomness

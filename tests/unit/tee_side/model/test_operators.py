@@ -19,8 +19,14 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from tee_side.model import local_ops
-from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
-from tee_side.model.operators import Operators, logits, place
+from tee_side.model.operators import (
+    LocalOperators,
+    Operators,
+    load_local_operators,
+    logits,
+    place,
+    sites_here,
+)
 from tee_side.native import kernels as compiled_ops
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
