@@ -6,6 +6,7 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -34,9 +35,6 @@ from tee_side.model.operators import (
     load_site,
     not_here,
     place,
-    sites_here,
-    sites_under,
-    sites_where,
     tables_of,
 )
 from tee_side.observer import Observer, Observers, timed
@@ -75,14 +73,20 @@ from tee_side.protect.verification import (
     check_verifiable,
     find_checks,
 )
-from tee_side.remote.call import CallSettings, ChannelsAt, RunParts, plan_linear
+from tee_side.remote.call import (
+    CallSettings,
+    ChannelsAt,
+    RegisteredOperator,
+    RunParts,
+    find_registered,
+    plan_linear,
+)
 from tee_side.words import Operator, Phase, Site, Verify, is_projection, registered_name
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
     from tee_side.protect.masks.keyed import TransformKey
     from tee_side.protect.pads.bank_files import BankPlace
-    from tee_side.remote.registered import RegisteredOperator
 
 # Banks, segments, keyed masks and registered operators are imported where a policy or an option
 # names them: a run does not trust the code of the others.
@@ -136,18 +140,21 @@ class Assembly:
         layers = config.num_hidden_layers
         policy.check(layers)
         padded = {
-            mask: sites_under(policy, layers, mask)
+            mask: policy.sites_under(layers, mask)
             for mask in policy.masks
             if isinstance(mask, AdditiveMask)
         }
         # Where pads may run out, the TEE computes what they were for.
-        others = chain(*padded.values()) if settings.when_out == "tee" else ()
-        self._sites_here = list(dict.fromkeys([*sites_here(policy, layers), *others]))
-        self._verified = sites_where(policy, layers, lambda placed: placed.verify != "none")
+        missed = chain(*padded.values()) if settings.when_out == "tee" else ()
+        self._sites_here = list(dict.fromkeys([*policy.sites_here(layers), *missed]))
+        self._verified = policy.sites(layers, lambda placed: placed.verify != "none")
         check_verifiable(policy.name, self._verified, config, checkpoint)
         if self._verified:
             self._checks_class = find_checks(policy.name, policy.served_arithmetic)
-        self._registered_classes = _find_registered(policy, layers)
+        # What is no linear operator, nor part of a segment.
+        inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
+        others = [o for o, _ in policy.leaving() if o not in (*policy.projections, *inside)]
+        self._registered_classes = find_registered(policy.name, others)
         _check_settings(settings, padded, self._parts)
         checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
         checkpoint.refuse_extra(config)
@@ -225,14 +232,14 @@ class Assembly:
         *,
         micro_batches: int = 1,
         only: Collection[Operator] | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float = math.inf,
     ) -> list[MicroBatchOperators]:
         """Build the tables for each micro-batch of a step, and spares for parts beside it.
 
         `channels_at`: the services of each layer. `only`: what the observers are told of, where it
         runs in the TEE; None for everything. `timeout_s`: for a result, however many are asked for
-        it because others' were refused; None: each has its channel's own deadline. The first call
-        loads the weights that stay, and draws what results are verified with.
+        it because others' were refused; infinite: each has its channel's own deadline. The first
+        call loads the weights that stay, and draws what results are verified with.
         """
         randomness = randomness or Randomness()
         settings = CallSettings(channels_at, timeout_s, None)
@@ -375,17 +382,6 @@ class Assembly:
     @cached_property
     def _registered(self) -> dict[str, RegisteredOperator]:
         return {name: made(self._parts) for name, made in self._registered_classes.items()}
-
-
-def _find_registered(policy: Policy, layers: int) -> dict[str, type[RegisteredOperator]]:
-    """Return what sends operators that are no linear ones, nor part of a segment."""
-    inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
-    others = [o for o, _ in policy.leaving() if o not in policy.projections and o not in inside]
-    if not others:
-        return {}
-    from tee_side.remote.registered import find_registered
-
-    return find_registered(policy.name, others)
 
 
 def _check_settings(settings: MaskSettings, padded: PaddedSites, parts: RunParts) -> None:

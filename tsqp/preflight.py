@@ -23,7 +23,6 @@ from protocol.model.config import ModelConfig, find_file, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
-from tee_side.model.operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
@@ -182,7 +181,7 @@ def _bank(start: Start) -> Iterator[Finding]:
     status = read_bank_status(place)
     mask = start.pads[0]
     layout = PadLayout.of(
-        start.config, sites_under(start.policy, start.config.num_hidden_layers, mask)
+        start.config, start.policy.sites_under(start.config.num_hidden_layers, mask)
     )
     # As a run does: a directory without linear weights has the digest of its calibration.
     wanted = Purpose.of(

@@ -40,12 +40,12 @@ from protocol.native import compiled_for
 from tee_side.model.batch import Batch, KVCache
 from tee_side.native import kernels
 from tee_side.observer import Observer, timed
-from tee_side.policy.placement import Placement, Policy, Segment
+from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
 from tee_side.remote.call import RunParts, turn
-from tee_side.words import LAYERLESS, PHASES, PRODUCTS, Operator, Phase, Site, is_linear, layer_of
+from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase, Site, layer_of
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -122,28 +122,6 @@ def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dty
         for layer in range(config.num_hidden_layers)
     ]
     return TeeModel(config, dtype, norms, read(FINAL_NORM), Rope(config, dtype))
-
-
-def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
-    """Return the sites that are placed so in some phase."""
-    return [
-        (layer, operator)
-        for layer in range(layers)
-        for operator in policy.projections
-        if is_linear(operator) or layer == layers - 1
-        if any(placed(policy.at(operator, layer, phase)) for phase in PHASES)
-    ]
-
-
-def sites_here(policy: Policy, layers: int) -> list[Site]:
-    """Return the sites that the TEE computes in some phase, or when pads are not in stock."""
-    stock = policy.prefill == "stock"
-    return sites_where(policy, layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
-
-
-def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
-    """Return the sites that are under a mask in some phase."""
-    return sites_where(policy, layers, lambda placement: placement.mask == mask)
 
 
 def load_local_operators(

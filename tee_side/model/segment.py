@@ -161,7 +161,7 @@ class SegmentCall:
             shape=lambda operand: (len(operand.rows), columns),
             check=UNVERIFIED,
             decode=lambda y, _: y,
-            timeout_s=settings.longest_s,
+            timeout_s=settings.timeout_s,
             clock=settings.clock("segment", segment.first),
         )
 

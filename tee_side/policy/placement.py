@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -73,7 +73,9 @@ from tee_side.words import (
     Operator,
     Phase,
     Place,
+    Site,
     Verify,
+    is_linear,
     is_projection,
 )
 
@@ -424,6 +426,25 @@ class Policy(BaseModel):
             head = last == num_layers - 1 and behind == [(True, placed.mask, "none", None)]
             found.append(Segment(first, last, placed, head))
         return sorted(found, key=lambda segment: segment.first)
+
+    def sites(self, num_layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
+        """Return the sites of a model of so many layers that are placed so in some phase."""
+        return [
+            (layer, operator)
+            for layer in range(num_layers)
+            for operator in self.projections
+            if is_linear(operator) or layer == num_layers - 1
+            if any(placed(self.at(operator, layer, phase)) for phase in PHASES)
+        ]
+
+    def sites_here(self, num_layers: int) -> list[Site]:
+        """Return the sites that the TEE computes in some phase, or when pads are not in stock."""
+        stock = self.prefill == "stock"
+        return self.sites(num_layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
+
+    def sites_under(self, num_layers: int, mask: Mask) -> list[Site]:
+        """Return the sites that are under a mask in some phase."""
+        return self.sites(num_layers, lambda placement: placement.mask == mask)
 
     def leaving(self) -> Iterator[tuple[Operator, Placement]]:
         """Yield what leaves the TEE."""

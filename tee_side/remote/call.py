@@ -16,15 +16,15 @@ import math
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from protocol.channel import Channel
-from protocol.errors import DeadlineExceededError, ReplyError
+from protocol.errors import DeadlineExceededError, PolicyError, ReplyError
 from protocol.messages import LinearRequest, RingLinearRequest, RingLMHeadRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
@@ -37,10 +37,11 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masking import Hide, MaskRules
 from tee_side.protect.masks.mask import Masked, Seed
 from tee_side.protect.padded import Padded, PaddedSite
+from tee_side.protect.randomness import Randomness
 from tee_side.protect.resumption import watch
 from tee_side.protect.sites import LinearSite
 from tee_side.protect.verification import ResultCheck, Unverified
-from tee_side.words import Operator, Site, layer_of
+from tee_side.words import Operator, Phase, Site, layer_of, registered_name
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
 Operand: TypeAlias = Any
@@ -49,6 +50,8 @@ Operand: TypeAlias = Any
 ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
 # Shapes that a plan keeps prepared requests for: every decode batch, and whole prefill chunks.
 MAX_PREPARED = 64
+# The entry points of operators that are not linear.
+REGISTERED = "tsqp.operators"
 R = TypeVar("R")
 # `None` is sent to it at each turn.
 Running: TypeAlias = Coroutine[None, None, R]
@@ -69,22 +72,17 @@ class CallSettings:
     """What all calls of a micro-batch have in common.
 
     `channels_at`: the services of each layer. `timeout_s`: after which no other service is asked
-    for what was refused; None: each request has its channel's own deadline. `observer`: told of
+    for what was refused; infinite: each request has its channel's own deadline. `observer`: told of
     every stage; None for none.
     """
 
     channels_at: ChannelsAt
-    timeout_s: float | None
+    timeout_s: float
     observer: Observer | None
 
     def clock(self, operator: Operator, layer: int | None) -> StageClock | Untimed:
         """Return what tells the observer of an operator's stages."""
         return UNTIMED if self.observer is None else StageClock(self.observer, operator, layer)
-
-    @property
-    def longest_s(self) -> float:
-        """`timeout_s`, infinite for None."""
-        return math.inf if self.timeout_s is None else self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,11 +178,53 @@ def plan_linear(
         shape=lambda encoded: (len(encoded), outputs),
         check=check,
         decode=linear.decode,
-        timeout_s=settings.longest_s,
+        timeout_s=settings.timeout_s,
         clock=settings.clock(operator, layer),
         padded=padded,
     )
     return partial(carry_out, plan)
+
+
+class RegisteredOperator(Protocol):
+    """An operator of a run that is not linear, as an installed package computes it at a service.
+
+    The entry points `tsqp.operators` name a class each for `embedding`, `attention` (whose products
+    are `attn_scores` and `attn_values`) and `lm_head`. What they send goes through `carry_out`.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        """Read what is needed, and draw the secrets of checks; once a run."""
+
+    def bind(
+        self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
+    ) -> Callable[..., Awaitable[torch.Tensor]]:
+        """Return what the forward pass calls, in a layer and phase in which the operator leaves.
+
+        `embedding` and `lm_head` get a tensor, `attention` what `RemoteAttention` does.
+        """
+
+
+def find_registered(
+    policy: str, operators: Sequence[Operator]
+) -> dict[str, type[RegisteredOperator]]:
+    """Return the classes that send operators of a policy, by the names they are registered under.
+
+    Raises PolicyError that says what to install, and PluginError for a package that does not load.
+    """
+    found: dict[str, type[RegisteredOperator]] = {}
+    for operator in operators:
+        from tee_side.plugins import load_entry_point, one_entry_point  # of no use to most runs
+
+        name = registered_name(operator)
+        if (entry := one_entry_point(REGISTERED, name)) is None:
+            raise PolicyError(
+                f"policy {policy}: {operator}",
+                "a placement that leaves, without a package that sends it",
+                f"an installed package that registers {name!r} in the entry points"
+                f' {REGISTERED}, as tsqp does, or place = "tee"',
+            )
+        found[name] = load_entry_point(entry)
+    return found
 
 
 async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:

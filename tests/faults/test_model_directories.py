@@ -23,7 +23,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.operators import load_local_operators, load_tee_model, sites_here
+from tee_side.model.operators import load_local_operators, load_tee_model
 from tee_side.policy.placement import load_policy
 from tee_side.remote.call import RunParts
 from tests.faults.row import Found, Row, note
@@ -38,7 +38,7 @@ def tee(directory: Path) -> None:
     checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
     checkpoint.refuse_extra(config)
     load_tee_model(config, checkpoint, dtype)
-    sites = sites_here(policy, config.num_hidden_layers)
+    sites = policy.sites_here(config.num_hidden_layers)
     parts = RunParts(policy, config, checkpoint, dtype)
     load_local_operators(parts, sites=sites, integers=None, held={})
     Tokenizer(directory)

@@ -276,7 +276,6 @@ def bank_place(settings: RunSettings) -> BankPlace | None:
 
 def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
     """Return the mask that a bank is for, and its sites. Raises PolicyError."""
-    from tee_side.model.operators import sites_under
     from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.layout import PadLayout
 
@@ -288,7 +287,7 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
         f"masks {names}" if found else "no operator under pads",
         "one mask that needs pads, as in shielded",
     )
-    sites = sites_under(policy, config.num_hidden_layers, found[0])
+    sites = policy.sites_under(config.num_hidden_layers, found[0])
     return found[0], PadLayout.of(config, sites)
 
 

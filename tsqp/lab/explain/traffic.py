@@ -7,6 +7,7 @@ weights nor services, keys, calibration or pads are needed: sizes do not depend 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -307,7 +308,7 @@ class StepTraffic:
     def _settings(self, mask: Mask | None) -> CallSettings:
         services = range(mask.services if mask else 1)
         channels: list[Channel] = [_Recorder(n, self._log) for n in services]
-        return CallSettings(lambda _layer: channels, None, None)
+        return CallSettings(lambda _layer: channels, math.inf, None)
 
     def _hide(self, mask: Mask | None, site: Site) -> Hide:
         if isinstance(mask, AdditiveMask):

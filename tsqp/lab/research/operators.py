@@ -248,7 +248,7 @@ def _rows_call(
         shape=lambda x: (len(x), width),
         check=check,
         decode=lambda y, _x: y,
-        timeout_s=settings.longest_s,
+        timeout_s=settings.timeout_s,
         clock=settings.clock(operator, None),
     )
     return partial(carry_out, plan)
@@ -305,7 +305,7 @@ def product_call(
         shape=lambda operands: (*operands[0].shape[:-1], operands[1].shape[-1]),
         check=check,
         decode=lambda y, _operands: y,
-        timeout_s=settings.longest_s,
+        timeout_s=settings.timeout_s,
         clock=settings.clock(operator, layer),
     )
     return partial(carry_out, plan)
