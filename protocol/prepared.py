@@ -203,21 +203,15 @@ class PreparedRequest:
         """
         if exchange.output is not None:
             return exchange.output
-        return reply_tensor(exchange, self.method, self.reply_shape, self.reply_dtype)
-
-
-def reply_tensor(
-    exchange: Exchange, method: str, shape: tuple[int, ...], dtype: str
-) -> torch.Tensor:
-    """Return the tensor of a reply to `method`, as a view of its bytes.
-
-    Raises ReplyError for a reply of another kind, shape or dtype (a short name).
-    """
-    response = exchange.response
-    got = type(response).__name__
-    if isinstance(response, TensorReply):
-        output = response.output
-        if (output.shape, output.dtype) == (shape, dtype):
-            return to_torch(output)
-        got = f"{output.dtype} {list(output.shape)}"
-    raise ReplyError(f"{method} reply from {exchange.endpoint}", got, f"{dtype} {list(shape)}")
+        response = exchange.response
+        got = type(response).__name__
+        if isinstance(response, TensorReply):
+            output = response.output
+            if (output.shape, output.dtype) == (self.reply_shape, self.reply_dtype):
+                return to_torch(output)
+            got = f"{output.dtype} {list(output.shape)}"
+        raise ReplyError(
+            f"{self.method} reply from {exchange.endpoint}",
+            got,
+            f"{self.reply_dtype} {list(self.reply_shape)}",
+        )

@@ -38,7 +38,7 @@ from tee_side.model.operators import (
     tables_of,
 )
 from tee_side.observer import Observer, Observers, timed
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.mask import (
@@ -53,7 +53,7 @@ from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.pads.layout import PadLayout, site_number
 from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
-from tee_side.protect.pads.source import PadLane, Pads, WhenOut
+from tee_side.protect.pads.source import Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
@@ -61,7 +61,6 @@ from tee_side.protect.sites import (
     FloatSite,
     IntegerSite,
     IntegerSites,
-    LinearSite,
     load_biases,
     tensors_of,
 )
@@ -260,14 +259,40 @@ class Assembly:
         only: Collection[Operator] | None,
     ) -> MicroBatchOperators:
         settings = replace(settings, observer=observer if only is None else None)
-        policy, local = self._parts.policy, self._local
+        policy, config = self._parts.policy, self._parts.config
+        local, integers = self._local, self._integers
         # Two micro-batches never draw from one stretch of pads.
         pads = {mask: found.lane() for mask, found in self.pads.items()}
 
         @cache
         def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
-            drawn = None if mask is None else pads.get(mask)
-            return self._linear(site, mask, verify, drawn, settings, randomness)
+            # What is neither masked nor checked is computed with its bias and all.
+            bias_leaves = integers is None and mask is None and verify == "none"
+            of_site: FloatSite | IntegerSite | DynamicSite
+            if integers is not None:
+                of_site = integers[site]
+            else:
+                of_site = FloatSite(None if bias_leaves else self._biases.get(site))
+            check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
+            lane = None if mask is None else pads.get(mask)
+            padded = None
+            # What a subclass of `Pad` sends is its own affair.
+            if type(mask) is Pad and lane is not None and not isinstance(of_site, FloatSite):
+                exact = check.exact if isinstance(check, LinearCheck) else None
+                if of_site.compiled:
+                    padded = PaddedSite(of_site, site_number(*site), lane, exact)
+            return plan_linear(
+                site,
+                of_site,
+                linear_masking(mask, site, randomness, pads=lane, transforms=self._transforms),
+                MaskRules(mask),
+                check,
+                config,
+                settings,
+                bias_leaves=bias_leaves,
+                one_rpc_per_module=policy.one_rpc_per_module,
+                padded=padded,
+            )
 
         def stays(operator: Operator, layer: int | None) -> Product:
             function = local.get((layer, operator), not_here)
@@ -283,64 +308,23 @@ class Assembly:
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
-        layers = self._parts.config.num_hidden_layers
+        layers = config.num_hidden_layers
         made = partial(place, policy, layers, stays, leaves)
         if found := policy.segments(layers):
             from tee_side.model.segment import SegmentCall, Sessions, cut
 
             segments = [part for one in found for part in cut(one, settings.channels_at)]
-            sessions, config = self._sessions, self._parts.config
-            for one in segments:
-                sessions.setdefault(one.first, Sessions())
-            made = partial(
-                made,
-                segments=segments,
-                segment=lambda one: SegmentCall(
-                    one, config, settings, sessions[one.first], self._keyed
-                ),
-            )
+
+            def segment(one: Segment) -> SegmentCall:
+                sessions = self._sessions.setdefault(one.first, Sessions())
+                return SegmentCall(one, config, settings, sessions, self._keyed)
+
+            made = partial(made, segments=segments, segment=segment)
         tables = made()
         apart = pads or tables["decode"].head_in_segment
         withheld = made(withheld=True) if apart else tables
         model = self._model.observed(settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
-
-    def _linear(
-        self,
-        site: Site,
-        mask: Mask | None,
-        verify: Verify,
-        pads: PadLane | None,
-        settings: CallSettings,
-        randomness: Randomness,
-    ) -> Call:
-        """Resolve how a site leaves under a mask and a verification; `pads`: of that mask."""
-        # What is neither masked nor checked is computed with its bias and all.
-        bias_leaves = self._integers is None and mask is None and verify == "none"
-        linear: LinearSite
-        if self._integers is not None:
-            linear = self._integers[site]
-        else:
-            linear = FloatSite(None if bias_leaves else self._biases.get(site))
-        check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
-        padded = None
-        # What a subclass of `Pad` sends is its own affair.
-        if pads is not None and type(mask) is Pad and isinstance(linear, IntegerSite | DynamicSite):
-            exact = check.exact if isinstance(check, LinearCheck) else None
-            if linear.compiled:
-                padded = PaddedSite(linear, site_number(*site), pads, exact)
-        return plan_linear(
-            site,
-            linear,
-            linear_masking(mask, site, randomness, pads=pads, transforms=self._transforms),
-            MaskRules(mask),
-            check,
-            self._parts.config,
-            settings,
-            bias_leaves=bias_leaves,
-            one_rpc_per_module=self._parts.policy.one_rpc_per_module,
-            padded=padded,
-        )
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.

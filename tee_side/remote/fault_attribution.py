@@ -52,15 +52,6 @@ class Answer(NamedTuple):
         """Return what is to be computed once more. Raises ReplyError."""
         return Claim(self.request.request(self.sent), self.request.output(self.exchange))
 
-    def claims_of_ranks(self) -> Sequence[Claim]:
-        """Return what each rank of the service has claimed; none where it says that it has one."""
-        if not isinstance(self.channel, Replicas):
-            return []
-        ranks = self.channel.ranks(self.exchange)
-        if ranks == 1 or self.request.method == EmbeddingRequest.method:
-            return []
-        return [self.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
-
 
 def refuse(
     plan: CallPlan,
@@ -148,16 +139,20 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
 
     A hint: the service says itself how many it has.
     """
-    now, claims = time.monotonic(), liar.claims_of_ranks()
-    if not claims or isinstance(check, Unverified):
+    channel = liar.channel
+    if isinstance(check, Unverified) or not isinstance(channel, Replicas):
         return ""
+    now, ranks = time.monotonic(), channel.ranks(liar.exchange)
+    if ranks == 1 or liar.request.method == EmbeddingRequest.method:
+        return ""
+    claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
     until = min(now + _HINT_S, now + (until - now) / _HINT_PART)
     try:
         wrong = find_liars(claims, check, lambda: time.monotonic() >= until)
     except TsqpError:
         return ""
     found = " and ".join(str(rank) for rank in wrong)
-    return f" in the columns of rank {found} of {len(claims)}, counted from 0" if found else ""
+    return f" in the columns of rank {found} of {ranks}, counted from 0" if found else ""
 
 
 def _liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> Sequence[Answer] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product, repeat
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def _call(
     timeout_s: float | None = None,
 ) -> torch.Tensor:
     tee = model.tee(policy, channels=list(channels))
-    (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s)
+    (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s or math.inf)
     size = 96 if operator == "o_proj" else 48
     found = getattr(lane.tables["decode"], operator)
     return run((found if operator == "lm_head" else found[1])(torch.ones(3, size)))
