@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from tee_side.protect.masks.keyed import TransformKey
     from tee_side.protect.pads.bank_files import BankPlace
 
-# Banks, segments, keyed masks and registered operators are imported where a policy or an option
+# Banks, segments, keyed masks and what packages register are imported where a policy or an option
 # names them: a run does not trust the code of the others.
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
@@ -172,7 +172,14 @@ class Assembly:
         self._biases = biases = _load_biases(self._parts)
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
-            calibration = _load_calibration(settings.calibration, self.linear_digest, self._parts)
+            _check_own_kernels(CPU)
+            calibration = Calibration.load(
+                calibration_path(checkpoint.directory, settings.calibration),
+                config,
+                model_digest(config, checkpoint),
+                self.linear_digest,
+                checkpoint.manifest,
+            )
             # Where the directory has no linear weights: those that the scales belong to.
             self.linear_digest = calibration.linear_digest
             head = any(name == "lm_head" for name, _ in policy.leaving())
@@ -420,11 +427,3 @@ def _load_biases(parts: RunParts) -> dict[Site, torch.Tensor]:
         if integers or any((p.mask, p.verify) != (None, "none") for p in placed.get(name, ()))
     ]
     return load_biases(parts.checkpoint, parts.config, operators, parts.dtype)
-
-
-def _load_calibration(path: Path | None, linear: str | None, parts: RunParts) -> Calibration:
-    _check_own_kernels(CPU)
-    config, checkpoint = parts.config, parts.checkpoint
-    found = calibration_path(checkpoint.directory, path)
-    digest = model_digest(config, checkpoint)
-    return Calibration.load(found, config, digest, linear, checkpoint.manifest)

@@ -28,7 +28,7 @@ from protocol.messages import SESSION_BYTES, SegmentRequest
 from protocol.model.config import ModelConfig
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import WireTensor, raw_bytes, short_name
-from tee_side.model.batch import Batch, KVCache
+from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is
@@ -46,6 +46,8 @@ from tee_side.remote.services.replicas import Replicas
 
 _NO_SESSION = bytes(SESSION_BYTES)
 _PART_WORDS = 7
+# Of no rows: behind the name of a session that nothing needs any more.
+_ENDED = bytes(8 * _PART_WORDS - SESSION_BYTES)
 _MOST_ENDED = 64
 # How often a service may lose a sequence before its next token, and be asked again.
 _MOST_LOSSES = 3
@@ -190,14 +192,8 @@ class SegmentCall:
             masked = keyed.mask(h_TD, self._sessions.noise(h_TD, batch))
         self._rules.check_sent("segment", h_TD, masked)
         parts = b"".join(
-            _part(
-                self._sessions.name(chunk.cache),
-                (chunk.start, chunk.tokens, chunk.known_length),
-                chunk.cache.parent,
-            )
-            for chunk in batch.chunks
-        )
-        parts += b"".join(_part(ended, (0, 0, 0), None) for ended in self._sessions.ended())
+            _part(chunk, self._sessions.name(chunk.cache)) for chunk in batch.chunks
+        ) + b"".join(session + _ENDED for session in self._sessions.ended())
         parts_P7 = torch.frombuffer(bytearray(parts), dtype=torch.int64).view(-1, _PART_WORDS)
         sent = cast("torch.Tensor", masked.sent[0])  # seeds are refused here
         unmask = keyed.unmask_logits if keyed and self._segment.head else masked.unmask
@@ -226,11 +222,9 @@ class SegmentCall:
         return lost
 
 
-def _part(
-    session: bytes, numbers: tuple[int, int, int], parent: tuple[KVCache, int] | None
-) -> bytes:
+def _part(chunk: Chunk, session: bytes) -> bytes:
     """Encode one row of `SegmentRequest.parts`."""
-    start = numbers[0]
+    start, parent = chunk.start, chunk.cache.parent
     # Whatever else the parent has become since, its first tokens are the same.
     begins_with = parent[0].session if parent is not None and parent[1] == start else _NO_SESSION
-    return session + struct.pack("<3q", *numbers) + begins_with
+    return session + struct.pack("<3q", start, chunk.tokens, chunk.known_length) + begins_with
