@@ -240,12 +240,9 @@ def test_the_rank_that_computed_wrongly_is_named(
     prepared = PreparedRequest(request, tuple(output.shape), "int32")
     exchange, sent = Exchange(endpoint="a", output=output), to_torch(request.elements)  # type: ignore[union-attr]
     plan: Any = SimpleNamespace(
-        operator="gate_up_proj",
-        layer=1,
-        channels=[world.replicas("a")],
-        check=_check(model, held=False),
-        rules=MaskRules(None),
+        operator="gate_up_proj", layer=1, channels=[world.replicas("a")], rules=MaskRules(None)
     )
+    plan.check = _check(model, held=False)
     until = fault_attribution.time.monotonic() + left_s
     with pytest.raises(VerificationError) as caught:
         refuse(plan, [prepared], [sent], [exchange], until, well_formed=True)
