@@ -33,10 +33,15 @@ from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quant
 from protocol.zmq_channel import ZmqChannel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.batch import Batch, Chunk
-from tee_side.model.kv_cache import KVCache
-from tee_side.model.local_operators import LocalOperators, TeeModel, load_tee_model
-from tee_side.model.operators import Operators, forward, logits
+from tee_side.model.batch import Batch, Chunk, KVCache
+from tee_side.model.operators import (
+    LocalOperators,
+    Operators,
+    TeeModel,
+    forward,
+    load_tee_model,
+    logits,
+)
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import Calibration, SiteScales, calibration_path
 from tee_side.protect.sites import IntegerSite

@@ -28,8 +28,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from benchmarks.harness import Found, Place, in_turns, main
 from tee_side.attest import snp
-from tee_side.attest.appraisal import Expected, appraise
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy, Expected, appraise
 from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.statement import About, Statement, read_certificate

@@ -38,7 +38,7 @@ from protocol.messages import (
     checked_timing,
     tensor_reply,
 )
-from protocol.prepared import Exchange, PreparedRequest, Traffic
+from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 from protocol.tensors import Buffer, WireTensor
 
 # How long a request may wait for a lost connection to come back before it is sent.
@@ -73,11 +73,11 @@ class Channel(Protocol):
         """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
-        """Send a prepared request with this tensor, and return its id. Raises as `submit` does.
+        """Send a prepared request with these tensors, and return its id. Raises as `submit` does.
 
-        The tensor must be of the prepared shape and dtype (ProtocolError), and must not be written
+        Each must be of the prepared shape and dtype (ProtocolError), and must not be written
         to from now on (`protocol.tensors.raw_bytes`). `PreparedRequest.output` reads the reply. A
         channel that looks into messages may inherit this, which goes through `submit`.
         """
@@ -251,7 +251,7 @@ class PendingChannel(Channel):
         return self._begin(pending, frames, begun_ns, send_within_s)
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
         """See `Channel.start`."""
         begun_ns = time.perf_counter_ns()
@@ -259,9 +259,12 @@ class PendingChannel(Channel):
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
         fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
-        simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
         sent_ns = time.perf_counter_ns()
-        if fits and simple and size <= self._max_message_bytes:
+        if (
+            (fits and isinstance(payload, torch.Tensor) and payload.is_contiguous())
+            and (payload.is_cpu and prepared.sent_as.address)
+            and size <= self._max_message_bytes
+        ):
             place = self._put(prepared, payload, request_id, timeout_ms)
         pending = Pending(  # the service may read it meanwhile
             method=prepared.method,
@@ -279,7 +282,7 @@ class PendingChannel(Channel):
             self._last_id, self._pending[request_id] = request_id, pending
             return request_id
         header = REQUEST.header(prepared.template, request_id, timeout_ms)
-        return self._begin(pending, [header, prepared.payload(payload)], begun_ns, timeout_s)
+        return self._begin(pending, [header, *prepared.payload(payload)], begun_ns, timeout_s)
 
     def _begin(
         self, pending: Pending, frames: Sequence[Buffer], begun_ns: int, send_within_s: float

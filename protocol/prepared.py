@@ -1,7 +1,7 @@
-"""A tensor request whose header is written once, what a good reply says, and what came of it.
+"""A request of tensors whose header is written once, what a good reply says, and what came of it.
 
 A forward pass sends the same few hundred requests again and again: only the request id, the
-deadline and the tensor's numbers are new. A request of a site and row count is prepared once, sent
+deadline and the tensors' numbers are new. A request of a site and row count is prepared once, sent
 by `Channel.start`, and a reply with exactly the expected header needs no decoding.
 """
 
@@ -23,10 +23,12 @@ from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
+    MatmulRequest,
     Response,
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    SegmentRequest,
     TensorReply,
     Timing,
 )
@@ -41,14 +43,16 @@ from protocol.tensors import (
     torch_dtype,
 )
 
-# Requests that carry exactly one tensor.
+# Requests whose tensors are new each time, and all else is the same.
 Preparable: TypeAlias = (
     EmbeddingRequest
     | LinearRequest
     | RingLinearRequest
     | SeededRingLinearRequest
+    | MatmulRequest
     | LMHeadRequest
     | RingLMHeadRequest
+    | SegmentRequest
 )
 
 _SHAPE = struct.Struct("5q")
@@ -106,34 +110,57 @@ class Traffic:
     bytes_received: int = 0
 
 
-class PreparedRequest:
-    """A request but for its id, its deadline and its tensor's numbers.
+class Payloads(tuple[torch.Tensor, ...]):
+    """The tensors of a message that has several, in the order of its fields."""
 
-    `message`: what it was made from; `method`; `shape` and `dtype` (a short name) of the payload;
-    `template`: the header behind the id and deadline; `request_bytes`: size of all frames. Of the
-    reply: `reply_shape`, `reply_dtype`, `reply_payload_bytes`, `reply_bytes`, and `reply_template`
-    (the header behind the id and timing). `sent_as`, `answered_as`: both messages for compiled
-    code.
+    __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """Of each tensor."""
+        return tuple(tuple(tensor.shape) for tensor in self)
+
+    @property
+    def dtype(self) -> tuple[torch.dtype, ...]:
+        """Of each tensor."""
+        return tuple(tensor.dtype for tensor in self)
+
+
+# What fills a prepared request: its tensor, or its tensors.
+Payload: TypeAlias = torch.Tensor | Payloads
+
+
+class PreparedRequest:
+    """A request but for its id, its deadline and its tensors' numbers.
+
+    `message`: what it was made from; `method`; `shape` and `dtype` (a short name) of the payload,
+    of several tensors the first; `template`: the header behind the id and deadline;
+    `request_bytes`: size of all frames. Of the reply: `reply_shape`, `reply_dtype`,
+    `reply_payload_bytes`, `reply_bytes`, and `reply_template` (the header behind the id and
+    timing). `sent_as`, `answered_as`: both messages for compiled code, which sends no several
+    tensors.
     """
 
     def __init__(self, message: Preparable, reply_shape: tuple[int, ...], reply_dtype: str) -> None:
         """Prepare requests like this message.
 
-        Of the message's tensor only shape and dtype count, not its bytes. `reply_shape` and
+        Of the message's tensors only shape and dtype count, not their bytes. `reply_shape` and
         `reply_dtype` (a short name): of the tensor that a good reply holds.
         """
-        fields = ((n, value) for n, value in message if isinstance(value, WireTensor))
-        self.message, (self._field, tensor) = message, next(fields)
-        self.method, self.shape, self.dtype = message.method, tensor.shape, tensor.dtype
+        self.message, self.method = message, message.method
+        self._tensors = {name: one for name, one in message if isinstance(one, WireTensor)}
+        first, *others = self._tensors.values()
+        self.shape, self.dtype = first.shape, first.dtype
         self.template = request_template(message, [b""])
-        self.request_bytes = REQUEST.head_bytes + len(self.template) + tensor.payload_bytes
+        payload_bytes = sum(one.payload_bytes for one in (first, *others))
+        self.request_bytes = REQUEST.head_bytes + len(self.template) + payload_bytes
         expected = WireTensor(reply_dtype, reply_shape, b"")
         self.reply_shape, self.reply_dtype = reply_shape, reply_dtype
         self.reply_payload_bytes = expected.payload_bytes
         self.reply_template = reply_template(self.method, TensorReply(output=expected), [b""])
         self.torch_dtype, self.reply_torch_dtype = torch_dtype(self.dtype), torch_dtype(reply_dtype)
         self.reply_bytes = REPLY.head_bytes + len(self.reply_template) + self.reply_payload_bytes
-        self.sent_as = MessageShape(REQUEST, self.template, tensor.payload_bytes)
+        self.sent_as = MessageShape(REQUEST, self.template, first.payload_bytes)
         self.answered_as = MessageShape(REPLY, self.reply_template, self.reply_payload_bytes)
 
     @cached_property
@@ -142,28 +169,32 @@ class PreparedRequest:
 
         Raises ValueError for what is no RingLinear.
         """
-        others = {name: value for name, value in self.message if name != self._field}
+        others = {name: value for name, value in self.message if name not in self._tensors}
         (rows, columns), seed = self.shape, WireTensor(self.dtype, SEED_SHAPE, b"")
         message = SeededRingLinearRequest(**others, rows=rows, columns=columns, seed=seed)
         return PreparedRequest(message, self.reply_shape, self.reply_dtype)
 
-    def payload(self, tensor: torch.Tensor) -> Buffer:
-        """Return the bytes of a tensor, which must be of the prepared shape and dtype.
+    def payload(self, payload: Payload) -> list[Buffer]:
+        """Return the bytes of each tensor, which must be of the prepared shape and dtype.
 
         Raises ProtocolError.
         """
-        if tensor.shape != self.shape or short_name(tensor.dtype) != self.dtype:
-            raise ProtocolError(
-                f"payload of {self.method}",
-                f"{short_name(tensor.dtype)} {list(tensor.shape)}",
-                f"{self.dtype} {list(self.shape)}",
-                code=ErrorCode.INVALID_FIELD,
-            )
-        return raw_bytes(tensor)
+        tensors = payload if isinstance(payload, Payloads) else (payload,)
+        for tensor, wanted in zip(tensors, self._tensors.values(), strict=True):
+            if tensor.shape != wanted.shape or short_name(tensor.dtype) != wanted.dtype:
+                raise ProtocolError(
+                    f"payload of {self.method}",
+                    f"{short_name(tensor.dtype)} {list(tensor.shape)}",
+                    f"{wanted.dtype} {list(wanted.shape)}",
+                    code=ErrorCode.INVALID_FIELD,
+                )
+        return [raw_bytes(tensor) for tensor in tensors]
 
-    def request(self, tensor: torch.Tensor) -> Preparable:
+    def request(self, payload: Payload) -> Preparable:
         """Return the whole message with this payload, for `Channel.submit`."""
-        return self.message.model_copy(update={self._field: from_torch(tensor)})
+        tensors = payload if isinstance(payload, Payloads) else (payload,)
+        filled = zip(self._tensors, map(from_torch, tensors), strict=True)
+        return self.message.model_copy(update=dict(filled))
 
     def output(self, exchange: Exchange) -> torch.Tensor:
         """Return the tensor of a reply, [*reply_shape] in `reply_dtype`, as a view of its bytes.
@@ -172,21 +203,15 @@ class PreparedRequest:
         """
         if exchange.output is not None:
             return exchange.output
-        return reply_tensor(exchange, self.method, self.reply_shape, self.reply_dtype)
-
-
-def reply_tensor(
-    exchange: Exchange, method: str, shape: tuple[int, ...], dtype: str
-) -> torch.Tensor:
-    """Return the tensor of a reply to `method`, as a view of its bytes.
-
-    Raises ReplyError for a reply of another kind, shape or dtype (a short name).
-    """
-    response = exchange.response
-    got = type(response).__name__
-    if isinstance(response, TensorReply):
-        output = response.output
-        if (output.shape, output.dtype) == (shape, dtype):
-            return to_torch(output)
-        got = f"{output.dtype} {list(output.shape)}"
-    raise ReplyError(f"{method} reply from {exchange.endpoint}", got, f"{dtype} {list(shape)}")
+        response = exchange.response
+        got = type(response).__name__
+        if isinstance(response, TensorReply):
+            output = response.output
+            if (output.shape, output.dtype) == (self.reply_shape, self.reply_dtype):
+                return to_torch(output)
+            got = f"{output.dtype} {list(output.shape)}"
+        raise ReplyError(
+            f"{self.method} reply from {exchange.endpoint}",
+            got,
+            f"{self.reply_dtype} {list(self.reply_shape)}",
+        )

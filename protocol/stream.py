@@ -180,7 +180,7 @@ class StreamChannel(PendingChannel):
         )
         if 0 < written < shape.total_bytes:
             header = REQUEST.header(prepared.template, request_id, timeout_ms)
-            pieces, total = to_pieces([header, prepared.payload(payload)])
+            pieces, total = to_pieces([header, *prepared.payload(payload)])
             self._writer.keep_rest(pieces, total, written)
         return 0 if written else NOT_PUT
 

@@ -6,6 +6,7 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -21,21 +22,21 @@ from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
 from protocol.model.config import ModelConfig
+from protocol.model.forward import Call
 from protocol.model.weights import CPU, QuantizedLinear, load_head_scale
-from tee_side.model.local_operators import (
+from tee_side.model.operators import (
     LocalOperators,
+    MicroBatchOperators,
     Product,
     TeeModel,
     load_local_operators,
     load_site,
     not_here,
-    sites_here,
-    sites_under,
-    sites_where,
+    place,
+    tables_of,
 )
-from tee_side.model.operators import MicroBatchOperators, place, tables_of
 from tee_side.observer import Observer, Observers, timed
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
 from tee_side.protect.masks.mask import (
@@ -55,7 +56,6 @@ from tee_side.protect.sites import (
     FloatSite,
     IntegerSite,
     IntegerSites,
-    LinearSite,
     PadLayout,
     load_biases,
     site_number,
@@ -69,16 +69,22 @@ from tee_side.protect.verification import (
     check_verifiable,
     find_checks,
 )
-from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear, RunParts, SitePlan
+from tee_side.remote.call import (
+    CallSettings,
+    ChannelsAt,
+    RegisteredOperator,
+    RunParts,
+    find_registered,
+    plan_linear,
+)
 from tee_side.words import Operator, Phase, Site, Verify, is_projection, registered_name
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
     from tee_side.protect.masks.keyed import TransformKey
     from tee_side.protect.pads.bank_files import BankPlace
-    from tee_side.remote.registered import RegisteredOperator
 
-# Banks, segments, keyed masks and registered operators are imported where a policy or an option
+# Banks, segments, keyed masks and what packages register are imported where a policy or an option
 # names them: a run does not trust the code of the others.
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
@@ -130,18 +136,21 @@ class Assembly:
         layers = config.num_hidden_layers
         policy.check(layers)
         padded = {
-            mask: sites_under(policy, layers, mask)
+            mask: policy.sites_under(layers, mask)
             for mask in policy.masks
             if isinstance(mask, AdditiveMask)
         }
         # Where pads may run out, the TEE computes what they were for.
-        others = chain(*padded.values()) if settings.when_out == "tee" else ()
-        self._sites_here = list(dict.fromkeys([*sites_here(policy, layers), *others]))
-        self._verified = sites_where(policy, layers, lambda placed: placed.verify != "none")
+        missed = chain(*padded.values()) if settings.when_out == "tee" else ()
+        self._sites_here = list(dict.fromkeys([*policy.sites_here(layers), *missed]))
+        self._verified = policy.sites(layers, lambda placed: placed.verify != "none")
         check_verifiable(policy.name, self._verified, config, checkpoint)
         if self._verified:
             self._checks_class = find_checks(policy.name, policy.served_arithmetic)
-        self._registered_classes = _find_registered(policy, layers)
+        # What is no linear operator, nor part of a segment.
+        inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
+        others = [o for o, _ in policy.leaving() if o not in (*policy.projections, *inside)]
+        self._registered_classes = find_registered(policy.name, others)
         _check_settings(settings, padded, self._parts)
         checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
         checkpoint.refuse_extra(config)
@@ -160,7 +169,14 @@ class Assembly:
         self._biases = biases = _load_biases(self._parts)
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
-            calibration = _load_calibration(settings.calibration, self.linear_digest, self._parts)
+            _check_own_kernels(CPU)
+            calibration = Calibration.load(
+                calibration_path(checkpoint.directory, settings.calibration),
+                config,
+                model_digest(config, checkpoint),
+                self.linear_digest,
+                checkpoint.manifest,
+            )
             # Where the directory has no linear weights: those that the scales belong to.
             self.linear_digest = calibration.linear_digest
             head = any(name == "lm_head" for name, _ in policy.leaving())
@@ -219,14 +235,14 @@ class Assembly:
         *,
         micro_batches: int = 1,
         only: Collection[Operator] | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float = math.inf,
     ) -> list[MicroBatchOperators]:
         """Build the tables for each micro-batch of a step, and spares for parts beside it.
 
         `channels_at`: the services of each layer. `only`: what the observers are told of, where it
         runs in the TEE; None for everything. `timeout_s`: for a result, however many are asked for
-        it because others' were refused; None: each has its channel's own deadline. The first call
-        loads the weights that stay, and draws what results are verified with.
+        it because others' were refused; infinite: each has its channel's own deadline. The first
+        call loads the weights that stay, and draws what results are verified with.
         """
         randomness = randomness or Randomness()
         settings = CallSettings(channels_at, timeout_s, None)
@@ -247,16 +263,40 @@ class Assembly:
         only: Collection[Operator] | None,
     ) -> MicroBatchOperators:
         settings = replace(settings, observer=observer if only is None else None)
-        policy, local = self._parts.policy, self._local
+        policy, config = self._parts.policy, self._parts.config
+        local, integers = self._local, self._integers
         # Two micro-batches never draw from one stretch of pads.
         pads = {mask: PadLane(found) for mask, found in self.pads.items()}
 
         @cache
-        def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:
-            drawn = None if mask is None else pads.get(mask)
-            plan = self._site_plan(site, mask, verify, drawn, randomness)
-            apart = policy.one_rpc_per_module
-            return RemoteLinear(plan, self._parts.config, settings, one_rpc_per_module=apart)
+        def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
+            # What is neither masked nor checked is computed with its bias and all.
+            bias_leaves = integers is None and mask is None and verify == "none"
+            of_site: FloatSite | IntegerSite | DynamicSite
+            if integers is not None:
+                of_site = integers[site]
+            else:
+                of_site = FloatSite(None if bias_leaves else self._biases.get(site))
+            check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
+            lane = None if mask is None else pads.get(mask)
+            padded = None
+            # What a subclass of `Pad` sends is its own affair.
+            if type(mask) is Pad and lane is not None and not isinstance(of_site, FloatSite):
+                exact = check.exact if isinstance(check, LinearCheck) else None
+                if of_site.compiled:
+                    padded = PaddedSite(of_site, site_number(*site), lane, exact)
+            return plan_linear(
+                site,
+                of_site,
+                linear_masking(mask, site, randomness, pads=lane, transforms=self._transforms),
+                MaskRules(mask),
+                check,
+                config,
+                settings,
+                bias_leaves=bias_leaves,
+                one_rpc_per_module=policy.one_rpc_per_module,
+                padded=padded,
+            )
 
         def stays(operator: Operator, layer: int | None) -> Product:
             function = local.get((layer, operator), not_here)
@@ -268,57 +308,27 @@ class Assembly:
         def leaves(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
             if is_projection(operator) and operator in policy.projections:
                 placement = policy.at(operator, layer, phase)
-                return remote_linear((layer, operator), placement.mask, placement.verify)
+                return linear((layer, operator), placement.mask, placement.verify)
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
-        layers = self._parts.config.num_hidden_layers
+        layers = config.num_hidden_layers
         made = partial(place, policy, layers, stays, leaves)
         if found := policy.segments(layers):
             from tee_side.model.segment import SegmentCall, Sessions, cut
 
             segments = [part for one in found for part in cut(one, settings.channels_at)]
-            sessions, config = self._sessions, self._parts.config
-            for one in segments:
-                sessions.setdefault(one.first, Sessions())
-            made = partial(
-                made,
-                segments=segments,
-                segment=lambda one: SegmentCall(
-                    one, config, settings, sessions[one.first], self._keyed
-                ),
-            )
+
+            def segment(one: Segment) -> SegmentCall:
+                sessions = self._sessions.setdefault(one.first, Sessions())
+                return SegmentCall(one, config, settings, sessions, self._keyed)
+
+            made = partial(made, segments=segments, segment=segment)
         tables = made()
         apart = pads or tables["decode"].head_in_segment
         withheld = made(withheld=True) if apart else tables
         model = self._model.observed(settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
-
-    def _site_plan(
-        self,
-        site: Site,
-        mask: Mask | None,
-        verify: Verify,
-        pads: PadLane | None,
-        randomness: Randomness,
-    ) -> SitePlan:
-        """Resolve how a site leaves under a mask and a verification; `pads`: of that mask."""
-        # What is neither masked nor checked is computed with its bias and all.
-        bias_leaves = self._integers is None and mask is None and verify == "none"
-        linear: LinearSite
-        if self._integers is not None:
-            linear = self._integers[site]
-        else:
-            linear = FloatSite(None if bias_leaves else self._biases.get(site))
-        check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
-        hide = linear_masking(mask, site, randomness, pads=pads, transforms=self._transforms)
-        padded = None
-        # What a subclass of `Pad` sends is its own affair.
-        if pads is not None and type(mask) is Pad and isinstance(linear, IntegerSite | DynamicSite):
-            exact = check.exact if isinstance(check, LinearCheck) else None
-            if linear.compiled:
-                padded = PaddedSite(linear, site_number(*site), pads, exact)
-        return SitePlan(site, linear, hide, MaskRules(mask), check, bias_leaves, padded)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
@@ -360,17 +370,6 @@ class Assembly:
     @cached_property
     def _registered(self) -> dict[str, RegisteredOperator]:
         return {name: made(self._parts) for name, made in self._registered_classes.items()}
-
-
-def _find_registered(policy: Policy, layers: int) -> dict[str, type[RegisteredOperator]]:
-    """Return what sends operators that are no `RemoteLinear`, nor part of a segment."""
-    inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
-    others = [o for o, _ in policy.leaving() if o not in policy.projections and o not in inside]
-    if not others:
-        return {}
-    from tee_side.remote.registered import find_registered
-
-    return find_registered(policy.name, others)
 
 
 def _check_settings(settings: MaskSettings, padded: PaddedSites, parts: RunParts) -> None:
@@ -425,11 +424,3 @@ def _load_biases(parts: RunParts) -> dict[Site, torch.Tensor]:
         if integers or any((p.mask, p.verify) != (None, "none") for p in placed.get(name, ()))
     ]
     return load_biases(parts.checkpoint, parts.config, operators, parts.dtype)
-
-
-def _load_calibration(path: Path | None, linear: str | None, parts: RunParts) -> Calibration:
-    _check_own_kernels(CPU)
-    config, checkpoint = parts.config, parts.checkpoint
-    found = calibration_path(checkpoint.directory, path)
-    digest = model_digest(config, checkpoint)
-    return Calibration.load(found, config, digest, linear, checkpoint.manifest)

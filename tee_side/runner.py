@@ -24,15 +24,14 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, Totals
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.local_operators import load_tee_model
+from tee_side.model.operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
-from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.services.connected import Services
-from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.member import ConnectOptions, ServiceCheck
 from tee_side.remote.services.plan import (
     ServiceSpec,
     assign_shares,

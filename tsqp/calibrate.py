@@ -56,10 +56,15 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, staying
 from protocol.model.weights import CPU, load_linear, load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.batch import Batch
-from tee_side.model.kv_cache import KVCache
-from tee_side.model.local_operators import LocalOperators, load_tee_model, not_here
-from tee_side.model.operators import Operators, attend, forward
+from tee_side.model.batch import Batch, KVCache
+from tee_side.model.operators import (
+    LocalOperators,
+    Operators,
+    attend,
+    forward,
+    load_tee_model,
+    not_here,
+)
 from tee_side.protect.calibration import (
     FORMAT,
     HEADROOM,

@@ -47,8 +47,7 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.messages import NONCE_BYTES
-from tee_side.attest.appraisal import AppraisalStep, Expected, appraise
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy, AppraisalStep, Expected, appraise
 from tee_side.attest.statement import Claims, Evidence, Statement
 from tee_side.serve.sealed import KEY_BYTES, HpkeKey, seal
 from tsqp.client.attested_tls import Address, cut_after

@@ -29,7 +29,6 @@ from protocol.model.files import find_file
 from protocol.model.manifest import Manifest
 from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
-from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
@@ -188,7 +187,7 @@ def _bank(start: Start) -> Iterator[Finding]:
     status = read_bank_status(place)
     mask = start.pads[0]
     layout = PadLayout.of(
-        start.config, sites_under(start.policy, start.config.num_hidden_layers, mask)
+        start.config, start.policy.sites_under(start.config.num_hidden_layers, mask)
     )
     # As a run does: a directory without linear weights has the digest of its calibration.
     wanted = Purpose.of(

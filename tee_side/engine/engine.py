@@ -31,9 +31,8 @@ from tee_side.engine.step import (
     run_step,
 )
 from tee_side.engine.tokenizer import TextStream, Tokenizer
-from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
-from tee_side.model.local_operators import TeeModel
-from tee_side.model.operators import MicroBatchOperators
+from tee_side.model.batch import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
+from tee_side.model.operators import MicroBatchOperators, TeeModel
 from tee_side.observer import timed
 
 if TYPE_CHECKING:

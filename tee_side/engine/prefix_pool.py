@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import KVCache
 
 # Fewer are computed in one step anyway.
 MIN_TOKENS = 16

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from tee_side.engine.request import Logprob, PromptRead, Request
-from tee_side.model.local_operators import TeeModel
-from tee_side.model.operators import Operators, logits
+from tee_side.model.operators import Operators, TeeModel, logits
 from tee_side.remote.call import run
 
 MAX_TOP = 20

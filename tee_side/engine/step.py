@@ -22,8 +22,7 @@ from protocol.errors import PadsExhaustedError, TsqpError
 from tee_side.engine.request import FinishReason, Logprob, Request
 from tee_side.engine.sampling import Sampler
 from tee_side.engine.tokenizer import TextStream
-from tee_side.model.batch import Batch, Take
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.pads.source import Pads

@@ -1,15 +1,222 @@
-"""A step's flat batch: prefill chunks and decode tokens of several sequences, one row a token."""
+"""What a step works on: the KV caches of several sequences, and a flat batch of their next tokens.
+
+A batch has prefill chunks and decode tokens side by side, one row a token.
+
+A cache has keys and values of one sequence in one piece of memory, as long as the sequence may
+become. The kernel gives that memory page by page as it is written (where it overcommits, as Linux
+does unless told otherwise), and takes it back when the cache is let go: what a cache may have is
+counted beforehand, by `tee_side.engine.engine`. On the heap, caches that come and go leave holes
+between what lives longer.
+
+Shape suffixes as in `protocol.model.forward`: K key/value heads, S context length, C head dim. A
+layer's keys are [K, S, C], so that the part in use is a view that a batched product reads in place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tee_side.model.kv_cache import KVCache
+from protocol.errors import LimitError
+from protocol.messages import SESSION_BYTES
+from protocol.model.config import ModelConfig
+from protocol.native import compiled_for
+from tee_side.native import kernels
+
+# What is left of the memory at start for everything but KV caches.
+_SHARE_OF_MEMORY = 0.8
+_MEMORY = Path("/proc/meminfo")
+
+
+def kv_bytes(
+    config: ModelConfig, capacity: int, dtype: torch.dtype, layers: int | None = None
+) -> int:
+    """Return how many bytes the KV cache of a sequence of `capacity` tokens has.
+
+    `layers`: whose keys and values are here, None: all.
+    """
+    kept = config.num_hidden_layers if layers is None else layers
+    row = kept * config.num_key_value_heads * config.head_dim
+    return 2 * row * capacity * dtype.itemsize
+
+
+def available_kv_bytes() -> int:
+    """Return 80 % of the memory that is available now; of all of it where Linux does not say."""
+    return int(_available_bytes() * _SHARE_OF_MEMORY)
+
+
+def _available_bytes() -> int:
+    with suppress(OSError):  # no Linux, or no /proc
+        if found := re.search(
+            r"^MemAvailable: +(\d+) kB$", _MEMORY.read_text("ascii"), re.MULTILINE
+        ):
+            return int(found[1]) * 1024
+    return _machine_bytes()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mib(size: int) -> str:
+    """Say a number of bytes."""
+    return f"{size / 2**20:.1f} MiB"
+
+
+def kv_refused(where: str, size: int, capacity: int, expected: str, *, most: int) -> LimitError:
+    """Return the error for a KV cache of `size` bytes; a retry may help up to `most` bytes."""
+    got = f"a request that needs {mib(size)} for {capacity} tokens"
+    error = LimitError(where, got=got, expected=expected)
+    error.retryable = size <= most
+    return error
+
+
+class KVCache:
+    """KV cache of one sequence.
+
+    `length` tokens are valid in every layer. A step writes behind them, layer by layer, and only
+    `commit` makes them count: a step that fails half-way leaves nothing to undo, and can be run
+    again. Raises LimitError if the machine does not give as much memory; retrying helps where it
+    has as much at all.
+
+    Keys and values of the layers `elsewhere` are kept by services, under the name `session`, which
+    no other client can guess; they begin with the first tokens of `parent`, as many as it says.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        dtype: torch.dtype,
+        elsewhere: Collection[int] = (),
+    ) -> None:
+        layers = config.num_hidden_layers
+        here = [layer for layer in range(layers) if layer not in elsewhere]
+        shape = (len(here), config.num_key_value_heads, capacity, config.head_dim)
+        self.length = 0
+        self.capacity = capacity
+        self.nbytes = kv_bytes(config, capacity, dtype, len(here))
+        # Called once each when the session ends, for what is kept under its name.
+        self.at_end: list[Callable[[], object]] = []
+        # Of the sequence, whatever services lose.
+        self.identity = self.session = secrets.token_bytes(SESSION_BYTES)
+        self.parent: tuple[KVCache, int] | None = None
+        # How often services have lost what they keep since the sequence's last token, and whether
+        # they did when another cache was to begin with it.
+        self.losses, self.stale = 0.0, False
+        # Rows behind `length` that each layer has written in this step.
+        self._written = [0] * layers
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._write = kernels.append if compiled_for(dtype) else _append
+        if not here:
+            return
+        try:
+            keys, values = _untouched(shape, dtype), _untouched(shape, dtype)
+        except (OSError, OverflowError):
+            most = _machine_bytes()
+            where = f"KV memory, which the machine refuses, of {mib(most)} that it has"
+            expected = f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)"
+            raise kv_refused(where, self.nbytes, capacity, expected, most=most) from None
+        self._layers = dict(zip(here, zip(keys, values, strict=True), strict=True))
+
+    def release(self) -> None:
+        """Give the memory back: the sequence has ended, and is asked for its length at most."""
+        self._layers = {}
+        self.nbytes = 0
+        self._end_session()
+
+    def lose(self) -> None:
+        """Begin anew: a service has lost keys and values, and all tokens are computed again."""
+        if self.parent is not None:
+            self.parent[0].stale = True
+        self._end_session()
+        self.length, self.parent, self.losses = 0, None, self.losses + 1
+        self.session = secrets.token_bytes(SESSION_BYTES)
+
+    def _end_session(self) -> None:
+        for ended in self.at_end:
+            ended()
+        self.at_end.clear()
+
+    def end(self) -> None:
+        """Count what was written alone: the kernel has given no more, and nothing will be added."""
+        self.nbytes = self.nbytes * self.length // self.capacity
+        self.capacity = self.length
+
+    def begin_step(self) -> None:
+        """Forget what has been written behind `length`, by a step that failed."""
+        self._written = [0] * len(self._written)
+
+    def written(self, layer: int) -> int:
+        """Return how many rows behind `length` a layer has written in this step."""
+        return self._written[layer]
+
+    def note_written(self, layers: range, rows: int) -> None:
+        """Take note that a service has written so many rows behind `length` in these layers."""
+        for layer in layers:
+            self._written[layer] = rows
+
+    def append(
+        self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one layer's new rows; return all keys and values [K, S, C] up to them.
+
+        `behind`: how many rows of the same step stand between `length` and these. IndexError if
+        they have not been written yet, or if there is no room: both are mistakes of the caller.
+        """
+        start = self.length + behind
+        end = start + k_TKC.shape[0]
+        if end > self.capacity:
+            # torch would drop a single row silently: it broadcasts to an empty slice.
+            raise IndexError(f"KV cache: got {end} tokens, expected at most {self.capacity}")
+        if behind > self._written[layer]:
+            raise IndexError(
+                f"KV cache: got rows behind {behind} others, expected at most"
+                f" {self._written[layer]}, which are there"
+            )
+        self._written[layer] = behind + k_TKC.shape[0]
+        if layer not in self._layers:
+            raise IndexError(f"KV cache: got layer {layer}, expected one that is here")
+        keys, values = self._layers[layer]
+        self._write(k_TKC, keys, start)
+        self._write(v_TKC, values, start)
+        return keys.narrow(1, 0, end), values.narrow(1, 0, end)
+
+    def commit(self, tokens: int) -> None:
+        """Count the first rows that every layer has written; the others are forgotten."""
+        self.length += tokens
+        self.parent = None  # its tokens have been taken over
+        self.begin_step()
+
+    def copy_from(self, other: KVCache, tokens: int) -> None:
+        """Begin with the first tokens of another cache."""
+        for layer, mine in self._layers.items():
+            for x_KSC, y_KSC in zip(mine, other._layers[layer], strict=True):
+                x_KSC.narrow(1, 0, tokens).copy_(y_KSC.narrow(1, 0, tokens))
+        self.length, self.parent = tokens, (other, tokens)
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in pages of their own, which live as long as a view of them. Raises OSError."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:
+    """Write keys or values to the positions of a cache from `start` on, where there is room."""
+    cache_KSC.narrow(1, start, x_TKC.shape[0]).copy_(x_TKC.transpose(0, 1))
 
 
 @dataclass(frozen=True, slots=True)

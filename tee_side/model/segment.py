@@ -8,11 +8,11 @@ sequence's tokens once more. Nothing checks what comes back but its form.
 from __future__ import annotations
 
 import struct
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import cast
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 import torch
 
@@ -20,28 +20,34 @@ from protocol.channel import Channel
 from protocol.errors import (
     ErrorCode,
     LimitError,
-    ReplyError,
     ServiceError,
     SessionLostError,
     TsqpError,
 )
 from protocol.messages import SESSION_BYTES, SegmentRequest
 from protocol.model.config import ModelConfig
-from protocol.prepared import reply_tensor
-from protocol.tensors import WireTensor, from_torch, raw_bytes
-from tee_side.model.batch import Batch
-from tee_side.model.kv_cache import KVCache
+from protocol.prepared import Payloads, PreparedRequest
+from protocol.tensors import WireTensor, raw_bytes, short_name
+from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.remote.call import submit, time_left, turn
-from tee_side.remote.linear import CallSettings, ChannelsAt
+from tee_side.protect.verification import UNVERIFIED
+from tee_side.remote.call import (
+    MAX_PREPARED,
+    CallPlan,
+    CallSettings,
+    ChannelsAt,
+    carry_out,
+    turn,
+)
 from tee_side.remote.services.replicas import Replicas
 
 _NO_SESSION = bytes(SESSION_BYTES)
 _PART_WORDS = 7
-_PART_BYTES = 8 * _PART_WORDS
+# Of no rows: behind the name of a session that nothing needs any more.
+_ENDED = bytes(8 * _PART_WORDS - SESSION_BYTES)
 _MOST_ENDED = 64
 # How often a service may lose a sequence before its next token, and be asked again.
 _MOST_LOSSES = 3
@@ -93,6 +99,14 @@ def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
     ]
 
 
+class _Rows(NamedTuple):
+    """What a segment is called with: all rows [T, D], whose they are, and which are wanted."""
+
+    h_TD: torch.Tensor
+    batch: Batch
+    rows: list[int]
+
+
 class SegmentCall:
     """The call for a segment's layers, all at one service.
 
@@ -110,87 +124,80 @@ class SegmentCall:
         sessions: Sessions,
         keyed: KeyedSegment | None,
     ) -> None:
-        self._segment, self._settings, self._sessions = segment, settings, sessions
-        self._keyed = keyed
+        self._segment, self._sessions, self._keyed = segment, sessions, keyed
         self._rules = MaskRules(segment.placed.mask)
         self._channel: Channel = settings.channels_at(segment.first)[0]
-        self._clock = settings.clock("segment", segment.first)
-        self._window = segment.placed.window or AttentionWindow.model_construct(recent=0)
         # Behind the last layer nobody looks at the other rows.
         self._ends = segment.last == config.num_hidden_layers - 1
-        self._columns = config.vocab_size if segment.head else config.hidden_size
+        columns = config.vocab_size if segment.head else config.hidden_size
+        window = segment.placed.window or AttentionWindow.model_construct(recent=0)
+
+        @lru_cache(MAX_PREPARED)
+        def requests(
+            shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]
+        ) -> tuple[PreparedRequest, ...]:
+            hidden, parts, outputs = (
+                WireTensor(short_name(dtype), shape, b"")
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
+            message = SegmentRequest(
+                first_layer=segment.first,
+                last_layer=segment.last,
+                hidden_states=hidden,
+                parts=parts,
+                outputs=outputs,
+                lm_head=segment.head,
+                sinks=window.sinks,
+                recent=window.recent,
+            )
+            return (PreparedRequest(message, (*outputs.shape, columns), hidden.dtype),)
+
+        self._plan = CallPlan(
+            operator="segment",
+            layer=segment.first,
+            channels=(self._channel,),
+            encode=lambda operand: operand,
+            hide=self._hide,
+            requests=requests,
+            rules=self._rules,
+            shape=lambda operand: (len(operand.rows), columns),
+            check=UNVERIFIED,
+            decode=lambda y, _: y,
+            timeout_s=settings.timeout_s,
+            clock=settings.clock("segment", segment.first),
+        )
 
     async def __call__(self, h_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the rows [T, D]; behind the last layer those wanted alone, or their logits."""
-        clock, keyed = self._clock, self._keyed
         first, last = self._segment.first, self._segment.last
         for chunk in {chunk.cache: chunk for chunk in reversed(batch.chunks)}.values():
             # The service needs the rows of one sequence in order: those of this request are.
             while not chunk.follows(first):
                 await turn()
-        clock.called()
-        clock.mark("mask")
-        masked = Masked((h_TD,), as_it_is)
-        if keyed is not None:
-            masked = keyed.mask(h_TD, self._sessions.noise(h_TD, batch))
-        self._rules.check_sent("segment", h_TD, len(h_TD), masked)
         wanted = batch.wanted_rows if self._ends else list(range(len(h_TD)))
         # Each once, and at least one.
         rows = sorted({*wanted}) or [len(h_TD) - 1]
-        request = self._request(masked, batch, rows)
-        clock.mark(None)
-        y = await self._ask(request, batch)
-        clock.mark("unmask")
-        unmask = keyed.unmask_logits if keyed and self._segment.head else masked.unmask
-        output = unmask(y)
-        self._rules.check_unmasked("segment", output, tuple(y.shape), h_TD.dtype)
-        clock.mark(None)
+        try:
+            output = await carry_out(self._plan, _Rows(h_TD, batch, rows))
+        except ServiceError as error:
+            raise self._refused(error, batch) from None
         for chunk in batch.chunks:
             chunk.cache.note_written(range(first, last + 1), chunk.behind + chunk.tokens)
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
-    def _request(self, masked: Masked, batch: Batch, outputs: list[int]) -> SegmentRequest:
+    def _hide(self, operand: _Rows) -> Masked:
+        h_TD, batch, keyed = operand.h_TD, operand.batch, self._keyed
+        masked = Masked((h_TD,), as_it_is)
+        if keyed is not None:
+            masked = keyed.mask(h_TD, self._sessions.noise(h_TD, batch))
+        self._rules.check_sent("segment", h_TD, masked)
         parts = b"".join(
-            _part(
-                self._sessions.name(chunk.cache),
-                (chunk.start, chunk.tokens, chunk.known_length),
-                chunk.cache.parent,
-            )
-            for chunk in batch.chunks
-        )
-        parts += b"".join(_part(ended, (0, 0, 0), None) for ended in self._sessions.ended())
+            _part(chunk, self._sessions.name(chunk.cache)) for chunk in batch.chunks
+        ) + b"".join(session + _ENDED for session in self._sessions.ended())
+        parts_P7 = torch.frombuffer(bytearray(parts), dtype=torch.int64).view(-1, _PART_WORDS)
         sent = cast("torch.Tensor", masked.sent[0])  # seeds are refused here
-        return SegmentRequest(
-            first_layer=self._segment.first,
-            last_layer=self._segment.last,
-            hidden_states=from_torch(sent),
-            parts=WireTensor("int64", (len(parts) // _PART_BYTES, _PART_WORDS), parts),
-            outputs=from_torch(torch.tensor(outputs)),
-            lm_head=self._segment.head,
-            sinks=self._window.sinks,
-            recent=self._window.recent,
-        )
-
-    async def _ask(self, request: SegmentRequest, batch: Batch) -> torch.Tensor:
-        """Return the numbers of the reply [N, D] or [N, V], in the request's dtype."""
-        until = time.monotonic() + self._settings.longest_s
-        left_s: float | None = None
-        shape = (request.outputs.shape[0], self._columns)
-        while True:
-            try:
-                exchange = await submit(self._channel, request, left_s)
-            except ServiceError as error:
-                raise self._refused(error, batch) from None
-            self._clock.exchanged([exchange])
-            self._clock.mark("verify")
-            try:
-                y = reply_tensor(exchange, request.method, shape, request.hidden_states.dtype)
-            except ReplyError as error:
-                self._channel.distrust(exchange, error)
-                left_s = time_left("segment", until)
-            else:
-                self._clock.mark(None)
-                return y
+        unmask = keyed.unmask_logits if keyed and self._segment.head else masked.unmask
+        return Masked((Payloads((sent, parts_P7, torch.tensor(operand.rows))),), unmask)
 
     def _refused(self, error: ServiceError, batch: Batch) -> TsqpError:
         """Return what a service's refusal means for the sequences; those that it lost begin anew.
@@ -215,11 +222,9 @@ class SegmentCall:
         return lost
 
 
-def _part(
-    session: bytes, numbers: tuple[int, int, int], parent: tuple[KVCache, int] | None
-) -> bytes:
+def _part(chunk: Chunk, session: bytes) -> bytes:
     """Encode one row of `SegmentRequest.parts`."""
-    start = numbers[0]
+    start, parent = chunk.start, chunk.cache.parent
     # Whatever else the parent has become since, its first tokens are the same.
     begins_with = parent[0].session if parent is not None and parent[1] == start else _NO_SESSION
-    return session + struct.pack("<3q", *numbers) + begins_with
+    return session + struct.pack("<3q", start, chunk.tokens, chunk.known_length) + begins_with

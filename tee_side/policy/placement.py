@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -73,7 +73,9 @@ from tee_side.words import (
     Operator,
     Phase,
     Place,
+    Site,
     Verify,
+    is_linear,
     is_projection,
 )
 
@@ -207,9 +209,6 @@ Placements: TypeAlias = Annotated[
 # Of those in a policy, services know `Arithmetic` alone.
 PolicyArithmetic: TypeAlias = Literal["float", "int8", "int8-dynamic"]
 
-# A rule: whether it is broken, and where, got and expected of the error that says so.
-_Row: TypeAlias = tuple[object, str, str, str]
-
 
 class ServiceTerms(BaseModel):
     """What every service must prove, by which evidence; see `tee_side.remote.attested`."""
@@ -250,34 +249,34 @@ class Policy(BaseModel):
             policy = handler(given)
         except ValidationError as error:
             raise _refused(given, error) from None
-        policy._raise_first(policy._conflicts())
+        policy._refuse_conflicts()
         return policy
 
-    def _raise_first(self, rows: Iterable[_Row]) -> None:
-        """Raise PolicyError for the first conflict that is there."""
-        for wrong, where, got, expected in rows:
-            PolicyError.unless(not wrong, f"policy {self.name}: {where}", got, expected)
+    def _refuse_if(self, wrong: object, where: str, got: str, expected: str) -> None:
+        PolicyError.unless(not wrong, f"policy {self.name}: {where}", got, expected)
 
-    def _conflicts(self) -> Iterator[_Row]:
-        """Yield what does not go together, whatever the model is."""
+    def _refuse_conflicts(self) -> None:
+        """Refuse what does not go together, whatever the model is. Raises PolicyError."""
         needed = LAYERLESS if "segment" in self.operators else OPERATORS
         missing = [name for name in needed if name not in self.operators]
-        yield missing, "operators", f"nothing for {', '.join(missing)}", "every operator placed"
+        self._refuse_if(
+            missing, "operators", f"nothing for {', '.join(missing)}", "every operator placed"
+        )
         unfit = self.arithmetic != "int8" or not self._pads_in_prefill
         expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
-        yield self.prefill == "stock" and unfit, "prefill", "'stock'", expected
+        self._refuse_if(self.prefill == "stock" and unfit, "prefill", "'stock'", expected)
         alone = self.prefill == "always" and self.decode_share is not None
-        yield alone, "decode_share", 'without prefill = "stock"', "both or none"
-        for operator, placements in self._placed():
-            for placed in placements:
-                where = _joined(operator, placed.scope)
-                for wrong, got, expected in self._conflicts_of(operator, placed):
-                    yield wrong, where, got, expected
+        self._refuse_if(alone, "decode_share", 'without prefill = "stock"', "both or none")
+        for operator, placed in self._placed():
+            where = _joined(operator, placed.scope)
+            for wrong, got, expected in self._conflicts_of(operator, placed):
+                self._refuse_if(wrong, where, got, expected)
 
-    def _placed(self) -> Iterator[tuple[Operator, tuple[Placement, ...]]]:
+    def _placed(self) -> Iterator[tuple[Operator, Placement]]:
         """Yield how each operator is placed, in the order of a forward pass; a segment last."""
         for operator in (*OPERATORS, _SEGMENT):
-            yield operator, self.operators.get(operator, ())
+            for placed in self.operators.get(operator, ()):
+                yield operator, placed
 
     def _conflicts_of(
         self, operator: Operator, placed: Placement
@@ -355,28 +354,25 @@ class Policy(BaseModel):
         """In what services compute the linear operators, where they do."""
         return "int8" if self.arithmetic == "int8" else "float"
 
-    def check(self, num_hidden_layers: int) -> None:
+    def check(self, num_layers: int) -> None:
         """Check the policy against a model's size.
 
         Raises PolicyError that names policy, operator and layer: a layer beyond the model,
         one that is placed twice or not at all, or feature masks that cannot go together.
         """
-        self._raise_first(self._misfits(num_hidden_layers))
-
-    def _misfits(self, num_layers: int) -> Iterator[_Row]:
-        """Yield what does not go together with a model of so many layers."""
         for operator, placed in self.leaving():
             # Validated when it was made; a copy that pydantic did not validate may say less.
             for key, expected in _STATED.items():
                 missing = key not in placed.model_fields_set
-                yield missing, _joined(operator, key), "nothing", expected
+                self._refuse_if(missing, _joined(operator, key), "nothing", expected)
         segments = self.segments(num_layers)
         covered = {layer for one in segments for layer in range(one.first, one.last + 1)}
-        for operator, placements in self._placed():
+        for operator in (*OPERATORS, _SEGMENT):
+            placements = self.operators.get(operator, ())
             for layers in (placement.layers for placement in placements):
                 beyond = layers is not None and (layers.last or layers.first) >= num_layers
                 expected = f"layers within 0-{num_layers - 1}, which is what the model has"
-                yield beyond, operator, f"layers {layers}", expected
+                self._refuse_if(beyond, operator, f"layers {layers}", expected)
             for layer in range(1 if operator in LAYERLESS else num_layers):
                 for phase in PHASES:
                     found = [p for p in placements if p.covers(layer, phase)]
@@ -386,12 +382,12 @@ class Policy(BaseModel):
                     got = f"{len(found)} placements in {phase}"
                     got += f" ({'; '.join(map(str, found))})" if found else ""
                     expected = "exactly one" if wanted else "none, within a segment"
-                    yield len(found) != wanted, where, got, expected
+                    self._refuse_if(len(found) != wanted, where, got, expected)
         heads = [p.mask for p in self.operators["lm_head"] if isinstance(p.mask, SegmentMask)]
         behind = any(segment.head for segment in segments)
         for head in heads:
             got = f"mask {head.name} behind no segment of the last layers under the same"
-            yield not behind, "lm_head", got, "one, in whose call it is"
+            self._refuse_if(not behind, "lm_head", got, "one, in whose call it is")
         # A clear product beside a feature mask: the server has no clear weights then.
         if (feature := self.feature_mask) is not None:
             expected = (
@@ -402,7 +398,7 @@ class Policy(BaseModel):
                 under = placed.mask.described() if placed.mask else "no mask"
                 apart = placed.mask != feature and operator not in PRODUCTS
                 got = f"{under} beside {feature.described()}"
-                yield apart, _joined(operator, placed.scope), got, expected
+                self._refuse_if(apart, _joined(operator, placed.scope), got, expected)
 
     def at(self, operator: Operator, layer: int, phase: Phase) -> Placement:
         """Return the placement of an operator in a layer (0 where it has none) and a phase.
@@ -425,12 +421,28 @@ class Policy(BaseModel):
             found.append(Segment(first, last, placed, head))
         return sorted(found, key=lambda segment: segment.first)
 
+    def sites(self, num_layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
+        """Return the sites of a model of so many layers that are placed so in some phase."""
+        return [
+            (layer, operator)
+            for layer in range(num_layers)
+            for operator in self.projections
+            if is_linear(operator) or layer == num_layers - 1
+            if any(placed(self.at(operator, layer, phase)) for phase in PHASES)
+        ]
+
+    def sites_here(self, num_layers: int) -> list[Site]:
+        """Return the sites that the TEE computes in some phase, or when pads are not in stock."""
+        stock = self.prefill == "stock"
+        return self.sites(num_layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
+
+    def sites_under(self, num_layers: int, mask: Mask) -> list[Site]:
+        """Return the sites that are under a mask in some phase."""
+        return self.sites(num_layers, lambda placement: placement.mask == mask)
+
     def leaving(self) -> Iterator[tuple[Operator, Placement]]:
-        """Yield what leaves the TEE."""
-        for operator, placements in self._placed():
-            for placement in placements:
-                if placement.leaves:
-                    yield operator, placement
+        """Return what leaves the TEE, in the order of a forward pass."""
+        return (found for found in self._placed() if found[1].leaves)
 
     @property
     def services(self) -> int:

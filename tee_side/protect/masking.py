@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -95,9 +95,7 @@ class MaskRules:
         """
         return 2 * rows + _MORE_ROWS if isinstance(self._mask, RowMask) else rows
 
-    def check_sent(
-        self, operator: Operator, plain: torch.Tensor, most_rows: int, masked: object
-    ) -> None:
+    def check_sent(self, operator: Operator, plain: torch.Tensor, masked: object) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.
 
         Each service gets [rows, ...] of the same dtype and size, at most `most_rows`, or a seed of
@@ -108,8 +106,9 @@ class MaskRules:
         if len(masked.sent) != self.services:
             self.refuse(operator, f"{len(masked.sent)} tensors to send", f"{self.services} tensors")
         wanted, dtype, first = plain.shape[1:], plain.dtype, masked.sent[0].shape
+        most_rows = self.most_rows(len(plain))
         for sent in masked.sent:
-            shape = sent.shape
+            shape: tuple[Any, ...] = sent.shape
             if shape != first or shape[1:] != wanted or sent.dtype != dtype or shape[0] > most_rows:
                 sizes = ", ".join(["rows", *map(str, wanted)])
                 self.refuse(

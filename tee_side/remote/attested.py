@@ -14,8 +14,7 @@ from zmq.utils import z85
 
 from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError
-from tee_side.attest.appraisal import Expected, appraise
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy, Expected, appraise
 from tee_side.attest.statement import Evidence, Statement
 from tee_side.words import Attested
 

@@ -1,9 +1,9 @@
-"""A call plan, the one function that carries a plan out, and how several calls overlap.
+"""Call plans, the one function that carries a plan out, and how several calls overlap.
 
-A plan holds what is known before an operator is called: the channels, the prepared requests, the
-mask, the check, the scales and the form of the reply. It is made once for each site (an operator
-of a layer) and row count. `carry_out` reads from top to bottom; the slow path, which it enters
-where a result is refused, is in `tee_side.remote.fault_attribution`.
+A plan holds what is known before an operator is called: the channels, the requests, the mask, the
+check, the scales and the form of the reply. It is made once for each site (an operator of a layer)
+and protection. `carry_out` reads from top to bottom; the slow path, which it enters where a result
+is refused, is in `tee_side.remote.fault_attribution`.
 
 A forward pass is a coroutine. Once it has asked a service it gives up control; when its turn comes
 again it waits for the reply, and goes on. Driving several in turns is all there is to overlapping:
@@ -15,49 +15,86 @@ from __future__ import annotations
 import math
 import time
 import types
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from functools import lru_cache, partial
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from protocol.channel import Channel
-from protocol.errors import DeadlineExceededError, ReplyError
-from protocol.messages import Request
-from protocol.prepared import Exchange, PreparedRequest
-from tee_side.observer import StageClock, Untimed
-from tee_side.protect.masking import MaskRules, Padded, PaddedSite
+from protocol.errors import DeadlineExceededError, PolicyError, ReplyError
+from protocol.messages import LinearRequest, RingLinearRequest, RingLMHeadRequest
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import ModelConfig
+from protocol.model.forward import Call
+from protocol.prepared import Exchange, Payload, PreparedRequest
+from protocol.tensors import WireTensor, short_name
+from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
+from tee_side.policy.placement import Policy
+from tee_side.protect.masking import Hide, MaskRules, Padded, PaddedSite
 from tee_side.protect.masks.mask import Masked, Seed
+from tee_side.protect.randomness import Randomness
 from tee_side.protect.resumption import watch
+from tee_side.protect.sites import LinearSite
 from tee_side.protect.verification import ResultCheck, Unverified
-from tee_side.words import Operator
-
-if TYPE_CHECKING:
-    from tee_side.remote.fault_attribution import Refused
+from tee_side.words import Operator, Phase, Site, layer_of, registered_name
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
 Operand: TypeAlias = Any
-# Row counts that an operator keeps plans for: every decode batch, and whole prefill chunks.
-_MAX_PLANS = 64
+# The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
+# embedding goes where layer 0 is, the LM head where the last one is.
+ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
+# Shapes that a plan keeps prepared requests for: every decode batch, and whole prefill chunks.
+MAX_PREPARED = 64
+# The entry points of operators that are not linear.
+REGISTERED = "tsqp.operators"
 R = TypeVar("R")
 # `None` is sent to it at each turn.
 Running: TypeAlias = Coroutine[None, None, R]
 
 
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What the operators of a run are made from; the policy has been checked against the model."""
+
+    policy: Policy
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """What all calls of a micro-batch have in common.
+
+    `channels_at`: the services of each layer. `timeout_s`: after which no other service is asked
+    for what was refused; infinite: each request has its channel's own deadline. `observer`: told of
+    every stage; None for none.
+    """
+
+    channels_at: ChannelsAt
+    timeout_s: float
+    observer: Observer | None
+
+    def clock(self, operator: Operator, layer: int | None) -> StageClock | Untimed:
+        """Return what tells the observer of an operator's stages."""
+        return UNTIMED if self.observer is None else StageClock(self.observer, operator, layer)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPlan:
-    """How an operator leaves the TEE, for one number of rows.
+    """How an operator leaves the TEE under one protection.
 
     `channels`: one for each share. `encode`: turns an input into what is multiplied; `decode`: a
-    product, and the input, into the output. `hide`: masks the encoded input. `requests`: checks
-    what the mask sends, and returns the prepared requests for it: one, or one for each module that
-    travels alone. `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of
-    its numbers, or `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own
-    deadlines. `clock`: told of each stage. `padded`: does all that `encode`, `hide`, `check` and
-    `decode` do, in two passes that the clock calls "mask" and "unmask", and `prepared` are its
-    requests; None for what has no compiled form.
+    product, and the input, into the output. `hide`: masks the encoded input, and refuses what must
+    not cross. `requests`: returns the prepared requests for what is sent, by its shape and dtype:
+    one, or one for each module that travels alone. `shape`: of the unmasked result of an encoded
+    input; its dtype is that of the replies. `check`: of its numbers, or `UNVERIFIED`. `timeout_s`:
+    of the whole call, infinite for the channels' own deadlines. `clock`: told of each stage.
+    `padded`: does all that `encode`, `hide`, `check` and `decode` do, in two passes that the clock
+    calls "mask" and "unmask"; None for what has no compiled form.
     """
 
     operator: Operator
@@ -65,36 +102,127 @@ class CallPlan:
     channels: tuple[Channel, ...]
     encode: Callable[[Operand], Operand]
     hide: Callable[[Operand], Masked]
-    requests: Callable[[Operand, Masked], tuple[PreparedRequest, ...]]
+    requests: Callable[[Any, Any], tuple[PreparedRequest, ...]]
     rules: MaskRules
-    shape: tuple[int, ...]
+    shape: Callable[[Operand], tuple[int, ...]]
     check: ResultCheck | Unverified
     decode: Callable[[torch.Tensor, Operand], torch.Tensor]
     timeout_s: float
     clock: StageClock | Untimed
     padded: PaddedSite | None = None
-    prepared: tuple[PreparedRequest, ...] = ()
 
 
-class Planned(ABC):
-    """An operator that keeps its plans, one for each row count; call it with its input [T, I]."""
+def plan_linear(
+    site: Site,
+    linear: LinearSite,
+    mask: Hide,
+    rules: MaskRules,
+    check: ResultCheck | Unverified,
+    config: ModelConfig,
+    settings: CallSettings,
+    *,
+    bias_leaves: bool = False,
+    one_rpc_per_module: bool = False,
+    padded: PaddedSite | None = None,
+) -> Call:
+    """Return the call of a linear operator of one layer, or of the LM head: [T, I] -> [T, O].
 
-    def __init__(self) -> None:
-        self._plans: dict[int, CallPlan] = {}
+    The output has the outputs of the operator's modules side by side, biases included.
+    `mask`: hides what `linear` has encoded, under `rules`; `check`: of the product. `bias_leaves`:
+    the service adds the bias, as nothing is masked or checked. `one_rpc_per_module`: q, k, v, gate
+    and up travel alone, as in the published schema, instead of together with what shares their
+    input. `padded`: does all of this compiled, where it can be.
 
-    @abstractmethod
-    def plan(self, x_TI: torch.Tensor) -> CallPlan:
-        """Make the plan for the row count of this input."""
+    GPU sees: the input, as the mask leaves it. The call raises as `carry_out` does.
+    """
+    at, operator = site
+    layer = layer_of(site)
+    rows, (outputs, _) = config.row_layout(operator)
+    sizes = {module: its.stop - its.start for module, its in rows.items()}
+    messages = [(module,) for module in sizes] if one_rpc_per_module else [tuple(sizes)]
 
-    def __call__(self, x_TI: torch.Tensor) -> Awaitable[torch.Tensor]:
-        """Return the output, as `carry_out` does."""
-        rows = x_TI.shape[0]
-        plan = self._plans.get(rows)
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[rows] = self.plan(x_TI)
-        return carry_out(plan, x_TI)
+    def hide(encoded: torch.Tensor) -> Masked:
+        masked = mask(encoded)
+        rules.check_sent(operator, encoded, masked)
+        return masked
+
+    @lru_cache(MAX_PREPARED)
+    def requests(shape: tuple[int, ...], of: torch.dtype) -> tuple[PreparedRequest, ...]:
+        dtype, sent = short_name(of), shape[0]
+        wire = WireTensor(dtype, tuple(shape), b"")
+        if layer is None:
+            return (PreparedRequest(RingLMHeadRequest(elements=wire), (sent, outputs), dtype),)
+        return tuple(
+            PreparedRequest(
+                RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)
+                if of is torch.int32
+                else LinearRequest(
+                    layer_idx=layer, module_names=names, hidden_states=wire, bias=bias_leaves
+                ),
+                (sent, sum(sizes[name] for name in names)),
+                dtype,
+            )
+            for names in messages
+        )
+
+    plan = CallPlan(
+        operator=operator,
+        layer=layer,
+        channels=tuple(settings.channels_at(at)[: rules.services]),
+        encode=linear.encode,
+        hide=hide,
+        requests=requests,
+        rules=rules,
+        shape=lambda encoded: (len(encoded), outputs),
+        check=check,
+        decode=linear.decode,
+        timeout_s=settings.timeout_s,
+        clock=settings.clock(operator, layer),
+        padded=padded,
+    )
+    return partial(carry_out, plan)
+
+
+class RegisteredOperator(Protocol):
+    """An operator of a run that is not linear, as an installed package computes it at a service.
+
+    The entry points `tsqp.operators` name a class each for `embedding`, `attention` (whose products
+    are `attn_scores` and `attn_values`) and `lm_head`. What they send goes through `carry_out`.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        """Read what is needed, and draw the secrets of checks; once a run."""
+
+    def bind(
+        self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
+    ) -> Callable[..., Awaitable[torch.Tensor]]:
+        """Return what the forward pass calls, in a layer and phase in which the operator leaves.
+
+        `embedding` and `lm_head` get a tensor, `attention` what `RemoteAttention` does.
+        """
+
+
+def find_registered(
+    policy: str, operators: Sequence[Operator]
+) -> dict[str, type[RegisteredOperator]]:
+    """Return the classes that send operators of a policy, by the names they are registered under.
+
+    Raises PolicyError that says what to install, and PluginError for a package that does not load.
+    """
+    found: dict[str, type[RegisteredOperator]] = {}
+    for operator in operators:
+        from tee_side.plugins import load_entry_point, one_entry_point  # of no use to most runs
+
+        name = registered_name(operator)
+        if (entry := one_entry_point(REGISTERED, name)) is None:
+            raise PolicyError(
+                f"policy {policy}: {operator}",
+                "a placement that leaves, without a package that sends it",
+                f"an installed package that registers {name!r} in the entry points"
+                f' {REGISTERED}, as tsqp does, or place = "tee"',
+            )
+        found[name] = load_entry_point(entry)
+    return found
 
 
 async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
@@ -113,13 +241,13 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
         clock.mark("mask")
         masked = padded.hide(x)
         encoded = masked.encoded
-        requests = plan.prepared
     else:
         clock.mark("tee")
         encoded = plan.encode(x)
         clock.mark("mask")
         masked = plan.hide(encoded)
-        requests = plan.requests(encoded, masked)
+    first = masked.sent[0]
+    requests = plan.requests(first.shape, first.dtype)
     clock.mark(None)
     until = time.monotonic() + plan.timeout_s
     left_s: float | None = None  # the channel's own deadline, which is as far away
@@ -157,7 +285,8 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
         # The slow path, imported when it is first needed.
         from tee_side.remote.fault_attribution import refuse
 
-        left_s = refuse(_refused(plan, requests, masked, exchanges, bool(outputs[-1])), until)
+        well_formed = bool(outputs[-1])
+        left_s = refuse(plan, requests, masked.sent, exchanges, until, well_formed=well_formed)
 
 
 def _reveal(
@@ -166,7 +295,7 @@ def _reveal(
     """Unmask a result, check it and turn it into the output; None for wrong numbers."""
     clock, check = plan.clock, plan.check
     y = masked.unmask(*parts)
-    plan.rules.check_unmasked(plan.operator, y, plan.shape, parts[0].dtype)
+    plan.rules.check_unmasked(plan.operator, y, plan.shape(encoded), parts[0].dtype)
     if not isinstance(check, Unverified):
         clock.mark("verify")
         if not check.holds(encoded, y, masked.sent):
@@ -180,27 +309,6 @@ def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]
     return [torch.cat(parts, dim=-1) for parts in zip(*outputs, strict=True)]
 
 
-def _refused(
-    plan: CallPlan,
-    requests: Sequence[PreparedRequest],
-    masked: Masked | Padded,
-    exchanges: Sequence[Exchange],
-    well_formed: bool,
-) -> Refused:
-    """Collect what the slow path needs to know of a result that is not used."""
-    from tee_side.remote.fault_attribution import Answer, Refused
-
-    asked = [
-        (channel, request.seeded, payload.words())
-        if isinstance(payload, Seed)
-        else (channel, request, payload)
-        for request in requests
-        for channel, payload in zip(plan.channels, masked.sent, strict=True)
-    ]
-    answers = [Answer(*one, exchange) for one, exchange in zip(asked, exchanges, strict=False)]
-    return Refused(plan.operator, plan.layer, answers, plan.check, plan.rules, well_formed)
-
-
 @types.coroutine
 def turn() -> Generator[None, None, None]:
     """Let the others have their turn."""
@@ -211,15 +319,15 @@ def turn() -> Generator[None, None, None]:
 def ask(
     channels: Sequence[Channel],
     request: PreparedRequest,
-    sent: Sequence[torch.Tensor | Seed],
+    sent: Sequence[Payload | Seed],
     timeout_s: float | None,
 ) -> Generator[None, None, list[Exchange]]:
-    """Send each service its tensor or seed, give up control, and return the replies in order.
+    """Send each service its tensors or seed, give up control, and return the replies in order.
 
     Raises ResumedError before anything is sent, and what sending and waiting raise; of what is
     still under way then, or when the coroutine is closed, no reply is waited for any more.
     """
-    # Whatever was made ahead, or masked by any mask, leaves here or in `submit`.
+    # Whatever was made ahead, or masked by any mask, leaves here.
     resumption = watch()
     if resumption is not None and resumption.told(0, 1):
         resumption.check()
@@ -240,22 +348,6 @@ def ask(
             channel.abandon(request_id)
         raise
     return exchanges
-
-
-@types.coroutine
-def submit(
-    channel: Channel, request: Request, timeout_s: float | None
-) -> Generator[None, None, Exchange]:
-    """Do the same with one whole message, such as a Segment. GPU sees: the message."""
-    if (watching := watch()) is not None:
-        watching.check()
-    request_id = channel.submit(request, timeout_s)
-    try:
-        yield
-        return channel.wait(request_id)
-    except BaseException:
-        channel.abandon(request_id)
-        raise
 
 
 def time_left(operator: Operator, until: float) -> float | None:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from protocol.channel import Channel
 from protocol.errors import (
     ActivationRangeError,
@@ -25,12 +23,11 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import EmbeddingRequest
-from protocol.prepared import Exchange, PreparedRequest
-from tee_side.protect.masking import MaskRules
+from protocol.prepared import Exchange, Payload, PreparedRequest
+from tee_side.protect.masks.mask import Seed
 from tee_side.protect.verification import Blocks, Claim, ResultCheck, Unverified
-from tee_side.remote.call import time_left
+from tee_side.remote.call import CallPlan, time_left
 from tee_side.remote.services.replicas import Replicas
-from tee_side.words import Operator
 
 log = logging.getLogger("tee_side")
 
@@ -48,59 +45,55 @@ class Answer(NamedTuple):
 
     channel: Channel
     request: PreparedRequest
-    sent: torch.Tensor
+    sent: Payload
     exchange: Exchange
 
     def claim(self) -> Claim:
         """Return what is to be computed once more. Raises ReplyError."""
         return Claim(self.request.request(self.sent), self.request.output(self.exchange))
 
-    def claims_of_ranks(self) -> Sequence[Claim]:
-        """Return what each rank of the service has claimed; none where it says that it has one."""
-        if not isinstance(self.channel, Replicas):
-            return []
-        ranks = self.channel.ranks(self.exchange)
-        if ranks == 1 or self.request.method == EmbeddingRequest.method:
-            return []
-        return [self.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
 
-
-class Refused(NamedTuple):
-    """A result that is not used, and every answer that it was made of.
-
-    `rules`: of the mask that the answers were unmasked under. `well_formed`: whether all have the
-    form that was asked for, so that it is the numbers that are wrong.
-    """
-
-    operator: Operator
-    layer: int | None
-    answers: Sequence[Answer]
-    check: ResultCheck | Unverified
-    rules: MaskRules
-    well_formed: bool
-
-
-def refuse(refused: Refused, until: float) -> float | None:
+def refuse(
+    plan: CallPlan,
+    requests: Sequence[PreparedRequest],
+    sent: Sequence[Payload | Seed],
+    exchanges: Sequence[Exchange],
+    until: float,
+    *,
+    well_formed: bool,
+) -> float | None:
     """Ask services at fault no more, and return how long another may take to compute the same.
 
-    Raises what the result was refused with where no service, or no time, is left: ReplyError,
-    VerificationError, or MaskError where every answer is right.
+    `sent`: to each service with every request; `exchanges`: the answers that there are, in order.
+    `well_formed`: whether all have the form that was asked for, so that it is the numbers that are
+    wrong. Raises what the result was refused with where no service, or no time, is left:
+    ReplyError, VerificationError, or MaskError where every answer is right.
     """
-    error = _distrust_liars(refused, until) if refused.well_formed else _distrust_forms(refused)
+    asked = [
+        (channel, request.seeded, payload.words())
+        if isinstance(payload, Seed)
+        else (channel, request, payload)
+        for request in requests
+        for channel, payload in zip(plan.channels, sent, strict=True)
+    ]
+    answers = [Answer(*one, exchange) for one, exchange in zip(asked, exchanges, strict=False)]
+    error: TsqpError = (
+        _distrust_liars(plan, answers, until) if well_formed else _distrust_forms(plan, answers)
+    )
     if time.monotonic() >= until:
         raise error
-    return time_left(refused.operator, until)
+    return time_left(plan.operator, until)
 
 
-def _distrust_forms(refused: Refused) -> ReplyError:
+def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError:
     """Ask every service no more that sent a reply of another form; return the last error."""
     found: ReplyError | None = None
-    for answer in refused.answers:
+    for answer in answers:
         try:
             answer.request.output(answer.exchange)
         except ReplyError as error:
             found = ReplyError(
-                f"{refused.operator} reply from {answer.exchange.endpoint}",
+                f"{plan.operator} reply from {answer.exchange.endpoint}",
                 error.got,
                 error.expected,
             )
@@ -110,18 +103,17 @@ def _distrust_forms(refused: Refused) -> ReplyError:
     return found
 
 
-def _distrust_liars(refused: Refused, until: float) -> VerificationError:
+def _distrust_liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> VerificationError:
     """Ask the services no more that computed wrongly; return the last error.
 
     Raises MaskError where every answer is right.
     """
-    operator, layer = refused.operator, refused.layer
-    where = operator if layer is None else f"{operator} in layer {layer}"
-    liars = _liars(refused, until)
-    suspects = refused.answers if liars is None else liars
+    where = plan.operator if plan.layer is None else f"{plan.operator} in layer {plan.layer}"
+    liars = _liars(plan, answers, until)
+    suspects = answers if liars is None else liars
     if not suspects:
         raise MaskError(
-            f"{refused.rules.name}: {where}",
+            f"{plan.rules.name}: {where}",
             "a wrong result, unmasked from right answers",
             "factors that were made from these weights, and an unmask that undoes mask",
         )
@@ -130,7 +122,7 @@ def _distrust_liars(refused: Refused, until: float) -> VerificationError:
     for suspect in suspects:
         error = VerificationError(
             f"{where} at {all_of_them if liars is None else suspect.exchange.endpoint}",
-            "a wrong result" + ("" if liars is None else _ranks(suspect, refused, until)),
+            "a wrong result" + ("" if liars is None else _ranks(suspect, plan.check, until)),
             "what the weights of the TEE's own model give",
         )
         try:
@@ -142,39 +134,43 @@ def _distrust_liars(refused: Refused, until: float) -> VerificationError:
     return error
 
 
-def _ranks(liar: Answer, refused: Refused, until: float) -> str:
+def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
     """Say which ranks of a service computed wrongly, where that can be found out in a moment.
 
     A hint: the service says itself how many it has.
     """
-    now, claims = time.monotonic(), liar.claims_of_ranks()
-    if not claims or isinstance(refused.check, Unverified):
+    channel = liar.channel
+    if isinstance(check, Unverified) or not isinstance(channel, Replicas):
         return ""
+    now, ranks = time.monotonic(), channel.ranks(liar.exchange)
+    if ranks == 1 or liar.request.method == EmbeddingRequest.method:
+        return ""
+    claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
     until = min(now + _HINT_S, now + (until - now) / _HINT_PART)
     try:
-        wrong = find_liars(claims, refused.check, lambda: time.monotonic() >= until)
+        wrong = find_liars(claims, check, lambda: time.monotonic() >= until)
     except TsqpError:
         return ""
     found = " and ".join(str(rank) for rank in wrong)
-    return f" in the columns of rank {found} of {len(claims)}, counted from 0" if found else ""
+    return f" in the columns of rank {found} of {ranks}, counted from 0" if found else ""
 
 
-def _liars(refused: Refused, until: float) -> Sequence[Answer] | None:
+def _liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> Sequence[Answer] | None:
     """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
-    answers, in_the_clear = refused.answers, refused.rules.in_the_clear
+    in_the_clear = plan.rules.in_the_clear
     if in_the_clear and len(answers) == 1:
         return answers  # the result that was refused is the answer itself
-    if isinstance(refused.check, Unverified):
+    if isinstance(plan.check, Unverified):
         raise LookupError("a result that was refused, and is not verified")
     try:
         claims = [answer.claim() for answer in answers]
-        wrong = find_liars(claims, refused.check, lambda: time.monotonic() >= until)
+        wrong = find_liars(claims, plan.check, lambda: time.monotonic() >= until)
     except ActivationRangeError:
         raise  # of what our own mask sent: no service can compute with it
     except TsqpError as unknown:
         # The time is up, or the weights on disk, read once more for this, are not there or are
         # others by now. A liar must not be spared for it.
-        fields = {"operator": refused.operator, "layer": refused.layer, "detail": str(unknown)}
+        fields = {"operator": plan.operator, "layer": plan.layer, "detail": str(unknown)}
         log.warning("liar_unknown", extra={"fields": fields})
         return None
     # In the clear nothing was unmasked: who is not off alone is off together with others.

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 from gpu_side.encoding import Form, encode_reply
 from protocol import stream_wire
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import SEED_BYTES, InitRequest, Request, Response
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Payload, PreparedRequest
 from protocol.stream import StreamChannel
 from protocol.stream_wire import layout, to_pieces
 from protocol.tensors import WireTensor
@@ -70,7 +69,7 @@ class Accomplice(StreamChannel):
         return super().submit(request, timeout_s)
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
         return self.submit(prepared.request(payload), timeout_s)
 

@@ -24,8 +24,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request as Wanted
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Sequence
-from tee_side.model.batch import Batch, Take
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import Sessions
 from tee_side.policy.placement import Policy
 from tests.equivalence.test_architectures import VARIANTS
@@ -323,5 +322,5 @@ def test_a_reply_of_another_form_is_refused(saved_model: Models, shape: tuple[in
     model = saved_model("llama")
     engine = model.tee("clear-segment", channels=[Other(model.directory)]).engine()
     engine.add(token_ids(5), max_new_tokens=3)
-    with pytest.raises(ReplyError, match="Segment reply from loopback"):
+    with pytest.raises(ReplyError, match="segment reply from loopback"):
         engine.step()

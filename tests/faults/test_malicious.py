@@ -38,9 +38,8 @@ from protocol.transport import open_channel
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
-from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.services.connected import Services
-from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.member import ConnectOptions, ServiceCheck
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.words import Site
 from tests.faults.row import Found, Row, note

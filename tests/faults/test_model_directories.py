@@ -22,9 +22,9 @@ from protocol.errors import TsqpError
 from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.local_operators import load_local_operators, load_tee_model, sites_here
+from tee_side.model.operators import load_local_operators, load_tee_model
 from tee_side.policy.placement import load_policy
-from tee_side.remote.linear import RunParts
+from tee_side.remote.call import RunParts
 from tests.faults.row import Found, Row, note
 from tests.kit.demo import DEMO
 from tests.kit.spoilt import BASE, CASES, CONFIG, GENERATION, GOOD, TOKENIZER, Draft
@@ -37,7 +37,7 @@ def tee(directory: Path) -> None:
     checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
     load_tee_model(config, checkpoint, dtype)
-    sites = sites_here(policy, config.num_hidden_layers)
+    sites = policy.sites_here(config.num_hidden_layers)
     parts = RunParts(policy, config, checkpoint, dtype)
     load_local_operators(parts, sites=sites, integers=None, held={})
     Tokenizer(directory)

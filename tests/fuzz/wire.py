@@ -27,7 +27,7 @@ from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest
 from protocol.stream_wire import MemoryPool, MessageReader, frames_in
 from protocol.tensors import Buffer, WireTensor, to_torch
-from tee_side.remote.handshake import ServiceCheck
+from tee_side.remote.services.member import ServiceCheck
 from tests.fuzz.engine import Target
 from tests.fuzz.files import tiny_model
 from tests.kit import mutate

@@ -29,10 +29,8 @@ from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine, EngineSettings
 from tee_side.engine.step import Part, Sampled, run_step
-from tee_side.model.batch import Batch, Chunk
-from tee_side.model.kv_cache import KVCache
-from tee_side.model.local_operators import TeeModel, load_tee_model
-from tee_side.model.operators import MicroBatchOperators
+from tee_side.model.batch import Batch, Chunk, KVCache
+from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE

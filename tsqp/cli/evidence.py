@@ -21,8 +21,7 @@ from tsqp.cli.options import use
 from tsqp.run.process import EXIT_FAILURE
 
 if TYPE_CHECKING:
-    from tee_side.attest.appraisal import Appraisal, AppraisalStep
-    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, AppraisalStep
     from tee_side.attest.statement import Claims, Receipt
 
 
@@ -52,7 +51,7 @@ def read_appraisal(policy: Path | None, mode: str | None) -> AppraisalPolicy:
 
     Raises SettingsError.
     """
-    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.attest.appraisal import AppraisalPolicy
 
     if policy is None:
         SettingsError.unless(

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.errors import EndpointError
-from tee_side.attest.appraisal import Appraisal
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import Appraisal, AppraisalPolicy
 from tsqp.client.attested_tls import (
     AGAIN_S,
     CONNECT_S,

@@ -32,8 +32,7 @@ from urllib.parse import urlsplit
 
 from protocol.errors import EndpointError, EvidenceError, SettingsError, TsqpError
 from protocol.messages import NONCE_BYTES
-from tee_side.attest.appraisal import Appraisal, Expected, appraise
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, Expected, appraise
 from tee_side.attest.statement import Claims, Statement, read_certificate
 
 AGAIN_S = 600.0

@@ -23,8 +23,7 @@ import httpx2
 
 from protocol.errors import EvidenceError, ProtocolError
 from protocol.messages import NONCE_BYTES
-from tee_side.attest.appraisal import Appraisal, Expected, appraise
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, Expected, appraise
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,

@@ -19,7 +19,7 @@ import torch
 
 from protocol.channel import Channel, WrappedChannel
 from protocol.messages import FUSED_MODULES, Request
-from protocol.prepared import PreparedRequest
+from protocol.prepared import Payload, PreparedRequest
 from tsqp.page.seen import ReceivedTensors, Seen, describe_request, summarise
 
 HEAD_BYTES = 64
@@ -162,7 +162,7 @@ class TappedChannel(WrappedChannel):
         return request_id
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
         """See `Channel.start`."""
         request_id = self._channel.start(prepared, payload, timeout_s)

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import TsqpError
 from tee_side.engine.generation import PadTotals, Totals
-from tee_side.model.kv_cache import kv_bytes
+from tee_side.model.batch import kv_bytes
 from tee_side.runner import Runner
 from tee_side.words import LIGHT_OPERATORS
 from tsqp.page.feed import Feed

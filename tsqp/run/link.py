@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 from gpu_side.transfer import wait_until
 from protocol.channel import Channel, WrappedChannel
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import Request
-from protocol.prepared import Exchange, PreparedRequest
+from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import WireTensor
 
 # Of a request; the channel says how large a message was only with the reply.
@@ -99,7 +97,7 @@ class ModelledLink(WrappedChannel):
         return self._note_sent(request_id, request.method, _message_bytes(request), timeout_s)
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
         """See `Channel.start`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

@@ -174,7 +174,7 @@ def load_run_policy(settings: RunSettings, manifest: Manifest | None) -> Policy:
     path = settings.service_appraisal
     if path is None or policy.service.attested == "none":
         return policy
-    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.attest.appraisal import AppraisalPolicy
     from tee_side.policy.placement import ServiceTerms
 
     if AppraisalPolicy.load(path, check_of(manifest, _APPRAISAL)).mode != "development":
@@ -233,7 +233,7 @@ def service_appraisal(
             f"nothing: policy {policy.name} has no attested services",
         )
         return None
-    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.attest.appraisal import AppraisalPolicy
     from tee_side.remote.attested import ServiceAppraisal
 
     if path is not None:
@@ -276,7 +276,6 @@ def bank_place(settings: RunSettings) -> BankPlace | None:
 
 def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
     """Return the mask that a bank is for, and its sites. Raises PolicyError."""
-    from tee_side.model.local_operators import sites_under
     from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.sites import PadLayout
 
@@ -288,7 +287,7 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
         f"masks {names}" if found else "no operator under pads",
         "one mask that needs pads, as in shielded",
     )
-    sites = sites_under(policy, config.num_hidden_layers, found[0])
+    sites = policy.sites_under(config.num_hidden_layers, found[0])
     return found[0], PadLayout.of(config, sites)
 
 

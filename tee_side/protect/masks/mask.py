@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
 from protocol.model.config import ModelConfig
+from protocol.prepared import Payload
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, is_projection
 
@@ -58,13 +59,13 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """What crosses, one tensor a service, and how to turn the replies into the plain result.
+    """What crosses, one payload a service, and how to turn the replies into the plain result.
 
     A `Seed` in place of ring elements crosses as 32 bytes, which the service expands.
     `unmask` must not write to the replies: where the result is refused, they say who is to blame.
     """
 
-    sent: tuple[torch.Tensor | Seed, ...]
+    sent: tuple[Payload | Seed, ...]
     unmask: Callable[..., torch.Tensor]
 
 

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
-
 from protocol.channel import Channel, OversizedRequestError
 from protocol.errors import (
     DeadlineExceededError,
@@ -32,7 +30,7 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import Request, SegmentRequest
-from protocol.prepared import Exchange, PreparedRequest, Traffic
+from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 from tee_side.remote.services.member import Member, Session
 
 log = logging.getLogger("tee_side")
@@ -76,7 +74,7 @@ class _Trouble:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A request that has no reply yet. `payload`: the tensor of a prepared one.
+    """A request that has no reply yet. `payload`: the tensors of a prepared one.
 
     `session`, `inner_id`: where it is waited for, if anywhere.
     """
@@ -88,6 +86,12 @@ class _InFlight:
     session: Session | None = None
     inner_id: int = 0
     troubles: dict[Member, _Trouble] = field(default_factory=dict)
+
+    def message(self) -> Request:
+        """Return the whole of it."""
+        if isinstance(self.request, PreparedRequest):
+            return self.request.request(self.payload)
+        return self.request
 
     def send(self, channel: Channel, timeout_s: float) -> int:
         """Send it on a channel, and return its id there."""
@@ -147,7 +151,7 @@ class Replicas(Channel):
         return request_id
 
     def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
         """See `Channel.start`. Never waits for a service, either."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -297,8 +301,8 @@ class Replicas(Channel):
         trouble = in_flight.trouble(member)
         trouble.error = error
         unknown = isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION
-        request = in_flight.request
-        if unknown and isinstance(request, SegmentRequest) and request.goes_on:
+        message = in_flight.message() if unknown else None
+        if isinstance(message, SegmentRequest) and message.goes_on:
             raise error  # no other service has the session either
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
             in_flight.note_lost(member, error)

@@ -19,7 +19,7 @@ from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.mask import Pad
 from tee_side.protect.masks.registry import all_masks, find_mask
 from tee_side.protect.verification import find_checks
-from tee_side.remote.registered import find_registered
+from tee_side.remote.call import find_registered
 from tests.kit.model import policy_of
 from tests.kit.rows import each_row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy
 from tests.kit.evidence import policy_text
 
 

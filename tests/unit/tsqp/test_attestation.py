@@ -26,7 +26,7 @@ from zmq.utils import z85
 from protocol.curve import ClientKeys
 from protocol.encoding import pack
 from protocol.errors import EvidenceError, SettingsError
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy
 from tee_side.attest.attesters import simulate, verify_simulated
 from tee_side.attest.statement import (
     NONE,

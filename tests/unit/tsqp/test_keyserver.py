@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy
 from tee_side.attest.attesters import simulate
 from tee_side.attest.statement import NONE, Claims, Statement, report_data
 from tee_side.serve.sealed import HpkeKey, open_secret, seal, seal_secret

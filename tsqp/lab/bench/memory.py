@@ -18,7 +18,6 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
-from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.pads import pad_layouts
 
@@ -45,7 +44,7 @@ def tee_parts(
     # Services keep those of segments.
     elsewhere = sum(one.last + 1 - one.first for one in policy.segments(layers))
     linear = 0
-    for _, operator in sites_here(policy, layers):
+    for _, operator in policy.sites_here(layers):
         _, (out_features, in_features) = config.row_layout(operator)
         if policy.arithmetic == "float":
             linear += out_features * in_features * itemsize

@@ -14,7 +14,6 @@ import torch
 from protocol.errors import PolicyError
 from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest
 from protocol.model.config import ModelConfig, read_config
-from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
@@ -35,7 +34,7 @@ def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLa
     """Return the sites under each mask that needs pads."""
     layers = config.num_hidden_layers
     return {
-        mask: PadLayout.of(config, sites_under(policy, layers, mask))
+        mask: PadLayout.of(config, policy.sites_under(layers, mask))
         for mask in policy.masks
         if isinstance(mask, AdditiveMask)
     }

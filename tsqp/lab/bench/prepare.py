@@ -30,7 +30,6 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
 from protocol.model.weights import load_tensor, weight_rows
-from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
@@ -54,7 +53,7 @@ def needs_linear(policy: Policy, config: ModelConfig) -> bool:
     """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
     return (
         policy.arithmetic == "int8"
-        or bool(sites_here(policy, config.num_hidden_layers))
+        or bool(policy.sites_here(config.num_hidden_layers))
         or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
     )
 

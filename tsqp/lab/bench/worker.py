@@ -19,13 +19,14 @@ import torch
 from protocol.model.config import ModelConfig
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
+from tee_side.model.batch import kv_bytes
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase
 from tsqp.lab.bench.job import WARM_UP, PolicyJob
 from tsqp.lab.bench.machine import cpu_ns, peak_bytes
-from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
+from tsqp.lab.bench.memory import vocabulary_bytes
 from tsqp.lab.bench.model import (
     Case,
     Finished,

@@ -7,6 +7,7 @@ weights nor services, keys, calibration or pads are needed: sizes do not depend 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,6 @@ from protocol.encoding import encode_request
 from protocol.messages import (
     FUSED_MODULES,
     LinearRequest,
-    MatmulRequest,
     Projection,
     Request,
     RingLinearRequest,
@@ -29,10 +29,10 @@ from protocol.messages import (
     Timing,
 )
 from protocol.model.config import ModelConfig
-from protocol.prepared import Exchange, PreparedRequest
-from protocol.tensors import WireTensor, from_torch, torch_dtype
-from tee_side.model.batch import Batch, Take
-from tee_side.model.kv_cache import KVCache
+from protocol.model.forward import Call
+from protocol.prepared import Exchange, Payload, PreparedRequest
+from protocol.tensors import WireTensor, from_torch
+from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masking import Hide, MaskRules, linear_masking
@@ -47,8 +47,7 @@ from tee_side.protect.masks.mask import (
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite
 from tee_side.protect.verification import UNVERIFIED
-from tee_side.remote.call import run
-from tee_side.remote.linear import CallSettings, RemoteLinear, SitePlan
+from tee_side.remote.call import CallSettings, plan_linear, run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
 from tsqp.lab.bench.model import Document
 from tsqp.lab.leak.recording import AtOnce
@@ -117,30 +116,21 @@ class _Captured:
 class _Recorder(AtOnce):
     """Answers every request with zeros of the right shape, and keeps both."""
 
-    def __init__(self, config: ModelConfig, service: int, log: list[_Captured]) -> None:
+    def __init__(self, service: int, log: list[_Captured]) -> None:
         super().__init__("nowhere")
-        self._config, self._service, self._log = config, service, log
-
-    def start(
-        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
-    ) -> int:
-        """Keep a request with the reply that it is prepared for."""
-        request = prepared.request(payload)
-        return self._answered(request, prepared.reply_shape, prepared.reply_dtype)
+        self._service, self._log = service, log
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """Keep a product of attention, or whole layers, with the reply that a service owes."""
-        match request:
-            case MatmulRequest(a=a, b=b):
-                return self._answered(request, (*a.shape[:-1], b.shape[-1]), a.dtype)
-            case SegmentRequest(outputs=outputs, lm_head=head, hidden_states=sent):
-                width = self._config.vocab_size if head else self._config.hidden_size
-                return self._answered(request, (*outputs.shape, width), sent.dtype)
+        """See `Channel.submit`; operators send what is prepared."""
         raise TypeError(f"an operator sent {type(request).__name__}")
 
-    def _answered(self, request: Request, shape: tuple[int, ...], dtype: str) -> int:
-        reply = TensorReply(output=from_torch(torch.zeros(shape, dtype=torch_dtype(dtype))))
-        self._log.append(_Captured(self._service, request, reply))
+    def start(
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
+    ) -> int:
+        """Keep a request with the reply that it is prepared for."""
+        zeros = torch.zeros(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
+        reply = TensorReply(output=from_torch(zeros))
+        self._log.append(_Captured(self._service, prepared.request(payload), reply))
         self._submitted += 1
         self._replies[self._submitted] = Exchange(reply, endpoint=self.endpoint)
         return self._submitted
@@ -300,23 +290,24 @@ class StepTraffic:
         )
         return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
 
-    def _linear(self, operator: Projection, mask: Mask | None, verify: Verify) -> RemoteLinear:
+    def _linear(self, operator: Projection, mask: Mask | None, verify: Verify) -> Call:
         integers, site = self._policy.arithmetic == "int8", (0, operator)
-        plan = SitePlan(
+        return plan_linear(
             site,
             _ZeroSite(self._dtype) if integers else FloatSite(),
             self._hide(mask, site),
             MaskRules(mask),
             UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
+            self._config,
+            self._settings(mask),
             bias_leaves=not integers and mask is None and verify == "none",
+            one_rpc_per_module=self._policy.one_rpc_per_module,
         )
-        apart = self._policy.one_rpc_per_module
-        return RemoteLinear(plan, self._config, self._settings(mask), one_rpc_per_module=apart)
 
     def _settings(self, mask: Mask | None) -> CallSettings:
         services = range(mask.services if mask else 1)
-        channels: list[Channel] = [_Recorder(self._config, n, self._log) for n in services]
-        return CallSettings(lambda _layer: channels, None, None)
+        channels: list[Channel] = [_Recorder(n, self._log) for n in services]
+        return CallSettings(lambda _layer: channels, math.inf, None)
 
     def _hide(self, mask: Mask | None, site: Site) -> Hide:
         if isinstance(mask, AdditiveMask):

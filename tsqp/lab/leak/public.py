@@ -31,8 +31,8 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
-from tee_side.model.local_operators import TeeModel, load_tee_model
 from tee_side.model.local_ops import apply_rope, rms_norm
+from tee_side.model.operators import TeeModel, load_tee_model
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.words import Site
 from tsqp.lab.leak.trace import Where

@@ -21,10 +21,8 @@ from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Part, run_step
-from tee_side.model.batch import Batch, Chunk
-from tee_side.model.kv_cache import KVCache
-from tee_side.model.local_operators import TeeModel, load_tee_model
-from tee_side.model.operators import MicroBatchOperators
+from tee_side.model.batch import Batch, Chunk, KVCache
+from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_model
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, PRODUCTS

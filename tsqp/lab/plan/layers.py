@@ -23,8 +23,7 @@ from protocol.tensors import torch_dtype
 from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.model.local_operators import load_tee_model
-from tee_side.model.operators import MicroBatchOperators
+from tee_side.model.operators import MicroBatchOperators, load_tee_model
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase

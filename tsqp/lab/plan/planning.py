@@ -19,7 +19,6 @@ from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
-from tee_side.model.local_operators import sites_here
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
@@ -161,8 +160,8 @@ class Planning:
         count = LAYERS
         kept = sum(
             math.prod(config.row_layout(operator)[1])
-            for _, operator in sites_here(
-                policy, self._shape.with_layers(1).config().num_hidden_layers
+            for _, operator in policy.sites_here(
+                self._shape.with_layers(1).config().num_hidden_layers
             )
             if is_linear(operator)
         ) * (self._itemsize if policy.arithmetic == "float" else 1)

@@ -22,8 +22,7 @@ from protocol.errors import TsqpError
 from protocol.messages import HealthRequest, InitRequest, Request
 from protocol.model.forward import Norm
 from protocol.prepared import Exchange
-from tee_side.model.local_operators import TeeModel
-from tee_side.model.operators import MicroBatchOperators
+from tee_side.model.operators import MicroBatchOperators, TeeModel
 from tsqp.lab.plan.costs import RPC_TIMES, LaneCost, Rpc, Section, Stretch
 
 _US = 1e-3  # microseconds in a nanosecond

@@ -26,10 +26,10 @@ from protocol.messages import (
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Exchange, Preparable, PreparedRequest, reply_tensor
-from protocol.tensors import WireTensor, from_torch, short_name
-from tee_side.model.local_operators import TeeLayer
+from protocol.prepared import Payloads, Preparable, PreparedRequest
+from protocol.tensors import WireTensor, short_name
 from tee_side.model.local_ops import causal_mask
+from tee_side.model.operators import TeeLayer
 from tee_side.observer import timed
 from tee_side.policy.placement import Placement
 from tee_side.protect.masking import MaskRules
@@ -42,8 +42,7 @@ from tee_side.protect.verification import (
     Unverified,
     rows_of_part,
 )
-from tee_side.remote.call import CallPlan, carry_out
-from tee_side.remote.linear import CallSettings, RunParts
+from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out
 from tee_side.words import Operator, Phase
 from tsqp.lab.research.float_check import (
     EmbeddingCheck,
@@ -60,7 +59,6 @@ ProductCall = Callable[[tuple[Tensor, Tensor]], Awaitable[Tensor]]
 
 # Elements of keys or values of one layer: 1,024 tokens of 8 heads of 64.
 _LARGEST_CONVERTED = 2**19
-_PREPARED = 64
 
 
 class RemoteEmbedding:
@@ -226,38 +224,34 @@ def _rows_call(
     check: ResultCheck | Unverified,
 ) -> RowsCall:
     """Return a call whose operand and result have one row a token. `reply`: width and dtype."""
-    rules, clock = MaskRules(mask), settings.clock(operator, None)
+    rules = MaskRules(mask)
     width, dtype = reply
 
-    @lru_cache(_PREPARED)
-    def prepared(shape: tuple[int, ...], sent_dtype: str) -> tuple[PreparedRequest, ...]:
-        wire = WireTensor(sent_dtype, shape, b"")
+    @lru_cache(MAX_PREPARED)
+    def requests(shape: tuple[int, ...], sent: torch.dtype) -> tuple[PreparedRequest, ...]:
+        wire = WireTensor(short_name(sent), tuple(shape), b"")
         return (PreparedRequest(message(wire), (shape[0], width), dtype),)
 
-    def requests(x: Tensor, masked: Masked) -> tuple[PreparedRequest, ...]:
-        rules.check_sent(operator, x, rules.most_rows(len(x)), masked)
-        (sent,) = masked.sent
-        return prepared(tuple(sent.shape), short_name(sent.dtype))
+    def checked(x: Tensor) -> Masked:
+        masked = hide(x)
+        rules.check_sent(operator, x, masked)
+        return masked
 
-    def call(x: Tensor) -> Awaitable[Tensor]:
-        shape = (x.shape[0], width)
-        plan = CallPlan(
-            operator=operator,
-            layer=None,
-            channels=tuple(channels[:1]),
-            encode=lambda x: x,
-            hide=hide,
-            requests=requests,
-            rules=rules,
-            shape=shape,
-            check=check,
-            decode=lambda y, _x: y,
-            timeout_s=settings.longest_s,
-            clock=clock,
-        )
-        return carry_out(plan, x)
-
-    return call
+    plan = CallPlan(
+        operator=operator,
+        layer=None,
+        channels=tuple(channels[:1]),
+        encode=lambda x: x,
+        hide=checked,
+        requests=requests,
+        rules=rules,
+        shape=lambda x: (len(x), width),
+        check=check,
+        decode=lambda y, _x: y,
+        timeout_s=settings.timeout_s,
+        clock=settings.clock(operator, None),
+    )
+    return partial(carry_out, plan)
 
 
 def _lm_head(parts: RunParts, _: Sequence[ModuleName], part: Columns) -> Blocks:
@@ -281,7 +275,7 @@ def product_call(
 ) -> ProductCall:
     """Return a product of two operands [B, M, J] and [B, J, N] at a service: [B, M, N]."""
     rows = _row_mask(mask)
-    rules, clock = MaskRules(mask), settings.clock(operator, layer)
+    rules = MaskRules(mask)
 
     def hide(operands: tuple[Tensor, Tensor]) -> Masked:
         masked = (
@@ -290,59 +284,31 @@ def product_call(
             else rows.mask_product(*operands, randomness)
         )
         _check_product(rules, operator, *operands, masked)
-        return Masked(cast("Any", ((masked.a, masked.b),)), masked.unmask)
+        return Masked((Payloads((masked.a, masked.b)),), masked.unmask)
 
-    def call(operands: tuple[Tensor, Tensor]) -> Awaitable[Tensor]:
-        a, b = operands
-        shape = (*a.shape[:-1], b.shape[-1])
-        channels = settings.channels_at(layer)
-        plan = CallPlan(
-            operator=operator,
-            layer=layer,
-            channels=tuple(cast(Channel, _ProductChannel(channel)) for channel in channels[:1]),
-            encode=lambda x: x,
-            hide=hide,
-            requests=lambda _, masked: (
-                cast("PreparedRequest", _PreparedProduct(*cast("Any", masked.sent[0]))),
-            ),
-            rules=rules,
-            shape=shape,
-            check=check,
-            decode=lambda y, _x: y,
-            timeout_s=settings.longest_s,
-            clock=clock,
-        )
-        return carry_out(plan, operands)
+    @lru_cache(MAX_PREPARED)
+    def requests(
+        shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]
+    ) -> tuple[PreparedRequest, ...]:
+        dtype, (a, b) = short_name(dtypes[0]), shapes
+        message = MatmulRequest(a=WireTensor(dtype, a, b""), b=WireTensor(dtype, b, b""))
+        return (PreparedRequest(message, (*a[:-1], b[-1]), dtype),)
 
-    return call
-
-
-class _ProductChannel:
-    """A channel that sends both operands of a product, as one Matmul."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-    def start(self, prepared: Any, payload: Any, timeout_s: float | None = None) -> int:
-        """See `Channel.start`."""
-        return self._channel.submit(prepared.request(payload), timeout_s)
-
-
-class _PreparedProduct:
-    """What `PreparedRequest` is for a Matmul, whose header is written anew in every call."""
-
-    def __init__(self, a: Tensor, b: Tensor) -> None:
-        self._shape, self._dtype = (*a.shape[:-1], b.shape[-1]), short_name(a.dtype)
-
-    def request(self, operands: tuple[Tensor, Tensor]) -> MatmulRequest:
-        a, b = operands
-        return MatmulRequest(a=from_torch(a), b=from_torch(b))
-
-    def output(self, exchange: Exchange) -> Tensor:
-        return reply_tensor(exchange, "Matmul", self._shape, self._dtype)
+    plan = CallPlan(
+        operator=operator,
+        layer=layer,
+        channels=tuple(settings.channels_at(layer)[:1]),
+        encode=lambda operands: operands,
+        hide=hide,
+        requests=requests,
+        rules=rules,
+        shape=lambda operands: (*operands[0].shape[:-1], operands[1].shape[-1]),
+        check=check,
+        decode=lambda y, _operands: y,
+        timeout_s=settings.timeout_s,
+        clock=settings.clock(operator, layer),
+    )
+    return partial(carry_out, plan)
 
 
 def _check_product(

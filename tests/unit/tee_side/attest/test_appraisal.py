@@ -16,8 +16,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from tee_side.attest import appraisal
-from tee_side.attest.appraisal import Appraisal, Expected, Verified, appraise
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, Expected, Verified, appraise
 from tee_side.attest.nvidia import VerifiedNvidia
 from tee_side.attest.snp import SnpReport, Tcb, VerifiedSnp
 from tee_side.attest.statement import (

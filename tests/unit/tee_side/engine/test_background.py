@@ -28,7 +28,7 @@ from tee_side.engine.background import BackgroundEngine, QueueFullError, State, 
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Delivery, Request, SamplingSettings
 from tee_side.engine.step import Sampled, Sequence
-from tee_side.model.kv_cache import KVCache
+from tee_side.model.batch import KVCache
 from tests.kit.model import LoopbackChannel, Models, Tee, finish, stocked, token_ids
 from tests.kit.rows import each_row
 

@@ -16,7 +16,7 @@ from tee_side.engine import reading
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.prefix_pool import PrefixPool
 from tee_side.engine.request import PromptRead, Request, SamplingSettings
-from tee_side.model.kv_cache import KVCache, kv_bytes
+from tee_side.model.batch import KVCache, kv_bytes
 from tests.kit.model import Models, SavedModel, Tee, assemble, finish, token_ids
 from tests.kit.rows import each_row
 

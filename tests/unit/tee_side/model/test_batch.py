@@ -15,9 +15,8 @@ from hypothesis import given
 
 from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
-from tee_side.model import kv_cache
-from tee_side.model.batch import Batch, Take
-from tee_side.model.kv_cache import KVCache, kv_bytes
+from tee_side.model import batch as batch_module
+from tee_side.model.batch import Batch, KVCache, Take, kv_bytes
 from tests.kit.model import Models
 
 
@@ -179,18 +178,18 @@ def test_memory_that_the_machine_refuses_is_a_limit(
 
     assert [refused(10**12), refused(10**18)] == [False, False]
     full = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
-    monkeypatch.setattr(kv_cache.mmap, "mmap", full)
+    monkeypatch.setattr(batch_module.mmap, "mmap", full)
     assert refused(10)
 
 
 def test_four_fifths_of_what_is_available_are_for_keys_and_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(batch_module, "_MEMORY", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
-    assert kv_cache.available_kv_bytes() == 800 * 1024
+    assert batch_module.available_kv_bytes() == 800 * 1024
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\n")
-    assert kv_cache.available_kv_bytes() == int(kv_cache._machine_bytes() * 0.8)
+    assert batch_module.available_kv_bytes() == int(batch_module._machine_bytes() * 0.8)
 
 
 def test_its_memory_is_its_own_and_goes_with_the_last_view(
@@ -205,7 +204,7 @@ def test_its_memory_is_its_own_and_goes_with_the_last_view(
             sizes.append(size)
 
     sizes: list[int] = []
-    monkeypatch.setattr(kv_cache.mmap, "mmap", Watched)
+    monkeypatch.setattr(batch_module.mmap, "mmap", Watched)
     cache = KVCache(config, 10, torch.bfloat16)
     assert cache.nbytes == kv_bytes(config, 10, torch.bfloat16) == sum(sizes) == 3840
     rows = _rows(10, 0).to(torch.bfloat16)

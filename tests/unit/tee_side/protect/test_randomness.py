@@ -226,22 +226,22 @@ def test_what_must_not_cross_is_refused_before_it_is_sent(
     x, name = X.int() if isinstance(mask, Shares) else X, mask.name if mask else "no mask"
     rules = MaskRules(mask)
     with pytest.raises(MaskError, match=f"{name}: o_proj: (got )?{said}"):
-        rules.check_sent("o_proj", x, rules.most_rows(3), masked(x))
+        rules.check_sent("o_proj", x, masked(x))
 
 
 def test_tensors_or_seeds_may_be_sent_and_seeds_of_rows_of_a_layer_alone() -> None:
     x, rules = X.int(), MaskRules(Shares())
     for sent in ((x, x), (x, Seed(bytes(32), (3, 4))), (Seed(bytes(32), (3, 4)), x)):
-        rules.check_sent("o_proj", x, rules.most_rows(3), Masked(sent, torch.add))
+        rules.check_sent("o_proj", x, Masked(sent, torch.add))
     with pytest.raises(MaskError, match="lm_head: got a seed, expected one of rows of a layer's l"):
-        rules.check_sent("lm_head", x, 3, _seed(x))
+        rules.check_sent("lm_head", x, _seed(x))
     # No more rows than the reply has room for: an honest service would be barred for it.
     for mask, most in ((RowPermutation(), 2 * 3 + 4096), (Pad(), 3), (None, 3)):
         rules = MaskRules(mask)
-        rules.check_sent("o_proj", X, rules.most_rows(3), Masked((torch.ones(most, 4),), _same))
+        rules.check_sent("o_proj", X, Masked((torch.ones(most, 4),), _same))
         many = Masked((torch.ones(most + 1, 4),), _same)
         with pytest.raises(MaskError, match=f"at most {most} rows"):
-            rules.check_sent("o_proj", X, rules.most_rows(3), many)
+            rules.check_sent("o_proj", X, many)
 
 
 @each_row(

@@ -18,7 +18,6 @@ from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
-from tee_side.model.local_operators import sites_where
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.randomness import Randomness
@@ -152,7 +151,7 @@ def _secrets(model: SavedModel, policy: Policy, integers: IntegerSites | None = 
         integers = IntegerSites(_calibration(model), {}, torch.float32)
     weights = Weights(config, checkpoint, torch.float32, {}, integers)
     checks = find_checks(policy.name, policy.served_arithmetic)
-    verified = sites_where(policy, 3, lambda placed: placed.verify != "none")
+    verified = policy.sites(3, lambda placed: placed.verify != "none")
     return checks.draw(verified, weights, Randomness())
 
 

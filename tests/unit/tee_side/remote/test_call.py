@@ -12,9 +12,9 @@ import torch
 
 from protocol.errors import MaskError, ReplyError
 from protocol.messages import LinearRequest
+from protocol.prepared import PreparedRequest
 from tee_side.protect.masks.mask import Masked
 from tee_side.remote.call import run
-from tee_side.remote.linear import RemoteLinear
 from tee_side.words import OPERATORS, PRODUCTS, Operator
 from tests.kit.lie import Change, Lying, generate, is_of
 from tests.kit.model import CLEAR, Models, policy_of
@@ -127,17 +127,17 @@ def test_what_is_not_shared_goes_to_one_service(saved_model: Models) -> None:
     assert first == 2 * second > 0
 
 
-def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
+def test_requests_are_prepared_once_for_a_row_count_and_their_number_is_bounded(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tee_side.remote.call._MAX_PLANS", 2)
     made: list[int] = []
-    prepare = RemoteLinear._prepare
-    monkeypatch.setattr(
-        RemoteLinear,
-        "_prepare",
-        lambda self, shape, of: made.append(shape[0]) or prepare(self, shape, of),
-    )
+
+    def prepare(message: Any, shape: tuple[int, ...], dtype: str) -> PreparedRequest:
+        made.append(shape[0])
+        return PreparedRequest(message, shape, dtype)
+
+    monkeypatch.setattr("tee_side.remote.call.MAX_PREPARED", 2)
+    monkeypatch.setattr("tee_side.remote.call.PreparedRequest", prepare)
     call = saved_model("llama").tee("attention-in-tee").lanes[0].tables["decode"].o_proj[0]
     for rows in (1, 2, 1, 2, 3, 3, 1):
         assert run(call(torch.randn(rows, 96))).shape == (rows, 48)

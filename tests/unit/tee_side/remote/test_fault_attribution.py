@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product, repeat
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
 from tee_side.remote import fault_attribution
 from tee_side.remote.call import run
-from tee_side.remote.fault_attribution import Answer, Refused, find_liars, refuse
+from tee_side.remote.fault_attribution import find_liars, refuse
 from tee_side.words import Operator
 from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying
@@ -95,7 +96,7 @@ def _call(
     timeout_s: float | None = None,
 ) -> torch.Tensor:
     tee = model.tee(policy, channels=list(channels))
-    (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s)
+    (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s or math.inf)
     size = 96 if operator == "o_proj" else 48
     found = getattr(lane.tables["decode"], operator)
     return run((found if operator == "lm_head" else found[1])(torch.ones(3, size)))
@@ -237,11 +238,13 @@ def test_the_rank_that_computed_wrongly_is_named(
     output[2, 190] += 3
     prepared = PreparedRequest(request, tuple(output.shape), "int32")
     exchange, sent = Exchange(endpoint="a", output=output), to_torch(request.elements)  # type: ignore[union-attr]
-    answer = Answer(world.replicas("a"), prepared, sent, exchange)
-    check = _check(model, held=False)
-    refused = Refused("gate_up_proj", 1, [answer], check, MaskRules(None), well_formed=True)
+    plan: Any = SimpleNamespace(
+        operator="gate_up_proj", layer=1, channels=[world.replicas("a")], rules=MaskRules(None)
+    )
+    plan.check = _check(model, held=False)
+    until = fault_attribution.time.monotonic() + left_s
     with pytest.raises(VerificationError) as caught:
-        refuse(refused, fault_attribution.time.monotonic() + left_s)
+        refuse(plan, [prepared], [sent], [exchange], until, well_formed=True)
     assert caught.value.got == f"a wrong result{said}"
 
 

@@ -20,13 +20,12 @@ from protocol.messages import InitReply, InitRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import from_torch
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy
 from tee_side.attest.attesters import simulate
 from tee_side.attest.statement import NONE, Claims, Statement, report_data
 from tee_side.remote.attested import ServiceAppraisal
-from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.services.connected import Services
-from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.member import ConnectOptions, ServiceCheck
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.fakes import World
@@ -70,7 +69,7 @@ def test_a_service_with_the_same_model_is_accepted(
     reply, check = _said(directory), _check(directory)
     with pytest.MonkeyPatch.context() as patch:
         # Digests are computed once, for all connections.
-        patch.setattr("tee_side.remote.handshake.model_digest", None)
+        patch.setattr("tee_side.remote.services.member.model_digest", None)
         for _ in range(2):
             assert check.verify("there", reply) is reply
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.errors import EndpointError, SettingsError
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy
 from tee_side.attest.statement import Statement, read_certificate
 from tee_side.serve.identity import Identity, certify
 from tests.kit.evidence import Answer, AttestedServer, body_of, identity, policy_text, serving

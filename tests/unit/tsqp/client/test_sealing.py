@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy
 from tee_side.serve.identity import Identity
 from tee_side.serve.sealed import (
     CONTENT_TYPE,

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from protocol.errors import SettingsError
-from tee_side.attest.appraisal_policy import AppraisalPolicy, MinimumTcb
+from tee_side.attest.appraisal import AppraisalPolicy, MinimumTcb
 from tests.kit.rows import each_row
 from tsqp.cli.main import command as tsqp
 from tsqp.deploy.build import strip

@@ -18,14 +18,18 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
 from tee_side.model import local_ops
-from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
-from tee_side.model.operators import Operators, logits, place
+from tee_side.model.operators import (
+    LocalOperators,
+    Operators,
+    load_local_operators,
+    logits,
+    place,
+)
 from tee_side.native import kernels as compiled_ops
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
-from tee_side.remote.call import run
-from tee_side.remote.linear import RunParts
+from tee_side.remote.call import RunParts, run
 from tee_side.words import PHASES, Phase
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
@@ -42,7 +46,7 @@ def _local(model: SavedModel, policy: Policy, dtype: torch.dtype = torch.float32
         calibration = Calibration.load(model.calibration, config, model_digest(config, checkpoint))
         biases = load_biases(checkpoint, config, FUSED_MODULES, dtype)
         integers = IntegerSites(calibration, biases, dtype)
-    sites = sites_here(policy, config.num_hidden_layers)
+    sites = policy.sites_here(config.num_hidden_layers)
     parts = RunParts(policy, config, checkpoint, dtype)
     return load_local_operators(parts, sites=sites, integers=integers, held={})
 
@@ -57,13 +61,13 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
             "down_proj": CLEAR,
         }
     )
-    assert set(sites_here(policy, config.num_hidden_layers)) == {
+    assert set(policy.sites_here(config.num_hidden_layers)) == {
         (0, "qkv_proj"),
         *((layer, "o_proj") for layer in range(3)),
     }
-    assert sites_here(load_policy("shielded-prefill"), config.num_hidden_layers) == []
+    assert load_policy("shielded-prefill").sites_here(config.num_hidden_layers) == []
     assert not _local(saved_model("llama"), load_policy("published"))
-    assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12 + 1
+    assert len(load_policy("shielded").sites_here(config.num_hidden_layers)) == 12 + 1
 
 
 @pytest.mark.usefixtures("torch_kernels")
