@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
@@ -17,26 +17,26 @@ from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights, Served
-from gpu_side.ranks.processes import OPTION, RankJob, RankPlace, by_torchrun, place_of
+from gpu_side.ranks.head import Ranks
+from gpu_side.ranks.worker import OPTION, RankJob, RankPlace, by_torchrun, place_of, work
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
 from gpu_side.state import QueueLimits, ServiceState
-from gpu_side.transport.bind import open_listener
+from gpu_side.transport.http_listener import HttpListener
+from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
+from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import ServiceWeights, check_integers
 from protocol import native
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.endpoint import is_beyond_loopback
+from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
-
-if TYPE_CHECKING:
-    from gpu_side.ranks.head import Ranks
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,37 @@ class ServiceSettings:
         return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
 
 
+def open_listener(
+    endpoint: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    spin_us: float = 0.0,
+    keys: ServiceKeys | None = None,
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    http: HttpKeys | None = None,
+) -> Listener:
+    """Bind a service's endpoint. `spin_us`: see `protocol.liveness`.
+
+    `keys`: ours and those of the clients that are let in; None lets in every client.
+    `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any. `http`: of use for URLs
+    alone. Raises EndpointError, and SettingsError for keys where the endpoint has no use for them.
+    """
+    parsed = parse_endpoint(endpoint, for_bind=True)
+    if keys is not None and not parsed.is_zmq:
+        require_zmq_keys(endpoint)
+    if parsed.is_http:
+        return HttpListener(endpoint, max_message_bytes=max_message_bytes, keys=http)
+    if parsed.is_stream:
+        return StreamListener(endpoint, max_message_bytes=max_message_bytes, spin_us=spin_us)
+    return ZmqListener(
+        endpoint,
+        max_message_bytes=max_message_bytes,
+        spin_us=spin_us,
+        keys=keys,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
+
+
 def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     """Run the service until SIGTERM or SIGINT. `attest`: see RequestHandler.
 
@@ -185,8 +216,6 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     native.set_up(settings.kernels, settings.threads or place.threads)
     device = parse_device(place.device(settings.device))
     if place.rank:
-        from gpu_side.ranks.worker import work
-
         work(_job(settings, place, device))
         return
     limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
@@ -328,7 +357,7 @@ def _load(
 
     served: ServiceWeights | NullWeights | Served
     if isinstance(device, NullDevice):
-        held, _ = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
+        held = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         _log_loaded(held, 0, time.monotonic() - began)
         served = NullWeights(held, device, torch_dtype(job.dtype))
@@ -371,8 +400,6 @@ def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob
 
 def _ranks(job: RankJob, stop: StopSignal, stack: ExitStack) -> Ranks:
     """Start the other ranks, if torchrun has not; the stack ends them."""
-    from gpu_side.ranks.head import Ranks
-
     ranks = Ranks(job, stop, starts_them=not by_torchrun())
     stack.callback(ranks.close)
     ranks.start()

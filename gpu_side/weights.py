@@ -143,7 +143,7 @@ def load_weights(
     SettingsError.
     """
     # Before the weights: the pages that its digests map would come on top of them.
-    held, _ = read_served_model(directory, arithmetic, layers=layers, columns=columns)
+    held = read_served_model(directory, arithmetic, layers=layers, columns=columns)
     config, arithmetic = held.part, held.arithmetic
     checkpoint = PartCheckpoint(directory, columns)
 

@@ -1,7 +1,16 @@
-"""The head: sends each product to the other ranks, and puts their columns beside its own."""
+"""The head: sends each product to the other ranks, and puts their columns beside its own.
+
+Where torchrun has not, it starts their processes, which end when it ends.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +26,7 @@ import torch
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.event_log import log
 from gpu_side.kernels import Served
-from gpu_side.ranks.processes import RankJob, RankProcesses, how_it_ended
-from gpu_side.ranks.worker import Group
+from gpu_side.ranks.worker import Group, RankJob, RankPlace
 from gpu_side.request_loop import StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transfer import Kernel, Result, Working
@@ -41,6 +50,75 @@ from protocol.tensors import WireTensor
 LOAD_S = 600.0
 COMPUTE_S = 60.0
 _TIMES = 10.0
+# How long to wait for the end of the others.
+_END_S = 10.0
+# A connection ends with its process, whose end is known a moment later.
+_NOTICE_S = 1.0
+
+
+class RankProcesses:
+    """Processes of ranks 1 and up on this host.
+
+    `store`: see `RankJob.store`.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="gpu-service-"))
+        self.store = self._folder / "store"
+        self._ranks = ranks
+        # Each with the thread that waits for its end.
+        self._started: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
+        self._one_ended = threading.Event()
+
+    def start(self, job: RankJob, ended: Callable[[int, int], None]) -> None:
+        """Start them. In the main thread: Linux ends them with the thread that started them.
+
+        `ended`: called from a thread with a rank that has ended and its exit status, minus the
+        signal that ended it.
+        """
+        for rank in range(1, self._ranks):
+            place = RankPlace(rank, self._ranks)
+            its_job = job.model_copy(update={"place": place})
+            command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
+            threads = str(job.threads or place.threads)
+            process = subprocess.Popen(  # noqa: S603 - a module of ours, and settings as JSON
+                [*command, its_job.model_dump_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": threads},
+            )
+
+            def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
+                ended(rank, process.wait())
+                self._one_ended.set()
+
+            watcher = threading.Thread(target=watch, name=f"rank-{rank}", daemon=True)
+            watcher.start()
+            self._started.append((process, watcher))
+
+    def wait_for_an_end(self) -> None:
+        """Wait until one of them has ended, and was told of; not long."""
+        self._one_ended.wait(_NOTICE_S)
+
+    def stop(self, *, at_once: bool) -> None:
+        """Wait until they have ended; not long, and `at_once` not at all."""
+        until = time.monotonic() + (0.0 if at_once else _END_S)
+        for process, watcher in self._started:
+            watcher.join(max(0.0, until - time.monotonic()))
+            process.kill()  # nothing where it has ended
+        for _, watcher in self._started:
+            watcher.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def how_it_ended(status: int) -> str:
+    """Say how a process has ended, by its exit status."""
+    if status >= 0:
+        return f"a process that ended with {status}"
+    try:
+        return f"a process killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"a process killed by signal {-status}"
 
 
 class Ranks:

@@ -62,7 +62,7 @@ def _load(directory: Path, columns: Columns = (0, 1), **settings: Any) -> Servic
 
 
 def _null(directory: Path, **settings: Any) -> NullWeights:
-    held, _ = read_served_model(directory, weights=False, **settings)
+    held = read_served_model(directory, weights=False, **settings)
     return NullWeights(held, NullDevice(), torch.float32)
 
 
@@ -148,7 +148,7 @@ def test_what_is_not_held_is_unavailable(
         assert init.layers == given.get("layers", (0, LAST))
         assert init.provision_id == (holds and "5a" * 32)
         # It is the same model, whatever part of it is held here.
-        model, _ = read_served_model(directory)
+        model = read_served_model(directory)
         assert init.model_digest == model.model_digest
         assert init.linear_digest == model.linear_digest
         assert init.norm_weights.keys() == model.norms.keys()
@@ -368,7 +368,7 @@ def light(saved_model: Any, tmp_path: Path) -> Path:
 
 
 def _null_device(directory: Path, profile: DeviceProfile | None = None) -> NullWeights:
-    held, _ = read_served_model(directory, weights=False)
+    held = read_served_model(directory, weights=False)
     weights = NullWeights(held, NullDevice(profile), torch.bfloat16)
     weights.kernels = NullKernels(NullDevice(profile), 2, clock=lambda: 0)
     return weights
@@ -399,7 +399,7 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
 def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     light: Path, request_: Computed, sizes: tuple[int, int], kernels_us: float
 ) -> None:
-    now, held = 5000, read_served_model(light, weights=False)[0]
+    now, held = 5000, read_served_model(light, weights=False)
     task = RequestChecker(held, MIB).check(request_)
     took_us = kernels_us + sum(map(ROUND.transfer_us, sizes))
     assert request_us(ROUND, task, 2) == pytest.approx(took_us)

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from gpu_side.handler import RequestHandler
 from gpu_side.ranks import head, worker
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.processes import RankJob, RankPlace, place_of
-from gpu_side.ranks.worker import IDLE, JOIN_S, Group
+from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, RankPlace, place_of
 from gpu_side.request_loop import StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Channel, open_channel
