@@ -5,23 +5,17 @@ A request is checked, then computed, in the same way whatever computes it.
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
-import torch
-
-from gpu_side.cuda.kernels import device_kernels
-from gpu_side.kernels import NullWeights, Served
-from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
+from gpu_side.kernels import Kernel, Result
+from gpu_side.segment_kernels import Served, served_weights
 from gpu_side.sessions import SessionSettings, SessionStore, free_bytes
 from gpu_side.state import QueueLimits
 from gpu_side.tasks import RequestChecker
-from gpu_side.transfer import Kernel, Result
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
@@ -36,8 +30,6 @@ from protocol.messages import (
 
 # Hardware takes its time for evidence, and everything waits for it: a third of the time at most.
 _PAUSES = 2
-# How long to wait, in ms, before sessions are looked at: no transport waits for any time.
-_MOST_MS = 60_000
 Attest: TypeAlias = Callable[[bytes, str], bytes]
 
 
@@ -53,23 +45,14 @@ class RequestHandler:
 
     def __init__(
         self,
-        weights: ServiceWeights | NullWeights | Served,
+        weights: ServiceWeights | Served,
         max_message_bytes: int,
         limits: QueueLimits | None = None,
         spin_us: float = 0.0,
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
-        segments: Callable[[SessionStore], SegmentKernels] | None = None
-        device: torch.device | None = None
-        if isinstance(weights, ServiceWeights):
-            device, segments = weights.device, partial(TorchSegments, weights, spin_us=spin_us)
-            served = Served(weights, device_kernels(weights, spin_us))
-        elif isinstance(weights, NullWeights):
-            segments = partial(NullSegments, weights)
-            served = Served(weights.model, weights.kernels)
-        else:
-            served = weights
+        served = weights if isinstance(weights, Served) else served_weights(weights, spin_us)
         self._model, self._kernels = served.model, served.kernels
         self._checker = RequestChecker(self._model, max_message_bytes)
         self._max_message_bytes = max_message_bytes
@@ -77,17 +60,9 @@ class RequestHandler:
         self._instance_id = secrets.token_hex(16)
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.
-        self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(device))
-        has_segments = self._model.has_segments
-        self._segments = segments(self.sessions) if segments and has_segments else None
-
-    def expire_sessions(self) -> int | None:
-        """Forget sessions that were not used for too long; return in how many ms to do so again.
-
-        None: there are none.
-        """
-        left_s = self.sessions.expire()
-        return None if left_s == math.inf else max(1, min(math.ceil(1000 * left_s), _MOST_MS))
+        self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(served.device))
+        segments = served.segments if self._model.has_segments else None
+        self._segments = None if segments is None else segments(self.sessions)
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -12,19 +13,20 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import linear, silu
 
-from gpu_side.kernels import NullWeights
+from gpu_side.cuda.kernels import device_kernels
+from gpu_side.kernels import Kernel, Kernels, NullKernels, Result, transfer_to
+from gpu_side.served_model import ServedModel
 from gpu_side.session_cache import CacheShape, PartAttention, SessionCache, Window
 from gpu_side.sessions import NO_SESSION, SegmentPart, SessionStore
 from gpu_side.tasks import Task
-from gpu_side.transfer import Kernel, Result, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import FUSED_MODULES, SegmentRequest, tensor_reply
+from protocol.messages import FUSED_MODULES, SegmentRequest
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Layer, Ops, bound, forward, staying
 from protocol.model.rope import Rope
-from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
+from protocol.tensors import to_torch
 
 _PART = struct.Struct("<16s3q16s")
 
@@ -199,7 +201,7 @@ class TorchSegments(SegmentKernels):
 
     def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
         layers = [self._layers[at] for at in range(first.first_layer, first.last_layer + 1)]
-        to_device, dtype = self._transfer.to_device, torch_dtype(task.dtype)
+        to_device = self._transfer.to_device
         ops: Ops[Layer, Sequence[PartAttention]] = Ops(
             embedding=staying(lambda hidden_TD: hidden_TD),
             attention=partial(self._attend, first.first_layer),
@@ -223,9 +225,7 @@ class TorchSegments(SegmentKernels):
             found = finish(forward(h_TD, layers, rope, ops, attention, rows))
             if first.lm_head:
                 found = self._logits(found)
-            output, work = self._transfer.to_host(found, dtype)
-            tensor = WireTensor(task.dtype, task.shape, raw_bytes(output))
-            return tensor_reply({"output": tensor}), work
+            return self._transfer.reply(found, task)
 
         return compute
 
@@ -260,9 +260,9 @@ class NullSegments(SegmentKernels):
     `kernels`: those of the same accelerator, which works on one request after the other.
     """
 
-    def __init__(self, weights: NullWeights, sessions: SessionStore) -> None:
-        super().__init__(weights.model.config, sessions, weights.dtype, None)
-        self._kernels = weights.kernels
+    def __init__(self, config: ModelConfig, kernels: NullKernels, sessions: SessionStore) -> None:
+        super().__init__(config, sessions, kernels.dtype, None)
+        self._kernels = kernels
 
     def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
         kernels = self._kernels
@@ -285,3 +285,29 @@ class NullSegments(SegmentKernels):
             return reply, kernels.works_for(base_us + sum(map(attention_us, parts)))
 
         return compute
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answers the requests of a service, with weights, or with what is there instead.
+
+    `model`: what it says that it holds; `kernels`: what computes. `segments`: makes what runs
+    Segments on sessions, where there are whole layers; None: there are none. `device`: where
+    sessions take their memory; None: nowhere.
+    """
+
+    model: ServedModel
+    kernels: Kernels
+    segments: Callable[[SessionStore], SegmentKernels] | None = None
+    device: torch.device | None = None
+
+
+def served_weights(weights: ServiceWeights, spin_us: float) -> Served:
+    """Return what computes with weights that this process holds alone."""
+    segments = partial(TorchSegments, weights, spin_us=spin_us)
+    return Served(weights, device_kernels(weights, spin_us), segments, weights.device)
+
+
+def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
+    """Return a null device in the place of weights. `model`: what it says that it holds."""
+    return Served(model, kernels, partial(NullSegments, model.config, kernels))

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
+from gpu_side.cuda.products import check_integers
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler
-from gpu_side.kernels import NullWeights, Served
+from gpu_side.kernels import NullKernels
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.worker import OPTION, RankJob, RankPlace, by_torchrun, place_of, work
-from gpu_side.request_loop import RequestLoop, StopSignal
+from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
+from gpu_side.segment_kernels import Served, served_zeros
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
 from gpu_side.state import QueueLimits, ServiceState
@@ -27,7 +29,7 @@ from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
-from gpu_side.weights import ServiceWeights, check_integers
+from gpu_side.weights import ServiceWeights
 from protocol import native
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -237,7 +239,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         try:
             # At once: until then SIGHUP ends the process.
             tokens = settings.http_tokens
-            allowed = (tokens, read_tokens) if tokens else (settings.allow, None)
+            allowed = (tokens, read_tokens) if tokens else (settings.allow, read_allow_list)
 
             def allow(found: frozenset[bytes]) -> None:
                 listener.allow(found)
@@ -249,24 +251,22 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             job = _job(settings, place, device)
             ranks = None if place.ranks == 1 else _ranks(job, stop, beside)
             operators = _load(settings, job, device, state, stop, attest, ranks)
-            if operators is not None:
-                state.sessions = lambda: operators.sessions.totals
-                if isinstance(listener, StreamListener):
-                    # Other transports do not know, or know a client by more than a connection.
-                    listener.on_gone = operators.sessions.forget_client
-                log.info(
-                    "ready",
-                    endpoint=listener.endpoint,
-                    kernels=native.choice().variant,
-                    start_s=round(time.monotonic() - started, 2),
-                )
-                loop = RequestLoop(
-                    operators,
-                    settings.max_message_bytes,
-                    state,
-                    settings.drain_timeout_s,
-                )
-                loop.run(listener, stop)
+            state.sessions = lambda: operators.sessions.totals
+            if isinstance(listener, StreamListener):
+                # Other transports do not know, or know a client by more than a connection.
+                listener.on_gone = operators.sessions.forget_client
+            log.info(
+                "ready",
+                endpoint=listener.endpoint,
+                kernels=native.choice().variant,
+                start_s=round(time.monotonic() - started, 2),
+            )
+            loop = RequestLoop(
+                operators, settings.max_message_bytes, state, settings.drain_timeout_s
+            )
+            loop.run(listener, stop)
+        except StoppedWhileLoadingError:
+            pass  # as it was told
         finally:
             listener.close()
             beside.close()
@@ -320,10 +320,6 @@ def _stop_signals() -> Iterator[StopSignal]:
         yield stop
 
 
-class _StoppedWhileLoadingError(Exception):
-    """A stop signal came before the weights were read."""
-
-
 def _load(
     settings: ServiceSettings,
     job: RankJob,
@@ -332,8 +328,8 @@ def _load(
     stop: StopSignal,
     attest: Attest | None,
     ranks: Ranks | None,
-) -> RequestHandler | None:
-    """Read the weights; None if a stop signal came meanwhile."""
+) -> RequestHandler:
+    """Read the weights. Raises StoppedWhileLoadingError if a stop signal comes meanwhile."""
     began = logged = time.monotonic()
     config, layers = read_config(job.model), job.layers
     several: dict[str, Any] = {} if ranks is None else {"ranks": job.place.ranks}
@@ -350,24 +346,21 @@ def _load(
     def progress(done: int, total: int) -> None:
         nonlocal logged
         if stop.requested:
-            raise _StoppedWhileLoadingError
+            raise StoppedWhileLoadingError
         if time.monotonic() - logged > 5.0:
             logged = time.monotonic()
             log.info("loading", layers_done=done, layers=total)
 
-    served: ServiceWeights | NullWeights | Served
+    served: ServiceWeights | Served
     if isinstance(device, NullDevice):
         held = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         _log_loaded(held, 0, time.monotonic() - began)
-        served = NullWeights(held, device, torch_dtype(job.dtype))
-    elif ranks is not None and not ranks.join():
-        return None
+        served = served_zeros(held, NullKernels(device, torch_dtype(job.dtype)))
     else:
-        try:
-            weights = job.load(device, progress)
-        except _StoppedWhileLoadingError:
-            return None
+        if ranks is not None:
+            ranks.join()
+        weights = job.load(device, progress)
         _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
         served = weights if ranks is None else ranks.served(weights)
     return RequestHandler(

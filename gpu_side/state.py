@@ -226,21 +226,11 @@ class MethodCounters:
     queue: Histogram = field(default_factory=Histogram)
 
 
-class Counters:
-    """Everything that the loop counts; all keys are there from the beginning."""
-
-    def __init__(self) -> None:
-        self.methods = {name: MethodCounters() for name in (*REQUEST_TYPES, UNKNOWN_METHOD)}
-        # Of requests with a method that is none of ours.
-        self.unknown = self.methods[UNKNOWN_METHOD]
-        self.received_bytes = 0
-        self.sent_bytes = 0
-        # Replies that were not delivered: the client has gone, does not read, or may not any more.
-        self.dropped_replies = 0
-
-
 class ServiceState:
-    """Of one service, from its start. `clients_refused`: says how many were turned away so far."""
+    """Of one service, from its start. `clients_refused`: says how many were turned away so far.
+
+    `methods`: what was counted of each, all of which are there from the beginning.
+    """
 
     def __init__(
         self,
@@ -250,7 +240,10 @@ class ServiceState:
         clients_refused: Callable[[], int] = lambda: 0,
     ) -> None:
         self.queue = FairQueue(limits or QueueLimits())
-        self.counters = Counters()
+        self.methods = {name: MethodCounters() for name in (*REQUEST_TYPES, UNKNOWN_METHOD)}
+        self.received_bytes = self.sent_bytes = 0
+        # Replies that were not delivered: the client has gone, does not read, or may not any more.
+        self.dropped_replies = 0
         self.device = device
         self.clients_refused = clients_refused
         self.status: Literal["loading", "ready", "draining"] = "loading"

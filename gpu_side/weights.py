@@ -18,17 +18,14 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.cuda.products import check_ring
 from gpu_side.served_model import (
     BOTH,
-    OPERATOR_OF,
     TRANSFORMED_HEAD,
     ServedModel,
     order_name,
     read_served_model,
 )
-from protocol.errors import KernelError, ModelError, describe
-from protocol.integer import MAX_IN_FEATURES, check_kernels
+from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator, part_of
 from protocol.model.checkpoint import (
     EMBEDDING,
@@ -37,7 +34,6 @@ from protocol.model.checkpoint import (
     lm_head_name,
     norm_names,
 )
-from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import FusedLinear, LayerNorms, load_linear, load_tensor
 
@@ -186,22 +182,6 @@ def load_weights(
         integers=integers or None,
         segment=segment,
     )
-
-
-def check_integers(config: ModelConfig, device: torch.device | None) -> None:
-    """Check that this device computes this model's int8 products exactly. Raises KernelError.
-
-    `device`: None for a null one, which has no products: then only the widths must fit.
-    """
-    widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
-    KernelError.unless(
-        widest <= MAX_IN_FEATURES,
-        "int8 weights of this model",
-        f"{widest} in_features",
-        f"at most {MAX_IN_FEATURES}",
-    )
-    if device is not None:
-        (check_ring if device.type == "cuda" else check_kernels)(device)
 
 
 def _read_vocabulary(

@@ -25,11 +25,11 @@ import torch
 
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.event_log import log
-from gpu_side.kernels import Served
+from gpu_side.kernels import Kernel, Result, Working
 from gpu_side.ranks.worker import Group, RankJob, RankPlace
-from gpu_side.request_loop import StopSignal
+from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
+from gpu_side.segment_kernels import Served
 from gpu_side.tasks import Computed, RequestChecker, Task
-from gpu_side.transfer import Kernel, Result, Working
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.encoding import REQUEST, request_template
@@ -143,17 +143,19 @@ class Ranks:
         if self._processes is not None:
             self._processes.start(self.job, self._has_ended)
 
-    def join(self) -> bool:
-        """Wait until the others are there; False if told to stop before. Raises EndpointError."""
+    def join(self) -> None:
+        """Wait until the others are there.
+
+        Raises StoppedWhileLoadingError if told to stop before, and EndpointError.
+        """
         stop = self._stop
         try:
             job = self.job
             self._group = Group(job.place, job.store, job.torch_device, lambda: stop.requested)
         except RuntimeError:
             if stop.requested and self.failure is None:
-                return False
+                raise StoppedWhileLoadingError from None
             raise self.fail(None, "no answer") from None
-        return True
 
     def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
@@ -299,7 +301,7 @@ class RankKernels:
             first = self._ranks.compute(
                 header, getattr(request, field), others, lambda: own(request)
             )
-            reply, working = self._own.reply(join([first, *others]), task)
+            reply, working = self._own.transfer.reply(join([first, *others]), task)
             return reply, None if working is None else _OfAll(self._ranks, working)
 
         return kernel

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
 from gpu_side.cuda.kernels import device_kernels
+from gpu_side.cuda.products import check_integers
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker
-from gpu_side.weights import Progress, ServiceWeights, check_integers, load_weights
+from gpu_side.weights import Progress, ServiceWeights, load_weights
 from protocol import native
 from protocol.errors import EndpointError, SettingsError, TsqpError
 from protocol.messages import Arithmetic, Columns, Request

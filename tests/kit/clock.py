@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from gpu_side import request_loop
+from gpu_side.kernels import Result
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.state import ServiceState
-from gpu_side.transfer import Result
 from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import MatmulRequest, Request, TensorReply
@@ -101,10 +102,8 @@ def make_loop(answer: Answer, state: ServiceState | None = None, **settings: Any
         return answer(request)
 
     # The loop asks only where there may be sessions to expire.
-    sessions = SimpleNamespace(look_at_s=0.0)
-    handler: Any = SimpleNamespace(
-        prepare=lambda _: kernel, sessions=sessions, expire_sessions=lambda: None
-    )
+    sessions = SimpleNamespace(look_at_s=0.0, expire=lambda: math.inf)
+    handler: Any = SimpleNamespace(prepare=lambda _: kernel, sessions=sessions)
     return RequestLoop(handler, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_side.transfer import wait_until
+from gpu_side.kernels import wait_until
 from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
 from protocol.messages import Request

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
 from gpu_side.handler import RequestHandler
-from gpu_side.kernels import NullKernels, NullWeights, request_us
+from gpu_side.kernels import NullKernels, request_us
+from gpu_side.segment_kernels import Served, served_zeros
 from gpu_side.served_model import (
     PROVISION_FILE,
     Provision,
@@ -61,9 +62,9 @@ def _load(directory: Path, columns: Columns = (0, 1), **settings: Any) -> Servic
     return load_weights(directory, device=CPU, dtype=torch.float32, columns=columns, **settings)
 
 
-def _null(directory: Path, **settings: Any) -> NullWeights:
+def _null(directory: Path, **settings: Any) -> Served:
     held = read_served_model(directory, weights=False, **settings)
-    return NullWeights(held, NullDevice(), torch.float32)
+    return served_zeros(held, NullKernels(NullDevice(), torch.float32))
 
 
 ROW, ELEMENTS = torch.ones(1, HIDDEN), torch.ones(1, HIDDEN, dtype=torch.int32)
@@ -367,11 +368,10 @@ def light(saved_model: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _null_device(directory: Path, profile: DeviceProfile | None = None) -> NullWeights:
+def _null_device(directory: Path, profile: DeviceProfile | None = None) -> Served:
     held = read_served_model(directory, weights=False)
-    weights = NullWeights(held, NullDevice(profile), torch.bfloat16)
-    weights.kernels = NullKernels(NullDevice(profile), 2, clock=lambda: 0)
-    return weights
+    kernels = NullKernels(NullDevice(profile), torch.bfloat16, clock=lambda: 0)
+    return served_zeros(held, kernels)
 
 
 def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
@@ -403,7 +403,9 @@ def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     task = RequestChecker(held, MIB).check(request_)
     took_us = kernels_us + sum(map(ROUND.transfer_us, sizes))
     assert request_us(ROUND, task, 2) == pytest.approx(took_us)
-    kernel = NullKernels(NullDevice(ROUND), 2, clock=lambda: now).prepare(request_, task)
+    kernel = NullKernels(NullDevice(ROUND), torch.bfloat16, clock=lambda: now).prepare(
+        request_, task
+    )
     for free_ns in (5000, 5000 + took_us * 1000, 10**9):
         now = max(now, 10**9 * (free_ns == 10**9))  # once it has nothing to do, it begins at once
         _, work = kernel(request_, None)

@@ -15,8 +15,7 @@ import torch
 
 from gpu_side.encoding import encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
-from gpu_side.kernels import NullWeights
-from gpu_side.segment_kernels import read_parts
+from gpu_side.segment_kernels import Served, read_parts
 from gpu_side.session_cache import CacheShape, Window
 from gpu_side.sessions import SegmentPart
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
@@ -63,7 +62,7 @@ class AtOnce(Channel):
 class RecordingChannel(AtOnce):
     """A `Channel` to a service's operators in this process; keeps all that reached it."""
 
-    def __init__(self, weights: ServiceWeights | NullWeights, endpoint: str = "recording") -> None:
+    def __init__(self, weights: ServiceWeights | Served, endpoint: str = "recording") -> None:
         super().__init__(endpoint)
         self._handler = RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
         self._recorded: list[tuple[bytes, ...]] = []
