@@ -8,11 +8,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
-from gpu_side.kernels import Kernel, Result
-from gpu_side.segment_kernels import Served, served_weights
+import torch
+
+from gpu_side.cuda.kernels import device_kernels
+from gpu_side.kernels import Kernel, Kernels, NullKernels, Result
+from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
+from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, free_bytes
 from gpu_side.state import QueueLimits
 from gpu_side.tasks import RequestChecker
@@ -31,6 +36,32 @@ from protocol.messages import (
 # Hardware takes its time for evidence, and everything waits for it: a third of the time at most.
 _PAUSES = 2
 Attest: TypeAlias = Callable[[bytes, str], bytes]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answers the requests of a service, with weights, or with what is there instead.
+
+    `model`: what it says that it holds; `kernels`: what computes. `segments`: makes what runs
+    Segments on sessions, where there are whole layers; None: there are none. `device`: where
+    sessions take their memory; None: nowhere.
+    """
+
+    model: ServedModel
+    kernels: Kernels
+    segments: Callable[[SessionStore], SegmentKernels] | None = None
+    device: torch.device | None = None
+
+
+def served_weights(weights: ServiceWeights, spin_us: float) -> Served:
+    """Return what computes with weights that this process holds alone."""
+    segments = partial(TorchSegments, weights, spin_us=spin_us)
+    return Served(weights, device_kernels(weights, spin_us), segments, weights.device)
+
+
+def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
+    """Return a null device in the place of weights. `model`: what it says that it holds."""
+    return Served(model, kernels, partial(NullSegments, model.config, kernels))
 
 
 class RequestHandler:
@@ -55,9 +86,10 @@ class RequestHandler:
         served = weights if isinstance(weights, Served) else served_weights(weights, spin_us)
         self._model, self._kernels = served.model, served.kernels
         self._checker = RequestChecker(self._model, max_message_bytes)
-        self._max_message_bytes = max_message_bytes
-        self._limits = limits or QueueLimits()
-        self._instance_id = secrets.token_hex(16)
+        # The same for every client, but for what it is told about one nonce.
+        self._init_reply = self._model.init_reply(
+            max_message_bytes, limits or QueueLimits(), instance_id=secrets.token_hex(16)
+        )
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.
         self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(served.device))
@@ -111,9 +143,8 @@ class RequestHandler:
         return self._segments.prepare(first, task)
 
     def _init(self, request: Any, _incoming: Incoming | None) -> Result:
-        reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
         if not request.nonce or self._attest is None:
-            return reply, None
+            return self._init_reply, None
         began_s = time.monotonic()
         ProtocolError.unless(
             began_s >= self._attest_from_s,
@@ -134,4 +165,4 @@ class RequestHandler:
         finally:
             ended_s = time.monotonic()
             self._attest_from_s = ended_s + _PAUSES * (ended_s - began_s)
-        return reply.model_copy(update={"statement": statement}), None
+        return self._init_reply.model_copy(update={"statement": statement}), None

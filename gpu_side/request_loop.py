@@ -292,7 +292,12 @@ class RequestLoop:
             opened = self._reader.open(frames)
             queue_us = (started_ns - incoming.received_ns) // 1000
             if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
-                raise _too_late(opened.method, queue_us, opened.timeout_ms)
+                raise ProtocolError(
+                    opened.method,
+                    got=f"{queue_us / 1e6:.3f} s in the queue",
+                    expected=f"a start within {opened.timeout_ms / 1e3:g} s",
+                    code=ErrorCode.DEADLINE_EXCEEDED,
+                )
             request, kernel = self._reader.read(opened)
             response, work = kernel(request, incoming)
         except ProtocolError as error:
@@ -445,12 +450,3 @@ class RequestLoop:
 def _fields(incoming: Incoming, opened: OpenedRequest, **more: Any) -> dict[str, Any]:
     """Return what a line of the log says of a request."""
     return {"peer": incoming.peer, "request_id": opened.request_id, **more}
-
-
-def _too_late(method: str, queue_us: int, timeout_ms: int) -> ProtocolError:
-    return ProtocolError(
-        method,
-        got=f"{queue_us / 1e6:.3f} s in the queue",
-        expected=f"a start within {timeout_ms / 1e3:g} s",
-        code=ErrorCode.DEADLINE_EXCEEDED,
-    )

@@ -3,7 +3,7 @@
 A client names its own sessions alone: its connection, or with keys its key, is part of the name. A
 client that needs room loses its own sessions first, down to its limit, then whichever of all was
 used least recently goes. What the running request uses stays. A session that goes waits on disk
-where there is a directory for it (`gpu_side.spill`), and is lost otherwise.
+where there is a directory for it (`gpu_side.session_cache`), and is lost otherwise.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ import torch
 
 from gpu_side.defaults import SESSION_TTL_S
 from gpu_side.event_log import log
-from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.spill import Ledger, SessionFiles, SessionName, SpillKey
+from gpu_side.session_cache import (
+    GROWTH_TOKENS,
+    CacheShape,
+    Ledger,
+    SessionCache,
+    SessionFiles,
+    SessionName,
+    SpillKey,
+    Window,
+)
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
 
 # What a null device keeps as many sessions as fit into; it takes no memory for them.
@@ -51,7 +59,8 @@ class SessionSettings:
 
     `client_bytes`: of one client, None: half of `bytes`. `ttl_s`: how long after its last use a
     session is kept. `spill`: a directory where sessions that must make room wait, encrypted
-    (`gpu_side.spill`); None: they are dropped. `spill_bytes`: how much of them, None: as `bytes`.
+    (`gpu_side.session_cache`); None: they are dropped. `spill_bytes`: how much of them, None: as
+    `bytes`.
     """
 
     bytes: int | None = None

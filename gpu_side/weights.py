@@ -144,12 +144,17 @@ def load_weights(
     checkpoint = PartCheckpoint(directory, columns)
 
     read: Read = partial(load_tensor, checkpoint, dtype=dtype, device=device)
-    embedding, lm_head = _read_vocabulary(held, read)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = read(EMBEDDING, vocabulary) if held.has_embedding else None
+    lm_head: torch.Tensor | None = None
     lm_head_int8: QuantizedLinear | None = None
-    if held.has_lm_head and "int8" in arithmetic:
-        lm_head_int8 = load_quantized(
-            checkpoint, config, config.num_hidden_layers - 1, "lm_head", device
-        )
+    if held.has_lm_head:
+        tied = embedding if config.tie_word_embeddings else None
+        lm_head = read(lm_head_name(config), vocabulary) if tied is None else tied
+        if "int8" in arithmetic:
+            lm_head_int8 = load_quantized(
+                checkpoint, config, config.num_hidden_layers - 1, "lm_head", device
+            )
     linears: FloatLinears = {}
     integers: IntegerLinears = {}
     for done, layer in enumerate(held.held_layers, 1):
@@ -182,20 +187,6 @@ def load_weights(
         integers=integers or None,
         segment=segment,
     )
-
-
-def _read_vocabulary(
-    held: ServedModel, read: Read
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Read embedding and LM head as far as they are held, one tensor if they are tied."""
-    config = held.part
-    shape = (config.vocab_size, config.hidden_size)
-    embedding = read(EMBEDDING, shape) if held.has_embedding else None
-    if not held.has_lm_head:
-        return embedding, None
-    if config.tie_word_embeddings and embedding is not None:
-        return embedding, embedding
-    return embedding, read(lm_head_name(config), shape)
 
 
 def _read_segment(

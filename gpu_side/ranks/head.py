@@ -25,10 +25,10 @@ import torch
 
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.event_log import log
+from gpu_side.handler import Served
 from gpu_side.kernels import Kernel, Result, Working
 from gpu_side.ranks.worker import Group, RankJob, RankPlace
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
-from gpu_side.segment_kernels import Served
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights

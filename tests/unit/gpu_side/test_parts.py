@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
-from gpu_side.handler import RequestHandler
+from gpu_side.handler import RequestHandler, Served, served_zeros
 from gpu_side.kernels import NullKernels, request_us
-from gpu_side.segment_kernels import Served, served_zeros
 from gpu_side.served_model import (
     PROVISION_FILE,
     Provision,

@@ -16,11 +16,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from gpu_side import session_cache
 from gpu_side import sessions as sessions_module
-from gpu_side import spill as spill_module
-from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_cache import (
+    GROWTH_TOKENS,
+    CacheShape,
+    SessionCache,
+    SessionFiles,
+    SessionName,
+    SpilledSession,
+    SpillKey,
+    Window,
+)
 from gpu_side.sessions import SegmentPart, SessionSettings, SessionStore, SessionTotals, free_bytes
-from gpu_side.spill import SessionFiles, SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
 from tests.kit.rows import each_row
@@ -341,7 +349,7 @@ def _cache(shape: CacheShape = WIDE) -> SessionCache:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a layer into several pieces, the last of which is smaller."""
-    monkeypatch.setattr(spill_module, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(session_cache, "_PIECE_BYTES", 300)
 
 
 def _spilled(folder: Path, cache: SessionCache, key: SpillKey | None = None) -> SpilledSession:
@@ -440,7 +448,7 @@ def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, va
 def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
 ) -> None:
-    monkeypatch.setattr(spill_module, "MAX_FILES", files)
+    monkeypatch.setattr(session_cache, "MAX_FILES", files)
     kept = SessionFiles(tmp_path, most * (TOKENS * WIDE.token_bytes + 9 * 16))
 
     def put(client: bytes, *numbers: int) -> str:
@@ -470,8 +478,8 @@ def test_a_request_has_so_much_written_and_the_rest_is_lost(
 ) -> None:
     """Others wait while it is encrypted and written, and while files are made."""
     size = TOKENS * WIDE.token_bytes
-    monkeypatch.setattr(spill_module, "MAX_FILES", files)
-    monkeypatch.setattr(spill_module, "REQUEST_BYTES", most * size)
+    monkeypatch.setattr(session_cache, "MAX_FILES", files)
+    monkeypatch.setattr(session_cache, "REQUEST_BYTES", most * size)
     found = SessionFiles(tmp_path, 2**30)
     for number in range(10):
         if number % 5 == 0:

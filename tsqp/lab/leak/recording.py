@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from gpu_side.encoding import encode_reply, open_request, read_request
-from gpu_side.handler import RequestHandler
-from gpu_side.segment_kernels import Served, read_parts
-from gpu_side.session_cache import CacheShape, Window
+from gpu_side.handler import RequestHandler, Served
+from gpu_side.segment_kernels import read_parts
+from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, SpillKey, Window
 from gpu_side.sessions import SegmentPart
-from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
