@@ -19,7 +19,7 @@ from gpu_side.kernels import Kernel, Kernels, NullKernels, Result
 from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
 from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, free_bytes
-from gpu_side.state import QueueLimits
+from gpu_side.state import ServiceState
 from gpu_side.tasks import RequestChecker
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
@@ -68,7 +68,7 @@ class RequestHandler:
     """Answers requests from weights, or from what is there instead of them.
 
     Stateless between requests, but for the sessions of Segments, of which `sessions` says how many
-    are kept. `limits`: what Init says of the queue, which is the loop's.
+    are kept. `state`: of the service, for Init and Health; the loop keeps it.
     `spin_us`: how long to ask a GPU without a pause whether it is done. `attest`: returns what the
     service states of itself, with evidence, for a nonce and the digest of what it serves; None: it
     gives no evidence. Call it under `torch.inference_mode`, which costs more than some requests do.
@@ -78,17 +78,19 @@ class RequestHandler:
         self,
         weights: ServiceWeights | Served,
         max_message_bytes: int,
-        limits: QueueLimits | None = None,
+        state: ServiceState | None = None,
         spin_us: float = 0.0,
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
         served = weights if isinstance(weights, Served) else served_weights(weights, spin_us)
         self._model, self._kernels = served.model, served.kernels
+        self.max_message_bytes = max_message_bytes
         self._checker = RequestChecker(self._model, max_message_bytes)
+        self.state = state or ServiceState()
         # The same for every client, but for what it is told about one nonce.
         self._init_reply = self._model.init_reply(
-            max_message_bytes, limits or QueueLimits(), instance_id=secrets.token_hex(16)
+            max_message_bytes, self.state.queue.limits, instance_id=secrets.token_hex(16)
         )
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.
@@ -99,13 +101,12 @@ class RequestHandler:
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
 
-        Raises ProtocolError where it does not fit; so does the kernel, for token ids. Health is not
-        for us: the loop knows what waits.
+        Raises ProtocolError where it does not fit; so does the kernel, for token ids.
         """
         if isinstance(request, InitRequest):
             return self._init
         if isinstance(request, HealthRequest):
-            raise TypeError("Health is answered by the request loop")
+            return lambda _request, _incoming: (self.state.health(), None)
         if isinstance(request, SeededRingLinearRequest):
             return self._expands(request)
         if isinstance(request, SegmentRequest):

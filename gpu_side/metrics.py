@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
@@ -94,7 +95,7 @@ def _methods(state: ServiceState) -> Iterable[Metric]:
 
 
 def _add(family: HistogramMetricFamily, method: str, histogram: Histogram) -> None:
-    buckets = list(zip(_BOUNDS, histogram.cumulative(), strict=True))
+    buckets = list(zip(_BOUNDS, accumulate(histogram.buckets), strict=True))
     family.add_metric((method,), buckets, histogram.sum_ns / 1e9)
 
 

@@ -30,12 +30,12 @@ from gpu_side.encoding import (
 )
 from gpu_side.event_log import log
 from gpu_side.handler import RequestHandler
-from gpu_side.kernels import Kernel, Result, Working, wait_until
-from gpu_side.state import SUCCESS, UNKNOWN_METHOD, Rejected, ServiceState
+from gpu_side.kernels import Working, wait_until
+from gpu_side.state import SUCCESS, UNKNOWN_METHOD, Rejected
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.encoding import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import HealthRequest, Request, Response, checked_timing
+from protocol.messages import HealthRequest, Response, checked_timing
 
 
 class StoppedWhileLoadingError(Exception):
@@ -124,21 +124,15 @@ class _Underway(NamedTuple):
 class RequestLoop:
     """Takes messages from a listener and gives it the replies.
 
-    `state`: its queue, and what it counts. `drain_timeout_s`: how long it goes on, once told to
-    stop, with what it has taken. What was taken from a client that is not let in any more
-    (`Listener.is_allowed`) gets no reply.
+    `handler`: answers them, and has the state with the queue and what is counted.
+    `drain_timeout_s`: how long it goes on, once told to stop, with what it has taken. What was
+    taken from a client that is not let in any more (`Listener.is_allowed`) gets no reply.
     """
 
-    def __init__(
-        self,
-        handler: RequestHandler,
-        max_message_bytes: int,
-        state: ServiceState | None = None,
-        drain_timeout_s: float = DRAIN_S,
-    ) -> None:
-        self._handler = handler
-        self._reader = RequestReader(max_message_bytes, self._prepare)
-        self._state = state or ServiceState()
+    def __init__(self, handler: RequestHandler, drain_timeout_s: float = DRAIN_S) -> None:
+        self._sessions = handler.sessions
+        self._reader = RequestReader(handler.max_message_bytes, handler.prepare)
+        self._state = handler.state
         self._queue = self._state.queue
         self._drain_ns = int(drain_timeout_s * 1e9)
         # When the last request was begun (perf_counter_ns).
@@ -164,7 +158,7 @@ class RequestLoop:
         self._refuse_rest(listener)
 
     def _run(self, listener: Listener, stop: StopSignal) -> None:
-        queue, underway, sessions = self._queue, self._underway, self._handler.sessions
+        queue, underway, sessions = self._queue, self._underway, self._sessions
         while not stop.requested:
             if stop.list_changed:
                 stop.list_changed = False
@@ -270,15 +264,6 @@ class RequestLoop:
         while underway and self._send_ended(listener, underway[0]):
             underway.popleft()
         self._state.underway = len(underway)
-
-    def _prepare(self, request: Request) -> Kernel:
-        """Return what computes requests with this one's header. Raises ProtocolError."""
-        return (
-            self._health if isinstance(request, HealthRequest) else self._handler.prepare(request)
-        )
-
-    def _health(self, _request: Request, _incoming: Incoming | None) -> Result:
-        return self._state.health(), None
 
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
         self._began_ns = started_ns = time.perf_counter_ns()

@@ -112,7 +112,6 @@ class ServiceSettings:
                     got="other options of keys",
                     expected="--allow alone: the key of an attested service is made inside",
                 )
-            require_zmq_keys(self.bind)
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
             of_http = self.bind.startswith("http")
@@ -139,7 +138,6 @@ class ServiceSettings:
                 got=" and ".join(names + ["--allow-anyone"] * self.allow_anyone),
                 expected="--identity and --allow, or neither",
             )
-        require_zmq_keys(self.bind)
         return ServiceKeys.read(self.identity, self.allow)
 
     @property
@@ -188,7 +186,7 @@ def open_listener(
     alone. Raises EndpointError, and SettingsError for keys where the endpoint has no use for them.
     """
     parsed = parse_endpoint(endpoint, for_bind=True)
-    if keys is not None and not parsed.is_zmq:
+    if keys is not None:
         require_zmq_keys(endpoint)
     if parsed.is_http:
         return HttpListener(endpoint, max_message_bytes=max_message_bytes, keys=http)
@@ -260,10 +258,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
                 kernels=native.choice().variant,
                 start_s=round(time.monotonic() - started, 2),
             )
-            loop = RequestLoop(
-                operators, settings.max_message_bytes, state, settings.drain_timeout_s
-            )
-            loop.run(listener, stop)
+            RequestLoop(operators, settings.drain_timeout_s).run(listener, stop)
         except StoppedWhileLoadingError:
             pass  # as it was told
         finally:
@@ -365,7 +360,7 @@ def _load(
     return RequestHandler(
         served,
         settings.max_message_bytes,
-        state.queue.limits,
+        state,
         settings.spin_us,
         attest,
         settings.sessions,

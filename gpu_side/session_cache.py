@@ -79,15 +79,29 @@ class Window(NamedTuple):
     recent: int = 0
 
 
+class SpillKey:
+    """The key of one session, and how many nonces of it have been used. `used`: for tests."""
+
+    def __init__(self, used: int = 0) -> None:
+        self.cipher = AESGCM(AESGCM.generate_key(256))
+        self._numbers = count(used)
+
+    def next_nonce(self) -> bytes:
+        """Return one that was never used. Raises OverflowError where there is none any more."""
+        return next(self._numbers).to_bytes(_NONCE_BYTES, "big")
+
+
 class SessionCache:
     """Keys and values of one session, by layer: [2, K, capacity, C] in `tensors`.
 
     `length`: tokens that the session has. Those from `sinks` on, `dropped` of them, are not kept;
-    what comes behind them is stored so much further to the front.
+    what comes behind them is stored so much further to the front. `key`: of its files, None: one of
+    its own. `used_s`: when it was used last.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape = shape
+    def __init__(self, shape: CacheShape, key: SpillKey | None = None) -> None:
+        self.shape, self.key = shape, key or SpillKey()
+        self.used_s = 0.0
         self.tensors: list[torch.Tensor] = []
         self.capacity = self.length = self.sinks = self.dropped = 0
 
@@ -168,28 +182,14 @@ class SessionName(NamedTuple):
     last_layer: int
 
 
-class SpillKey:
-    """The key of one session, and how many nonces of it have been used. `used`: for tests."""
-
-    def __init__(self, used: int = 0) -> None:
-        self.cipher = AESGCM(AESGCM.generate_key(256))
-        self._numbers = count(used)
-
-    def next_nonce(self) -> bytes:
-        """Return one that was never used. Raises OverflowError where there is none any more."""
-        return next(self._numbers).to_bytes(_NONCE_BYTES, "big")
-
-
 class SpilledSession:
     """One session in a file of `directory`, without a name. Raises OSError, OverflowError.
 
-    `key`: the session's, which may have been used before.
+    Its key may have been used before.
     """
 
-    def __init__(
-        self, directory: Path, name: SessionName, cache: SessionCache, key: SpillKey
-    ) -> None:
-        self.name, self.key = name, key
+    def __init__(self, directory: Path, name: SessionName, cache: SessionCache) -> None:
+        self.name, self.key, self.used_s = name, cache.key, cache.used_s
         # Of the cache that it was, and will be.
         self.shape = cache.shape
         self._sizes = cache.length, cache.sinks, cache.dropped
@@ -338,7 +338,7 @@ class SessionFiles:
 
     def __init__(self, directory: Path | None, most: int) -> None:
         self._directory, self._most = directory, most
-        self._files: dict[SessionName, tuple[SpilledSession, float]] = {}
+        self._files: dict[SessionName, SpilledSession] = {}
         self._ledger = Ledger()
         self._left = 0
 
@@ -357,8 +357,8 @@ class SessionFiles:
         """Allow as many bytes to be written as one request may have."""
         self._left = REQUEST_BYTES
 
-    def put(self, name: SessionName, cache: SessionCache, key: SpillKey, used_s: float) -> None:
-        """Write a session that was used at `used_s`; it is lost where that cannot be."""
+    def put(self, name: SessionName, cache: SessionCache) -> None:
+        """Write a session; it is lost where that cannot be."""
         size = cache.stored * cache.shape.token_bytes
         # To make a file takes its time, too: none more than there may be.
         cost = max(size, REQUEST_BYTES // MAX_FILES)
@@ -366,11 +366,11 @@ class SessionFiles:
             return
         self._left -= cost
         try:
-            written = SpilledSession(self._directory, name, cache, key)
+            written = SpilledSession(self._directory, name, cache)
         except (OSError, OverflowError) as error:
             log.warning("not_spilled", detail=type(error).__name__)
             return
-        self._files[name] = written, used_s
+        self._files[name] = written
         self._ledger.resize(name, written.bytes)
         self._ledger.rest(name)
         while (oldest := self._oldest()) is not None and (
@@ -380,9 +380,8 @@ class SessionFiles:
 
     def take(self, name: SessionName) -> SpilledSession | None:
         """Return a session that is there, and is the caller's to close; else None."""
-        found, _ = self._files.pop(name, (None, 0.0))
         self._ledger.remove(name)
-        return found
+        return self._files.pop(name, None)
 
     def touch(self, name: SessionName) -> None:
         """Let a session, if it is there, be the last to go."""
@@ -402,12 +401,12 @@ class SessionFiles:
 
     def expire(self, until_s: float) -> None:
         """Forget what was used last at `until_s` or before."""
-        for name in [name for name, (_, used_s) in self._files.items() if used_s <= until_s]:
+        for name in [name for name, file in self._files.items() if file.used_s <= until_s]:
             self.forget(name)
 
     def oldest_s(self) -> float:
         """Return when the session was used that was used least recently; inf if there is none."""
-        return min((used_s for _, used_s in self._files.values()), default=float("inf"))
+        return min((file.used_s for file in self._files.values()), default=float("inf"))
 
     def _oldest(self) -> SessionName | None:
         """Return what goes first: of a client that has more than half, where there is one."""

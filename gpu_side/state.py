@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
@@ -197,24 +196,20 @@ OUTCOMES = (SUCCESS, *(code.value for code in ErrorCode))
 BOUNDS_NS = (*(step * 10**exponent for exponent in range(4, 11) for step in (2, 5, 10)),)
 
 
+@dataclass(slots=True)
 class Histogram:
-    """How many durations were up to each bound, and their sum."""
+    """How many durations were up to each bound but not the one before, and the sum of all.
 
-    __slots__ = ("buckets", "sum_ns")
+    `buckets` has one more than there are bounds: what is longer than all of them.
+    """
 
-    def __init__(self) -> None:
-        # One more than bounds: what is longer than all of them.
-        self.buckets = [0] * (len(BOUNDS_NS) + 1)
-        self.sum_ns = 0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_NS) + 1))
+    sum_ns: int = 0
 
     def add(self, ns: int) -> None:
         """Count one."""
         self.buckets[bisect_left(BOUNDS_NS, ns)] += 1
         self.sum_ns += ns
-
-    def cumulative(self) -> list[int]:
-        """Return for each bound, and for none, how many were up to it."""
-        return list(accumulate(self.buckets))
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gpu_side import request_loop
+from gpu_side.handler import RequestHandler
 from gpu_side.kernels import Result
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.state import ServiceState
@@ -101,10 +102,18 @@ def make_loop(answer: Answer, state: ServiceState | None = None, **settings: Any
     def kernel(request: Request, _incoming: Incoming | None) -> Result:
         return answer(request)
 
+    def prepare(request: Request) -> Any:
+        return RequestHandler.prepare(handler, request) if request.method == "Health" else kernel
+
     # The loop asks only where there may be sessions to expire.
     sessions = SimpleNamespace(look_at_s=0.0, expire=lambda: math.inf)
-    handler: Any = SimpleNamespace(prepare=lambda _: kernel, sessions=sessions)
-    return RequestLoop(handler, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
+    handler: Any = SimpleNamespace(
+        prepare=prepare,
+        sessions=sessions,
+        state=state or ServiceState(),
+        max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES,
+    )
+    return RequestLoop(handler, **settings)
 
 
 def run_loop(

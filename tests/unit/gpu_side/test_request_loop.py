@@ -87,7 +87,7 @@ def test_a_stop_that_comes_with_a_new_list_of_clients_is_not_slept_through() -> 
     waits: list[str] = []
     listener.wait = lambda **_: bool(waits.append(state.status))  # type: ignore[method-assign]
     loop = make_loop(lambda request: RESULT, state)
-    loop._handler.sessions = SimpleNamespace(forget_revoked=lambda is_allowed: None)
+    loop._sessions = SimpleNamespace(forget_revoked=lambda is_allowed: None)
     with stop_signal() as stop:
         stop.note_list()
         # The signal comes just before what has woken the loop is read away.
@@ -115,8 +115,7 @@ def test_sessions_end_without_another_request_and_with_their_keys() -> None:
         # It goes on when it is woken without a message.
         stop.forget_wakeup = partial(StopSignal.forget_wakeup, stop)  # type: ignore[method-assign]
         loop = make_loop(lambda request: RESULT)
-        handler = loop._handler
-        handler.sessions = SimpleNamespace(
+        loop._sessions = SimpleNamespace(
             look_at_s=0.0,
             expire=lambda: ends.pop(0) if ends else math.inf,
             forget_revoked=lambda is_allowed: told.append((is_allowed(b"a"), is_allowed(b"b"))),

@@ -81,7 +81,7 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
 
     def run(loop: RequestLoop, listener: Listener, _stop: StopSignal) -> None:
         flood()
-        told.append(getattr(listener, "on_gone", None) == loop._handler.sessions.forget_client)
+        told.append(getattr(listener, "on_gone", None) == loop._sessions.forget_client)
 
     monkeypatch.setattr(RequestLoop, "run", run)
     caplog.set_level(logging.INFO, "gpu_service")

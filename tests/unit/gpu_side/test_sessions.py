@@ -277,9 +277,9 @@ class AnyRequests(RuleBasedStateMachine):
         assert totals.bytes <= self.UNITS * UNIT
         assert totals.sessions + totals.spilled <= 6
         held = self.sessions._held
-        assert totals.bytes == sum(session.cache.bytes for session in held.values())
+        assert totals.bytes == sum(cache.bytes for cache in held.values())
         for client in (A, B):
-            sizes = [one.cache.bytes for name, one in held.items() if name.client == client]
+            sizes = [one.bytes for name, one in held.items() if name.client == client]
             account = self.sessions._ledger.of(client)
             assert (account.bytes, account.in_use, len(account.resting)) == (
                 sum(sizes),
@@ -306,7 +306,7 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     sessions = _sessions(1, spill=tmp_path)
     for number in (5, 6):
         _run(sessions, A, _part(number, 0, 1))
-    [(spilled, _)] = sessions._files._files.values()
+    [spilled] = sessions._files._files.values()
     os.pwrite(spilled._file.fileno(), bytes([_written(spilled)[7] ^ 1]), 7)
     assert _code(sessions, A, _part(5, 1, 1)) is ErrorCode.UNKNOWN_SESSION
     assert caplog.messages == ["spill_damaged"]
@@ -353,7 +353,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _spilled(folder: Path, cache: SessionCache, key: SpillKey | None = None) -> SpilledSession:
-    return SpilledSession(folder, NAME, cache, key or SpillKey())
+    cache.key = key or cache.key
+    return SpilledSession(folder, NAME, cache)
 
 
 def _written(spilled: SpilledSession) -> bytes:
@@ -455,7 +456,7 @@ def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
         """Write sessions, and return all that are left."""
         for number in numbers:
             kept.begin_request()
-            kept.put(SessionName(client, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+            kept.put(SessionName(client, bytes([number]), 0, 2), _cache())
         return " ".join(sorted(f"{name.client.decode()}{name.session[0]}" for name in kept))
 
     put(b"a", 1)
@@ -484,7 +485,7 @@ def test_a_request_has_so_much_written_and_the_rest_is_lost(
     for number in range(10):
         if number % 5 == 0:
             found.begin_request()
-        found.put(SessionName(A, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+        found.put(SessionName(A, bytes([number]), 0, 2), _cache())
     assert [name.session[0] for name in found] == kept
     found.expire(float("inf"))
 

@@ -16,7 +16,7 @@ import torch
 from gpu_side.encoding import encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler, Served
 from gpu_side.segment_kernels import read_parts
-from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, SpillKey, Window
+from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, Window
 from gpu_side.sessions import SegmentPart
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
@@ -136,7 +136,7 @@ class RecordingChannel(AtOnce):
             kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
             clear = b"".join(bytes(raw_bytes(tensor)) for tensor in kept)
             name = SessionName(b"", part.session, *layers)
-            found = _Found(directory, name, cache, SpillKey())
+            found = _Found(directory, name, cache)
             try:
                 return Disk(found.contents(), clear)
             finally:
