@@ -56,62 +56,7 @@ _END_S = 10.0
 _NOTICE_S = 1.0
 
 
-class RankProcesses:
-    """Processes of ranks 1 and up on this host.
-
-    `store`: see `RankJob.store`.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="gpu-service-"))
-        self.store = self._folder / "store"
-        self._ranks = ranks
-        # Each with the thread that waits for its end.
-        self._started: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
-        self._one_ended = threading.Event()
-
-    def start(self, job: RankJob, ended: Callable[[int, int], None]) -> None:
-        """Start them. In the main thread: Linux ends them with the thread that started them.
-
-        `ended`: called from a thread with a rank that has ended and its exit status, minus the
-        signal that ended it.
-        """
-        for rank in range(1, self._ranks):
-            place = RankPlace(rank, self._ranks)
-            its_job = job.model_copy(update={"place": place})
-            command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
-            threads = str(job.threads or place.threads)
-            process = subprocess.Popen(  # noqa: S603 - a module of ours, and settings as JSON
-                [*command, its_job.model_dump_json()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
-            )
-
-            def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
-                ended(rank, process.wait())
-                self._one_ended.set()
-
-            watcher = threading.Thread(target=watch, name=f"rank-{rank}", daemon=True)
-            watcher.start()
-            self._started.append((process, watcher))
-
-    def wait_for_an_end(self) -> None:
-        """Wait until one of them has ended, and was told of; not long."""
-        self._one_ended.wait(_NOTICE_S)
-
-    def stop(self, *, at_once: bool) -> None:
-        """Wait until they have ended; not long, and `at_once` not at all."""
-        until = time.monotonic() + (0.0 if at_once else _END_S)
-        for process, watcher in self._started:
-            watcher.join(max(0.0, until - time.monotonic()))
-            process.kill()  # nothing where it has ended
-        for _, watcher in self._started:
-            watcher.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def how_it_ended(status: int) -> str:
+def _how_it_ended(status: int) -> str:
     """Say how a process has ended, by its exit status."""
     if status >= 0:
         return f"a process that ended with {status}"
@@ -122,16 +67,19 @@ def how_it_ended(status: int) -> str:
 
 
 class Ranks:
-    """The other ranks, from the head.
+    """The other ranks, from the head. `starts_them`: their processes are ours to start and to end.
 
     `failure`: what one of them has done wrong; from then on requests are refused, and the service
     is told to stop.
     """
 
     def __init__(self, job: RankJob, stop: StopSignal, *, starts_them: bool) -> None:
-        self._processes = RankProcesses(job.place.ranks) if starts_them else None
-        store = None if self._processes is None else self._processes.store
+        self._folder = Path(tempfile.mkdtemp(prefix="gpu-service-")) if starts_them else None
+        store = None if self._folder is None else self._folder / "store"
         self.job = job.model_copy(update={"store": store})
+        # Each with the thread that waits for its end.
+        self._started: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
+        self._one_ended = threading.Event()
         self.failure: EndpointError | None = None
         self._stop = stop
         self._group: Group | None = None
@@ -139,9 +87,31 @@ class Ranks:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the others, where that is ours to do. In the main thread."""
-        if self._processes is not None:
-            self._processes.start(self.job, self._has_ended)
+        """Start the others, where that is ours to do.
+
+        In the main thread: Linux ends them with the thread that started them.
+        """
+        if self._folder is None:
+            return
+        for rank in range(1, self.job.place.ranks):
+            place = RankPlace(rank, self.job.place.ranks)
+            its_job = self.job.model_copy(update={"place": place})
+            command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
+            threads = str(self.job.threads or place.threads)
+            process = subprocess.Popen(  # noqa: S603 - a module of ours, and settings as JSON
+                [*command, its_job.model_dump_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": threads},
+            )
+
+            def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
+                self._has_ended(rank, process.wait())
+                self._one_ended.set()
+
+            watcher = threading.Thread(target=watch, name=f"rank-{rank}", daemon=True)
+            watcher.start()
+            self._started.append((process, watcher))
 
     def join(self) -> None:
         """Wait until the others are there.
@@ -214,8 +184,14 @@ class Ranks:
                     work.wait(timedelta(seconds=COMPUTE_S))
             except RuntimeError:
                 at_once = True
-        if self._processes is not None:
-            self._processes.stop(at_once=at_once)
+        until = time.monotonic() + (0.0 if at_once else _END_S)
+        for process, watcher in self._started:
+            watcher.join(max(0.0, until - time.monotonic()))
+            process.kill()  # nothing where it has ended
+        for _, watcher in self._started:
+            watcher.join()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._group is not None and not at_once:
             self._group.leave()  # where it has failed, it could wait for ever
 
@@ -227,16 +203,16 @@ class Ranks:
 
     def _has_ended(self, rank: int, status: int) -> None:
         if not self._ending:
-            self.fail(rank, how_it_ended(status))
+            self.fail(rank, _how_it_ended(status))
 
     @contextmanager
     def _of_others(self, got: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError:
-            if self._processes is not None and not self._stop.requested:
+            if self._started and not self._stop.requested:
                 # Its own end says more, and is known in a moment.
-                self._processes.wait_for_an_end()
+                self._one_ended.wait(_NOTICE_S)
             raise self.fail(None, got) from None
 
     @contextmanager
