@@ -107,11 +107,9 @@ def make_loop(answer: Answer, state: ServiceState | None = None, **settings: Any
 
     # The loop asks only where there may be sessions to expire.
     sessions = SimpleNamespace(look_at_s=0.0, expire=lambda: math.inf)
+    state = state or ServiceState()
     handler: Any = SimpleNamespace(
-        prepare=prepare,
-        sessions=sessions,
-        state=state or ServiceState(),
-        max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES,
+        prepare=prepare, sessions=sessions, state=state, max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES
     )
     return RequestLoop(handler, **settings)
 

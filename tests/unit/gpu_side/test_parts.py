@@ -402,9 +402,7 @@ def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     task = RequestChecker(held, MIB).check(request_)
     took_us = kernels_us + sum(map(ROUND.transfer_us, sizes))
     assert request_us(ROUND, task, 2) == pytest.approx(took_us)
-    kernel = NullKernels(NullDevice(ROUND), torch.bfloat16, clock=lambda: now).prepare(
-        request_, task
-    )
+    kernel = NullKernels(NullDevice(ROUND), torch.half, clock=lambda: now).prepare(request_, task)
     for free_ns in (5000, 5000 + took_us * 1000, 10**9):
         now = max(now, 10**9 * (free_ns == 10**9))  # once it has nothing to do, it begins at once
         _, work = kernel(request_, None)
