@@ -233,6 +233,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             limits, device=str(device), clients_refused=lambda: listener.clients_refused
         )
         beside = ExitStack()
+        ranks: Ranks | None = None
         try:
             # At once: until then SIGHUP ends the process.
             tokens = settings.http_tokens
@@ -246,7 +247,10 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             log.info("bound", endpoint=listener.endpoint, **_lets_in(keys, http))
             _serve_metrics(settings, state, beside)
             job = _job(settings, place, device)
-            ranks = None if place.ranks == 1 else _ranks(job, stop, beside)
+            if place.ranks > 1:
+                ranks = Ranks(job, stop, starts_them=not by_torchrun())
+                beside.callback(ranks.close)
+                ranks.start()
             operators = _load(settings, job, device, state, stop, attest, ranks)
             state.sessions = lambda: operators.sessions.totals
             if isinstance(listener, StreamListener):
@@ -383,14 +387,6 @@ def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob
         layers=settings.layers,
         max_message_bytes=settings.max_message_bytes,
     )
-
-
-def _ranks(job: RankJob, stop: StopSignal, stack: ExitStack) -> Ranks:
-    """Start the other ranks, if torchrun has not; the stack ends them."""
-    ranks = Ranks(job, stop, starts_them=not by_torchrun())
-    stack.callback(ranks.close)
-    ranks.start()
-    return ranks
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:

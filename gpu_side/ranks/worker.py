@@ -37,7 +37,7 @@ from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import Progress, ServiceWeights, load_weights
 from protocol import native
 from protocol.errors import EndpointError, SettingsError, TsqpError
-from protocol.messages import Arithmetic, Columns, Request
+from protocol.messages import Arithmetic, Request
 from protocol.model.config import read_config
 from protocol.tensors import Buffer, torch_dtype
 
@@ -135,11 +135,6 @@ class RankJob(BaseModel):
             raise TypeError("a null device that computes")
         return device
 
-    @property
-    def columns(self) -> Columns:
-        """The part of the weights that the rank holds."""
-        return self.place.rank, self.place.ranks
-
     def load(self, device: torch.device, progress: Progress | None = None) -> ServiceWeights:
         """Read this rank's part of the weights, see `load_weights`."""
         return load_weights(
@@ -148,7 +143,7 @@ class RankJob(BaseModel):
             dtype=torch_dtype(self.dtype),
             arithmetic=self.arithmetic,
             layers=self.layers,
-            columns=self.columns,
+            columns=(self.place.rank, self.place.ranks),
             progress=progress,
         )
 
