@@ -23,7 +23,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
 
 import zmq
 
@@ -97,24 +96,19 @@ def _read_list(
     return found
 
 
-Allow: TypeAlias = Callable[[frozenset[bytes]], None]
-
-Reader: TypeAlias = Callable[[Path], frozenset[bytes]]
-
-
 # How long the end waits for a list that is just being read, perhaps over a network that hangs.
 _ENDING_S = 1.0
 
 
 @contextmanager
 def rereads_list(
-    allow: Allow,
+    allow: Callable[[frozenset[bytes]], None],
     path: Path | None,
-    read: Reader | None = None,
+    read: Callable[[Path], frozenset[bytes]],
 ) -> Iterator[None]:
-    """Give `allow` the allow-list at `path` anew whenever SIGHUP comes; None: there is none.
+    """Give `allow` the list at `path` anew whenever SIGHUP comes; None: there is none.
 
-    `allow`: called on a thread; `read`: reads a list of another kind.
+    `allow`: called on a thread, as is `read`, which reads the list.
 
     To be entered from the main thread. While the block runs, signals are written to a socket of
     this module's (`signal.set_wakeup_fd`), and handlers of others must do without: the listeners
@@ -145,14 +139,19 @@ def _log_ignored(_number: int, _frame: FrameType | None) -> None:
     log.info("sighup_ignored", detail="there is no list to read again")
 
 
-def _reread(reader: socket.socket, allow: Allow, path: Path, read: Reader | None) -> None:
+def _reread(
+    reader: socket.socket,
+    allow: Callable[[frozenset[bytes]], None],
+    path: Path,
+    read: Callable[[Path], frozenset[bytes]],
+) -> None:
     """Read the list again for each SIGHUP of whose number `reader` tells."""
     with reader:
         while numbers := reader.recv(64):
             if signal.SIGHUP not in numbers:
                 continue
             try:
-                allowed = (read or read_allow_list)(path)
+                allowed = read(path)
                 allow(allowed)
             except KeyFileError as error:
                 log.error("allow_list_unchanged", detail=str(error))

@@ -5,23 +5,22 @@ A request is checked, then computed, in the same way whatever computes it.
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from gpu_side.cuda.kernels import device_kernels
-from gpu_side.kernels import NullWeights, Served
+from gpu_side.kernels import Kernel, Kernels, NullKernels, Result
 from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
+from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, free_bytes
-from gpu_side.state import QueueLimits
+from gpu_side.state import ServiceState
 from gpu_side.tasks import RequestChecker
-from gpu_side.transfer import Kernel, Result
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
@@ -36,16 +35,40 @@ from protocol.messages import (
 
 # Hardware takes its time for evidence, and everything waits for it: a third of the time at most.
 _PAUSES = 2
-# How long to wait, in ms, before sessions are looked at: no transport waits for any time.
-_MOST_MS = 60_000
 Attest: TypeAlias = Callable[[bytes, str], bytes]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answers the requests of a service, with weights, or with what is there instead.
+
+    `model`: what it says that it holds; `kernels`: what computes. `segments`: makes what runs
+    Segments on sessions, where there are whole layers; None: there are none. `device`: where
+    sessions take their memory; None: nowhere.
+    """
+
+    model: ServedModel
+    kernels: Kernels
+    segments: Callable[[SessionStore], SegmentKernels] | None = None
+    device: torch.device | None = None
+
+
+def served_weights(weights: ServiceWeights, spin_us: float) -> Served:
+    """Return what computes with weights that this process holds alone."""
+    segments = partial(TorchSegments, weights, spin_us=spin_us)
+    return Served(weights, device_kernels(weights, spin_us), segments, weights.device)
+
+
+def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
+    """Return a null device in the place of weights. `model`: what it says that it holds."""
+    return Served(model, kernels, partial(NullSegments, model.config, kernels))
 
 
 class RequestHandler:
     """Answers requests from weights, or from what is there instead of them.
 
     Stateless between requests, but for the sessions of Segments, of which `sessions` says how many
-    are kept. `limits`: what Init says of the queue, which is the loop's.
+    are kept. `state`: of the service, for Init and Health; the loop keeps it.
     `spin_us`: how long to ask a GPU without a pause whether it is done. `attest`: returns what the
     service states of itself, with evidence, for a nonce and the digest of what it serves; None: it
     gives no evidence. Call it under `torch.inference_mode`, which costs more than some requests do.
@@ -53,52 +76,37 @@ class RequestHandler:
 
     def __init__(
         self,
-        weights: ServiceWeights | NullWeights | Served,
+        weights: ServiceWeights | Served,
         max_message_bytes: int,
-        limits: QueueLimits | None = None,
+        state: ServiceState | None = None,
         spin_us: float = 0.0,
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
-        segments: Callable[[SessionStore], SegmentKernels] | None = None
-        device: torch.device | None = None
-        if isinstance(weights, ServiceWeights):
-            device, segments = weights.device, partial(TorchSegments, weights, spin_us=spin_us)
-            served = Served(weights, device_kernels(weights, spin_us))
-        elif isinstance(weights, NullWeights):
-            segments = partial(NullSegments, weights)
-            served = Served(weights.model, weights.kernels)
-        else:
-            served = weights
+        served = weights if isinstance(weights, Served) else served_weights(weights, spin_us)
         self._model, self._kernels = served.model, served.kernels
+        self.max_message_bytes = max_message_bytes
         self._checker = RequestChecker(self._model, max_message_bytes)
-        self._max_message_bytes = max_message_bytes
-        self._limits = limits or QueueLimits()
-        self._instance_id = secrets.token_hex(16)
+        self.state = state or ServiceState()
+        # The same for every client, but for what it is told about one nonce.
+        self._init_reply = self._model.init_reply(
+            max_message_bytes, self.state.queue.limits, instance_id=secrets.token_hex(16)
+        )
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.
-        self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(device))
-        has_segments = self._model.has_segments
-        self._segments = segments(self.sessions) if segments and has_segments else None
-
-    def expire_sessions(self) -> int | None:
-        """Forget sessions that were not used for too long; return in how many ms to do so again.
-
-        None: there are none.
-        """
-        left_s = self.sessions.expire()
-        return None if left_s == math.inf else max(1, min(math.ceil(1000 * left_s), _MOST_MS))
+        self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(served.device))
+        segments = served.segments if self._model.has_segments else None
+        self._segments = None if segments is None else segments(self.sessions)
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
 
-        Raises ProtocolError where it does not fit; so does the kernel, for token ids. Health is not
-        for us: the loop knows what waits.
+        Raises ProtocolError where it does not fit; so does the kernel, for token ids.
         """
         if isinstance(request, InitRequest):
             return self._init
         if isinstance(request, HealthRequest):
-            raise TypeError("Health is answered by the request loop")
+            return lambda _request, _incoming: (self.state.health(), None)
         if isinstance(request, SeededRingLinearRequest):
             return self._expands(request)
         if isinstance(request, SegmentRequest):
@@ -136,9 +144,8 @@ class RequestHandler:
         return self._segments.prepare(first, task)
 
     def _init(self, request: Any, _incoming: Incoming | None) -> Result:
-        reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
         if not request.nonce or self._attest is None:
-            return reply, None
+            return self._init_reply, None
         began_s = time.monotonic()
         ProtocolError.unless(
             began_s >= self._attest_from_s,
@@ -159,4 +166,4 @@ class RequestHandler:
         finally:
             ended_s = time.monotonic()
             self._attest_from_s = ended_s + _PAUSES * (ended_s - began_s)
-        return reply.model_copy(update={"statement": statement}), None
+        return self._init_reply.model_copy(update={"statement": statement}), None

@@ -1,6 +1,12 @@
 """What answers a checked request: torch on a device, or nothing at all.
 
 Checks are the same for both (`gpu_side.tasks`) and are done before.
+
+An accelerator may still be working on a result when the kernel returns (`Working`). On CUDA, copies
+go through pinned host memory, which the device reads and writes by itself; from pageable memory the
+driver would stage every copy a second time and wait. torch keeps pinned blocks and hands them out
+again once the device is done with them, so none is allocated per request. Products with weights
+have a way of their own there (`gpu_side.cuda.products`).
 """
 
 from __future__ import annotations
@@ -15,10 +21,10 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn.functional import embedding, linear
 
+from gpu_side.cuda.device import Event
 from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
-from gpu_side.served_model import OPERATOR_OF, ServedModel
+from gpu_side.served_model import OPERATOR_OF
 from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
-from gpu_side.transfer import Kernel, Result, Working, transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
@@ -29,12 +35,13 @@ from protocol.messages import (
     MatmulRequest,
     ModuleName,
     Request,
+    Response,
     RingLinearRequest,
     RingLMHeadRequest,
     TensorReply,
     tensor_reply,
 )
-from protocol.tensors import ITEMSIZE, WireTensor, raw_bytes, short_name, to_torch, torch_dtype
+from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
 
 T = TypeVar("T")
 
@@ -42,6 +49,152 @@ T = TypeVar("T")
 WeightRequest: TypeAlias = LinearRequest | RingLinearRequest | LMHeadRequest | RingLMHeadRequest
 
 _SMALLEST_ZEROS = 2**16
+
+
+class Working(Protocol):
+    """What an accelerator was given; the host has other things to do meanwhile."""
+
+    def ends_ns(self) -> int:
+        """Return when it ends or ended (perf_counter_ns), or when to ask again.
+
+        Raises RuntimeError where the device has failed.
+        """
+
+
+# A reply, and what has to end before its tensors may be read; None: nothing.
+Result: TypeAlias = tuple[Response, Working | None]
+
+# Computes requests that differ in the numbers of their tensors only. It gets the message that the
+# request came in, too: in a slot of shared memory the result may be left where the reply goes.
+Kernel: TypeAlias = Callable[[Request, Incoming | None], Result]
+
+# A sleeping thread wakes up as late as this; the rest of a wait is spent awake.
+_WAKE_UP_NS = 120_000
+
+
+def wait_until(
+    deadline_ns: int,
+    clock: Callable[[], int] = time.perf_counter_ns,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return at that reading of the clock, a few microseconds late and never early.
+
+    Sleeps for all but the last tenth of a millisecond or so: a sleep alone comes back too late, and
+    staying awake takes a core from the program that is being measured.
+    """
+    spare_ns = deadline_ns - clock() - _WAKE_UP_NS
+    if spare_ns > 0:
+        sleep(spare_ns / 1e9)
+    while clock() < deadline_ns:
+        pass
+
+
+# When to ask again whether the device is done: at once as long as we may spin, then after this, or
+# a part of the time that it has taken so far, whichever is longer, so that long work costs no core.
+_ASK_AGAIN_NS = 50_000
+
+_ASK_AGAIN_PART = 8
+
+
+class Transfer:
+    """Carries tensors to the device and back. Of the CPU: only another dtype is a copy."""
+
+    def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a CPU tensor as it is needed on the device; the original may be freed at once."""
+        return tensor.to(dtype)
+
+    def to_host(
+        self, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Working | None]:
+        """Return a device tensor on the CPU, complete once the work with it has ended."""
+        return tensor.to(dtype), None
+
+    def reply(self, output: torch.Tensor, task: Task) -> Result:
+        """Return an output of the device as the reply that the task asks for."""
+        found, work = self.to_host(output, torch_dtype(task.dtype))
+        tensor = WireTensor(task.dtype, task.shape, raw_bytes(found))
+        return tensor_reply({"output": tensor}), work
+
+
+def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def _record(device: torch.device) -> Event:
+    # The device's own stream: the current device may be another.
+    event: Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+class Queued:
+    """What stands in a stream before an event: work of which only the device knows when it ends.
+
+    `spin_us`: for how long to ask again without a pause; the loop looks for messages in between.
+    `ended`: what is left to do then, on the host.
+    """
+
+    def __init__(
+        self, event: Event, spin_us: float = 0.0, ended: Callable[[], None] | None = None
+    ) -> None:
+        self._event = event
+        self._ended = ended
+        self._began_ns = time.perf_counter_ns()
+        self._spin_ns = int(spin_us * 1000)
+        self._ended_ns = 0
+
+    def ends_ns(self) -> int:
+        """See `Working.ends_ns`."""
+        if not self._ended_ns:
+            now_ns = time.perf_counter_ns()
+            if not self._event.query():
+                taken_ns = now_ns - self._began_ns
+                if taken_ns < self._spin_ns:
+                    return now_ns + 1
+                return now_ns + max(_ASK_AGAIN_NS, taken_ns // _ASK_AGAIN_PART)
+            if self._ended is not None:
+                self._ended()
+            self._ended_ns = now_ns
+        return self._ended_ns
+
+
+class PinnedStaging(Transfer):
+    """The device is a CUDA one: copies through pinned memory, all on the current stream.
+
+    Copies and kernels of requests queue up behind each other, and the host waits for none of them.
+    dtypes are converted on the device, where it is cheap, and cross the bus as sent.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        spin_us: float = 0.0,
+        *,
+        empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
+        record: Callable[[torch.device], Event] = _record,
+    ) -> None:
+        self._device = device
+        self._spin_us = spin_us
+        self._empty = empty
+        self._record = record
+
+    def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `Transfer.to_device`."""
+        # Dropping the pinned tensor early is safe: torch reuses its block only after the copy.
+        pinned = self._empty(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(self._device, non_blocking=True).to(dtype)
+
+    def to_host(
+        self, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Working | None]:
+        """See `Transfer.to_host`."""
+        pinned = self._empty(tensor.shape, dtype)
+        pinned.copy_(tensor.to(dtype), non_blocking=True)
+        return pinned, Queued(self._record(self._device), self._spin_us)
+
+
+def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:
+    """Return what carries tensors to a device. `spin_us`: see `Queued`."""
+    return PinnedStaging(device, spin_us) if device.type == "cuda" else Transfer()
 
 
 class Kernels(Protocol):
@@ -59,12 +212,12 @@ class TorchKernels:
 
     Floats are computed in the weights' dtype, and outputs converted back to the dtype of the
     request, so a client that sends float32 gets float32 whatever the service computes in. Elements
-    of the ring are never rounded. Other ranks use `product` and `reply` by themselves.
+    of the ring are never rounded. Ranks use `product` by itself.
     """
 
     def __init__(self, weights: ServiceWeights, spin_us: float = 0.0) -> None:
         self._weights = weights
-        self._transfer = transfer_to(weights.device, spin_us)
+        self.transfer = transfer_to(weights.device, spin_us)
         # Whether one row is better multiplied as two of the same. On processors with AVX512-BF16,
         # oneDNN reads a bfloat16 matrix a tenth faster for two rows than for one, with the same
         # numbers. For float32 and float16 two rows take twice as long as one.
@@ -73,29 +226,23 @@ class TorchKernels:
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Kernels.prepare`."""
-        to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
+        to_host, dtype, shape = self.transfer.to_host, torch_dtype(task.dtype), task.shape
         product = self.product(request, task)
 
         def kernel(request: Request, _incoming: Incoming | None) -> Result:
-            # As `reply`, in one call less.
+            # As `Transfer.reply`, in two calls less.
             output, work = to_host(product(request), dtype)
             tensor = WireTensor(task.dtype, shape, raw_bytes(output))
             return tensor_reply({"output": tensor}), work
 
         return kernel
 
-    def reply(self, output: torch.Tensor, task: Task) -> Result:
-        """Return a product as the reply that the task asks for."""
-        output, work = self._transfer.to_host(output, torch_dtype(task.dtype))
-        tensor = WireTensor(task.dtype, task.shape, raw_bytes(output))
-        return tensor_reply({"output": tensor}), work
-
     def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
         """Return what computes all requests that have this one's header, and leaves it there.
 
         The output has the task's shape, and the dtype of the weights; int32 in the ring.
         """
-        floats, to_device, shape = self._floats, self._transfer.to_device, task.shape
+        floats, to_device, shape = self._floats, self.transfer.to_device, task.shape
         match request:
             case LinearRequest() | LMHeadRequest():
                 matrix, bias = weight_of(self._weights, request)
@@ -137,7 +284,7 @@ class TorchKernels:
         return rows.masked_fill(elsewhere[..., None], 0.0)
 
     def _floats(self, tensor: WireTensor) -> torch.Tensor:
-        return self._transfer.to_device(to_torch(tensor), self._weights.dtype)
+        return self.transfer.to_device(to_torch(tensor), self._weights.dtype)
 
 
 def weight_of(
@@ -185,18 +332,18 @@ class NullKernels:
     """Answers with zeros of the right shape, at once or after as long as an accelerator takes.
 
     An accelerator works on one request after the other, and meanwhile on nothing of ours: the
-    service reads and writes. `itemsize`: bytes of an element of the weights that it would hold.
+    service reads and writes. `dtype`: of the weights that it would hold.
     """
 
     def __init__(
         self,
         device: NullDevice,
-        itemsize: int,
+        dtype: torch.dtype,
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._profile = device.profile
-        self._itemsize = itemsize
+        self.dtype = dtype
         self._clock = clock
         # When the accelerator will have done all that it was given.
         self._free_ns = 0
@@ -218,7 +365,9 @@ class NullKernels:
 
     def request_us(self, task: Task) -> float:
         """Return how long the accelerator takes for it, 0 without one."""
-        return 0.0 if self._profile is None else request_us(self._profile, task, self._itemsize)
+        return (
+            0.0 if self._profile is None else request_us(self._profile, task, self.dtype.itemsize)
+        )
 
     def attention_us(self, heads: int, rows: int, head_dim: int, context: int) -> float:
         """Return how long the attention of one layer and sequence takes, 0 without a profile.
@@ -228,7 +377,7 @@ class NullKernels:
         if (profile := self._profile) is None:
             return 0.0
         sizes = ((rows, head_dim, context), (rows, context, head_dim))
-        return sum(profile.matmul_us(heads, *size, self._itemsize) for size in sizes)
+        return sum(profile.matmul_us(heads, *size, self.dtype.itemsize) for size in sizes)
 
     def works_for(self, duration_us: float) -> Working | None:
         """Let the accelerator work so long, behind what it has; None without one: it has ended."""
@@ -258,22 +407,3 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
             kernels_us = sum(profile.linear_us(*size, itemsize) for size in sizes)
     copies_us = profile.transfer_us(task.input_bytes) + profile.transfer_us(task.output_bytes)
     return kernels_us + copies_us
-
-
-@dataclass(frozen=True)
-class Served:
-    """What is there in the place of weights that this process holds alone.
-
-    `model`: what it says that it holds; `kernels`: what computes with it.
-    """
-
-    model: ServedModel
-    kernels: Kernels
-
-
-class NullWeights:
-    """A null device in place of weights. `model`: what it says that it holds."""
-
-    def __init__(self, model: ServedModel, device: NullDevice, dtype: torch.dtype) -> None:
-        self.model, self.dtype = model, dtype
-        self.kernels = NullKernels(device, ITEMSIZE[short_name(dtype)])

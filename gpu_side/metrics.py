@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
@@ -19,7 +20,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram, ServiceState
+from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Histogram, ServiceState
 from gpu_side.transport.listener import cannot_bind
 from protocol.errors import SettingsError, describe
 
@@ -46,11 +47,11 @@ class StateCollector:
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
         state = self._state
-        yield from _methods(state.counters)
+        yield from _methods(state)
         for name, text, total in (
-            ("tsqp_received_bytes", "Bytes of requests.", state.counters.received_bytes),
-            ("tsqp_sent_bytes", "Bytes of replies.", state.counters.sent_bytes),
-            ("tsqp_dropped_replies", "Replies not delivered.", state.counters.dropped_replies),
+            ("tsqp_received_bytes", "Bytes of requests.", state.received_bytes),
+            ("tsqp_sent_bytes", "Bytes of replies.", state.sent_bytes),
+            ("tsqp_dropped_replies", "Replies not delivered.", state.dropped_replies),
             ("tsqp_refused_clients", "Clients turned away or cut off.", state.clients_refused()),
         ):
             yield CounterMetricFamily(name, text, total)
@@ -72,7 +73,7 @@ class StateCollector:
         yield InfoMetricFamily("tsqp_device", "What computes.", {"device": state.device})
 
 
-def _methods(counters: Counters) -> Iterable[Metric]:
+def _methods(state: ServiceState) -> Iterable[Metric]:
     """Return what there is of every method; of those never called, only that."""
     requests = CounterMetricFamily(
         "tsqp_requests", "Requests answered, by outcome.", labels=("method", "code")
@@ -83,7 +84,7 @@ def _methods(counters: Counters) -> Iterable[Metric]:
     queue = HistogramMetricFamily(
         "tsqp_queue_seconds", "From picking a request up to starting on it.", labels=("method",)
     )
-    for method, counted in counters.methods.items():
+    for method, counted in state.methods.items():
         for code, total in counted.outcomes.items():
             if total or (code == SUCCESS and method != UNKNOWN_METHOD):
                 requests.add_metric((method, code), total)
@@ -94,7 +95,7 @@ def _methods(counters: Counters) -> Iterable[Metric]:
 
 
 def _add(family: HistogramMetricFamily, method: str, histogram: Histogram) -> None:
-    buckets = list(zip(_BOUNDS, histogram.cumulative(), strict=True))
+    buckets = list(zip(_BOUNDS, accumulate(histogram.buckets), strict=True))
     family.add_metric((method,), buckets, histogram.sum_ns / 1e9)
 
 

@@ -30,12 +30,16 @@ from gpu_side.encoding import (
 )
 from gpu_side.event_log import log
 from gpu_side.handler import RequestHandler
-from gpu_side.state import SUCCESS, Rejected, ServiceState
-from gpu_side.transfer import Kernel, Result, Working, wait_until
+from gpu_side.kernels import Working, wait_until
+from gpu_side.state import SUCCESS, UNKNOWN_METHOD, Rejected
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.encoding import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import HealthRequest, Request, Response, checked_timing
+from protocol.messages import HealthRequest, Response, checked_timing
+
+
+class StoppedWhileLoadingError(Exception):
+    """A stop signal came before the weights were read."""
 
 
 class StopSignal:
@@ -96,6 +100,9 @@ MAX_UNDERWAY = 2
 
 _STOPPING_S = 0.1
 
+# How long to wait at most before sessions are looked at: no transport waits for any time.
+_MOST_MS = 60_000
+
 # More than a request for our health has in either form.
 _HEALTH_BYTES = 256
 
@@ -117,23 +124,16 @@ class _Underway(NamedTuple):
 class RequestLoop:
     """Takes messages from a listener and gives it the replies.
 
-    `state`: its queue, and what it counts. `drain_timeout_s`: how long it goes on, once told to
-    stop, with what it has taken. What was taken from a client that is not let in any more
-    (`Listener.is_allowed`) gets no reply.
+    `handler`: answers them, and has the state with the queue and what is counted.
+    `drain_timeout_s`: how long it goes on, once told to stop, with what it has taken. What was
+    taken from a client that is not let in any more (`Listener.is_allowed`) gets no reply.
     """
 
-    def __init__(
-        self,
-        handler: RequestHandler,
-        max_message_bytes: int,
-        state: ServiceState | None = None,
-        drain_timeout_s: float = DRAIN_S,
-    ) -> None:
-        self._handler = handler
-        self._reader = RequestReader(max_message_bytes, self._prepare)
-        self._state = state or ServiceState()
+    def __init__(self, handler: RequestHandler, drain_timeout_s: float = DRAIN_S) -> None:
+        self._sessions = handler.sessions
+        self._reader = RequestReader(handler.max_message_bytes, handler.prepare)
+        self._state = handler.state
         self._queue = self._state.queue
-        self._counters = self._state.counters
         self._drain_ns = int(drain_timeout_s * 1e9)
         # When the last request was begun (perf_counter_ns).
         self._began_ns = 0
@@ -158,7 +158,7 @@ class RequestLoop:
         self._refuse_rest(listener)
 
     def _run(self, listener: Listener, stop: StopSignal) -> None:
-        queue, underway, sessions = self._queue, self._underway, self._handler.sessions
+        queue, underway, sessions = self._queue, self._underway, self._sessions
         while not stop.requested:
             if stop.list_changed:
                 stop.list_changed = False
@@ -166,8 +166,10 @@ class RequestLoop:
                 sessions.forget_revoked(listener.is_allowed)
                 # What woke the loop may also have been the signal to stop.
                 continue
-            kept = sessions.look_at_s < math.inf
-            expires_ms = self._handler.expire_sessions() if kept else None
+            expires_s = sessions.expire() if sessions.look_at_s < math.inf else math.inf
+            expires_ms = None
+            if expires_s < math.inf:
+                expires_ms = max(1, min(math.ceil(1000 * expires_s), _MOST_MS))
             if queue.requests and len(underway) < MAX_UNDERWAY:
                 self._answer(listener, queue.take())
             elif underway:
@@ -263,19 +265,10 @@ class RequestLoop:
             underway.popleft()
         self._state.underway = len(underway)
 
-    def _prepare(self, request: Request) -> Kernel:
-        """Return what computes requests with this one's header. Raises ProtocolError."""
-        return (
-            self._health if isinstance(request, HealthRequest) else self._handler.prepare(request)
-        )
-
-    def _health(self, _request: Request, _incoming: Incoming | None) -> Result:
-        return self._state.health(), None
-
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
         self._began_ns = started_ns = time.perf_counter_ns()
         frames = incoming.frames
-        self._counters.received_bytes += sum(map(len, frames))
+        self._state.received_bytes += sum(map(len, frames))
         if not listener.is_allowed(incoming.key):
             self._drop(incoming, unread(frames))
             return
@@ -284,7 +277,12 @@ class RequestLoop:
             opened = self._reader.open(frames)
             queue_us = (started_ns - incoming.received_ns) // 1000
             if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
-                raise _too_late(opened.method, queue_us, opened.timeout_ms)
+                raise ProtocolError(
+                    opened.method,
+                    got=f"{queue_us / 1e6:.3f} s in the queue",
+                    expected=f"a start within {opened.timeout_ms / 1e3:g} s",
+                    code=ErrorCode.DEADLINE_EXCEEDED,
+                )
             request, kernel = self._reader.read(opened)
             response, work = kernel(request, incoming)
         except ProtocolError as error:
@@ -333,7 +331,7 @@ class RequestLoop:
     ) -> None:
         """Reply, and count it. `started_ns`, `ended_ns`: of the work; None: there was none."""
         form, request_id, _, method, *_ = opened
-        counters = self._counters
+        state = self._state
         if not listener.is_allowed(incoming.key):
             self._drop(incoming, opened)
             return
@@ -352,22 +350,22 @@ class RequestLoop:
             frames = encode_reply(form, request_id, method, result)
         sent = listener.send(incoming.route, frames)
         # The client has its reply by now.
-        of_method = counters.methods.get(method, counters.unknown)
+        of_method = state.methods.get(method, state.methods[UNKNOWN_METHOD])
         if started_ns is not None:
             of_method.queue.add(queue_ns)
             of_method.compute.add(compute_ns)
         of_method.outcomes[result.value if type(result) is ErrorCode else SUCCESS] += 1
         if sent:
-            counters.sent_bytes += sum(map(len, frames))
+            state.sent_bytes += sum(map(len, frames))
         else:
-            counters.dropped_replies += 1
+            state.dropped_replies += 1
             log.warning("client_gone", **_fields(incoming, opened))
 
     # ------------------------------------------------------------------------------- refusals
 
     def _drop(self, incoming: Incoming, opened: OpenedRequest) -> None:
         """Take note of a request that gets no reply: its client's key has been revoked."""
-        self._counters.dropped_replies += 1
+        self._state.dropped_replies += 1
         log.warning(
             "dropped",
             **_fields(incoming, opened),
@@ -388,7 +386,7 @@ class RequestLoop:
     def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> OpenedRequest:
         """Answer with a code what is not even looked at, as far as its envelope can be read."""
         frames = incoming.frames
-        self._counters.received_bytes += sum(map(len, frames))
+        self._state.received_bytes += sum(map(len, frames))
         opened = unread(frames)
         # One frame as large as no header is: inline, which has no id that we would have to find.
         if len(frames) > 1 or frames[0].nbytes <= MAX_HEADER_BYTES:
@@ -437,12 +435,3 @@ class RequestLoop:
 def _fields(incoming: Incoming, opened: OpenedRequest, **more: Any) -> dict[str, Any]:
     """Return what a line of the log says of a request."""
     return {"peer": incoming.peer, "request_id": opened.request_id, **more}
-
-
-def _too_late(method: str, queue_us: int, timeout_ms: int) -> ProtocolError:
-    return ProtocolError(
-        method,
-        got=f"{queue_us / 1e6:.3f} s in the queue",
-        expected=f"a start within {timeout_ms / 1e3:g} s",
-        code=ErrorCode.DEADLINE_EXCEEDED,
-    )

@@ -1,29 +1,34 @@
-"""Runs Segment requests on a device (TorchSegments), or models their duration (NullSegments)."""
+"""Runs Segment requests on a device (TorchSegments), or models their duration (NullSegments).
+
+Attention is causal and grouped-query, of a part's rows over its session's cache. Few rows are two
+plain products, which read the cache once: torch's fused kernel takes longer for them. Many go
+through that kernel a block at a time, each with the keys up to its end. Shape suffixes: R rows, K
+key/value heads, G query heads of each, C head dim, S keys.
+"""
 
 from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu, softmax
 
-from gpu_side.kernels import NullWeights
-from gpu_side.session_cache import CacheShape, PartAttention, SessionCache, Window
+from gpu_side.devices import multiplies_bfloat16
+from gpu_side.kernels import Kernel, NullKernels, Result, transfer_to
+from gpu_side.session_cache import CacheShape, SessionCache, Window
 from gpu_side.sessions import NO_SESSION, SegmentPart, SessionStore
-from gpu_side.tasks import Task
-from gpu_side.transfer import Kernel, Result, transfer_to
+from gpu_side.tasks import Task, require_field
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import FUSED_MODULES, SegmentRequest, tensor_reply
+from protocol.messages import FUSED_MODULES, SegmentRequest
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Layer, Ops, Rope, bound, forward, staying
-from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
+from protocol.tensors import to_torch
 
 _PART = struct.Struct("<16s3q16s")
 
@@ -44,29 +49,34 @@ def read_parts(request: SegmentRequest, context_length: int) -> list[SegmentPart
     ends: dict[bytes, int] = {}
     for part in parts:
         session, start, rows, length, _ = part
-        _require(
+        require_field(
             session != NO_SESSION,
-            "parts",
+            "Segment.parts",
             "the session 0",
             "another one, which the client has drawn",
         )
         if rows == 0:
-            _require(
-                session not in ends, "parts", "rows of a session to forget", "one or the other"
+            require_field(
+                session not in ends,
+                "Segment.parts",
+                "rows of a session to forget",
+                "one or the other",
             )
             ends[session] = -1
             continue
-        _require(
+        require_field(
             min(start, rows) >= 0 and start + rows <= length <= context_length,
-            "parts",
+            "Segment.parts",
             f"a part of rows {start} + {rows} of {length}",
             f"numbers that add up, within {context_length} tokens",
         )
         follows = ends.setdefault(session, start) == start
-        _require(follows, "parts", f"a part from {start}", "one that follows its session's last")
+        require_field(
+            follows, "Segment.parts", f"a part from {start}", "one that follows its session's last"
+        )
         ends[session] = start + rows
     rows, total = request.hidden_states.shape[0], sum(part.rows for part in parts)
-    _require(total == rows, "parts", f"{total} rows", f"{rows}, as hidden_states has")
+    require_field(total == rows, "Segment.parts", f"{total} rows", f"{rows}, as hidden_states has")
     return parts
 
 
@@ -76,13 +86,128 @@ def read_outputs(request: SegmentRequest) -> Outputs:
     wanted = memoryview(bytes(request.outputs.data)).cast("q").tolist()
     rising = all(first < second for first, second in pairwise(wanted))
     fits = rising and wanted[0] >= 0 and wanted[-1] < rows
-    _require(fits, "outputs", "other numbers", f"rising ones, from 0 to {rows - 1}")
+    require_field(fits, "Segment.outputs", "other numbers", f"rising ones, from 0 to {rows - 1}")
     return None if len(wanted) == rows else wanted
 
 
-def _require(holds: bool, field: str, got: str, expected: str) -> None:
-    where = f"Segment.{field}"
-    ProtocolError.unless(holds, where, got, expected, code=ErrorCode.INVALID_FIELD)
+# Rows that go through the fused kernel at once, and that are plain products at most.
+_BLOCK_ROWS = 512
+_FEW_ROWS = 8
+
+
+class Block(NamedTuple):
+    """Some rows of a part, the keys that any of them attends to, and which each does: bool [R, S].
+
+    `seen` None: all of them; `causal`: those up to itself.
+    """
+
+    rows: slice
+    keys: slice
+    seen: torch.Tensor | None
+    causal: bool = False
+
+
+class PartAttention:
+    """Attention of the rows of one part: rows `rows` of the request, from position `start` on."""
+
+    def __init__(self, cache: SessionCache, rows: slice, start: int, window: Window) -> None:
+        self.rows = rows
+        self._cache, self._start, self._window = cache, start, window
+        self._count = rows.stop - rows.start
+        # Where they are stored. Layers share what a window says.
+        stored = start - cache.dropped
+        self._stored = slice(stored, stored + self._count)
+        self._blocks: dict[int | None, list[Block]] = {}
+
+    def __call__(
+        self,
+        index: int,
+        q_RKGC: torch.Tensor,
+        k_RKC: torch.Tensor,
+        v_RKC: torch.Tensor,
+        sliding: int | None,
+    ) -> torch.Tensor:
+        """Store keys and values, and return [R, K * G * C].
+
+        `index`: of the layer, in the segment; `sliding`: how many tokens back a token may look.
+        """
+        both_2KSC = self._cache.tensors[index]
+        k_KSC, v_KSC = both_2KSC.unbind()
+        k_KSC[:, self._stored] = k_RKC.transpose(0, 1)
+        v_KSC[:, self._stored] = v_RKC.transpose(0, 1)
+        if sliding not in self._blocks:
+            self._blocks[sliding] = self._cut_into_blocks(sliding, q_RKGC.device)
+        attend = _few if self._count <= _FEW_ROWS else _many
+        outputs = [
+            attend(q_RKGC[block.rows], k_KSC[:, block.keys], v_KSC[:, block.keys], block)
+            for block in self._blocks[sliding]
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _cut_into_blocks(self, sliding: int | None, device: torch.device) -> list[Block]:
+        kept, blocks = self._cache, []
+        for first in range(0, self._count, _BLOCK_ROWS):
+            rows = slice(first, min(first + _BLOCK_ROWS, self._count))
+            position = self._start + first
+            # Of what is stored; what was dropped stands in no row's way, so this is never too late.
+            low = 0 if sliding is None else max(0, position - sliding + 1 - kept.dropped)
+            keys = slice(low, self._stored.start + rows.stop)
+            plain = sliding is None and not self._window.recent
+            if plain and self._count == 1:
+                blocks.append(Block(rows, keys, None))
+            elif plain and position == 0:
+                blocks.append(Block(rows, keys, None, causal=True))
+            else:
+                seen = self._seen(rows, keys, sliding)
+                blocks.append(Block(rows, keys, None if seen.all() else seen.to(device)))
+        return blocks
+
+    def _seen(self, rows: slice, keys: slice, sliding: int | None) -> torch.Tensor:
+        """Say which keys each row attends to, bool [R, S]."""
+        key_S = torch.arange(keys.start, keys.stop)
+        key_S[key_S >= self._cache.sinks] += self._cache.dropped
+        at_R1 = torch.arange(self._start + rows.start, self._start + rows.stop).unsqueeze(1)
+        back_RS = at_R1 - key_S
+        seen = back_RS >= 0
+        if sliding is not None:
+            seen &= back_RS < sliding
+        if self._window.recent:
+            seen &= (back_RS < self._window.recent) | (key_S < self._window.sinks)
+        return seen
+
+
+def _few(
+    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
+) -> torch.Tensor:
+    # Where the processor does not, multiplying takes many times as long as to convert the keys.
+    if q_RKGC.is_cpu and q_RKGC.dtype is not torch.float32 and not multiplies_bfloat16():
+        found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), block)
+        return found.to(q_RKGC.dtype)
+    R, K, G, C = q_RKGC.shape
+    q_KNC = (q_RKGC * C**-0.5).permute(1, 2, 0, 3).reshape(K, G * R, C)
+    scores_KGRS = (q_KNC @ k_KSC.transpose(1, 2)).view(K, G, R, -1)
+    seen = _lower(R, q_RKGC.device) if block.causal and R > 1 else block.seen
+    if seen is not None:
+        scores_KGRS = scores_KGRS.masked_fill_(~seen, float("-inf"))
+    weights_KGRS = softmax(scores_KGRS, dim=-1, dtype=torch.float32).to(q_RKGC.dtype)
+    out_KNC = weights_KGRS.view(K, G * R, -1) @ v_KSC
+    return out_KNC.view(K, G, R, C).permute(2, 0, 1, 3).reshape(R, K * G * C)
+
+
+@cache
+def _lower(rows: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+
+
+def _many(
+    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
+) -> torch.Tensor:
+    R, K, G, C = q_RKGC.shape
+    k_KGSC, v_KGSC = (x.unsqueeze(1).expand(-1, G, -1, -1) for x in (k_KSC, v_KSC))
+    out_KGRC = scaled_dot_product_attention(
+        q_RKGC.permute(1, 2, 0, 3), k_KGSC, v_KGSC, block.seen, is_causal=block.causal
+    )
+    return out_KGRC.permute(2, 0, 1, 3).reshape(R, K * G * C)
 
 
 class SegmentKernels(ABC):
@@ -198,7 +323,7 @@ class TorchSegments(SegmentKernels):
 
     def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
         layers = [self._layers[at] for at in range(first.first_layer, first.last_layer + 1)]
-        to_device, dtype = self._transfer.to_device, torch_dtype(task.dtype)
+        to_device = self._transfer.to_device
         ops: Ops[Layer, Sequence[PartAttention]] = Ops(
             embedding=staying(lambda hidden_TD: hidden_TD),
             attention=partial(self._attend, first.first_layer),
@@ -222,9 +347,7 @@ class TorchSegments(SegmentKernels):
             found = finish(forward(h_TD, layers, rope, ops, attention, rows))
             if first.lm_head:
                 found = self._logits(found)
-            output, work = self._transfer.to_host(found, dtype)
-            tensor = WireTensor(task.dtype, task.shape, raw_bytes(output))
-            return tensor_reply({"output": tensor}), work
+            return self._transfer.reply(found, task)
 
         return compute
 
@@ -259,9 +382,9 @@ class NullSegments(SegmentKernels):
     `kernels`: those of the same accelerator, which works on one request after the other.
     """
 
-    def __init__(self, weights: NullWeights, sessions: SessionStore) -> None:
-        super().__init__(weights.model.config, sessions, weights.dtype, None)
-        self._kernels = weights.kernels
+    def __init__(self, config: ModelConfig, kernels: NullKernels, sessions: SessionStore) -> None:
+        super().__init__(config, sessions, kernels.dtype, None)
+        self._kernels = kernels
 
     def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
         kernels = self._kernels

@@ -271,7 +271,7 @@ def read_served_model(
     weights: bool = True,
     layers: tuple[int, int] | None = None,
     columns: Columns = WHOLE,
-) -> tuple[ServedModel, Checkpoint]:
+) -> ServedModel:
     """Check a model directory and read what Init says of it, but no matrix.
 
     `arithmetic`: which linear weights are wanted; a directory for a feature mask has float ones
@@ -310,7 +310,7 @@ def read_served_model(
     linear = linear_digest(config, checkpoint)
     if linear is not None:
         checkpoint.require(linears)
-    held = ServedModel(
+    return ServedModel(
         config=config,
         model_digest=(
             model_digest(config, checkpoint) if provision is None else provision.provision_id
@@ -322,7 +322,6 @@ def read_served_model(
         layers=layers,
         columns=columns,
     )
-    return held, checkpoint
 
 
 def _calibrated_digest(directory: Path) -> str | None:

@@ -9,34 +9,35 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
+from gpu_side.cuda.products import check_integers
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
-from gpu_side.handler import Attest, RequestHandler
-from gpu_side.kernels import NullWeights, Served
-from gpu_side.ranks.processes import OPTION, RankJob, RankPlace, by_torchrun, place_of
-from gpu_side.request_loop import RequestLoop, StopSignal
+from gpu_side.handler import Attest, RequestHandler, Served, served_zeros
+from gpu_side.kernels import NullKernels
+from gpu_side.ranks.head import Ranks
+from gpu_side.ranks.worker import OPTION, RankJob, RankPlace, by_torchrun, place_of, work
+from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
 from gpu_side.state import QueueLimits, ServiceState
-from gpu_side.transport.bind import open_listener
+from gpu_side.transport.http_listener import HttpListener
+from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
-from gpu_side.weights import ServiceWeights, check_integers
+from gpu_side.transport.zmq_listener import ZmqListener
+from gpu_side.weights import ServiceWeights
 from protocol import native
 from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.endpoint import is_beyond_loopback
+from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
-
-if TYPE_CHECKING:
-    from gpu_side.ranks.head import Ranks
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,6 @@ class ServiceSettings:
                     got="other options of keys",
                     expected="--allow alone: the key of an attested service is made inside",
                 )
-            require_zmq_keys(self.bind)
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
             of_http = self.bind.startswith("http")
@@ -138,7 +138,6 @@ class ServiceSettings:
                 got=" and ".join(names + ["--allow-anyone"] * self.allow_anyone),
                 expected="--identity and --allow, or neither",
             )
-        require_zmq_keys(self.bind)
         return ServiceKeys.read(self.identity, self.allow)
 
     @property
@@ -171,6 +170,37 @@ class ServiceSettings:
         return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
 
 
+def open_listener(
+    endpoint: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    spin_us: float = 0.0,
+    keys: ServiceKeys | None = None,
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    http: HttpKeys | None = None,
+) -> Listener:
+    """Bind a service's endpoint. `spin_us`: see `protocol.liveness`.
+
+    `keys`: ours and those of the clients that are let in; None lets in every client.
+    `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any. `http`: of use for URLs
+    alone. Raises EndpointError, and SettingsError for keys where the endpoint has no use for them.
+    """
+    parsed = parse_endpoint(endpoint, for_bind=True)
+    if keys is not None:
+        require_zmq_keys(endpoint)
+    if parsed.is_http:
+        return HttpListener(endpoint, max_message_bytes=max_message_bytes, keys=http)
+    if parsed.is_stream:
+        return StreamListener(endpoint, max_message_bytes=max_message_bytes, spin_us=spin_us)
+    return ZmqListener(
+        endpoint,
+        max_message_bytes=max_message_bytes,
+        spin_us=spin_us,
+        keys=keys,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
+
+
 def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     """Run the service until SIGTERM or SIGINT. `attest`: see RequestHandler.
 
@@ -185,8 +215,6 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     native.set_up(settings.kernels, settings.threads or place.threads)
     device = parse_device(place.device(settings.device))
     if place.rank:
-        from gpu_side.ranks.worker import work
-
         work(_job(settings, place, device))
         return
     limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
@@ -205,10 +233,11 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             limits, device=str(device), clients_refused=lambda: listener.clients_refused
         )
         beside = ExitStack()
+        ranks: Ranks | None = None
         try:
             # At once: until then SIGHUP ends the process.
             tokens = settings.http_tokens
-            allowed = (tokens, read_tokens) if tokens else (settings.allow, None)
+            allowed = (tokens, read_tokens) if tokens else (settings.allow, read_allow_list)
 
             def allow(found: frozenset[bytes]) -> None:
                 listener.allow(found)
@@ -218,26 +247,24 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             log.info("bound", endpoint=listener.endpoint, **_lets_in(keys, http))
             _serve_metrics(settings, state, beside)
             job = _job(settings, place, device)
-            ranks = None if place.ranks == 1 else _ranks(job, stop, beside)
+            if place.ranks > 1:
+                ranks = Ranks(job, stop, starts_them=not by_torchrun())
+                beside.callback(ranks.close)
+                ranks.start()
             operators = _load(settings, job, device, state, stop, attest, ranks)
-            if operators is not None:
-                state.sessions = lambda: operators.sessions.totals
-                if isinstance(listener, StreamListener):
-                    # Other transports do not know, or know a client by more than a connection.
-                    listener.on_gone = operators.sessions.forget_client
-                log.info(
-                    "ready",
-                    endpoint=listener.endpoint,
-                    kernels=native.choice().variant,
-                    start_s=round(time.monotonic() - started, 2),
-                )
-                loop = RequestLoop(
-                    operators,
-                    settings.max_message_bytes,
-                    state,
-                    settings.drain_timeout_s,
-                )
-                loop.run(listener, stop)
+            state.sessions = lambda: operators.sessions.totals
+            if isinstance(listener, StreamListener):
+                # Other transports do not know, or know a client by more than a connection.
+                listener.on_gone = operators.sessions.forget_client
+            log.info(
+                "ready",
+                endpoint=listener.endpoint,
+                kernels=native.choice().variant,
+                start_s=round(time.monotonic() - started, 2),
+            )
+            RequestLoop(operators, settings.drain_timeout_s).run(listener, stop)
+        except StoppedWhileLoadingError:
+            pass  # as it was told
         finally:
             listener.close()
             beside.close()
@@ -291,10 +318,6 @@ def _stop_signals() -> Iterator[StopSignal]:
         yield stop
 
 
-class _StoppedWhileLoadingError(Exception):
-    """A stop signal came before the weights were read."""
-
-
 def _load(
     settings: ServiceSettings,
     job: RankJob,
@@ -303,8 +326,8 @@ def _load(
     stop: StopSignal,
     attest: Attest | None,
     ranks: Ranks | None,
-) -> RequestHandler | None:
-    """Read the weights; None if a stop signal came meanwhile."""
+) -> RequestHandler:
+    """Read the weights. Raises StoppedWhileLoadingError if a stop signal comes meanwhile."""
     began = logged = time.monotonic()
     config, layers = read_config(job.model), job.layers
     several: dict[str, Any] = {} if ranks is None else {"ranks": job.place.ranks}
@@ -321,30 +344,27 @@ def _load(
     def progress(done: int, total: int) -> None:
         nonlocal logged
         if stop.requested:
-            raise _StoppedWhileLoadingError
+            raise StoppedWhileLoadingError
         if time.monotonic() - logged > 5.0:
             logged = time.monotonic()
             log.info("loading", layers_done=done, layers=total)
 
-    served: ServiceWeights | NullWeights | Served
+    served: ServiceWeights | Served
     if isinstance(device, NullDevice):
-        held, _ = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
+        held = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         _log_loaded(held, 0, time.monotonic() - began)
-        served = NullWeights(held, device, torch_dtype(job.dtype))
-    elif ranks is not None and not ranks.join():
-        return None
+        served = served_zeros(held, NullKernels(device, torch_dtype(job.dtype)))
     else:
-        try:
-            weights = job.load(device, progress)
-        except _StoppedWhileLoadingError:
-            return None
+        if ranks is not None:
+            ranks.join()
+        weights = job.load(device, progress)
         _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
         served = weights if ranks is None else ranks.served(weights)
     return RequestHandler(
         served,
         settings.max_message_bytes,
-        state.queue.limits,
+        state,
         settings.spin_us,
         attest,
         settings.sessions,
@@ -367,16 +387,6 @@ def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob
         layers=settings.layers,
         max_message_bytes=settings.max_message_bytes,
     )
-
-
-def _ranks(job: RankJob, stop: StopSignal, stack: ExitStack) -> Ranks:
-    """Start the other ranks, if torchrun has not; the stack ends them."""
-    from gpu_side.ranks.head import Ranks
-
-    ranks = Ranks(job, stop, starts_them=not by_torchrun())
-    stack.callback(ranks.close)
-    ranks.start()
-    return ranks
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:

@@ -1,31 +1,54 @@
-"""The KV cache of one session, and attention over it.
+"""The KV cache of a session: in memory, or where it had to make room in a file.
 
-The cache holds keys and values of a segment's layers, on the device.
+The cache holds keys and values of a segment's layers, on the device. It grows in place: a step
+writes its rows behind those that are there, and memory is asked for ahead of them. Positions are
+absolute. Under a window of attention sinks (StreamingLLM, arXiv 2309.17453) what no later token can
+attend to is dropped in blocks; that paper numbers positions anew within the window, which this does
+not: a key keeps the rotation that it was written with.
 
-It grows in place: a step writes its rows behind those that are there, and memory is asked for ahead
-of them. Positions are absolute. Under a window of attention sinks (StreamingLLM, arXiv 2309.17453)
-what no later token can attend to is dropped in blocks; that paper numbers positions anew within the
-window, which this does not: a key keeps the rotation that it was written with.
+On disk sessions are encrypted, in files without a name, for as long as this process runs.
 
-Attention is causal and grouped-query, of a part's rows. Few rows are two plain products, which read
-the cache once: torch's fused kernel takes longer for them. Many go through that kernel a block at a
-time, each with the keys up to its end. Shape suffixes: R rows, K key/value heads, G query heads of
-each, C head dim, S keys.
+Encryption protects the disks, not against the service: someone who finds the disk or a backup of
+it later can read nothing, while the process that holds the key sees every session in the clear.
+
+AES-256-GCM (NIST SP 800-38D), with a key for each session that lives in this process's memory
+alone. Nonces are a counter of the key's, which never goes back: a session that comes back and is
+written again goes on with the next. What was written is bound to its client, session, layers and
+sizes, and to its place in the file. A file that was changed is no session any more.
+
+Writing holds up all clients, so one request has a limited number of bytes written; a session
+beyond them is lost, and its client sends the tokens once more. Where there is no room, a client
+that has more than half of it loses its own sessions first, then the least recently used of all go.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
+import msgpack
 import torch
-from torch.nn.functional import scaled_dot_product_attention, softmax
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gpu_side.devices import multiplies_bfloat16
+from gpu_side.event_log import log
+from protocol.tensors import raw_bytes
 
 # Tokens by which a cache grows, and that are dropped at once at least.
 GROWTH_TOKENS = 64
 _DROPPED_TOKENS = 256
+
+_TAG_BYTES, _NONCE_BYTES = 16, 12
+
+_PIECE_BYTES = 2**24
+
+# Each has a file descriptor, and so has each connection.
+MAX_FILES = 512
 
 
 class CacheShape(NamedTuple):
@@ -56,15 +79,29 @@ class Window(NamedTuple):
     recent: int = 0
 
 
+class SpillKey:
+    """The key of one session, and how many nonces of it have been used. `used`: for tests."""
+
+    def __init__(self, used: int = 0) -> None:
+        self.cipher = AESGCM(AESGCM.generate_key(256))
+        self._numbers = count(used)
+
+    def next_nonce(self) -> bytes:
+        """Return one that was never used. Raises OverflowError where there is none any more."""
+        return next(self._numbers).to_bytes(_NONCE_BYTES, "big")
+
+
 class SessionCache:
     """Keys and values of one session, by layer: [2, K, capacity, C] in `tensors`.
 
     `length`: tokens that the session has. Those from `sinks` on, `dropped` of them, are not kept;
-    what comes behind them is stored so much further to the front.
+    what comes behind them is stored so much further to the front. `key`: of its files, None: one of
+    its own. `used_s`: when it was used last.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape = shape
+    def __init__(self, shape: CacheShape, key: SpillKey | None = None) -> None:
+        self.shape, self.key = shape, key or SpillKey()
+        self.used_s = 0.0
         self.tensors: list[torch.Tensor] = []
         self.capacity = self.length = self.sinks = self.dropped = 0
 
@@ -136,121 +173,245 @@ class SessionCache:
             mine[:, :, : self.stored] = theirs[:, :, : self.stored]
 
 
-# Rows that go through the fused kernel at once, and that are plain products at most.
-_BLOCK_ROWS = 512
-_FEW_ROWS = 8
+class SessionName(NamedTuple):
+    """Whose session it is, its 128 bits, and the first and last layer of its segment."""
+
+    client: bytes
+    session: bytes
+    first_layer: int
+    last_layer: int
 
 
-class Block(NamedTuple):
-    """Some rows of a part, the keys that any of them attends to, and which each does: bool [R, S].
+class SpilledSession:
+    """One session in a file of `directory`, without a name. Raises OSError, OverflowError.
 
-    `seen` None: all of them; `causal`: those up to itself.
+    Its key may have been used before.
     """
 
-    rows: slice
-    keys: slice
-    seen: torch.Tensor | None
-    causal: bool = False
+    def __init__(self, directory: Path, name: SessionName, cache: SessionCache) -> None:
+        self.name, self.key, self.used_s = name, cache.key, cache.used_s
+        # Of the cache that it was, and will be.
+        self.shape = cache.shape
+        self._sizes = cache.length, cache.sinks, cache.dropped
+        self._nonces: list[bytes] = []
+        self.bytes = 0
+        # Without a name from the beginning (O_TMPFILE) where the file system can, else unlinked at
+        # once; readable by us alone.
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - close
+        try:
+            for tensor in cache.tensors:
+                for piece in _pieces(raw_bytes(tensor[:, :, : cache.stored])):
+                    self._write(piece)
+        except BaseException:
+            self.close()
+            raise
 
+    def _write(self, piece: memoryview) -> None:
+        nonce = self.key.next_nonce()
+        sealed = self.key.cipher.encrypt(nonce, piece, self._bound(len(self._nonces)))
+        if self._file.write(sealed) != len(sealed):
+            raise OSError("a disk without room")
+        self._nonces.append(nonce)
+        self.bytes += len(sealed)
 
-class PartAttention:
-    """Attention of the rows of one part: rows `rows` of the request, from position `start` on."""
+    def read_into(self, cache: SessionCache) -> bool:
+        """Fill a cache of the same shape; False where the file is not what was written.
 
-    def __init__(self, cache: SessionCache, rows: slice, start: int, window: Window) -> None:
-        self.rows = rows
-        self._cache, self._start, self._window = cache, start, window
-        self._count = rows.stop - rows.start
-        # Where they are stored. Layers share what a window says.
-        stored = start - cache.dropped
-        self._stored = slice(stored, stored + self._count)
-        self._blocks: dict[int | None, list[Block]] = {}
-
-    def __call__(
-        self,
-        index: int,
-        q_RKGC: torch.Tensor,
-        k_RKC: torch.Tensor,
-        v_RKC: torch.Tensor,
-        sliding: int | None,
-    ) -> torch.Tensor:
-        """Store keys and values, and return [R, K * G * C].
-
-        `index`: of the layer, in the segment; `sliding`: how many tokens back a token may look.
+        It has room (`tokens`), and what is in it is lost.
         """
-        both_2KSC = self._cache.tensors[index]
-        k_KSC, v_KSC = both_2KSC.unbind()
-        k_KSC[:, self._stored] = k_RKC.transpose(0, 1)
-        v_KSC[:, self._stored] = v_RKC.transpose(0, 1)
-        if sliding not in self._blocks:
-            self._blocks[sliding] = self._cut_into_blocks(sliding, q_RKGC.device)
-        attend = _few if self._count <= _FEW_ROWS else _many
-        outputs = [
-            attend(q_RKGC[block.rows], k_KSC[:, block.keys], v_KSC[:, block.keys], block)
-            for block in self._blocks[sliding]
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        cache.length, cache.sinks, cache.dropped = self._sizes
+        try:
+            self._file.seek(0)
+            nonces = enumerate(self._nonces)
+            for tensor in cache.tensors:
+                stored = tensor[:, :, : cache.stored]
+                layer = bytearray(stored.numel() * stored.itemsize)
+                for piece in _pieces(memoryview(layer)):
+                    number, nonce = next(nonces)
+                    sealed = self._file.read(len(piece) + _TAG_BYTES)
+                    piece[:] = self.key.cipher.decrypt(nonce, sealed, self._bound(number))
+                stored.copy_(torch.frombuffer(layer, dtype=tensor.dtype).view(stored.shape))
+        except (InvalidTag, OSError, ValueError):
+            return False
+        return True
 
-    def _cut_into_blocks(self, sliding: int | None, device: torch.device) -> list[Block]:
-        cache, blocks = self._cache, []
-        for first in range(0, self._count, _BLOCK_ROWS):
-            rows = slice(first, min(first + _BLOCK_ROWS, self._count))
-            position = self._start + first
-            # Of what is stored; what was dropped stands in no row's way, so this is never too late.
-            low = 0 if sliding is None else max(0, position - sliding + 1 - cache.dropped)
-            keys = slice(low, self._stored.start + rows.stop)
-            plain = sliding is None and not self._window.recent
-            if plain and self._count == 1:
-                blocks.append(Block(rows, keys, None))
-            elif plain and position == 0:
-                blocks.append(Block(rows, keys, None, causal=True))
-            else:
-                seen = self._seen(rows, keys, sliding)
-                blocks.append(Block(rows, keys, None if seen.all() else seen.to(device)))
-        return blocks
+    @property
+    def tokens(self) -> int:
+        """Tokens that a cache must have room for to be filled."""
+        length, _, dropped = self._sizes
+        return length - dropped
 
-    def _seen(self, rows: slice, keys: slice, sliding: int | None) -> torch.Tensor:
-        """Say which keys each row attends to, bool [R, S]."""
-        key_S = torch.arange(keys.start, keys.stop)
-        key_S[key_S >= self._cache.sinks] += self._cache.dropped
-        at_R1 = torch.arange(self._start + rows.start, self._start + rows.stop).unsqueeze(1)
-        back_RS = at_R1 - key_S
-        seen = back_RS >= 0
-        if sliding is not None:
-            seen &= back_RS < sliding
-        if self._window.recent:
-            seen &= (back_RS < self._window.recent) | (key_S < self._window.sinks)
-        return seen
+    def close(self) -> None:
+        """Forget it; without a name it is gone from the disk then."""
+        self._file.close()
+
+    def _bound(self, number: int) -> bytes:
+        """Return what a piece is bound to, beside its key and nonce."""
+        layers, heads, head_dim, dtype, _ = self.shape
+        sizes = [layers, heads, head_dim, str(dtype), *self._sizes]
+        bound: bytes = msgpack.packb([*self.name, sizes, number])
+        return bound
 
 
-def _few(
-    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
-) -> torch.Tensor:
-    # Where the processor does not, multiplying takes many times as long as to convert the keys.
-    if q_RKGC.is_cpu and q_RKGC.dtype is not torch.float32 and not multiplies_bfloat16():
-        found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), block)
-        return found.to(q_RKGC.dtype)
-    R, K, G, C = q_RKGC.shape
-    q_KNC = (q_RKGC * C**-0.5).permute(1, 2, 0, 3).reshape(K, G * R, C)
-    scores_KGRS = (q_KNC @ k_KSC.transpose(1, 2)).view(K, G, R, -1)
-    seen = _lower(R, q_RKGC.device) if block.causal and R > 1 else block.seen
-    if seen is not None:
-        scores_KGRS = scores_KGRS.masked_fill_(~seen, float("-inf"))
-    weights_KGRS = softmax(scores_KGRS, dim=-1, dtype=torch.float32).to(q_RKGC.dtype)
-    out_KNC = weights_KGRS.view(K, G * R, -1) @ v_KSC
-    return out_KNC.view(K, G, R, C).permute(2, 0, 1, 3).reshape(R, K * G * C)
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]
 
 
-@cache
-def _lower(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+@dataclass(slots=True)
+class Account:
+    """Sessions of one client, or of all of them: their bytes, and those of them that are at rest.
+
+    `resting`: the least recently used first.
+    """
+
+    bytes: int = 0
+    resting_bytes: int = 0
+    resting: OrderedDict[SessionName, None] = field(default_factory=OrderedDict)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the sessions that are in use."""
+        return self.bytes - self.resting_bytes
+
+    @property
+    def oldest(self) -> SessionName | None:
+        """The session at rest that was used least recently."""
+        return next(iter(self.resting), None)
 
 
-def _many(
-    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
-) -> torch.Tensor:
-    R, K, G, C = q_RKGC.shape
-    k_KGSC, v_KGSC = (x.unsqueeze(1).expand(-1, G, -1, -1) for x in (k_KSC, v_KSC))
-    out_KGRC = scaled_dot_product_attention(
-        q_RKGC.permute(1, 2, 0, 3), k_KGSC, v_KGSC, block.seen, is_causal=block.causal
-    )
-    return out_KGRC.permute(2, 0, 1, 3).reshape(R, K * G * C)
+class Ledger:
+    """Sizes of sessions. One is in use by the running request from the beginning, or at rest.
+
+    Each question takes the same time however many sessions there are: one request may name
+    thousands. `all`: of all clients; `clients`: of each that has sessions.
+    """
+
+    def __init__(self) -> None:
+        self.all = Account()
+        self._sizes: dict[SessionName, int] = {}
+        self.clients: dict[bytes, Account] = {}
+
+    def of(self, client: bytes) -> Account:
+        """Return the account of a client."""
+        return self.clients.get(client) or Account()
+
+    def resize(self, name: SessionName, size: int) -> None:
+        """Take note of how many bytes a session in use has."""
+        more = size - self._sizes.get(name, 0)
+        self._sizes[name] = size
+        for account in self._accounts(name):
+            account.bytes += more
+
+    def use(self, name: SessionName) -> None:
+        """Take a session into use, if it is at rest."""
+        if name in self.all.resting:
+            for account in self._accounts(name):
+                del account.resting[name]
+                account.resting_bytes -= self._sizes[name]
+
+    def rest(self, name: SessionName) -> None:
+        """Put a session that is in use, and has a size, to rest: behind all others."""
+        for account in self._accounts(name):
+            account.resting[name] = None
+            account.resting_bytes += self._sizes[name]
+
+    def remove(self, name: SessionName) -> None:
+        """Forget a session, if it is known."""
+        if name in self._sizes:
+            self.use(name)
+            self.resize(name, 0)
+            del self._sizes[name]
+            if not self.clients[name.client].bytes:
+                del self.clients[name.client]
+
+    def _accounts(self, name: SessionName) -> tuple[Account, Account]:
+        return self.all, self.clients.setdefault(name.client, Account())
+
+
+# What a processor encrypts and writes in about a second.
+REQUEST_BYTES = 2**28
+
+
+class SessionFiles:
+    """Sessions on disk, by name. `directory`: None keeps none; `most`: bytes of all."""
+
+    def __init__(self, directory: Path | None, most: int) -> None:
+        self._directory, self._most = directory, most
+        self._files: dict[SessionName, SpilledSession] = {}
+        self._ledger = Ledger()
+        self._left = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Of those that are there."""
+        return self._ledger.all.bytes
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[SessionName]:
+        return iter(self._files)
+
+    def begin_request(self) -> None:
+        """Allow as many bytes to be written as one request may have."""
+        self._left = REQUEST_BYTES
+
+    def put(self, name: SessionName, cache: SessionCache) -> None:
+        """Write a session; it is lost where that cannot be."""
+        size = cache.stored * cache.shape.token_bytes
+        # To make a file takes its time, too: none more than there may be.
+        cost = max(size, REQUEST_BYTES // MAX_FILES)
+        if self._directory is None or not (cache.tensors and size) or cost > self._left:
+            return
+        self._left -= cost
+        try:
+            written = SpilledSession(self._directory, name, cache)
+        except (OSError, OverflowError) as error:
+            log.warning("not_spilled", detail=type(error).__name__)
+            return
+        self._files[name] = written
+        self._ledger.resize(name, written.bytes)
+        self._ledger.rest(name)
+        while (oldest := self._oldest()) is not None and (
+            self.total_bytes > self._most or len(self._files) > MAX_FILES
+        ):
+            self.forget(oldest)
+
+    def take(self, name: SessionName) -> SpilledSession | None:
+        """Return a session that is there, and is the caller's to close; else None."""
+        self._ledger.remove(name)
+        return self._files.pop(name, None)
+
+    def touch(self, name: SessionName) -> None:
+        """Let a session, if it is there, be the last to go."""
+        if name in self._files:
+            self._ledger.use(name)
+            self._ledger.rest(name)
+
+    def forget(self, name: SessionName) -> None:
+        """Forget a session, if it is there."""
+        if (found := self.take(name)) is not None:
+            found.close()
+
+    def forget_client(self, client: bytes) -> None:
+        """Forget all sessions of a client."""
+        for name in list(self._ledger.of(client).resting):
+            self.forget(name)
+
+    def expire(self, until_s: float) -> None:
+        """Forget what was used last at `until_s` or before."""
+        for name in [name for name, file in self._files.items() if file.used_s <= until_s]:
+            self.forget(name)
+
+    def oldest_s(self) -> float:
+        """Return when the session was used that was used least recently; inf if there is none."""
+        return min((file.used_s for file in self._files.values()), default=float("inf"))
+
+    def _oldest(self) -> SessionName | None:
+        """Return what goes first: of a client that has more than half, where there is one."""
+        large = next(filter(self._is_large, self._ledger.clients.values()), self._ledger.all)
+        return large.oldest
+
+    def _is_large(self, account: Account) -> bool:
+        return 2 * account.bytes > self._most or 2 * len(account.resting) > MAX_FILES

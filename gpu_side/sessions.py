@@ -3,7 +3,7 @@
 A client names its own sessions alone: its connection, or with keys its key, is part of the name. A
 client that needs room loses its own sessions first, down to its limit, then whichever of all was
 used least recently goes. What the running request uses stays. A session that goes waits on disk
-where there is a directory for it (`gpu_side.spill`), and is lost otherwise.
+where there is a directory for it (`gpu_side.session_cache`), and is lost otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,15 @@ import torch
 
 from gpu_side.defaults import SESSION_TTL_S
 from gpu_side.event_log import log
-from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
-from gpu_side.spill import Ledger, SessionFiles, SessionName, SpillKey
+from gpu_side.session_cache import (
+    GROWTH_TOKENS,
+    CacheShape,
+    Ledger,
+    SessionCache,
+    SessionFiles,
+    SessionName,
+    Window,
+)
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
 
 # What a null device keeps as many sessions as fit into; it takes no memory for them.
@@ -51,7 +58,8 @@ class SessionSettings:
 
     `client_bytes`: of one client, None: half of `bytes`. `ttl_s`: how long after its last use a
     session is kept. `spill`: a directory where sessions that must make room wait, encrypted
-    (`gpu_side.spill`); None: they are dropped. `spill_bytes`: how much of them, None: as `bytes`.
+    (`gpu_side.session_cache`); None: they are dropped. `spill_bytes`: how much of them, None: as
+    `bytes`.
     """
 
     bytes: int | None = None
@@ -98,13 +106,6 @@ class SessionTotals(NamedTuple):
     spilled_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Session:
-    cache: SessionCache
-    used_s: float = 0.0
-    key: SpillKey = field(default_factory=SpillKey)
-
-
 class SessionStore:
     """All sessions of a service. `free`: memory for them at the start, in bytes.
 
@@ -121,7 +122,7 @@ class SessionStore:
         self._most = free // 2 if settings.bytes is None else settings.bytes
         self._most_client = min(settings.client_bytes or self._most // 2, self._most)
         self._ttl_s, self._clock = settings.ttl_s, clock
-        self._held: dict[SessionName, _Session] = {}
+        self._held: dict[SessionName, SessionCache] = {}
         self._ledger = Ledger()
         self._files = SessionFiles(settings.spill, settings.spill_bytes or self._most)
         # No session ends before.
@@ -189,7 +190,7 @@ class SessionStore:
             if part.start and (part.parent == NO_SESSION or parent == name):
                 raise _unknown(part.start)
             self._forget(name)
-            found = self._held.setdefault(name, _Session(SessionCache(shape))).cache
+            found = self._held.setdefault(name, SessionCache(shape))
             if part.start:
                 try:
                     self._fork(parent, name, part.start, window)
@@ -208,11 +209,11 @@ class SessionStore:
         if not self._resize(name, kept):
             # Without its parent there may be room: the client sends all tokens once more.
             raise _unknown(start)
-        self._held[name].cache.take_over(source, start)
+        self._held[name].take_over(source, start)
 
     def _grow(self, name: SessionName, end: int) -> None:
         """Have room for tokens up to `end`. Raises ProtocolError."""
-        cache = self._held[name].cache
+        cache = self._held[name]
         needed = end - cache.dropped
         if needed <= cache.capacity <= 4 * needed + 4 * GROWTH_TOKENS:
             return
@@ -228,7 +229,7 @@ class SessionStore:
 
     def _resize(self, name: SessionName, tokens: int) -> bool:
         """Give a session in use room for so many tokens; False where those in use leave none."""
-        cache = self._held[name].cache
+        cache = self._held[name]
         capacity = tokens + -tokens % GROWTH_TOKENS
         if not self._make_room(name.client, capacity * cache.shape.token_bytes - cache.bytes):
             return False
@@ -252,19 +253,18 @@ class SessionStore:
     def _evict(self, name: SessionName | None) -> None:
         if name is None:
             raise RuntimeError("sessions at rest have bytes, and there is none")
-        session = self._held[name]
+        cache = self._held[name]
         self._forget(name)
-        self._files.put(name, session.cache, session.key, session.used_s)
+        self._files.put(name, cache)
 
     def _present(self, name: SessionName) -> SessionCache | None:
         """Return a session's cache for use, from disk where it is there; None where it is lost."""
-        if (session := self._held.get(name)) is not None:
+        if (held := self._held.get(name)) is not None:
             self._ledger.use(name)
-            return session.cache
+            return held
         if (file := self._files.take(name)) is None:
             return None
-        cache = SessionCache(file.shape)
-        self._held[name] = _Session(cache, key=file.key)
+        cache = self._held[name] = SessionCache(file.shape, file.key)
         found = False
         try:
             if self._resize(name, file.tokens):
@@ -279,14 +279,14 @@ class SessionStore:
 
     def _rest(self, name: SessionName) -> None:
         """Let a session wait for its next request; one without memory would count for nothing."""
-        if (session := self._held.get(name)) is None:
+        if (cache := self._held.get(name)) is None:
             return
-        if not session.cache.capacity:
+        if not cache.capacity:
             self._forget(name)
             return
-        session.used_s = self._clock()
+        cache.used_s = self._clock()
         self._ledger.rest(name)
-        self.look_at_s = min(self.look_at_s, session.used_s + self._ttl_s)
+        self.look_at_s = min(self.look_at_s, cache.used_s + self._ttl_s)
 
     def _forget(self, name: SessionName) -> None:
         self._held.pop(name, None)

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
@@ -197,24 +196,20 @@ OUTCOMES = (SUCCESS, *(code.value for code in ErrorCode))
 BOUNDS_NS = (*(step * 10**exponent for exponent in range(4, 11) for step in (2, 5, 10)),)
 
 
+@dataclass(slots=True)
 class Histogram:
-    """How many durations were up to each bound, and their sum."""
+    """How many durations were up to each bound but not the one before, and the sum of all.
 
-    __slots__ = ("buckets", "sum_ns")
+    `buckets` has one more than there are bounds: what is longer than all of them.
+    """
 
-    def __init__(self) -> None:
-        # One more than bounds: what is longer than all of them.
-        self.buckets = [0] * (len(BOUNDS_NS) + 1)
-        self.sum_ns = 0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_NS) + 1))
+    sum_ns: int = 0
 
     def add(self, ns: int) -> None:
         """Count one."""
         self.buckets[bisect_left(BOUNDS_NS, ns)] += 1
         self.sum_ns += ns
-
-    def cumulative(self) -> list[int]:
-        """Return for each bound, and for none, how many were up to it."""
-        return list(accumulate(self.buckets))
 
 
 @dataclass(slots=True)
@@ -226,21 +221,11 @@ class MethodCounters:
     queue: Histogram = field(default_factory=Histogram)
 
 
-class Counters:
-    """Everything that the loop counts; all keys are there from the beginning."""
-
-    def __init__(self) -> None:
-        self.methods = {name: MethodCounters() for name in (*REQUEST_TYPES, UNKNOWN_METHOD)}
-        # Of requests with a method that is none of ours.
-        self.unknown = self.methods[UNKNOWN_METHOD]
-        self.received_bytes = 0
-        self.sent_bytes = 0
-        # Replies that were not delivered: the client has gone, does not read, or may not any more.
-        self.dropped_replies = 0
-
-
 class ServiceState:
-    """Of one service, from its start. `clients_refused`: says how many were turned away so far."""
+    """Of one service, from its start. `clients_refused`: says how many were turned away so far.
+
+    `methods`: what was counted of each, all of which are there from the beginning.
+    """
 
     def __init__(
         self,
@@ -250,7 +235,10 @@ class ServiceState:
         clients_refused: Callable[[], int] = lambda: 0,
     ) -> None:
         self.queue = FairQueue(limits or QueueLimits())
-        self.counters = Counters()
+        self.methods = {name: MethodCounters() for name in (*REQUEST_TYPES, UNKNOWN_METHOD)}
+        self.received_bytes = self.sent_bytes = 0
+        # Replies that were not delivered: the client has gone, does not read, or may not any more.
+        self.dropped_replies = 0
         self.device = device
         self.clients_refused = clients_refused
         self.status: Literal["loading", "ready", "draining"] = "loading"

@@ -106,10 +106,8 @@ class RequestChecker:
 
     def __init__(self, held: ServedModel, max_message_bytes: int) -> None:
         self._held = held
-        self._config = held.config
         # Sizes of what it holds of them.
         self._part = held.part
-        self._layers = held.held_layers
         self._max_message_bytes = max_message_bytes
 
     def check(self, request: Computed | SeededRingLinearRequest | SegmentRequest) -> Task:
@@ -133,11 +131,11 @@ class RequestChecker:
     def check_ids(self, tensor: WireTensor) -> None:
         """Raise ProtocolError for a token id outside the vocabulary."""
         low, high = (int(bound) for bound in torch.aminmax(to_torch(tensor)))
-        size = self._config.vocab_size
+        size = self._held.config.vocab_size
         where = "Embedding.input_ids"
         # The ids themselves stay out of the message: messages are logged.
         known = low >= 0 and high < size
-        _require(known, where, "an id outside the vocabulary", f"0 to {size - 1}")
+        require_field(known, where, "an id outside the vocabulary", f"0 to {size - 1}")
 
     def _seeded(self, request: SeededRingLinearRequest) -> Task:
         """Check a seed, and its elements as if they had come: none are made before."""
@@ -145,7 +143,7 @@ class RequestChecker:
         _require_form(f"{method}.seed", seed, "int32", SEED_SHAPE)
         elements = WireTensor("int32", (request.rows, request.columns), b"")
         task = self._linear(request, elements, integer=True)
-        self._bound(f"{method}.rows", "elements", task.input_bytes + TAG_BYTES)
+        self._bound(f"{method}.rows", task.input_bytes + TAG_BYTES, "elements")
         return task
 
     def _linear(
@@ -155,13 +153,14 @@ class RequestChecker:
         *,
         integer: bool,
     ) -> Task:
-        self._require_weights(request.method, integer=integer)
+        kind = "int8" if integer else "float"
+        self._require_held(kind in self._held.arithmetic, request.method, f"{kind} weights")
         method, layer, names = request.method, request.layer_idx, request.module_names
-        layers = self._config.num_hidden_layers
-        _require(layer < layers, f"{method}.layer_idx", str(layer), f"0 to {layers - 1}")
-        self._require_held(layer in self._layers, method, f"layer {layer}")
+        layers = self._held.config.num_hidden_layers
+        require_field(layer < layers, f"{method}.layer_idx", str(layer), f"0 to {layers - 1}")
+        self._require_held(layer in self._held.held_layers, method, f"layer {layer}")
         modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
-        _require(
+        require_field(
             len(names) == 1 or names == modules,
             f"{method}.module_names",
             " ".join(names),
@@ -173,14 +172,11 @@ class RequestChecker:
 
     def _lm_head(self, method: str, tensor: WireTensor, *, integer: bool) -> Task:
         self._require_held(self._held.has_lm_head, method, "an LM head")
-        if integer:  # the float one is there whatever the linear weights are
-            self._require_weights(method, integer=True)
+        # The float one is there whatever the linear weights are.
+        held = not integer or "int8" in self._held.arithmetic
+        self._require_held(held, method, "int8 weights")
         config = self._part
         return self._product(method, tensor, config.hidden_size, config.vocab_size, integer=integer)
-
-    def _require_weights(self, method: str, *, integer: bool) -> None:
-        kind = "int8" if integer else "float"
-        self._require_held(kind in self._held.arithmetic, method, f"{kind} weights")
 
     def _product(
         self, method: str, tensor: WireTensor, in_features: int, out_features: int, *, integer: bool
@@ -188,42 +184,44 @@ class RequestChecker:
         where = f"{method}.{'elements' if integer else 'hidden_states'}"
         dtype, shape = tensor.dtype, tensor.shape
         dtypes, expected = (("int32",), "int32") if integer else (FLOAT_DTYPES, "a float dtype")
-        _require(dtype in dtypes, where, dtype, expected)
-        _require(
+        require_field(dtype in dtypes, where, dtype, expected)
+        require_field(
             shape[-1] == in_features,
             where,
             f"shape {list(shape)}",
             f"{in_features} on the last axis",
         )
         rows = math.prod(shape[:-1])
-        self._bound_output(where, rows * out_features, dtype)
+        self._bound(where, rows * out_features * ITEMSIZE[dtype])
         work = LinearWork(rows, in_features, out_features, integer)
         size = math.prod(shape) * ITEMSIZE[dtype]
         return Task((*shape[:-1], out_features), dtype, work, size)
 
     def _embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Task:
         self._require_held(self._held.has_embedding, "Embedding", "an embedding")
-        _require(ids_dtype == "int64", "Embedding.input_ids", ids_dtype, "int64")
-        _require(len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", "[T] or [batch, T]")
-        tokens, hidden_size = math.prod(shape), self._config.hidden_size
-        self._bound_output("Embedding.input_ids", tokens * hidden_size, dtype)
+        require_field(ids_dtype == "int64", "Embedding.input_ids", ids_dtype, "int64")
+        require_field(
+            len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", "[T] or [batch, T]"
+        )
+        tokens, hidden_size = math.prod(shape), self._held.config.hidden_size
+        self._bound("Embedding.input_ids", tokens * hidden_size * ITEMSIZE[dtype])
         work = EmbeddingWork(tokens, hidden_size)
         return Task((*shape, hidden_size), dtype, work, tokens * ITEMSIZE["int64"])
 
     def _segment(self, request: SegmentRequest) -> Task:
         """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_kernels`)."""
-        config, hidden = self._config, request.hidden_states
+        config, hidden = self._held.config, request.hidden_states
         self._require_held(self._held.has_segments, "Segment", "whole layers")
         first, last, behind = request.first_layer, request.last_layer, config.num_hidden_layers
-        _require(
+        require_field(
             first <= last < behind,
             "Segment.last_layer",
             f"layers {first} to {last}",
             f"one from the first on, below {behind}",
         )
-        held = first in self._layers and last in self._layers
+        held = first in self._held.held_layers and last in self._held.held_layers
         self._require_held(held, "Segment", f"layers {first} to {last}")
-        _require(
+        require_field(
             not request.lm_head or last + 1 == behind,
             "Segment.lm_head",
             f"an LM head behind layer {last}",
@@ -233,7 +231,7 @@ class RequestChecker:
         self._require_held(held, "Segment", "an LM head")
         where = "Segment.hidden_states"
         D = config.hidden_size
-        _require(
+        require_field(
             hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
             where,
             f"{hidden.dtype} {list(hidden.shape)}",
@@ -242,25 +240,27 @@ class RequestChecker:
         rows, parts, wanted = hidden.shape[0], request.parts.shape[0], request.outputs.shape[0]
         _require_form("Segment.parts", request.parts, "int64", (parts, _PART_NUMBERS))
         _require_form("Segment.outputs", request.outputs, "int64", (min(wanted, rows),))
-        _require(parts <= _MOST_PARTS, "Segment.parts", f"{parts} parts", f"at most {_MOST_PARTS}")
+        require_field(
+            parts <= _MOST_PARTS, "Segment.parts", f"{parts} parts", f"at most {_MOST_PARTS}"
+        )
         operators = (map(config.module_shape, names) for names in FUSED_MODULES.values())
         works = tuple(
             LinearWork(rows, shapes[0][1], sum(out for out, _ in shapes), integer=False)
             for shapes in map(list, operators)
         )
         # What lies between is as large as what a Linear of these rows would be answered with.
-        self._bound_output(where, rows * max(work.out_features for work in works), hidden.dtype)
+        self._bound(where, rows * max(work.out_features for work in works) * ITEMSIZE[hidden.dtype])
         outputs, head = request.outputs.shape[0], None
         if request.lm_head:
             head = LinearWork(outputs, D, config.vocab_size, integer=False)
         width = D if head is None else head.out_features
-        self._bound_output(where, outputs * width, hidden.dtype)
+        self._bound(where, outputs * width * ITEMSIZE[hidden.dtype])
         work = SegmentWork(last - first + 1, works, head)
         size = sum(one.payload_bytes for one in (hidden, request.parts, request.outputs))
         return Task((outputs, width), hidden.dtype, work, size)
 
     def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
-        _require(
+        require_field(
             a_dtype == b_dtype and a_dtype in FLOAT_DTYPES,
             "Matmul.dtype",
             f"{a_dtype} and {b_dtype}",
@@ -269,7 +269,7 @@ class RequestChecker:
         where = "Matmul.shape"
         got = f"{list(a)} @ {list(b)}"
         fits = len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2]
-        _require(fits, where, got, "[..., M, K] @ [..., K, N]")
+        require_field(fits, where, got, "[..., M, K] @ [..., K, N]")
         try:
             leading = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
         except RuntimeError:
@@ -282,7 +282,7 @@ class RequestChecker:
         M, K, N = *a[-2:], b[-1]
         batch = math.prod(leading)
         # torch.matmul writes out operands that broadcast.
-        self._bound_output(where, batch * max(M * N, M * K, K * N), a_dtype)
+        self._bound(where, batch * max(M * N, M * K, K * N) * ITEMSIZE[a_dtype])
         size = (math.prod(a) + math.prod(b)) * ITEMSIZE[a_dtype]
         return Task((*leading, M, N), a_dtype, MatmulWork(batch, M, K, N), size)
 
@@ -290,7 +290,7 @@ class RequestChecker:
         held = " and ".join(self._held.arithmetic)
         provision, layers = self._held.provision, ""
         if self._held.layers is not None:
-            layers = f" of layers {self._layers[0]} to {self._layers[-1]}"
+            layers = f" of layers {self._held.held_layers[0]} to {self._held.held_layers[-1]}"
         mask = "" if provision is None else f", for the mask {provision.mask} alone"
         ProtocolError.unless(
             holds,
@@ -300,11 +300,8 @@ class RequestChecker:
             code=ErrorCode.UNAVAILABLE,
         )
 
-    def _bound_output(self, where: str, elements: int, dtype: str) -> None:
+    def _bound(self, where: str, size: int, what: str = "an output") -> None:
         """Refuse a request whose small inputs ask for an output that no reply may hold."""
-        self._bound(where, "an output", elements * ITEMSIZE[dtype])
-
-    def _bound(self, where: str, what: str, size: int) -> None:
         most = min(self._max_message_bytes, MAX_TENSOR_BYTES)
         ProtocolError.unless(
             size <= most,
@@ -315,12 +312,13 @@ class RequestChecker:
         )
 
 
-def _require(condition: bool, where: str, got: str, expected: str) -> None:
+def require_field(condition: bool, where: str, got: str, expected: str) -> None:
+    """Raise ProtocolError unless a field is as it should be."""
     ProtocolError.unless(condition, where, got, expected, code=ErrorCode.INVALID_FIELD)
 
 
 def _require_form(where: str, tensor: WireTensor, dtype: str, shape: Shape) -> None:
-    _require(
+    require_field(
         (tensor.dtype, tensor.shape) == (dtype, shape),
         where,
         f"{tensor.dtype} {list(tensor.shape)}",

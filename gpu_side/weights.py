@@ -18,17 +18,14 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.cuda.products import check_ring
 from gpu_side.served_model import (
     BOTH,
-    OPERATOR_OF,
     TRANSFORMED_HEAD,
     ServedModel,
     order_name,
     read_served_model,
 )
-from protocol.errors import KernelError, ModelError, describe
-from protocol.integer import MAX_IN_FEATURES, check_kernels
+from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator, part_of
 from protocol.model.checkpoint import (
     EMBEDDING,
@@ -37,7 +34,6 @@ from protocol.model.checkpoint import (
     lm_head_name,
     norm_names,
 )
-from protocol.model.config import ModelConfig
 from protocol.model.weights import (
     FusedLinear,
     LayerNorms,
@@ -149,17 +145,22 @@ def load_weights(
     SettingsError.
     """
     # Before the weights: the pages that its digests map would come on top of them.
-    held, _ = read_served_model(directory, arithmetic, layers=layers, columns=columns)
+    held = read_served_model(directory, arithmetic, layers=layers, columns=columns)
     config, arithmetic = held.part, held.arithmetic
     checkpoint = PartCheckpoint(directory, columns)
 
     read: Read = partial(load_tensor, checkpoint, dtype=dtype, device=device)
-    embedding, lm_head = _read_vocabulary(held, read)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = read(EMBEDDING, vocabulary) if held.has_embedding else None
+    lm_head: torch.Tensor | None = None
     lm_head_int8: QuantizedLinear | None = None
-    if held.has_lm_head and "int8" in arithmetic:
-        lm_head_int8 = load_quantized(
-            checkpoint, config, config.num_hidden_layers - 1, "lm_head", device
-        )
+    if held.has_lm_head:
+        tied = embedding if config.tie_word_embeddings else None
+        lm_head = read(lm_head_name(config), vocabulary) if tied is None else tied
+        if "int8" in arithmetic:
+            lm_head_int8 = load_quantized(
+                checkpoint, config, config.num_hidden_layers - 1, "lm_head", device
+            )
     linears: FloatLinears = {}
     integers: IntegerLinears = {}
     for done, layer in enumerate(held.held_layers, 1):
@@ -192,36 +193,6 @@ def load_weights(
         integers=integers or None,
         segment=segment,
     )
-
-
-def check_integers(config: ModelConfig, device: torch.device | None) -> None:
-    """Check that this device computes this model's int8 products exactly. Raises KernelError.
-
-    `device`: None for a null one, which has no products: then only the widths must fit.
-    """
-    widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
-    KernelError.unless(
-        widest <= MAX_IN_FEATURES,
-        "int8 weights of this model",
-        f"{widest} in_features",
-        f"at most {MAX_IN_FEATURES}",
-    )
-    if device is not None:
-        (check_ring if device.type == "cuda" else check_kernels)(device)
-
-
-def _read_vocabulary(
-    held: ServedModel, read: Read
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Read embedding and LM head as far as they are held, one tensor if they are tied."""
-    config = held.part
-    shape = (config.vocab_size, config.hidden_size)
-    embedding = read(EMBEDDING, shape) if held.has_embedding else None
-    if not held.has_lm_head:
-        return embedding, None
-    if config.tie_word_embeddings and embedding is not None:
-        return embedding, embedding
-    return embedding, read(lm_head_name(config), shape)
 
 
 def _read_segment(

@@ -11,9 +11,8 @@ from torch.nn.functional import linear
 from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, InPlaceJob, Tile, TileChoices
 from gpu_side.cuda.products import DeviceProducts, InPlaceProof, Product
 from gpu_side.encoding import payload_place
-from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
+from gpu_side.kernels import Kernel, Result, TorchKernels, WeightRequest, weight_of
 from gpu_side.tasks import Computed, LinearWork, Task
-from gpu_side.transfer import Kernel, Result
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
@@ -26,7 +25,7 @@ _CHOSEN_ROWS = (*GRAPH_ROWS, 64, 128, 256, 512)
 class CudaKernels(TorchKernels):
     """Products with weights as graphs; the other requests as torch computes them.
 
-    `spin_us`: see `gpu_side.transfer.Queued`. `device`: where the weights are.
+    `spin_us`: see `gpu_side.kernels.Queued`. `device`: where the weights are.
     """
 
     def __init__(

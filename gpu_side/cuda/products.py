@@ -12,7 +12,7 @@ host looks (`gpu_side.cuda.ring`). Floats are copied in and out, and an event sa
 there. A slot of shared memory is used in place once the device reaches it (`reach`); what comes
 from elsewhere goes through a workspace's host memory.
 
-`check_ring` and `InPlaceProof` find out at the start whether a GPU's int8 products are exact.
+`check_integers` and `InPlaceProof` find out at the start whether int8 products are exact.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ import torch
 
 from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, Event, InPlaceJob
 from gpu_side.event_log import log
-from gpu_side.transfer import Queued, Working, wait_until
+from gpu_side.kernels import Queued, Working, wait_until
+from gpu_side.served_model import OPERATOR_OF
 from protocol import native
 from protocol.errors import KernelError
-from protocol.integer import check_kernels
+from protocol.integer import MAX_IN_FEATURES, check_kernels
+from protocol.model.config import ModelConfig
 from protocol.shared_memory import Lane, SlotMemory, adopt, create
 
 # 126 layers of four operators, in two numbers of rows, for two requests at a time. All of them are
@@ -118,7 +120,7 @@ class DeviceProducts:
     """Gives products to a device.
 
     `row_bytes`: of the longest row that comes, and of the longest of a result. `spin_us`: see
-    `gpu_side.transfer.Queued`.
+    `gpu_side.kernels.Queued`.
     """
 
     def __init__(
@@ -323,6 +325,22 @@ class InPlaceProof:
             f"other numbers for {list(given.shape)} by {expected.shape[1]}",
             "those of products that are copied",
         )
+
+
+def check_integers(config: ModelConfig, device: torch.device | None) -> None:
+    """Check that this device computes this model's int8 products exactly. Raises KernelError.
+
+    `device`: None for a null one, which has no products: then only the widths must fit.
+    """
+    widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
+    KernelError.unless(
+        widest <= MAX_IN_FEATURES,
+        "int8 weights of this model",
+        f"{widest} in_features",
+        f"at most {MAX_IN_FEATURES}",
+    )
+    if device is not None:
+        (check_ring if device.type == "cuda" else check_kernels)(device)
 
 
 def check_ring(device: torch.device) -> None:

@@ -1,7 +1,16 @@
-"""The head: sends each product to the other ranks, and puts their columns beside its own."""
+"""The head: sends each product to the other ranks, and puts their columns beside its own.
+
+Where torchrun has not, it starts their processes, which end when it ends.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,18 +18,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpu_side.cuda.kernels import device_kernels
 from gpu_side.event_log import log
-from gpu_side.kernels import Served
-from gpu_side.ranks.processes import RankJob, RankProcesses, how_it_ended
-from gpu_side.ranks.worker import Group
-from gpu_side.request_loop import StopSignal
+from gpu_side.handler import Served
+from gpu_side.kernels import Kernel, Result, Working
+from gpu_side.ranks.worker import Group, RankJob, RankPlace
+from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
-from gpu_side.transfer import Kernel, Result, Working
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.encoding import REQUEST, request_template
@@ -41,19 +50,36 @@ from protocol.tensors import WireTensor
 LOAD_S = 600.0
 COMPUTE_S = 60.0
 _TIMES = 10.0
+# How long to wait for the end of the others.
+_END_S = 10.0
+# A connection ends with its process, whose end is known a moment later.
+_NOTICE_S = 1.0
+
+
+def _how_it_ended(status: int) -> str:
+    """Say how a process has ended, by its exit status."""
+    if status >= 0:
+        return f"a process that ended with {status}"
+    try:
+        return f"a process killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"a process killed by signal {-status}"
 
 
 class Ranks:
-    """The other ranks, from the head.
+    """The other ranks, from the head. `starts_them`: their processes are ours to start and to end.
 
     `failure`: what one of them has done wrong; from then on requests are refused, and the service
     is told to stop.
     """
 
     def __init__(self, job: RankJob, stop: StopSignal, *, starts_them: bool) -> None:
-        self._processes = RankProcesses(job.place.ranks) if starts_them else None
-        store = None if self._processes is None else self._processes.store
+        self._folder = Path(tempfile.mkdtemp(prefix="gpu-service-")) if starts_them else None
+        store = None if self._folder is None else self._folder / "store"
         self.job = job.model_copy(update={"store": store})
+        # Each with the thread that waits for its end.
+        self._started: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
+        self._one_ended = threading.Event()
         self.failure: EndpointError | None = None
         self._stop = stop
         self._group: Group | None = None
@@ -61,21 +87,45 @@ class Ranks:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the others, where that is ours to do. In the main thread."""
-        if self._processes is not None:
-            self._processes.start(self.job, self._has_ended)
+        """Start the others, where that is ours to do.
 
-    def join(self) -> bool:
-        """Wait until the others are there; False if told to stop before. Raises EndpointError."""
+        In the main thread: Linux ends them with the thread that started them.
+        """
+        if self._folder is None:
+            return
+        for rank in range(1, self.job.place.ranks):
+            place = RankPlace(rank, self.job.place.ranks)
+            its_job = self.job.model_copy(update={"place": place})
+            command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
+            threads = str(self.job.threads or place.threads)
+            process = subprocess.Popen(  # noqa: S603 - a module of ours, and settings as JSON
+                [*command, its_job.model_dump_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": threads},
+            )
+
+            def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
+                self._has_ended(rank, process.wait())
+                self._one_ended.set()
+
+            watcher = threading.Thread(target=watch, name=f"rank-{rank}", daemon=True)
+            watcher.start()
+            self._started.append((process, watcher))
+
+    def join(self) -> None:
+        """Wait until the others are there.
+
+        Raises StoppedWhileLoadingError if told to stop before, and EndpointError.
+        """
         stop = self._stop
         try:
             job = self.job
             self._group = Group(job.place, job.store, job.torch_device, lambda: stop.requested)
         except RuntimeError:
             if stop.requested and self.failure is None:
-                return False
+                raise StoppedWhileLoadingError from None
             raise self.fail(None, "no answer") from None
-        return True
 
     def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
@@ -134,8 +184,14 @@ class Ranks:
                     work.wait(timedelta(seconds=COMPUTE_S))
             except RuntimeError:
                 at_once = True
-        if self._processes is not None:
-            self._processes.stop(at_once=at_once)
+        until = time.monotonic() + (0.0 if at_once else _END_S)
+        for process, watcher in self._started:
+            watcher.join(max(0.0, until - time.monotonic()))
+            process.kill()  # nothing where it has ended
+        for _, watcher in self._started:
+            watcher.join()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._group is not None and not at_once:
             self._group.leave()  # where it has failed, it could wait for ever
 
@@ -147,16 +203,16 @@ class Ranks:
 
     def _has_ended(self, rank: int, status: int) -> None:
         if not self._ending:
-            self.fail(rank, how_it_ended(status))
+            self.fail(rank, _how_it_ended(status))
 
     @contextmanager
     def _of_others(self, got: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError:
-            if self._processes is not None and not self._stop.requested:
+            if self._started and not self._stop.requested:
                 # Its own end says more, and is known in a moment.
-                self._processes.wait_for_an_end()
+                self._one_ended.wait(_NOTICE_S)
             raise self.fail(None, got) from None
 
     @contextmanager
@@ -221,7 +277,7 @@ class RankKernels:
             first = self._ranks.compute(
                 header, getattr(request, field), others, lambda: own(request)
             )
-            reply, working = self._own.reply(join([first, *others]), task)
+            reply, working = self._own.transfer.reply(join([first, *others]), task)
             return reply, None if working is None else _OfAll(self._ranks, working)
 
         return kernel

@@ -1,7 +1,7 @@
-"""A rank that is not the head, and the messages by which ranks reach each other (`Group`).
+"""What a rank is told (`RankJob`), how ranks reach each other (`Group`), and all but the head.
 
-It computes its part of every request, until the head ends. Any failure ends it, and so the service:
-the head would wait for its part otherwise.
+A rank that is not the head computes its part of every request, until the head ends. Any failure
+ends it, and so the service: the head would wait for its part otherwise.
 
 Requests go over gloo, results over NCCL where ranks have GPUs. A request is a header and a payload,
 and goes from host memory, where it arrived, to host memory, from where each rank copies it over its
@@ -19,27 +19,32 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
 
 from gpu_side.cuda.kernels import device_kernels
+from gpu_side.cuda.products import check_integers
+from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
-from gpu_side.ranks.processes import OPTION, RankJob, RankPlace
+from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker
-from gpu_side.weights import check_integers
+from gpu_side.weights import Progress, ServiceWeights, load_weights
 from protocol import native
 from protocol.errors import EndpointError, SettingsError, TsqpError
-from protocol.messages import Request
+from protocol.messages import Arithmetic, Request
 from protocol.model.config import read_config
-from protocol.tensors import Buffer
+from protocol.tensors import Buffer, torch_dtype
 
 if TYPE_CHECKING:
     Works: TypeAlias = list[dist.Work]
 
+OPTION = "--tensor-parallel"
 # Of the first tensor of a message.
 MESSAGE_BYTES = 16 * 1024
 # Ranks find each other before they read weights, which takes no time.
@@ -49,6 +54,103 @@ _LOOK_S = 0.02
 IDLE = timedelta(days=3650)
 # Lengths of header and payload.
 _LENGTHS = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One of `ranks` processes of a host, each with the GPU of its number. Rank 0 is the head.
+
+    Of one process alone it is the place of a service that has no other ranks.
+    """
+
+    rank: int
+    ranks: int
+
+    @property
+    def threads(self) -> int | None:
+        """The process's share of the cores that it may use; None: it has them to itself."""
+        return None if self.ranks == 1 else max(1, native.usable_cores() // self.ranks)
+
+    def device(self, name: str) -> str:
+        """Return which device `--device` means here. Raises SettingsError."""
+        SettingsError.unless(
+            self.ranks == 1 or name in ("cpu", "cuda"),
+            OPTION,
+            f"--device {name}",
+            "cpu or cuda: each rank takes the GPU of its number, and all of them compute",
+        )
+        return name if self.ranks == 1 or name == "cpu" else f"{name}:{self.rank}"
+
+
+def by_torchrun() -> bool:
+    """Say whether torchrun, or what sets the same variables, has started this process."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def place_of(ranks: int) -> RankPlace:
+    """Return the place of this process: the head's, or the one that torchrun gives it.
+
+    Raises SettingsError where that has started another number of processes, or says no numbers; and
+    where some are on another host: rows and results would cross a network in the clear.
+    """
+    if not by_torchrun():
+        return RankPlace(0, ranks)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, world, here = (os.environ.get(name, "") for name in names)
+    SettingsError.unless(
+        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)),
+        OPTION,
+        f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here",
+        f"{ranks}, all on this host (--layers spreads a model over several)",
+    )
+    return RankPlace(int(rank), ranks)
+
+
+class RankJob(BaseModel):
+    """The head's settings that count for all ranks.
+
+    `store`: the file in which the ranks find each other, where the head starts the others; None:
+    torchrun has, and its environment says how. `device`: as the option says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: RankPlace
+    store: Path | None
+    model: Path
+    device: str
+    dtype: str
+    arithmetic: tuple[Arithmetic, ...]
+    kernels: str | None
+    threads: int | None
+    spin_us: float
+    layers: tuple[int, int] | None
+    max_message_bytes: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of this rank. Raises SettingsError where there is none."""
+        device = parse_device(self.place.device(self.device))
+        if isinstance(device, NullDevice):
+            raise TypeError("a null device that computes")
+        return device
+
+    def load(self, device: torch.device, progress: Progress | None = None) -> ServiceWeights:
+        """Read this rank's part of the weights, see `load_weights`."""
+        return load_weights(
+            self.model,
+            device=device,
+            dtype=torch_dtype(self.dtype),
+            arithmetic=self.arithmetic,
+            layers=self.layers,
+            columns=(self.place.rank, self.place.ranks),
+            progress=progress,
+        )
+
+    def holds(self, held: ServedModel) -> bytes:
+        """Say what a rank holds; all ranks must say the same."""
+        named = (held.model_digest, held.linear_digest, self.dtype, *held.arithmetic, held.layers)
+        return " ".join(map(str, named)).encode()
 
 
 class Group:

@@ -1,6 +1,6 @@
 """The interface of a transport's service end, and the files of Unix sockets.
 
-`gpu_side.transport.bind` makes a listener. It belongs to one thread, as a channel does
+`gpu_side.service.open_listener` makes a listener. It belongs to one thread, as a channel does
 (`protocol.channel`). A service replaces and removes the file of its own socket, and no live one's.
 """
 

@@ -41,7 +41,6 @@ from gpu_side.transport.zap import (
     sender_of,
 )
 from gpu_side.transport.zmq_doorway import Doorway
-from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
@@ -116,8 +115,6 @@ class ZmqListener(Listener):
     ) -> None:
         parsed = parse_endpoint(endpoint, for_bind=True)
         require_zmq(parsed)
-        if keys is not None:
-            require_zmq_keys(endpoint)
         refuse_live_socket(parsed)
         self._spin = AdaptiveSpin(spin_us)
         # A message that `wait` has received and `receive` has not returned yet.

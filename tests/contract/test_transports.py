@@ -17,7 +17,7 @@ import torch
 
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
-from gpu_side.transport.bind import open_listener
+from gpu_side.service import open_listener
 from gpu_side.transport.listener import Incoming
 from protocol.channel import Channel, PendingChannel
 from protocol.curve import ClientKeys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from gpu_side import request_loop
+from gpu_side.handler import RequestHandler
+from gpu_side.kernels import Result
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.state import ServiceState
-from gpu_side.transfer import Result
 from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import MatmulRequest, Request, TensorReply
@@ -100,12 +102,16 @@ def make_loop(answer: Answer, state: ServiceState | None = None, **settings: Any
     def kernel(request: Request, _incoming: Incoming | None) -> Result:
         return answer(request)
 
+    def prepare(request: Request) -> Any:
+        return RequestHandler.prepare(handler, request) if request.method == "Health" else kernel
+
     # The loop asks only where there may be sessions to expire.
-    sessions = SimpleNamespace(look_at_s=0.0)
+    sessions = SimpleNamespace(look_at_s=0.0, expire=lambda: math.inf)
+    state = state or ServiceState()
     handler: Any = SimpleNamespace(
-        prepare=lambda _: kernel, sessions=sessions, expire_sessions=lambda: None
+        prepare=prepare, sessions=sessions, state=state, max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES
     )
-    return RequestLoop(handler, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
+    return RequestLoop(handler, **settings)
 
 
 def run_loop(

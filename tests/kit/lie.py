@@ -18,7 +18,7 @@ import torch
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
-from gpu_side.transport.bind import open_listener
+from gpu_side.service import open_listener
 from gpu_side.transport.listener import Incoming
 from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES

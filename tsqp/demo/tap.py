@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from gpu_side.encoding import open_request, read_request
-from gpu_side.transport.bind import open_listener
+from gpu_side.service import open_listener
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply
 from protocol.errors import ProtocolError, TsqpError
 from protocol.messages import TensorReply

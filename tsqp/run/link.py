@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from gpu_side.transfer import wait_until
+from gpu_side.kernels import wait_until
 from protocol.channel import Channel, WrappedChannel
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import Request

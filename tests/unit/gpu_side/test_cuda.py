@@ -20,14 +20,14 @@ import pytest
 import torch
 
 import gpu_side.cuda
-from gpu_side import transfer
+from gpu_side import kernels
 from gpu_side.cuda import products
 from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile
 from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.cuda.products import DeviceProducts, check_ring
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.transfer import PinnedStaging, Queued
+from gpu_side.kernels import PinnedStaging, Queued
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
@@ -474,7 +474,7 @@ def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, pinned, ended = 1_000, Pinned(), list[int]()
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(perf_counter_ns=lambda: now))
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter_ns=lambda: now))
     work = Queued(pinned, 300.0, lambda: ended.append(now))
     for taken_ns, again_ns in ((0, 1), (299_999, 1), (300_000, 50_000), (8_000_000, 1_000_000)):
         now = 1_000 + taken_ns

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
-from gpu_side.handler import RequestHandler
-from gpu_side.kernels import NullKernels, NullWeights, request_us
+from gpu_side.handler import RequestHandler, Served, served_zeros
+from gpu_side.kernels import NullKernels, request_us
 from gpu_side.served_model import (
     PROVISION_FILE,
     Provision,
@@ -61,9 +61,9 @@ def _load(directory: Path, columns: Columns = (0, 1), **settings: Any) -> Servic
     return load_weights(directory, device=CPU, dtype=torch.float32, columns=columns, **settings)
 
 
-def _null(directory: Path, **settings: Any) -> NullWeights:
-    held, _ = read_served_model(directory, weights=False, **settings)
-    return NullWeights(held, NullDevice(), torch.float32)
+def _null(directory: Path, **settings: Any) -> Served:
+    held = read_served_model(directory, weights=False, **settings)
+    return served_zeros(held, NullKernels(NullDevice(), torch.float32))
 
 
 ROW, ELEMENTS = torch.ones(1, HIDDEN), torch.ones(1, HIDDEN, dtype=torch.int32)
@@ -148,7 +148,7 @@ def test_what_is_not_held_is_unavailable(
         assert init.layers == given.get("layers", (0, LAST))
         assert init.provision_id == (holds and "5a" * 32)
         # It is the same model, whatever part of it is held here.
-        model, _ = read_served_model(directory)
+        model = read_served_model(directory)
         assert init.model_digest == model.model_digest
         assert init.linear_digest == model.linear_digest
         assert init.norm_weights.keys() == model.norms.keys()
@@ -367,11 +367,10 @@ def light(saved_model: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _null_device(directory: Path, profile: DeviceProfile | None = None) -> NullWeights:
-    held, _ = read_served_model(directory, weights=False)
-    weights = NullWeights(held, NullDevice(profile), torch.bfloat16)
-    weights.kernels = NullKernels(NullDevice(profile), 2, clock=lambda: 0)
-    return weights
+def _null_device(directory: Path, profile: DeviceProfile | None = None) -> Served:
+    held = read_served_model(directory, weights=False)
+    kernels = NullKernels(NullDevice(profile), torch.bfloat16, clock=lambda: 0)
+    return served_zeros(held, kernels)
 
 
 def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
@@ -399,11 +398,11 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
 def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     light: Path, request_: Computed, sizes: tuple[int, int], kernels_us: float
 ) -> None:
-    now, held = 5000, read_served_model(light, weights=False)[0]
+    now, held = 5000, read_served_model(light, weights=False)
     task = RequestChecker(held, MIB).check(request_)
     took_us = kernels_us + sum(map(ROUND.transfer_us, sizes))
     assert request_us(ROUND, task, 2) == pytest.approx(took_us)
-    kernel = NullKernels(NullDevice(ROUND), 2, clock=lambda: now).prepare(request_, task)
+    kernel = NullKernels(NullDevice(ROUND), torch.half, clock=lambda: now).prepare(request_, task)
     for free_ns in (5000, 5000 + took_us * 1000, 10**9):
         now = max(now, 10**9 * (free_ns == 10**9))  # once it has nothing to do, it begins at once
         _, work = kernel(request_, None)

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from gpu_side.handler import RequestHandler
 from gpu_side.ranks import head, worker
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.processes import RankJob, RankPlace, place_of
-from gpu_side.ranks.worker import IDLE, JOIN_S, Group
-from gpu_side.request_loop import StopSignal
+from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, RankPlace, place_of
+from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Channel
 from protocol.errors import (
@@ -172,9 +171,9 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
 ) -> None:
     work = SimpleNamespace(ends_ns=lambda: 2**63)
     with _joined(ranks) as together:
-        kernels: Any = together._kernels
-        reply = kernels._own.reply
-        monkeypatch.setattr(kernels._own, "reply", lambda *given: (reply(*given)[0], work))
+        transfer: Any = together._kernels._own.transfer
+        reply = transfer.reply
+        monkeypatch.setattr(transfer, "reply", lambda *given: (reply(*given)[0], work))
         _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
         monkeypatch.setattr(head, "COMPUTE_S", 0.0)
         _, late = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
@@ -203,7 +202,9 @@ def test_a_rank_that_does_not_start_or_come_ends_the_service(
     store: Any = started.job.store
     # One that is told to stop waits for no other, and that is no failure.
     ranks._stop.requested = True
-    assert (started.join(), started.failure) == (False, None)
+    with pytest.raises(StoppedWhileLoadingError):
+        started.join()
+    assert started.failure is None
     ranks._stop.requested = False
     no_answer = pytest.raises(EndpointError, match="a rank: got no answer")
     with patch("gpu_side.ranks.worker.JOIN_S", 0.0), no_answer:

@@ -16,10 +16,9 @@ import pytest
 
 from gpu_side import encoding
 from gpu_side.encoding import OpenedRequest, open_request
-from gpu_side.handler import RequestHandler
+from gpu_side.kernels import Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY, StopSignal
 from gpu_side.state import FairQueue, QueueLimits, ServiceState
-from gpu_side.transfer import Result
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
 from protocol.messages import HealthRequest, InitRequest, Request, TensorReply
@@ -88,7 +87,7 @@ def test_a_stop_that_comes_with_a_new_list_of_clients_is_not_slept_through() -> 
     waits: list[str] = []
     listener.wait = lambda **_: bool(waits.append(state.status))  # type: ignore[method-assign]
     loop = make_loop(lambda request: RESULT, state)
-    loop._handler.sessions = SimpleNamespace(forget_revoked=lambda is_allowed: None)
+    loop._sessions = SimpleNamespace(forget_revoked=lambda is_allowed: None)
     with stop_signal() as stop:
         stop.note_list()
         # The signal comes just before what has woken the loop is read away.
@@ -116,13 +115,11 @@ def test_sessions_end_without_another_request_and_with_their_keys() -> None:
         # It goes on when it is woken without a message.
         stop.forget_wakeup = partial(StopSignal.forget_wakeup, stop)  # type: ignore[method-assign]
         loop = make_loop(lambda request: RESULT)
-        handler = loop._handler
-        handler.sessions = SimpleNamespace(
+        loop._sessions = SimpleNamespace(
             look_at_s=0.0,
             expire=lambda: ends.pop(0) if ends else math.inf,
             forget_revoked=lambda is_allowed: told.append((is_allowed(b"a"), is_allowed(b"b"))),
         )
-        handler.expire_sessions = partial(RequestHandler.expire_sessions, handler)
         loop.run(Idle(), stop)
     # No transport waits for more than a minute; without sessions there is no end.
     assert timeouts[:4] == [60_000, 30_000, None, None]
@@ -247,7 +244,7 @@ def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
     state = ServiceState()
     run_loop(listener, answer, state)
     assert listener.outcomes == [(2, None), (4, None), (6, None)]
-    assert (len(computed), state.counters.dropped_replies) == (4, 4)
+    assert (len(computed), state.dropped_replies) == (4, 4)
     assert caplog.messages == ["dropped"] * 4
 
 
@@ -296,10 +293,9 @@ def test_everything_is_counted_and_logged_by_a_name_that_is_limited(
     ]
     listener, state = Listener(messages, gone=gone), ServiceState()
     run_loop(listener, state=state)
-    counters = state.counters
     found = {
         (method, code): count
-        for method, counted in counters.methods.items()
+        for method, counted in state.methods.items()
         for code, count in counted.outcomes.items()
         if count
     }
@@ -312,10 +308,10 @@ def test_everything_is_counted_and_logged_by_a_name_that_is_limited(
         ("Health", "OK"): 1,
     }
     received = sum(frame.nbytes for one in messages for frame in one.frames)
-    assert counters.received_bytes == received
-    assert counters.sent_bytes == (0 if gone else listener.sent_bytes)
-    assert counters.dropped_replies == len(messages) * gone
-    matmul = counters.methods["Matmul"]
+    assert state.received_bytes == received
+    assert state.sent_bytes == (0 if gone else listener.sent_bytes)
+    assert state.dropped_replies == len(messages) * gone
+    matmul = state.methods["Matmul"]
     assert (sum(matmul.queue.buckets), sum(matmul.compute.buckets)) == (1, 1)
     assert matmul.queue.sum_ns >= 2e9
     assert matmul.compute.sum_ns > 0

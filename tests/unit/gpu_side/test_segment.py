@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_side import session_cache, sessions
+from gpu_side import segment_kernels, session_cache, sessions
 from gpu_side.handler import RequestHandler
 from gpu_side.sessions import SessionSettings
 from gpu_side.weights import ServiceWeights, load_weights
@@ -58,8 +58,8 @@ def model(saved_model: Models) -> SavedModel:
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one block of rows, by both ways to compute one."""
-    monkeypatch.setattr(session_cache, "_BLOCK_ROWS", 5)
-    monkeypatch.setattr(session_cache, "_FEW_ROWS", 4)
+    monkeypatch.setattr(segment_kernels, "_BLOCK_ROWS", 5)
+    monkeypatch.setattr(segment_kernels, "_FEW_ROWS", 4)
 
 
 def _in_chunks(client: Client, h_TD: torch.Tensor, *ends: int, **fields: Any) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
 
     def run(loop: RequestLoop, listener: Listener, _stop: StopSignal) -> None:
         flood()
-        told.append(getattr(listener, "on_gone", None) == loop._handler.sessions.forget_client)
+        told.append(getattr(listener, "on_gone", None) == loop._sessions.forget_client)
 
     monkeypatch.setattr(RequestLoop, "run", run)
     caplog.set_level(logging.INFO, "gpu_service")
@@ -148,13 +148,12 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
         going_on.wait()
         return frozenset({FRIEND})
 
-    monkeypatch.setattr(access, "read_allow_list", hangs)
     monkeypatch.setattr(access, "_ENDING_S", 0.0)
     keys = ServiceKeys(SECRET, frozenset({FRIEND}))
     with (
         closing(ZmqListener(f"ipc://{tmp_path}/s", keys=keys)) as listener,
         _stop_signals() as stop,
-        rereads_list(listener.allow, Path("allow")),
+        rereads_list(listener.allow, Path("allow"), hangs),
     ):
         os.kill(os.getpid(), signal.SIGHUP)
         assert reading.wait(30)
@@ -175,11 +174,11 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
 
 
 def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lists, allowed = [MemoryError(), frozenset({OTHER})], SimpleQueue[frozenset[bytes]]()
-    monkeypatch.setattr(access, "read_allow_list", Mock(side_effect=lists))
-    with _stop_signals(), rereads_list(allowed.put, Path("allow")):
+    read = Mock(side_effect=lists)
+    with _stop_signals(), rereads_list(allowed.put, Path("allow"), read):
         os.kill(os.getpid(), signal.SIGHUP)
         until(lambda: "allow_list_unchanged" in caplog.messages)
         assert allowed.empty()
@@ -192,14 +191,13 @@ log = logging.getLogger("gpu_service")
 
 def test_what_was_counted_is_what_is_served() -> None:
     state = ServiceState(QueueLimits(), device="model:h100", clients_refused=lambda: 3)
-    counters = state.counters
-    linear = counters.methods["Linear"]
+    linear = state.methods["Linear"]
     for ns in (20_000, 30_000, 10**12):
         linear.outcomes["OK"] += 1
         linear.compute.add(ns)
         linear.queue.add(0)
-    counters.unknown.outcomes["UNKNOWN_METHOD"] += 2
-    counters.received_bytes, counters.sent_bytes, counters.dropped_replies = 11, 12, 13
+    state.methods["unknown"].outcomes["UNKNOWN_METHOD"] += 2
+    state.received_bytes, state.sent_bytes, state.dropped_replies = 11, 12, 13
     state.queue.put(Incoming((b"canary",), [memoryview(b"canary")], 0))
     state.underway = 2
     expected = {

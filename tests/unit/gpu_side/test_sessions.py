@@ -16,11 +16,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from gpu_side import session_cache
 from gpu_side import sessions as sessions_module
-from gpu_side import spill as spill_module
-from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, SessionName, Window
 from gpu_side.sessions import SegmentPart, SessionSettings, SessionStore, SessionTotals, free_bytes
-from gpu_side.spill import SessionFiles, SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
 from tests.kit.rows import each_row
@@ -269,9 +268,9 @@ class AnyRequests(RuleBasedStateMachine):
         assert totals.bytes <= self.UNITS * UNIT
         assert totals.sessions + totals.spilled <= 6
         held = self.sessions._held
-        assert totals.bytes == sum(session.cache.bytes for session in held.values())
+        assert totals.bytes == sum(cache.bytes for cache in held.values())
         for client in (A, B):
-            sizes = [one.cache.bytes for name, one in held.items() if name.client == client]
+            sizes = [one.bytes for name, one in held.items() if name.client == client]
             account = self.sessions._ledger.of(client)
             assert (account.bytes, account.in_use, len(account.resting)) == (
                 sum(sizes),
@@ -298,7 +297,7 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     sessions = _sessions(1, spill=tmp_path)
     for number in (5, 6):
         _run(sessions, A, _part(number, 0, 1))
-    [(spilled, _)] = sessions._files._files.values()
+    [spilled] = sessions._files._files.values()
     os.pwrite(spilled._file.fileno(), bytes([_written(spilled)[7] ^ 1]), 7)
     assert _code(sessions, A, _part(5, 1, 1)) is ErrorCode.UNKNOWN_SESSION
     assert caplog.messages == ["spill_damaged"]
@@ -317,7 +316,7 @@ def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Excepti
     assert sessions.totals == SessionTotals()
     _run(sessions, A, _part(1, 0, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpilledSession, "_write", Mock(side_effect=error))
+        patch.setattr(session_cache.SpilledSession, "_write", Mock(side_effect=error))
         _run(sessions, A, _part(2, 0, 1))
     assert sessions.totals == SessionTotals(1, UNIT)
     assert _known(sessions, A, 1) == []
@@ -341,14 +340,15 @@ def _cache(shape: CacheShape = WIDE) -> SessionCache:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a layer into several pieces, the last of which is smaller."""
-    monkeypatch.setattr(spill_module, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(session_cache, "_PIECE_BYTES", 300)
 
 
-def _spilled(folder: Path, cache: SessionCache, key: SpillKey | None = None) -> SpilledSession:
-    return SpilledSession(folder, NAME, cache, key or SpillKey())
+def _spilled(folder: Path, cache: SessionCache, key: Any = None) -> session_cache.SpilledSession:
+    cache.key = key or cache.key
+    return session_cache.SpilledSession(folder, NAME, cache)
 
 
-def _written(spilled: SpilledSession) -> bytes:
+def _written(spilled: session_cache.SpilledSession) -> bytes:
     return os.pread(spilled._file.fileno(), 2**20, 0)
 
 
@@ -379,12 +379,12 @@ def test_the_disk_gets_no_name_and_no_plain_bytes(tmp_path: Path, nameless: bool
 
 
 def test_a_nonce_is_never_used_twice_by_a_key(tmp_path: Path) -> None:
-    key = SpillKey()
+    key = session_cache.SpillKey()
     used = [key.next_nonce() for _ in range(100)]
     assert len(set(used)) == 100
     assert {len(nonce) for nonce in used} == {12}
     # The last one is the last.
-    key = SpillKey(2**96 - 2)
+    key = session_cache.SpillKey(2**96 - 2)
     assert [key.next_nonce()[-1:] for _ in range(2)] == [b"\xfe", b"\xff"]
     for _ in range(2):
         with pytest.raises(OverflowError):
@@ -404,7 +404,7 @@ def test_a_nonce_is_never_used_twice_by_a_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damaged: Any) -> None:
-    key = SpillKey()
+    key = session_cache.SpillKey()
     spilled, other = _spilled(tmp_path, _cache(), key), _spilled(tmp_path, _cache(), key)
     # The other is of the same key and session: its nonces are others.
     for content in (damaged(_written(spilled)), _written(other)):
@@ -425,7 +425,7 @@ def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damaged: Any) -> 
         ("_sizes", (TOKENS, 1, 0)),
         ("shape", WIDE._replace(heads=4, head_dim=2)),
         ("shape", WIDE._replace(dtype=torch.int32)),
-        ("key", SpillKey()),
+        ("key", session_cache.SpillKey()),
     ],
 )
 def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, value: Any) -> None:
@@ -440,14 +440,14 @@ def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, va
 def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
 ) -> None:
-    monkeypatch.setattr(spill_module, "MAX_FILES", files)
-    kept = SessionFiles(tmp_path, most * (TOKENS * WIDE.token_bytes + 9 * 16))
+    monkeypatch.setattr(session_cache, "MAX_FILES", files)
+    kept = session_cache.SessionFiles(tmp_path, most * (TOKENS * WIDE.token_bytes + 9 * 16))
 
     def put(client: bytes, *numbers: int) -> str:
         """Write sessions, and return all that are left."""
         for number in numbers:
             kept.begin_request()
-            kept.put(SessionName(client, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+            kept.put(SessionName(client, bytes([number]), 0, 2), _cache())
         return " ".join(sorted(f"{name.client.decode()}{name.session[0]}" for name in kept))
 
     put(b"a", 1)
@@ -470,13 +470,13 @@ def test_a_request_has_so_much_written_and_the_rest_is_lost(
 ) -> None:
     """Others wait while it is encrypted and written, and while files are made."""
     size = TOKENS * WIDE.token_bytes
-    monkeypatch.setattr(spill_module, "MAX_FILES", files)
-    monkeypatch.setattr(spill_module, "REQUEST_BYTES", most * size)
-    found = SessionFiles(tmp_path, 2**30)
+    monkeypatch.setattr(session_cache, "MAX_FILES", files)
+    monkeypatch.setattr(session_cache, "REQUEST_BYTES", most * size)
+    found = session_cache.SessionFiles(tmp_path, 2**30)
     for number in range(10):
         if number % 5 == 0:
             found.begin_request()
-        found.put(SessionName(A, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+        found.put(SessionName(A, bytes([number]), 0, 2), _cache())
     assert [name.session[0] for name in found] == kept
     found.expire(float("inf"))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
-from gpu_side.transport.bind import open_listener
+from gpu_side.service import open_listener
 from protocol import native
 from protocol.channel import OversizedRequestError
 from protocol.encoding import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout

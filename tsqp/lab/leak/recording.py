@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from gpu_side.encoding import encode_reply, open_request, read_request
-from gpu_side.handler import RequestHandler
-from gpu_side.kernels import NullWeights
+from gpu_side.handler import RequestHandler, Served
 from gpu_side.segment_kernels import read_parts
-from gpu_side.session_cache import CacheShape, Window
+from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, Window
 from gpu_side.sessions import SegmentPart
-from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
@@ -59,7 +57,7 @@ class AtOnce(Channel):
 class RecordingChannel(AtOnce):
     """A `Channel` to a service's operators in this process; keeps all that reached it."""
 
-    def __init__(self, weights: ServiceWeights | NullWeights, endpoint: str = "recording") -> None:
+    def __init__(self, weights: ServiceWeights | Served, endpoint: str = "recording") -> None:
         super().__init__(endpoint)
         self._handler = RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
         self._recorded: list[tuple[bytes, ...]] = []
@@ -134,7 +132,7 @@ class RecordingChannel(AtOnce):
             kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
             clear = b"".join(bytes(raw_bytes(tensor)) for tensor in kept)
             name = SessionName(b"", part.session, *layers)
-            found = _Found(directory, name, cache, SpillKey())
+            found = _Found(directory, name, cache)
             try:
                 return Disk(found.contents(), clear)
             finally:

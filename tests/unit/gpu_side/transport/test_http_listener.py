@@ -18,8 +18,8 @@ import torch
 
 from gpu_side.access import HttpKeys, read_tokens
 from gpu_side.encoding import Form, encode_reply, open_request
+from gpu_side.service import open_listener
 from gpu_side.transport import http_gateway, http_listener
-from gpu_side.transport.bind import open_listener
 from gpu_side.transport.http_gateway import Gateway
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Incoming
