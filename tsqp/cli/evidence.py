@@ -369,8 +369,7 @@ def proxy(
     URL is https://HOST:PORT. Programs use http://127.0.0.1:8080/v1 as they would use the server.
     What comes in is in the clear: listen on an address of this machine alone.
     """
-    from tsqp.client.attested_tls import Address, AttestedContext
-    from tsqp.client.proxy import Proxy
+    from tsqp.client.attested_tls import Address, AttestedContext, Proxy
 
     appraisal = read_appraisal(policy, mode)
     context = AttestedContext(appraisal, again_minutes * 60)

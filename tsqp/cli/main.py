@@ -21,15 +21,13 @@ _EXTRA = "the extra demo: pip install '.[demo]'"
 _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}
 # The commands of each module.
 _COMMANDS = {
-    "bench": ("bench",),
+    "bench": ("bench", "plan"),
     "policies": ("explain", "masks", "policies"),
     "evidence": ("keyserver", "proxy", "receipt", "verify"),
     "guest_image": ("image", "measure"),
-    "keys": ("api-key", "keys"),
     "leak": ("leak",),
     "model_files": ("calibrate", "manifest", "provision", "seal"),
-    "operate": ("audit", "doctor", "health"),
-    "plan": ("plan",),
+    "operate": ("api-key", "audit", "doctor", "health", "keys"),
 }
 _MODULES = {name: module for module, names in _COMMANDS.items() for name in names}
 

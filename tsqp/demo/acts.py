@@ -21,27 +21,34 @@ from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
-from tsqp.demo.programs import DemoServices, generate, run_generate, serving, stream_chat
-from tsqp.demo.rendering import (
+from tsqp.demo.programs import (
+    LIES_AT,
+    DemoServices,
+    Liar,
+    Tap,
+    TapFeed,
+    generate,
+    run_generate,
+    serving,
+    stream_chat,
+)
+from tsqp.demo.verdict import (
+    CLEAR_INTEGERS,
     RunCost,
+    Tokens,
+    Verdict,
     act_panel,
     acts_table,
     chat_panel,
-    checks_table,
-    lie_panel,
-    operators_table,
-)
-from tsqp.demo.tap import LIES_AT, Liar, Tap, TapFeed
-from tsqp.demo.verdict import (
-    CLEAR_INTEGERS,
-    Tokens,
-    Verdict,
     check_refusal,
+    checks_table,
     clear_reference,
     compare_floats,
     compare_integers,
     compare_served,
+    lie_panel,
     match,
+    operators_table,
     tokens_of,
     transformers_tokens,
 )

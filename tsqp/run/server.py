@@ -277,7 +277,7 @@ def _app(
     if identity is not None:
         app.router.routes.append(Attestation(identity).route())
     if feed is not None:
-        from tsqp.page.routes import PageRequests, page_routes
+        from tsqp.page.feed import PageRequests, page_routes
 
         app.router.routes.extend(page_routes(feed, runner))
         app.add_middleware(PageRequests, feed=feed)
