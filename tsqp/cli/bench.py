@@ -18,7 +18,7 @@ from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.gpu_service import without_columns
 from tsqp.cli.options import COUNTS, OutputFile, Outputs, complete_shape, use
 from tsqp.extras import needing
-from tsqp.run.process import EXIT_FAILURE
+from tsqp.processes import EXIT_FAILURE
 from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import open_console
 

@@ -22,8 +22,8 @@ from protocol.errors import LimitError, PromptError, TsqpError
 from tsqp.cli.config import CONTEXT, config_option
 from tsqp.cli.options import takes
 from tsqp.cli.terminal import chosen_prompt, describe_error, read_line, require_utf8, stream
+from tsqp.processes import complain, tell
 from tsqp.run.load import load, open_runner, policy_digest, sampling_of
-from tsqp.run.process import complain, tell
 from tsqp.run.settings import TextSettings
 
 if TYPE_CHECKING:

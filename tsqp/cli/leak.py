@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.options import Numbers, OutputFile, Outputs, complete_shape, use
 from tsqp.extras import needing
-from tsqp.run.process import EXIT_FAILURE
+from tsqp.processes import EXIT_FAILURE
 from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import PromptError, SettingsError, TsqpError
-from tsqp.run.process import bytes_for_people
+from tsqp.processes import bytes_for_people
 
 if TYPE_CHECKING:
     import torch

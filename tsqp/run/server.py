@@ -46,9 +46,9 @@ from tee_side.serve.sealing import Sealing
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
 from tsqp.model_at_rest import MAX_FILE_BYTES
+from tsqp.processes import EXIT_REFUSED, complain
 from tsqp.run.attestation import tls_files
 from tsqp.run.load import policy_digest
-from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.settings import ServeSettings
 
 if TYPE_CHECKING:
