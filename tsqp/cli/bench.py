@@ -24,7 +24,7 @@ from tsqp.tables import open_console
 
 if TYPE_CHECKING:
     from tsqp.lab.bench.model import Report
-    from tsqp.run.link import Link
+    from tsqp.link import Link
 
 
 DEFAULT_POLICIES = ("attention-in-tee", "shielded")
@@ -409,7 +409,7 @@ def _accelerator(device: str | None) -> str | None:
 
 def read_link(text: str | None) -> Link:
     """Read `GBPS,RTT_US`, where GBPS may be `any`; None is no link. Raises SettingsError."""
-    from tsqp.run.link import Link
+    from tsqp.link import Link
 
     if text is None:
         return Link(None, 0.0)

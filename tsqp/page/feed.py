@@ -32,10 +32,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protocol.channel import Channel
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES, Request
-from protocol.prepared import Exchange, PreparedRequest
+from protocol.prepared import PreparedRequest
 from tee_side.model.kv_cache import kv_bytes
 from tee_side.runner import Runner
 from tee_side.words import LIGHT_OPERATORS
+from tsqp.link import CoveringChannel
 from tsqp.page.seen import ReceivedTensors, Seen, VocabularyMatcher, describe_request, summarise
 
 HEAD_BYTES = 64
@@ -164,12 +165,12 @@ class Feed:
                 answer.others += 1
 
 
-class TappedChannel(Channel):
+class TappedChannel(CoveringChannel):
     """A `Channel` of which each request is shown once it is sent, before its reply is taken."""
 
     def __init__(self, channel: Channel, saw: Callable[[Request], None]) -> None:
-        self.endpoint, self.traffic = channel.endpoint, channel.traffic
-        self._channel, self._saw = channel, saw
+        super().__init__(channel)
+        self._saw = saw
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """See `Channel.submit`."""
@@ -184,22 +185,6 @@ class TappedChannel(Channel):
         request_id = self._channel.start(prepared, payload, timeout_s)
         self._saw(prepared.request(payload))
         return request_id
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        return self._channel.wait(request_id)
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
 
 
 PAGE_HEADER = "x-tsqp-page"

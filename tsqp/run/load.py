@@ -188,7 +188,7 @@ def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
     """Return what channels are wrapped in: the model of a slower link, the page's feed, or both."""
     if settings.link_gbps is None and not settings.link_rtt_us:
         return feed
-    from tsqp.run.link import Link
+    from tsqp.link import Link
 
     link = Link.of(settings.link_gbps, settings.link_rtt_us)
     if feed is None or link is None:

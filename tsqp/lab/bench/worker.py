@@ -37,7 +37,7 @@ from tsqp.lab.bench.model import (
 )
 from tsqp.lab.bench.pads import pad_making
 from tsqp.lab.measure import Collector, Tell, elapsed_us, rounds
-from tsqp.run.link import Link
+from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]
 Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]

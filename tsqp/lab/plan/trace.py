@@ -25,6 +25,7 @@ from protocol.prepared import Exchange
 from tee_side.model.local_operators import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 from tsqp.lab.plan.costs import RPC_TIMES, LaneCost, Rpc, Section, Stretch
+from tsqp.link import CoveringChannel
 
 _US = 1e-3  # microseconds in a nanosecond
 # Of the measured values of a section, on either side: a hiccup is no cost of it.
@@ -103,12 +104,12 @@ class Tracer:
         return marking
 
 
-class _NotedChannel(Channel):
+class _NotedChannel(CoveringChannel):
     """A `Channel` that says when it was used."""
 
     def __init__(self, channel: Channel, tracer: Tracer, lane: int, service: int) -> None:
-        self.endpoint, self.traffic = channel.endpoint, channel.traffic
-        self._channel, self._tracer = channel, tracer
+        super().__init__(channel)
+        self._tracer = tracer
         self._lane, self._service = lane, service
         # Of requests under way: when they began and ended to be handed over, and what they ask for.
         self._asked: dict[int, tuple[int, int, Task]] = {}
@@ -147,18 +148,6 @@ class _NotedChannel(Channel):
         )
         self._tracer.note(self._lane, start_ns, rpc)
         return exchange
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
 
 
 # ----------------------------------------------------------------------------------- sections

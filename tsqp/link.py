@@ -1,4 +1,7 @@
-"""A network link that is not there: what a step would cost if the service were further away."""
+"""A channel over another one, and a network link that is not there.
+
+What a step would cost if the service were further away.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,34 @@ from protocol.tensors import WireTensor
 
 # Of a request; the channel says how large a message was only with the reply.
 _HEADER_BYTES = 200
+
+
+class CoveringChannel(Channel):
+    """A `Channel` that hands on to another one what a subclass does not change.
+
+    That submits requests; `start`, where it is left out, submits as well.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.endpoint = channel.endpoint
+        self.traffic = channel.traffic
+        self._channel = channel
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        return self._channel.wait(request_id)
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._channel.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +99,7 @@ class _Sent:
     timeout_s: float
 
 
-class ModelledLink(Channel):
+class ModelledLink(CoveringChannel):
     """A `Channel` over which no reply comes earlier than over `link`, whatever carries it.
 
     Requests queue behind each other on the way there, and replies, in the order in which they are
@@ -84,10 +115,8 @@ class ModelledLink(Channel):
     """
 
     def __init__(self, channel: Channel, link: Link, *, timeout_s: float = 30.0) -> None:
-        self.endpoint = channel.endpoint
-        self.traffic = channel.traffic
+        super().__init__(channel)
         self.link = link
-        self._channel = channel
         self._timeout_s = timeout_s
         self._sent: dict[int, _Sent] = {}
         # When the last bit of what is under way has left, in each direction.
@@ -145,15 +174,7 @@ class ModelledLink(Channel):
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`. What it sent still takes its time on the link."""
         self._sent.pop(request_id, None)
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
+        super().abandon(request_id)
 
 
 def _message_bytes(request: Request) -> int:
