@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from tsqp.link import Link
 
 
-DEFAULT_POLICIES = ("attention-in-tee", "shielded")
-
-
 class _Listing(click.Option):
     """An option whose help ends in names that are only looked up when it is shown."""
 
@@ -69,7 +66,10 @@ def _profiles() -> Iterable[str]:
     help="In place of MODEL: the shape of a known one, with random weights; nothing is downloaded."
     " One of",
 )
-@use("policy", policy={"multiple": True, "default": DEFAULT_POLICIES, "help": "Repeatable."})
+@use(
+    "policy",
+    policy={"multiple": True, "default": ("attention-in-tee", "shielded"), "help": "Repeatable."},
+)
 @click.option(
     "--device",
     default="null",
@@ -355,7 +355,7 @@ def plan(
     and a round trip cost is measured here, on a few layers with random weights; the accelerator and
     the link are computed from their descriptions. Predictions are of the median step.
     """
-    from gpu_side.devices import find_profile
+    from gpu_side.devices import find_profile, parse_device
     from tee_side.policy.placement import load_policy
     from tsqp.lab.plan.costs import PlanSettings
     from tsqp.lab.plan.figures import BEST_ALONE, show
@@ -366,7 +366,15 @@ def plan(
     if fit is not None:
         outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say_of_plan)
         with outputs.checked():
-            measured = fit_machine(cores, options["spin_us"], _accelerator(device), _say_of_plan)
+            SettingsError.unless(
+                device is None or device.startswith("cuda"),
+                "--device",
+                repr(device),
+                "cuda or cuda:N",
+            )
+            if device is not None:
+                parse_device(device)
+            measured = fit_machine(cores, options["spin_us"], device, _say_of_plan)
         outputs.write(measured)
         if not outputs.written:
             run.exit(EXIT_FAILURE)
@@ -394,17 +402,6 @@ def plan(
         click.echo(report.model_dump_json(indent=1))
         return
     show(report, console)
-
-
-def _accelerator(device: str | None) -> str | None:
-    """Return the device to measure. Raises SettingsError for one that is not here."""
-    from gpu_side.devices import parse_device
-
-    if device is not None and not device.startswith("cuda"):
-        raise SettingsError("--device", got=repr(device), expected="cuda or cuda:N")
-    if device is not None:
-        parse_device(device)
-    return device
 
 
 def read_link(text: str | None) -> Link:

@@ -135,11 +135,8 @@ def health(
     http = read_http_access(settings, None).get(endpoint)
     own = keys[0] if keys else None
     try:
-        channel = open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http)
-        try:
+        with open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http) as channel:
             reply = channel.call(HealthRequest()).response
-        finally:
-            channel.close()
         if not isinstance(reply, HealthReply):
             raise ReplyError(endpoint, got=type(reply).__name__, expected=HealthReply.__name__)
     except (
@@ -163,7 +160,6 @@ def health(
 
 # The fields of a request that have columns of their own.
 _NUMBERS = ("prompt_tokens", "completion_tokens", "duration_s")
-_PIPED_WIDTH = 1000
 _COLUMNS = ("time", "kind", "key", "outcome", *_NUMBERS)
 
 
@@ -226,7 +222,7 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
         console = open_console()
         if not console.is_terminal:
             # A record stays on a line, for programs that search.
-            console.width = _PIPED_WIDTH
+            console.width = 1000
         console.print(table("", columns, rows))
     if reader.torn_bytes:
         complain(f"{log}: torn tail: {reader.torn_bytes} bytes of records that were not finished")
@@ -284,12 +280,12 @@ def show_key(file: Path) -> None:
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-_COUNT = click.IntRange(1, 10**9)
-
 
 def _limit(name: str, text: str) -> Callable[[C], C]:
     # Of one key each time, and no setting.
-    return click.option(name, type=_COUNT, allow_from_autoenv=False, metavar="N", help=text)
+    return click.option(
+        name, type=click.IntRange(1, 10**9), allow_from_autoenv=False, metavar="N", help=text
+    )
 
 
 @click.command("api-key", context_settings=CONTEXT)

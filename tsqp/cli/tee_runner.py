@@ -81,13 +81,18 @@ def serve(settings: ServeSettings) -> None:
     began = time.monotonic()
     # Before a key server is asked, as all that the settings alone show to be wrong.
     certificate, key = settings.tls_certificate is not None, settings.tls_key is not None
-    where = "--tls-certificate and --tls-key"
-    SettingsError.unless(certificate == key, where, "one of them", "both or none")
+    SettingsError.unless(
+        certificate == key, "--tls-certificate and --tls-key", "one of them", "both or none"
+    )
     expected = "no --tls-key: keys of an attested server are made inside"
     SettingsError.unless(not (settings.attest and key), "--attest", "--tls-key as well", expected)
     expected = "an address of this machine alone: it shows what crosses to every client that asks"
-    shown = not settings.page or _is_loopback(settings.host)
-    SettingsError.unless(shown, "--page", f"--host {settings.host}", expected)
+    SettingsError.unless(
+        not settings.page or _is_loopback(settings.host),
+        "--page",
+        f"--host {settings.host}",
+        expected,
+    )
     release = None
     if settings.seal_key_server is not None:
         from tsqp.run.attestation import refuse_inside, release_key
@@ -159,7 +164,6 @@ def _is_loopback(host: str) -> bool:
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
 _MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
 _THE_BANK = {"required": True, "help": "The pad bank."}
-_POLICY = {"help": "Pads are made for the operators that it puts under pads."}
 
 
 @command.group(context_settings=CONTEXT)
@@ -179,7 +183,13 @@ def pads() -> None:
     type=click.IntRange(min=1),
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
-@takes(RunSettings, *BANK, *_MODEL, bank=_THE_BANK, policy=_POLICY)
+@takes(
+    RunSettings,
+    *BANK,
+    *_MODEL,
+    bank=_THE_BANK,
+    policy={"help": "Pads are made for the operators that it puts under pads."},
+)
 @config_option
 def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     """Make pads for MODEL into a bank, which is created if it is not there.

@@ -21,7 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from click.core import ParameterSource
@@ -74,7 +74,7 @@ class StatusLine:
         if self._enabled:
             # A new line first, so that the row that is taken away was empty.
             try:
-                self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
+                _write(sys.stderr, f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
                 self.draw()
             except BaseException:
                 # A signal at this moment: `__exit__` would not be called.
@@ -84,7 +84,7 @@ class StatusLine:
 
     def __exit__(self, *_: object) -> None:
         if self._enabled:
-            self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
+            _write(sys.stderr, f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
 
     def waiting(self, missing: int) -> None:
         """Note that the run waits for pads to be made, until the next token."""
@@ -106,15 +106,12 @@ class StatusLine:
         region = "" if size == self._size else f"\x1b[1;{size.lines - 1}r"
         self._size = size
         shown = f"{self._policy}: {text}"[: size.columns - 1]
-        self._write(f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}")
+        _write(
+            sys.stderr, f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}"
+        )
 
     def _tokens(self) -> int:
         return 0 if self._generation is None else self._generation.token_count
-
-    @staticmethod
-    def _write(codes: str) -> None:
-        sys.stderr.write(codes)
-        sys.stderr.flush()
 
 
 def traffic(rpc: RpcTotals) -> str:
@@ -165,7 +162,7 @@ class Printer:
             raise self._failure
         if kind is not None and self._open_line:  # what is said next begins a line
             with suppress(OSError):
-                _write("\n")
+                _write(sys.stdout, "\n")
 
     def put(self, token_id: int) -> None:
         """Hand over a token, with the same work for each. Raises what writing has raised."""
@@ -185,16 +182,16 @@ class Printer:
             if self._text is not None and self._failure is None:
                 text = "".join(map(self._text.feed, ids)) + (self._text.flush() if last else "")
                 if text:
-                    _write(for_terminal(text) if sys.stdout.isatty() else text)
+                    _write(sys.stdout, for_terminal(text) if sys.stdout.isatty() else text)
                     self._open_line = True
             self._status.draw()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that generates
             self._failure = error
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _write(file: TextIO, text: str) -> None:
+    file.write(text)
+    file.flush()
 
 
 def stream(

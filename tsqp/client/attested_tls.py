@@ -137,7 +137,14 @@ class AttestedContext(ssl.SSLContext):
             second = self._appraise(_ask(connection, nonce), nonce, tls_key)
         except EvidenceError as error:
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
-        _require_same(certified, passed("new evidence", second))
+        fresh = passed("new evidence", second)
+        # Nonce and time of a certificate are its own.
+        ours, theirs = (one.model_dump(exclude={"nonce", "time"}) for one in (certified, fresh))
+        for name, value in ours.items():
+            if theirs[name] != value:
+                raise NotAttestedError(
+                    f"new evidence: {name}", "another", "the certificate's", None
+                )
         self.proved = Proved(certificate, first, second, self._clock())
 
     def _appraise(self, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
@@ -233,8 +240,9 @@ def cut_after(seconds: float, connection: socket.socket) -> Iterator[threading.E
 
 def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     """Ask over a connection for a statement of now. Raises EvidenceError."""
-    path = f"/v1/attestation?nonce={nonce.hex()}"
-    connection.ask(f"GET {path} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode())
+    connection.ask(
+        f"GET /v1/attestation?nonce={nonce.hex()} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode()
+    )
     reply = HTTPResponse(connection)
     try:
         reply.begin()
@@ -262,14 +270,6 @@ def read_answer(body: bytes) -> Statement:
             got="another content",
             expected="claims and evidence, as /v1/attestation gives them",
         ) from None
-
-
-def _require_same(certified: Claims, fresh: Claims) -> None:
-    """Require the claims of a certificate again; its nonce and its time are its own."""
-    ours, theirs = (claims.model_dump(exclude={"nonce", "time"}) for claims in (certified, fresh))
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise NotAttestedError(f"new evidence: {name}", "another", "the certificate's", None)
 
 
 class Address(NamedTuple):

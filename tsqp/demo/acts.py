@@ -176,8 +176,7 @@ class Stage:
                 **after,
             )
 
-        tap_endpoint = self._services.tap_endpoint()
-        tap = Tap(reach.endpoints[0], feed.add, endpoint=tap_endpoint)
+        tap = Tap(reach.endpoints[0], feed.add, endpoint=self._services.tap_endpoint())
         with tap, self._live(panel) as draw:
 
             def show(piece: str) -> None:
@@ -217,8 +216,12 @@ class Stage:
             return chat_panel(title, SAID, "".join(answer).rstrip(), width=console.width)
 
         console.print()
-        options = [*self._services.reach(policy).options(), *self._options]
-        arguments = ["--policy", policy.name, *options]
+        arguments = [
+            "--policy",
+            policy.name,
+            *self._services.reach(policy).options(),
+            *self._options,
+        ]
         with serving(arguments, console.print) as url, self._live(panel) as draw:
 
             def show(piece: str) -> None:
@@ -227,8 +230,9 @@ class Stage:
 
             tokens = stream_chat(url, SAID, self._max_new_tokens, show)
         console.print(panel())
-        conversation = [{"role": "user", "content": SAID}]
-        prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)
+        prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(
+            [{"role": "user", "content": SAID}]
+        )
         return compare_served(policy.name, tokens, self._quietly(CLEAR_INTEGERS, prompt_ids))
 
     def lied_to(self, honest: Act, number: str) -> Verdict:
@@ -242,8 +246,9 @@ class Stage:
         console.print()
         tap_endpoint = self._services.tap_endpoint()
         with Tap(reach.endpoints[0], liar.hear, liar.answer, tap_endpoint) as tap:
-            arguments = self._arguments(LIED_TO, reach.options(tap.endpoint))
-            status, last = run_generate(arguments, shown.append)
+            status, last = run_generate(
+                self._arguments(LIED_TO, reach.options(tap.endpoint)), shown.append
+            )
         if liar.lie is None:
             raise EndpointError("tap", got="no reply to lie in", expected="the service's replies")
         story = "".join(shown).rstrip()
@@ -283,8 +288,9 @@ class Stage:
         prompt_ids: Sequence[int] = (),
     ) -> tuple[dict[str, Any], Path]:
         self._runs += 1
-        arguments = self._arguments(name, options, prompt_ids)
-        return generate(arguments, self._folder / f"run-{self._runs}", show)
+        return generate(
+            self._arguments(name, options, prompt_ids), self._folder / f"run-{self._runs}", show
+        )
 
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()

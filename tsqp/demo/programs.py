@@ -114,8 +114,9 @@ class DemoServices:
         if native.library is None and not self._started:
             self._say("no shared memory: kernels are not compiled here (tsqp doctor says how)")
         self._started += 1
-        bind = self._at(f"gpu-{self._started}")
-        pid, endpoint = start_service(self._running, [model, "--bind", bind, *COMPUTING])
+        pid, endpoint = start_service(
+            self._running, [model, "--bind", self._at(f"gpu-{self._started}"), *COMPUTING]
+        )
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
 
@@ -190,8 +191,12 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what the events of a stream hold. An error ends it, and so does a lost connection."""
     url = urlsplit(base_url)
     with closing(HTTPConnection(url.netloc, timeout=START_TIMEOUT_S)) as connection:
-        headers = {"content-type": "application/json"}
-        connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+        connection.request(
+            "POST",
+            f"{url.path}/chat/completions",
+            json.dumps(body),
+            {"content-type": "application/json"},
+        )
         with connection.getresponse() as reply:
             for line in reply:
                 kind, _, event = line.decode().strip().partition(": ")

@@ -90,8 +90,9 @@ def transformers_tokens(prompt_ids: Sequence[int], max_new_tokens: int) -> Token
             output_logits=True,
         )
     ids: list[int] = output.sequences[0, prompt.shape[1] :].tolist()
-    name = f"transformers {transformers.__version__} in {DTYPE}"
-    return Tokens(name, ids, torch.cat(output.logits).float())
+    return Tokens(
+        f"transformers {transformers.__version__} in {DTYPE}", ids, torch.cat(output.logits).float()
+    )
 
 
 def compare_floats(ours: Tokens, reference: Tokens) -> Verdict:
@@ -134,8 +135,11 @@ def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Verdi
     wanted = [tokenizer.token_bytes(token_id) for token_id in clear.ids]
     same = list(served) == wanted
     word = "identical" if same else f"NOT identical from token {agreeing(served, wanted)} on"
-    finding = f"{len(served)} tokens of a chat over HTTP {word} to {clear.name}"
-    return Verdict(f"{policy}, served", same, finding)
+    return Verdict(
+        f"{policy}, served",
+        same,
+        f"{len(served)} tokens of a chat over HTTP {word} to {clear.name}",
+    )
 
 
 def check_refusal(
@@ -312,10 +316,11 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
         ("lie", f"number {lie.index} is {told} instead of {true}"),
         ("runner", Text(refusal, style="bold red")),
     ]
-    text = Text.assemble((prompt, "bold"), story)
     return Panel(
         Group(
-            text, Rule("what the service did, and what the runner said", style="dim"), _facts(facts)
+            Text.assemble((prompt, "bold"), story),
+            Rule("what the service did, and what the runner said", style="dim"),
+            _facts(facts),
         ),
         title=Text(title, style="bold"),
         title_align="left",
@@ -335,8 +340,9 @@ def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) ->
     made.add_column("layer", justify="right", width=5)
     made.add_column("operator", no_wrap=True, width=20)
     made.add_column("shape", no_wrap=True, width=9)
-    label = f"{which} {len(shown)} of {feed.requests} requests"
-    made.add_column(Text(label), no_wrap=True, ratio=1)
+    made.add_column(
+        Text(f"{which} {len(shown)} of {feed.requests} requests"), no_wrap=True, ratio=1
+    )
     for seen in shown:
         made.add_row(
             "" if seen.layer is None else str(seen.layer),
@@ -370,7 +376,8 @@ def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> list[tuple[str,
         f" entropy {summary.entropy_bits:.3f} of 8 bits: {verdict}"
     )
     counts: list[int] = feed.counts.reshape(_BUCKETS, -1).sum(axis=1).tolist()
-    drawn = "".join(bars[height] for height in _heights(counts, len(bars) - 1))
+    # Rounded up: only what is not there at all has no height.
+    drawn = "".join(bars[-(-count * (len(bars) - 1) // max(counts))] for count in counts)
     return [("bytes", said), ("00 to ff", Text(drawn, style="cyan", no_wrap=True))]
 
 
@@ -385,11 +392,6 @@ def _reading(reading: Matched, broken: bool) -> Text:
     )
     stronger = " (stronger attacks are known)" if broken else ""
     return Text.assemble(f"{what} with the public weights{stronger}: ", (text, "italic"))
-
-
-def _heights(counts: Sequence[int], highest: int) -> list[int]:
-    """Scale to 0 .. `highest`, rounded up: only what is not there at all has no height."""
-    return [-(-count * highest // max(counts)) for count in counts]
 
 
 def checks_table(checks: Iterable[Verdict]) -> Table:

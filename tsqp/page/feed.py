@@ -41,7 +41,6 @@ from tsqp.page.seen import ReceivedTensors, Seen, VocabularyMatcher, describe_re
 
 HEAD_BYTES = 64
 MAX_PAGES = 8  # whose last answer is kept
-_MAX_SAMPLES = 32
 _MAX_ROWS = 1024  # of the first layer, for the attack
 # For so long a request that was broken off may still have a step under way.
 _SETTLING_S = 1.0
@@ -67,7 +66,7 @@ class PageAnswer:
     running: bool = True
     others: int = 0
     received: ReceivedTensors = field(default_factory=lambda: ReceivedTensors(_MAX_ROWS))
-    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=32))
 
     def add(self, seen: Seen) -> None:
         """Take note of a request."""
@@ -312,5 +311,7 @@ def _json(content: object) -> Response:
 
 
 def _refused(where: str, expected: str) -> Response:
-    error = {"message": f"{where}: expected {expected}", "type": "invalid_request_error"}
-    return JSONResponse({"error": error}, 400)
+    return JSONResponse(
+        {"error": {"message": f"{where}: expected {expected}", "type": "invalid_request_error"}},
+        400,
+    )

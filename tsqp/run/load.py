@@ -16,13 +16,13 @@ from tsqp.processes import configure, tell
 from tsqp.run.settings import MIB, RunSettings, TextSettings, model_directory
 from tsqp.run.trust import (
     bank_place,
+    exposed_services,
     load_manifest,
     load_run_policy,
     open_seal,
     read_client_keys,
     read_http_access,
     service_appraisal,
-    warn_without_keys,
 )
 
 if TYPE_CHECKING:
@@ -119,8 +119,12 @@ def open_runner(
     policy = loaded.policy
     _check_use(policy, settings, idles=idles)
     keys = read_client_keys(settings, loaded.manifest)
-    if policy.services and not keys:
-        warn_without_keys(settings.gpu)
+    exposed = exposed_services(settings.gpu) if policy.services and not keys else ""
+    if exposed:
+        tell(
+            f"{exposed}: the connection is not encrypted, and anyone may answer"
+            " (--identity and --service-key; tsqp keys new makes keys)"
+        )
     runner = Runner(
         RunnerSettings(
             model=model_directory(settings.model),

@@ -56,11 +56,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tee_side")
 
-_SHUTDOWN_S = 5
-_BACKLOG = 1024
-_SYNC_S = 1.0
-_TRIM_S = 10.0
-
 
 # Names of a certificate and its key, in PEM.
 Tls: TypeAlias = "tuple[str | Path, str | Path]"
@@ -115,7 +110,7 @@ def _configured(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
         lifespan="off",
         ssl_certfile=certificate,
         ssl_keyfile=key,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        timeout_graceful_shutdown=5,
     )
 
 
@@ -135,7 +130,7 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
         if audit is not None:
             opened.enter_context(audit)
         listening = opened.enter_context(_bound(settings.host, settings.port))
-        listening.listen(_BACKLOG)
+        listening.listen(1024)
         starting = opened.enter_context(closing(Starting(listening, tls)))
         yield Parts(listening, tls, keys, audit, identity, starting)
 
@@ -189,9 +184,9 @@ async def _serve(
     server = uvicorn.Server(_configured(app, parts.tls))
     # SIGHUP is ignored where no API key file is given.
     loop.add_signal_handler(signal.SIGHUP, bool if parts.keys is None else parts.keys.reload)
-    chores = [asyncio.create_task(_every(_TRIM_S, _memory_trimmer()))]
+    chores = [asyncio.create_task(_every(10.0, _memory_trimmer()))]
     if audit is not None:
-        chores.append(asyncio.create_task(_every(_SYNC_S, audit.sync)))
+        chores.append(asyncio.create_task(_every(1.0, audit.sync)))
     engine.start()
     try:
         await server.serve(sockets=[listening])
@@ -350,8 +345,9 @@ def _checked_tls(settings: ServeSettings) -> Tls | None:
     except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
         got = getattr(error, "reason", None) or getattr(error, "strerror", None)
         expected = "a certificate and its key, as PEM, without a passphrase"
-        where = "--tls-certificate and --tls-key"
-        raise SettingsError(where, got=got or type(error).__name__, expected=expected) from None
+        raise SettingsError(
+            "--tls-certificate and --tls-key", got=got or type(error).__name__, expected=expected
+        ) from None
     return certificate, key
 
 

@@ -155,7 +155,7 @@ def test_health_is_a_line_and_an_exit_status(status: Any, code: int) -> None:
     ask = ("health", "unix:///s", "--timeout-s", "2")
     reply = HealthReply(status=status, uptime_s=61.4, queued_requests=3, queued_bytes=4096)
     with mock.patch("protocol.channel.open_channel") as opened:
-        opened.return_value.call.return_value.response = reply
+        opened.return_value.__enter__.return_value.call.return_value.response = reply
         shown = [run(*ask), run(*ask, "--json")]
         opened.side_effect = EndpointError("unix:///s", got="nothing", expected="a reply")
         shown.append(run(*ask))
