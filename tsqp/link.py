@@ -79,11 +79,6 @@ class Link:
         """How long an empty message is on its way in one direction, in nanoseconds."""
         return round(self.rtt_us * 500)
 
-    @staticmethod
-    def of(gbps: float | None, rtt_us: float) -> Link | None:
-        """Return the link of two settings; None where neither slows anything down."""
-        return None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us)
-
     def transfer_ns(self, size: int) -> int:
         """Return how long `size` bytes take to leave one end, in nanoseconds."""
         return 0 if self.gbps is None else round(size * 8 / self.gbps)

@@ -85,10 +85,6 @@ class AttestedContext(ssl.SSLContext):
     certificates and of `again_s`. Its sockets raise NotAttestedError, ssl.SSLError and OSError.
     """
 
-    policy: AppraisalPolicy
-    again_s: float
-    proved: Proved | None
-
     def __new__(cls, *_: object, **__: object) -> AttestedContext:
         """Make a context of TLS 1.3, without authorities: evidence takes their place."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
@@ -101,7 +97,7 @@ class AttestedContext(ssl.SSLContext):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy, self.again_s, self._utc, self._clock = policy, again_s, utc, clock
-        self.proved = None
+        self.proved: Proved | None = None
         self.minimum_version = ssl.TLSVersion.TLSv1_3
         self.check_hostname = False
         self.verify_mode = ssl.CERT_NONE

@@ -174,11 +174,6 @@ def install_packages(suite: Suite, packages: Sequence[Artifact], folder: Path, i
     shutil.rmtree(repository)
 
 
-def unpack(package: Path, into: Path) -> None:
-    """Unpack a package's files, and run none of its scripts."""
-    call(["dpkg-deb", "--extract", package, into])
-
-
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 

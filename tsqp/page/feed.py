@@ -223,8 +223,7 @@ def page_routes(feed: Feed, runner: Runner) -> list[Route]:
         def attack() -> dict[str, Any]:
             prompt_ids = matcher.tokenizer.apply_chat_template(said.messages)
             found = matcher.read(feed.inputs(owner), prompt_ids, said.answer)
-            read = None if found is None else {**asdict(found), "better": found.better}
-            return {"prompt_ids": prompt_ids, "read": read}
+            return {"prompt_ids": prompt_ids, "read": found and asdict(found)}
 
         try:
             return _json(await run_in_threadpool(attack))

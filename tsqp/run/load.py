@@ -194,8 +194,8 @@ def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
         return feed
     from tsqp.link import Link
 
-    link = Link.of(settings.link_gbps, settings.link_rtt_us)
-    if feed is None or link is None:
+    link = Link(settings.link_gbps, settings.link_rtt_us)
+    if feed is None:
         return link
     return lambda channel, traffic: feed(link(channel, traffic), traffic)
 

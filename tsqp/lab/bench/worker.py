@@ -67,7 +67,11 @@ def measure(job: PolicyJob, tell: Tell) -> None:
         engine=EngineSettings(step_tokens=given.step_tokens),
         micro_batches=given.micro_batches,
         spin_us=given.spin_us,
-        link=Link.of(given.link_gbps, given.link_rtt_us),
+        link=(
+            None
+            if given.link_gbps is None and given.link_rtt_us == 0
+            else Link(given.link_gbps, given.link_rtt_us)
+        ),
         # Services of its own get tokens drawn at random, which are no secret.
         shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )
