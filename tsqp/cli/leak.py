@@ -294,8 +294,9 @@ def _settings(
         prompts = random_prompts(read_config(directory).vocab_size, count, tokens, options["seed"])
     else:
         directory = model_directory(model or "")
-        text = text_of(directory, options["text"])
-        prompts = cut_prompts(Tokenizer(directory), text, count, tokens)
+        prompts = cut_prompts(
+            Tokenizer(directory), text_of(directory, options["text"]), count, tokens
+        )
     SettingsError.unless(
         options["curves"] or options["sigma"] is None,
         "--sigma",

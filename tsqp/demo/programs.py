@@ -139,8 +139,9 @@ def generate(
     """
     folder.mkdir()
     report, logits = folder / "report.json", folder / "logits.safetensors"
-    files = ["--report", str(report), "--save-logits", str(logits)]
-    status, last = run_generate([*files, *arguments], show)
+    status, last = run_generate(
+        ["--report", str(report), "--save-logits", str(logits), *arguments], show
+    )
     ProcessError.unless(status == 0, "tee-runner", last, "exit status 0")
     return json.loads(report.read_text(encoding="utf-8")), logits
 

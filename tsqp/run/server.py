@@ -129,8 +129,7 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
         audit = _audit_log(settings)
         if audit is not None:
             opened.enter_context(audit)
-        listening = opened.enter_context(_bound(settings.host, settings.port))
-        listening.listen(1024)
+        listening = opened.enter_context(_listening(settings.host, settings.port))
         starting = opened.enter_context(closing(Starting(listening, tls)))
         yield Parts(listening, tls, keys, audit, identity, starting)
 
@@ -267,8 +266,7 @@ def _app(
         content, content_type = metrics.page(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": content_type})
 
-    route = Guarded("/metrics", scrape, methods=["GET"], include_in_schema=False)
-    app.router.routes.append(route)
+    app.router.routes.append(Guarded("/metrics", scrape, methods=["GET"], include_in_schema=False))
     if identity is not None:
         app.router.routes.append(Attestation(identity).route())
     if feed is not None:
@@ -351,14 +349,13 @@ def _checked_tls(settings: ServeSettings) -> Tls | None:
     return certificate, key
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _listening(host: str, port: int) -> socket.socket:
+    """Listen at an address; at `::`, to clients of IPv4 as well."""
+    v6 = ":" in host
+    family = socket.AF_INET6 if v6 else socket.AF_INET
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
+        return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=v6)
     except OSError as error:
-        made.close()
         raise EndpointError(
             f"{host}:{port}", error.strerror or type(error).__name__, "a free address"
         ) from None
-    return made

@@ -283,8 +283,7 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
         f"masks {names}" if found else "no operator under pads",
         "one mask that needs pads, as in shielded",
     )
-    sites = sites_under(policy, config.num_hidden_layers, found[0])
-    return found[0], PadLayout.of(config, sites)
+    return found[0], PadLayout.of(config, sites_under(policy, config.num_hidden_layers, found[0]))
 
 
 def product_operations(layout: PadLayout) -> int:
