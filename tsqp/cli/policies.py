@@ -15,14 +15,10 @@ from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tee_side.policy.placement import Policy
     from tee_side.protect.masks.mask import Mask
     from tee_side.words import Phase, Verify
     from tsqp.catalogue import MaskEntry, PolicyEntry, Unusable
-
-_FOOTNOTE = "broken: tokens can be recovered where the weights are public, which they usually are"
 
 
 @click.command(context_settings=CONTEXT)
@@ -35,14 +31,10 @@ def policies(*, as_json: bool) -> None:
     entries, unusable = policy_entries()
     if as_json:
         _echo_json("policies", entries, unusable, default=DEFAULT_POLICY)
-        return
-    console = open_console()
-    rows = [("\n".join(_place(entry)), "\n".join(_leaving(entry.policy))) for entry in entries]
-    console.print(table("", [("policy", False), ("what leaves the TEE", False)], rows, lines=True))
-    _show_unusable(console, unusable)
-    console.print(
-        f"{_FOOTNOTE}.\ntsqp explain MODEL --policy NAME says what one means for a model."
-    )
+    else:
+        rows = [("\n".join(_place(one)), "\n".join(_leaving(one.policy))) for one in entries]
+        more = "\ntsqp explain MODEL --policy NAME says what one means for a model."
+        _show_all(("policy", "what leaves the TEE"), rows, unusable, more)
 
 
 def _place(entry: PolicyEntry) -> list[str]:
@@ -90,12 +82,10 @@ def masks(*, name: str | None, as_json: bool) -> None:
     entries, unusable = mask_entries()
     if as_json:
         _echo_json("masks", entries, unusable)
-        return
-    console = open_console()
-    rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
-    console.print(table("", [("mask", False), ("what it does", False)], rows, lines=True))
-    _show_unusable(console, unusable)
-    console.print(f"{_FOOTNOTE}. tsqp masks NAME says more.")
+    else:
+        rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
+        more = " tsqp masks NAME says more."
+        _show_all(("mask", "what it does"), rows, unusable, more)
 
 
 def _echo_json(
@@ -111,9 +101,18 @@ def _echo_json(
     click.echo(json.dumps(found | more, indent=1))
 
 
-def _show_unusable(console: Console, unusable: list[Unusable]) -> None:
+def _show_all(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], unusable: list[Unusable], more: str
+) -> None:
+    """Print a table, what does not load, and a footnote that ends in `more`."""
+    console = open_console()
+    console.print(table("", [(heading, False) for heading in headings], rows, lines=True))
     for one in unusable:
         console.print(f"error: {one.name} (package): {one.error}")
+    console.print(
+        "broken: tokens can be recovered where the weights are public, which they usually are."
+        + more
+    )
 
 
 def _facts(entry: MaskEntry) -> list[str]:
