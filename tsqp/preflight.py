@@ -30,7 +30,7 @@ from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding, kernel_file
-from tsqp.processes import require_seed
+from tsqp.run.process import require_seed
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import (
     bank_place,

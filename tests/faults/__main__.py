@@ -27,7 +27,7 @@ from pathlib import Path
 from tests.faults.row import Found, Row, note, shown_all
 from tests.faults.scorecard import PAGE, ROWS, read_results, record, render, write_results
 from tsqp.end_with_parent import end_with
-from tsqp.processes import OWN_LOGGERS
+from tsqp.run.process import OWN_LOGGERS
 
 _PATIENCE = 3.0
 # Several torch processes share the cores.

@@ -48,11 +48,11 @@ from tee_side.serve import answers, completions, exchange
 from tee_side.serve.audit_log import AuditReader, open_log
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
 from tests.kit.service import until
-from tsqp.cli.tee_runner import serve
+from tsqp.cli.serve import serve
 from tsqp.key_files import AUDIT_KEY
 from tsqp.lab.research.float_check import FloatCheck
-from tsqp.processes import configure
 from tsqp.run import load
+from tsqp.run.process import configure
 
 PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
 KINDS = {"prompt", "answer", "token ids", "activation", "key"}

@@ -64,8 +64,8 @@ _MODULES = {
 }
 _FIRST = ("tests.kit.before_forks",)
 _LATE = (
-    *("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.processes"),
-    *("tsqp.cli.tee_runner", "tsqp.run.server", "tee_side.serve.app", "tee_side.serve.sealing"),
+    *("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.run.process"),
+    *("tsqp.cli.serve", "tsqp.run.server", "tee_side.serve.app", "tee_side.serve.sealing"),
 )
 _LOCK = threading.Lock()
 _SERVER = get_context("forkserver")

@@ -18,7 +18,7 @@ import click
 from protocol.errors import EvidenceError, SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen
 from tsqp.cli.options import use
-from tsqp.processes import EXIT_FAILURE
+from tsqp.run.process import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from tee_side.attest.appraisal import Appraisal, AppraisalStep

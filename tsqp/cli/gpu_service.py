@@ -38,7 +38,7 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
     from gpu_side.service import serve
-    from tsqp.processes import configure
+    from tsqp.run.process import configure
     from tsqp.run.service import attested_service, held_layers, served
 
     configure(settings.log_level)

@@ -17,7 +17,7 @@ from protocol.errors import SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
 from tsqp.deploy.image import INITRAMFS, LOCK, Launch, Lock, Suite, fetch, first_difference
 from tsqp.extras import needing
-from tsqp.processes import bytes_for_people
+from tsqp.run.process import bytes_for_people
 
 # OVMF.amdsev.fd of Debian unstable.
 TESTED_FIRMWARE = "3e4fd0b3fe3b2dbe481c3d9e99418a034174f26cbe1f55aa212b0f18c12d2d6f"

@@ -15,9 +15,10 @@ import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
-from tsqp.cli.options import Numbers, OutputFile, Outputs, complete_shape, use
+from tsqp.cli.lab_options import Numbers, OutputFile, Outputs, complete_shape
+from tsqp.cli.options import use
 from tsqp.extras import needing
-from tsqp.processes import EXIT_FAILURE
+from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tsqp.cli.options import use
 from tsqp.cli.program import run
 from tsqp.cli.terminal import require_utf8
 from tsqp.extras import needing
-from tsqp.processes import EXIT_FAILURE
+from tsqp.run.process import EXIT_FAILURE
 
 # Commands that make keys, or read a text that may be private.
 _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}

@@ -26,7 +26,7 @@ from protocol.errors import (
 )
 from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
 from tsqp.cli.options import takes, use
-from tsqp.processes import EXIT_FAILURE, complain
+from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
 from tsqp.run.trust import BANK, load_manifest, read_client_keys, read_http_access
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from protocol.errors import TsqpError
-from tsqp.processes import (
+from tsqp.run.process import (
     EXIT_FAILURE,
     EXIT_REFUSED,
     complain,

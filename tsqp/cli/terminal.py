@@ -27,7 +27,7 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import PromptError, SettingsError, TsqpError
-from tsqp.processes import bytes_for_people
+from tsqp.run.process import bytes_for_people
 
 if TYPE_CHECKING:
     import torch
@@ -218,19 +218,16 @@ def stream(
     if show:
         click.echo(",".join(map(str, result.token_ids)) if result.text is None else "")
     if stats:
-        _summarise(result)
+        timing, usage = result.timing, result.usage
+        tpot_s = timing.tpot_s
+        per_token = "" if tpot_s is None else f", {tpot_s * 1e3:.1f} ms a token after it"
+        click.echo(
+            f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
+            f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
+            f"{traffic(result.rpc)}{pads_left(result.pads)}",
+            err=True,
+        )
     return result
-
-
-def _summarise(result: GenerationResult) -> None:
-    timing, usage = result.timing, result.usage
-    per_token = "" if timing.tpot_s is None else f", {timing.tpot_s * 1e3:.1f} ms a token after it"
-    click.echo(
-        f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
-        f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
-        f"{traffic(result.rpc)}{pads_left(result.pads)}",
-        err=True,
-    )
 
 
 def describe_error(error: TsqpError) -> dict[str, object]:
@@ -267,7 +264,14 @@ def chosen_prompt(
     )
     [(name, value)] = given.items()
     if name == "prompt_token_ids":
-        return _parse_ids(value)
+        parts = [part.strip() for part in value.split(",")]
+        PromptError.unless(
+            all(part.isascii() and part.isdecimal() for part in parts),
+            "--prompt-token-ids",
+            "something that is no integer",
+            "integers like 1,2,3",
+        )
+        return [int(part) for part in parts]
     if name == "prompt":
         return require_utf8(value, "--prompt")
     text = read_text(value, "--prompt-file")
@@ -309,14 +313,3 @@ def decode(content: bytes, where: str) -> str:
         raise PromptError(
             where, got=f"a byte that is not UTF-8 at offset {error.start}", expected="UTF-8"
         ) from None
-
-
-def _parse_ids(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    PromptError.unless(
-        all(part.isascii() and part.isdecimal() for part in parts),
-        "--prompt-token-ids",
-        "something that is no integer",
-        "integers like 1,2,3",
-    )
-    return [int(part) for part in parts]

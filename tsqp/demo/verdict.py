@@ -25,7 +25,7 @@ from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
 from tsqp.demo.programs import DTYPE, Lie, TapFeed
 from tsqp.page.seen import ByteSummary, Seen, VocabularyMatcher, summarise
-from tsqp.processes import bytes_for_people
+from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import model_directory
 from tsqp.tables import definitions, table
 

@@ -33,8 +33,8 @@ from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed import HpkeKey
 from tsqp.extras import require
 from tsqp.keyserver import key_of_server
-from tsqp.processes import tell
 from tsqp.run.load import policy_digest
+from tsqp.run.process import tell
 from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
 from tsqp.run.trust import read_client_keys
 

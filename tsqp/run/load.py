@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.errors import SettingsError
-from tsqp.processes import configure, tell
+from tsqp.run.process import configure, tell
 from tsqp.run.settings import MIB, RunSettings, TextSettings, model_directory
 from tsqp.run.trust import (
     bank_place,

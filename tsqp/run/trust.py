@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.errors import PolicyError, SettingsError, describe
-from tsqp.processes import tell
+from tsqp.run.process import tell
 from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 
 if TYPE_CHECKING:

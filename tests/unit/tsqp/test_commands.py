@@ -18,8 +18,8 @@ from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
-from tsqp.cli.generate import Conversation
 from tsqp.cli.main import command
+from tsqp.cli.serve import Conversation
 from tsqp.key_files import AUDIT_KEY, SEAL_KEY
 from tsqp.run.settings import TextSettings, model_directory
 
@@ -139,7 +139,7 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
     lines = iter(
         ["a", "b", "c C", "c C", "d", "/stats", "/help", "/clear", "e", "/system X", "/quit"]
     )
-    with mock.patch.multiple("tsqp.cli.generate", stream=interrupted, sampling_of=mock.Mock()):
+    with mock.patch.multiple("tsqp.cli.serve", stream=interrupted, sampling_of=mock.Mock()):
         made = Conversation(runner, settings, "Be.", in_terminal=True)
         made.run(lambda: next(lines))
     told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]

@@ -55,7 +55,7 @@ def test_it_is_said_before_the_model_is_loaded(
 def told(*options: str) -> tuple[Any, Any, Any]:
     """Return a policy, what `serve` makes an engine with, and the settings it serves by."""
     with (
-        mock.patch("tsqp.cli.tee_runner.open_runner") as opened,
+        mock.patch("tsqp.cli.serve.open_runner") as opened,
         mock.patch("tsqp.run.server.opened_parts"),
         mock.patch("tsqp.run.server.serve_forever") as served,
         mock.patch("signal.signal"),

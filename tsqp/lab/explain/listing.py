@@ -10,7 +10,7 @@ from rich.table import Table
 from tee_side.words import Phase
 from tsqp.lab.explain.explanation import Explanation, OperatorRow, with_options
 from tsqp.lab.explain.traffic import Cost, Crossing
-from tsqp.processes import bytes_for_people
+from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 
 _PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")

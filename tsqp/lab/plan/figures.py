@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tsqp.lab.plan.costs import Crossover, PlanReport, PolicyPlan, Prediction
-from tsqp.processes import bytes_for_people
+from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 
 # What a service has to beat; planned for beside whatever is asked.

@@ -1,0 +1,177 @@
+"""`tee-runner pads`: make pads ahead of use, and say how a bank stands."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.errors import SettingsError
+from tsqp.cli.config import CONTEXT, config_option
+from tsqp.cli.options import takes, use
+from tsqp.run.process import bytes_for_people
+from tsqp.run.settings import RunSettings, model_directory
+from tsqp.run.trust import (
+    BANK,
+    BATCH_TOKENS,
+    bank_place,
+    load_manifest,
+    load_pinned_policy,
+    open_seal,
+    padded,
+    product_operations,
+)
+
+if TYPE_CHECKING:
+    from click._termui_impl import ProgressBar
+
+    from tee_side.protect.pads.bank import BankFile, PadBankStatus
+    from tee_side.protect.pads.maker import PadMaker
+
+
+_SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
+_MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
+_THE_BANK = {"required": True, "help": "The pad bank."}
+
+
+@click.group(context_settings=CONTEXT)
+@config_option
+def pads() -> None:
+    """Make one-time pads ahead of use, and say how a bank stands.
+
+    A pad is used for one token and never again. The bank is encrypted under a key that must stay
+    in the TEE.
+    """
+
+
+@pads.command(context_settings=CONTEXT)
+@click.option("--tokens", type=click.IntRange(min=1), required=True, help="How many to make.")
+@click.option(
+    "--capacity",
+    type=click.IntRange(min=1),
+    help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
+)
+@takes(
+    RunSettings,
+    *BANK,
+    *_MODEL,
+    bank=_THE_BANK,
+    policy={"help": "Pads are made for the operators that it puts under pads."},
+)
+@config_option
+def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
+    """Make pads for MODEL into a bank, which is created if it is not there.
+
+    Weights are read from MODEL one layer at a time, so that memory does not grow with the model.
+    Interrupted work is made again; nothing is used twice.
+    """
+    import torch
+
+    from protocol import native
+    from protocol.integer import check_kernels
+    from protocol.model.checkpoint import Checkpoint, light_tensors
+    from protocol.model.config import read_config
+    from protocol.model.identity import linear_digest, model_digest
+    from tee_side.protect.pads.bank import BankFile, read_bank_status
+    from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
+    from tee_side.protect.pads.maker import PadMaker, read_weights
+    from tee_side.protect.sites import tensors_of
+
+    place = bank_place(settings)
+    if place is None:
+        raise SettingsError("--bank", got="none", expected="the pad bank")
+    native.set_up(settings.kernels, settings.threads)
+    directory = model_directory(settings.model)
+    open_seal(directory, settings)
+    pinned = load_manifest(directory, settings)
+    config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)
+    chosen = load_pinned_policy(settings.policy, pinned)
+    chosen.check(config.num_hidden_layers)
+    mask, layout = padded(chosen, config)
+    sites = [site.site for site in layout.sites]
+    checkpoint.require(light_tensors(config) | tensors_of(sites, config))
+    # A bank of wrong products would be sealed like any other.
+    check_kernels(torch.device("cpu"))
+    purpose = Purpose.of(
+        layout,
+        mask=mask.described(),
+        model=directory.resolve().name,
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+    )
+    if place.bank.exists():
+        store = BankFile.open(place, purpose)
+    else:
+        size = capacity or tokens
+        store = BankFile.create(place, purpose, capacity=size, group=math.gcd(size, MAX_GROUP))
+    with store:
+        SettingsError.unless(
+            capacity in (None, store.capacity),
+            "--capacity",
+            str(capacity),
+            f"{store.capacity}, as {place.bank} has",
+        )
+        _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
+        _show(read_bank_status(place), as_json=False)
+
+
+@pads.command(context_settings=CONTEXT)
+@takes(RunSettings, *BANK, bank=_THE_BANK)
+@use("as_json")
+@config_option
+def status(*, settings: RunSettings, as_json: bool) -> None:
+    """Say how many pads a bank holds, for which model, and what it takes on disk."""
+    from tee_side.protect.pads.bank import read_bank_status
+
+    if (place := bank_place(settings)) is not None:
+        _show(read_bank_status(place), as_json=as_json)
+
+
+def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
+    wanted = min(tokens, store.room)
+    if wanted < tokens:
+        click.echo(
+            f"{store.capacity} tokens fit, {store.available} are there: making {wanted} more"
+            " (a larger bank is a new file, with --capacity)",
+            err=True,
+        )
+    if wanted == 0:
+        return
+    sites = len(store.layout.sites)
+    batches = [min(BATCH_TOKENS, wanted - start) for start in range(0, wanted, BATCH_TOKENS)]
+    started = time.perf_counter()
+    with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
+        for count in batches:
+            maker.fill(store, count, on_site=partial(_advance, bar, count))
+    elapsed = time.perf_counter() - started
+    rate = product_operations(store.layout) * wanted / elapsed / 1e9
+    click.echo(
+        f"{wanted} tokens in {elapsed:.1f} s: {wanted / elapsed:.1f} a second,"
+        f" {rate:.0f} GOP/s of int8",
+        err=True,
+    )
+
+
+def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:
+    bar.update(tokens)
+
+
+def _show(status: PadBankStatus, *, as_json: bool) -> None:
+    header = status.header
+    if as_json:
+        told = vars(status) | header.model_dump(exclude={"sites"})
+        del told["header"]
+        click.echo(json.dumps(told, default=str))
+        return
+    click.echo(
+        f"{status.path}: {status.available} of {header.capacity} tokens available, next index"
+        f" {status.next_index}; mask {header.mask}, model {header.model or 'of digest'}"
+        f" {header.model_digest[:16]}, made {header.created};"
+        f" {bytes_for_people(status.token_bytes)} a token,"
+        f" {bytes_for_people(status.allocated_bytes)} on disk"
+    )
