@@ -27,7 +27,7 @@ from tsqp.lab.measure import elapsed_us
 from tsqp.lab.plan.costs import PlanSettings
 from tsqp.lab.plan.fit import Machine, fit_machine
 from tsqp.lab.plan.planning import Planning
-from tsqp.run.link import Link
+from tsqp.link import Link
 
 # As slow as a few cores, so that it matters beside them.
 SLOW = DeviceProfile(

@@ -84,7 +84,6 @@ MIN_STEPS = 8
 # Int8 weights cost 0.5 % here, and inputs of `MIN_STEPS` steps 6 %.
 MAX_ERROR = 0.1
 
-DEFAULT_TOKENS = 2048
 MAX_CHUNK_TOKENS = 512
 
 # Medians over this many rows are good enough, and the rows of all tokens are slow to order.
@@ -117,7 +116,7 @@ def default_text() -> str:
 def calibrate(
     model: Path,
     text: str | None = None,
-    tokens: int = DEFAULT_TOKENS,
+    tokens: int = 2048,
     progress: Callable[[SiteResult], None] | None = None,
     *,
     chunks: Sequence[list[int]] | None = None,
@@ -211,8 +210,9 @@ def calibrate_on(
     """Choose scales from token ids, each chunk a sequence of its own; see `calibrate`."""
     check_kernels(CPU)
     surveyor = _Surveyor(config, checkpoint, progress)
-    vocabulary = (config.vocab_size, config.hidden_size)
-    weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
+    weight = load_tensor(
+        checkpoint, EMBEDDING, (config.vocab_size, config.hidden_size), dtype=torch.float32
+    )
     local: LocalOperators = {site: partial(surveyor.product, site) for site in surveyor.sites}
     local[None, "embedding"] = partial(embedding, weight=weight)
     # One token is left for a later step: calibration needs no logits.
@@ -284,7 +284,9 @@ def choose_scales(
     the int8 weights. Raises CalibrationError where the ring is too small for these inputs.
     """
     where = site_name(site)
-    largest = coarse(_largest_norm(x_TI))
+    # In float64: a float32 sum of squares could overflow, and the rule should not round.
+    norms_T = torch.linalg.vector_norm(x_TI, dim=1, dtype=torch.float64)
+    largest = coarse(float(norms_T.max()))
     CalibrationError.unless(
         0 < largest < float("inf"),
         f"{where}: largest norm of an input row",
@@ -384,11 +386,6 @@ def site_name(site: Site) -> str:
 def _sample(x_TI: torch.Tensor, rows: int) -> torch.Tensor:
     """Return evenly spaced rows: `rows` of them, up to twice as many, or all if there are fewer."""
     return x_TI[:: max(1, len(x_TI) // rows)]
-
-
-def _largest_norm(x_TI: torch.Tensor) -> float:
-    # In float64: a float32 sum of squares could overflow, and the rule should not round.
-    return float(torch.linalg.vector_norm(x_TI, dim=1, dtype=torch.float64).max())
 
 
 def _float32_above(value: float) -> float:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar, get_args
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from protocol.errors import InputError, MaskError
-from protocol.messages import Arithmetic
 from tee_side.plugins import installed
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import (
     Policy,
-    PolicyArithmetic,
     builtin_policies,
     load_policy,
     policy_names,
 )
-from tee_side.protect.masks.mask import Kind, Mask, ProvisionedMask
+from tee_side.protect.masks.mask import Mask, ProvisionedMask
 from tee_side.protect.masks.registry import BUILTIN, all_masks, find_mask
-from tee_side.words import Operator, Phase, Verify
+from tee_side.words import Operator
 
 Origin = Literal["built in", "research", "package", "file"]
 
@@ -33,11 +29,7 @@ _RESEARCH = "tsqp.lab.research."
 E = TypeVar("E")
 
 
-class _Described(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class MaskOption(_Described):
+class MaskOption(NamedTuple):
     """A field of a mask: `values` says in words what it may be."""
 
     name: str
@@ -46,79 +38,108 @@ class MaskOption(_Described):
     default: Any
 
 
-class MaskEntry(_Described):
-    """What a mask's class says of itself. `about`: its docstring."""
+class MaskEntry(NamedTuple):
+    """A mask, which says all of itself, and where it comes from."""
 
-    name: str
-    kind: Kind
-    hides: str
-    known_break: str
-    broken: bool
-    uniform: bool
-    source: str
-    tolerance: float
-    cost: str
-    arithmetic: Arithmetic
-    services: int
-    provisioned: bool
-    operators: tuple[Operator, ...]
-    options: tuple[MaskOption, ...]
-    about: str
-    origin: Origin
+    mask: type[Mask]
+    origin: Origin = "built in"
+
+    @property
+    def operators(self) -> list[Operator]:
+        """The operators that it can hide."""
+        return [operator for operator in get_args(Operator) if self.mask.supports(operator)]
+
+    @property
+    def about(self) -> str:
+        """The docstring of its class."""
+        return inspect.cleandoc(self.mask.__doc__ or "")
+
+    @property
+    def options(self) -> list[MaskOption]:
+        """Its fields; their bounds are what pydantic checks."""
+        described = self.mask.model_json_schema().get("properties", {})
+        return [
+            MaskOption(
+                name=name,
+                values=_values(described[name]),
+                required=field.is_required(),
+                default=None if field.is_required() else field.get_default(),
+            )
+            for name, field in self.mask.model_fields.items()
+        ]
+
+    def described(self) -> dict[str, Any]:
+        """Return everything, as JSON has it."""
+        mask = self.mask
+        return {
+            "name": mask.name,
+            "kind": mask.kind,
+            "hides": mask.hides,
+            "known_break": mask.known_break,
+            "broken": mask.broken,
+            "uniform": mask.uniform,
+            "source": mask.source,
+            "tolerance": mask.tolerance,
+            "cost": mask.cost,
+            "arithmetic": mask.arithmetic,
+            "services": mask.services,
+            "provisioned": issubclass(mask, ProvisionedMask),
+            "operators": self.operators,
+            "options": [option._asdict() for option in self.options],
+            "about": self.about,
+            "origin": self.origin,
+        }
 
 
-class Unusable(_Described):
+class Unusable(NamedTuple):
     """A mask or policy of an installed package that does not load. `error`: why, in one line."""
 
     name: str
     error: str
 
 
-class Leaving(_Described):
-    """An operator that leaves the TEE, in one of its placements."""
+class PolicyEntry(NamedTuple):
+    """A policy, and where it comes from."""
 
-    operator: Operator
-    layers: str | None
-    phase: Phase | None
-    mask: str | None
-    verify: Verify
-    sees: str
+    policy: Policy
+    origin: Origin = "built in"
 
+    @property
+    def standing(self) -> Standing:
+        """How far it is from giving the prompt away, by the weakest of its placements."""
+        masks = [placement.mask for _, placement in self.policy.leaving()]
+        if not masks:
+            return "nothing leaves"
+        if None in masks:
+            return "clear"
+        if any(mask.broken for mask in self.policy.masks):
+            return "broken"
+        return "not known to be broken"
 
-class PolicyEntry(_Described):
-    """What a policy sends away. `standing`: by the weakest of its placements."""
-
-    name: str
-    summary: str
-    arithmetic: PolicyArithmetic
-    services: int
-    masks: tuple[str, ...]
-    leaves: tuple[Leaving, ...]
-    standing: Standing
-    leakage_summary: str | None
-    origin: Origin
-
-
-def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
-    """Read a mask's class."""
-    return MaskEntry(
-        name=mask.name,
-        kind=mask.kind,
-        hides=mask.hides,
-        known_break=mask.known_break,
-        broken=mask.broken,
-        uniform=mask.uniform,
-        source=mask.source,
-        tolerance=mask.tolerance,
-        cost=mask.cost,
-        arithmetic=mask.arithmetic,
-        services=mask.services,
-        provisioned=issubclass(mask, ProvisionedMask),
-        operators=tuple(operator for operator in get_args(Operator) if mask.supports(operator)),
-        options=_options_of(mask),
-        about=inspect.cleandoc(mask.__doc__ or ""),
-        origin=origin,
-    )
+    def described(self) -> dict[str, Any]:
+        """Return what it sends away, as JSON has it."""
+        policy = self.policy
+        return {
+            "name": policy.name,
+            "summary": policy.summary,
+            "arithmetic": policy.arithmetic,
+            "services": policy.services,
+            "masks": list(dict.fromkeys(mask.name for mask in policy.masks)),
+            "leaves": [
+                {
+                    "operator": operator,
+                    "layers": str(placement.layers) if placement.layers else None,
+                    "phase": placement.phase,
+                    "mask": placement.mask.name if placement.mask else None,
+                    "verify": placement.verify,
+                    "sees": SEEN[operator],
+                }
+                for operator, placement in policy.leaving()
+            ],
+            "standing": self.standing,
+            "leakage_summary": policy.leakage_summary(),
+            "origin": self.origin,
+        }
 
 
 def mask_entries() -> tuple[list[MaskEntry], list[Unusable]]:
@@ -141,7 +162,7 @@ def find_mask_entry(name_or_path: str) -> MaskEntry:
     """Return a mask by name, or that of a Python file. Raises MaskError and PluginError."""
     mask = find_mask(name_or_path)
     file = "/" in name_or_path or ".py" in name_or_path
-    return mask_entry(mask, "file" if file else _origin(mask))
+    return MaskEntry(mask, "file" if file else _origin(mask))
 
 
 def _origin(mask: type[Mask]) -> Origin:
@@ -157,63 +178,12 @@ def our_masks() -> dict[str, type[Mask]]:
     return {name: find_mask(name) for name in sorted({*BUILTIN, *research})}
 
 
-def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
-    """Read a policy."""
-    leaves = tuple(
-        Leaving(
-            operator=operator,
-            layers=str(placement.layers) if placement.layers else None,
-            phase=placement.phase,
-            mask=placement.mask.name if placement.mask else None,
-            verify=placement.verify,
-            sees=SEEN[operator],
-        )
-        for operator, placement in policy.leaving()
-    )
-    return PolicyEntry(
-        name=policy.name,
-        summary=policy.summary,
-        arithmetic=policy.arithmetic,
-        services=policy.services,
-        masks=tuple(dict.fromkeys(mask.name for mask in policy.masks)),
-        leaves=leaves,
-        standing=_standing(policy),
-        leakage_summary=policy.leakage_summary(),
-        origin=origin,
-    )
-
-
 def policy_entries() -> tuple[list[PolicyEntry], list[Unusable]]:
     """Return all policies that can be named, as `mask_entries` does."""
     built_in = builtin_policies()
     return _loaded(
         policy_names(),
-        lambda name: policy_entry(load_policy(name), "built in" if name in built_in else "package"),
-    )
-
-
-def _standing(policy: Policy) -> Standing:
-    masks = [placement.mask for _, placement in policy.leaving()]
-    if not masks:
-        return "nothing leaves"
-    if None in masks:
-        return "clear"
-    if any(mask.broken for mask in policy.masks):
-        return "broken"
-    return "not known to be broken"
-
-
-def _options_of(mask: type[Mask]) -> tuple[MaskOption, ...]:
-    """Read a mask's fields; their bounds are what pydantic checks."""
-    described = mask.model_json_schema().get("properties", {})
-    return tuple(
-        MaskOption(
-            name=name,
-            values=_values(described[name]),
-            required=field.is_required(),
-            default=None if field.is_required() else field.get_default(),
-        )
-        for name, field in mask.model_fields.items()
+        lambda name: PolicyEntry(load_policy(name), "built in" if name in built_in else "package"),
     )
 
 
@@ -234,12 +204,14 @@ def _values(schema: dict[str, Any]) -> str:
     return f"{kind}, {' and '.join(bounds)}" if bounds else str(kind)
 
 
-def needs_of(entry: MaskEntry) -> list[str]:
+def needs_of(mask: type[Mask]) -> list[str]:
     """Say what a mask needs beside a service."""
-    needs = ['`arithmetic = "int8"` in the policy'] if entry.arithmetic == "int8" else []
-    needs += ["a key and weights from `tsqp provision`"] if entry.provisioned else []
-    needs += [f"{entry.services} services"] if entry.services > 1 else []
-    if entry.kind == "additive" and entry.services == 1:
+    needs = ['`arithmetic = "int8"` in the policy'] if mask.arithmetic == "int8" else []
+    needs += (
+        ["a key and weights from `tsqp provision`"] if issubclass(mask, ProvisionedMask) else []
+    )
+    needs += [f"{mask.services} services"] if mask.services > 1 else []
+    if mask.kind == "additive" and mask.services == 1:
         needs += ["factors made in advance"]
     return needs
 

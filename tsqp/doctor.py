@@ -113,7 +113,7 @@ def _versions() -> Iterator[Finding]:
 def _processor() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding("processor", "cores", "ok", f"{cores} usable, {platform.machine()}")
-    flags = re.search("^flags.*?:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    flags = re.search("^flags.*?:(.*)$", kernel_file("/proc/cpuinfo"), re.MULTILINE)
     here = set(flags[1].split()) if flags else set()
     for feature, use in _CPU_FEATURES.items():
         found: tuple[State, str] = ("ok", use) if feature in here else ("note", f"not here: {use}")
@@ -129,8 +129,9 @@ def _kernels() -> Iterator[Finding]:
     if not chosen.built:
         remedy = "install a C++17 compiler (apt install g++), then pip install again"
         why = f"does not load: {native.unusable}" if native.unusable else "not compiled"
-        detail = f"{why}; torch computes, which is slower"
-        yield Finding("processor", "kernels", "note", detail, remedy)
+        yield Finding(
+            "processor", "kernels", "note", f"{why}; torch computes, which is slower", remedy
+        )
         return
     yield Finding("processor", "kernels", "ok", f"compiled, {chosen.variant}")
     wrong = "compiled, but not used: gives wrong results on this processor"
@@ -139,16 +140,15 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    fields = dict(re.findall(r"^(\w+): +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
+    fields = dict(re.findall(r"^(\w+): +(\d+) kB$", kernel_file("/proc/meminfo"), re.MULTILINE))
     free, total = (int(fields.get(name, 0)) / 2**20 for name in ("MemAvailable", "MemTotal"))
     if total:
-        detail = f"{free:.1f} GiB available of {total:.1f} GiB"
-        yield Finding("memory", "memory", "ok", detail)
+        yield Finding("memory", "memory", "ok", f"{free:.1f} GiB available of {total:.1f} GiB")
     else:
         yield Finding("memory", "memory", "note", "cannot be read on this system")
 
 
-def _read(path: str) -> str:
+def kernel_file(path: str) -> str:
     """Return the text of a file of the kernel; none where it cannot be read."""
     try:
         return Path(path).read_text(encoding="ascii", errors="replace")
@@ -177,11 +177,13 @@ def _tee() -> Iterator[Finding]:
     here = {path: name for path, name in _TEE_DEVICES.items() if Path(path).exists()}
     yield from (Finding("tee", path, "ok", name) for path, name in here.items())
     if not here:
-        detail = (
+        yield Finding(
+            "tee",
+            "TEE device",
+            "note",
             f"none of {', '.join(_TEE_DEVICES)}: tee-runner works here but nothing is protected"
-            " from this machine's owner"
+            " from this machine's owner",
         )
-        yield Finding("tee", "TEE device", "note", detail)
 
 
 def _attesters() -> Iterator[Finding]:
@@ -204,8 +206,13 @@ def _resumption() -> Iterator[Finding]:
     if not has_generation_id():
         yield Finding("tee", name, "note", f"{what} is not noticed: no vmgenid device")
     elif watch() is None:
-        remedy = "sysctl kernel.dmesg_restrict=0, or CAP_SYSLOG for tee-runner"
-        yield Finding("tee", name, "note", f"{what} is not noticed: no kernel log", remedy)
+        yield Finding(
+            "tee",
+            name,
+            "note",
+            f"{what} is not noticed: no kernel log",
+            "sysctl kernel.dmesg_restrict=0, or CAP_SYSLOG for tee-runner",
+        )
     else:
         yield Finding("tee", name, "ok", f"{what} ends the run")
 

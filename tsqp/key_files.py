@@ -76,8 +76,9 @@ def write_new(path: Path, text: str, mode: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise KeyFileError(str(path), got=reason, expected="a new file") from None
+        raise KeyFileError(
+            str(path), got=error.strerror or type(error).__name__, expected="a new file"
+        ) from None
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             os.fchmod(file.fileno(), mode)

@@ -93,13 +93,11 @@ class KeyRelease:
         for step in self._own_steps(claims):
             if not step.passed:
                 return self._refuse(step)
-        expected = Expected(claims.nonce, None, self._utc(), "key")
-        found = appraise(stated, self._policy, expected)
+        found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc(), "key"))
         if not found.passed:
             return self._refuse(found.failure)
         try:
-            info = release_info(claims.nonce)
-            sealed = seal(claims.hpke_suite, claims.hpke_key, info, self._key)
+            sealed = seal(claims.hpke_suite, claims.hpke_key, release_info(claims.nonce), self._key)
         except ProtocolError as error:
             return self._refuse(_failed(error))
         said = {"model": claims.model, "policy": claims.policy, "settings": claims.settings}

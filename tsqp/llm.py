@@ -22,8 +22,6 @@ from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import (
     Delivery,
     Logprob,
-    NewToken,
-    PromptRead,
     Request,
     SamplingSettings,
 )
@@ -57,10 +55,6 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-
-
-_VLLM_OFF = -1
-_SAMPLING = tuple(SamplingSettings.model_fields)
 
 
 @dataclass
@@ -273,25 +267,19 @@ class _Running:
         if delivery.error is not None:
             raise delivery.error
         if delivery.prompt is not None:
-            self._read(delivery.prompt)
+            self._output.num_cached_tokens = delivery.prompt.reused_tokens
+            if self._wanted:
+                self._output.prompt_logprobs = [None, *delivery.prompt.logprobs]
         for token in delivery.tokens:
-            self._add(token)
+            output, stream = self._output.outputs[token.sample], self._streams[token.sample]
+            output.token_ids.append(token.token_id)
+            output.text += stream.feed(token.token_id)
+            if token.logprob is not None and output.logprobs is not None:
+                output.logprobs.append(token.logprob)
+            if token.finish_reason is not None:
+                output.text += stream.flush()
+                output.finish_reason = token.finish_reason
         return delivery.ended
-
-    def _read(self, prompt: PromptRead) -> None:
-        self._output.num_cached_tokens = prompt.reused_tokens
-        if self._wanted:
-            self._output.prompt_logprobs = [None, *prompt.logprobs]
-
-    def _add(self, token: NewToken) -> None:
-        output, stream = self._output.outputs[token.sample], self._streams[token.sample]
-        output.token_ids.append(token.token_id)
-        output.text += stream.feed(token.token_id)
-        if token.logprob is not None and output.logprobs is not None:
-            output.logprobs.append(token.logprob)
-        if token.finish_reason is not None:
-            output.text += stream.flush()
-            output.finish_reason = token.finish_reason
 
 
 def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]:
@@ -309,8 +297,8 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
     ]
     for expected, name, holds in rows:
         PromptError.unless(holds, f"SamplingParams.{name}", "another value", expected)
-    given = {name: getattr(params, name) for name in _SAMPLING}
-    if given["top_k"] == _VLLM_OFF:
+    given = {name: getattr(params, name) for name in SamplingSettings.model_fields}
+    if given["top_k"] == -1:  # off, in vLLM
         given["top_k"] = 0
     try:
         return tuple(stop), SamplingSettings(**given)

@@ -66,7 +66,12 @@ def make_manifest(
     checkpoint.refuse_extra(config)
     tensors: dict[str, TensorPin] = {}
     for name in sorted(wanted):
-        tensors[name] = _pinned_tensor(checkpoint, name, wanted[name])
+        digests = [
+            hashlib.sha256(bytes_of(found)).hexdigest()
+            for _, found in checkpoint.blocks(name, wanted[name])
+        ]
+        pin = {"dtype": checkpoint.dtype(name), "shape": wanted[name], "blocks": digests}
+        tensors[name] = TensorPin.model_validate(pin)
         progress(len(tensors), len(wanted))
     files: dict[PinnedFile, str] = {
         name: hashlib.sha256(read_bytes(directory / name, MAX_FILE_BYTES)).hexdigest()
@@ -76,14 +81,6 @@ def make_manifest(
     manifest = Manifest(version=MANIFEST_VERSION, files=files, tensors=tensors, also=beside)
     read_config(directory, manifest)  # it may have changed between
     return manifest
-
-
-def _pinned_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorPin:
-    """Pin a checked tensor, from what is there."""
-    digests, dtype = [], checkpoint.dtype(name)
-    for _, found in checkpoint.blocks(name, shape):
-        digests.append(hashlib.sha256(bytes_of(found)).hexdigest())
-    return TensorPin.model_validate({"dtype": dtype, "shape": shape, "blocks": digests})
 
 
 def _pinned_by_name(paths: Sequence[Path]) -> dict[str, FilePin]:
@@ -120,7 +117,15 @@ def seal_model(
     One chunk is in memory at a time. A run that fails leaves nothing behind. Raises ModelError for
     what is no model, or an output that is there; SealError for what is sealed; OSError.
     """
-    _check_output(output)
+    ModelError.unless(
+        not os.path.lexists(output), str(output), "something of this name", "a new directory"
+    )
+    ModelError.unless(
+        os.access(output.parent, os.W_OK | os.X_OK),
+        str(output.parent),
+        "no such directory to write to",
+        "one",
+    )
     read_config(directory)  # a wrong directory is noticed before any work
     SealError.unless(
         not is_there(directory / SEAL_FILE),
@@ -170,18 +175,6 @@ def rewrap(directory: Path, old: bytes, new: bytes) -> str:
     finally:
         partial.unlink(missing_ok=True)
     return hashlib.sha256(body).hexdigest()
-
-
-def _check_output(output: Path) -> None:
-    ModelError.unless(
-        not os.path.lexists(output), str(output), "something of this name", "a new directory"
-    )
-    ModelError.unless(
-        os.access(output.parent, os.W_OK | os.X_OK),
-        str(output.parent),
-        "no such directory to write to",
-        "one",
-    )
 
 
 def _size(path: Path) -> int:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tee_side.protect.pads.bank_format import Purpose
+
 from protocol.curve import ClientKeys
-from protocol.endpoint import is_exposed, one_for_each
+from protocol.endpoint import one_for_each
 from protocol.errors import ReplyError, TsqpError
 from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
 from protocol.model.checkpoint import (
@@ -34,20 +36,21 @@ from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_files import Purpose
-from tee_side.protect.sites import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
-from tsqp.doctor import Finding
+from tsqp.doctor import Finding, kernel_file
 from tsqp.run.process import require_seed
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import (
     bank_place,
+    exposed_services,
     load_run_policy,
+    padded,
     read_client_keys,
     read_http_access,
     service_appraisal,
 )
 
-_CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+_CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 # Read in a processor's register or in shared memory; all others cost a microsecond a reading.
 _FAST_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
 
@@ -93,11 +96,6 @@ class Start:
         """Keys of services. Raises KeyFileError, SettingsError, ManifestError."""
         return read_client_keys(self.settings, self.manifest)
 
-    @property
-    def pads(self) -> list[AdditiveMask]:
-        """The masks of the policy that need pads."""
-        return [mask for mask in self.policy.masks if isinstance(mask, AdditiveMask)]
-
     @cached_property
     def calibration(self) -> Calibration:
         """The scales of integers. Raises CalibrationError, ManifestError."""
@@ -122,7 +120,7 @@ def examine_start(start: Start) -> list[Finding]:
         except TsqpError as error:
             made_by = remedy.format(model=start.model, bank=start.settings.bank)
             found.append(Finding("run", name, "missing", str(error), made_by))
-            if name in _NEEDED_BY_OTHERS:
+            if name in ("model", "policy", "keys"):
                 break
     return found
 
@@ -136,8 +134,12 @@ def _policy(start: Start) -> Iterator[Finding]:
 def _model(start: Start) -> Iterator[Finding]:
     start.checkpoint.require(light_tensors(start.config))
     pinned = "pinned by the manifest" if start.manifest else "no --manifest: not pinned"
-    detail = f"{start.config.architecture}, {start.config.num_hidden_layers} layers, {pinned}"
-    yield Finding("run", "model", "ok", detail)
+    yield Finding(
+        "run",
+        "model",
+        "ok",
+        f"{start.config.architecture}, {start.config.num_hidden_layers} layers, {pinned}",
+    )
 
 
 def _weights(start: Start) -> Iterator[Finding]:
@@ -155,8 +157,12 @@ def _weights(start: Start) -> Iterator[Finding]:
 
 def _tokenizer(start: Start) -> Iterator[Finding]:
     if find_file(start.model, TOKENIZER_FILE, start.manifest) is None:
-        detail = f"no {TOKENIZER_FILE}: prompts are token ids (--prompt-token-ids)"
-        yield Finding("run", "tokenizer", "note", detail)
+        yield Finding(
+            "run",
+            "tokenizer",
+            "note",
+            f"no {TOKENIZER_FILE}: prompts are token ids (--prompt-token-ids)",
+        )
         return
     Tokenizer(start.model, start.manifest)
     yield Finding("run", "tokenizer", "ok", TOKENIZER_FILE)
@@ -166,16 +172,20 @@ def _calibration(start: Start) -> Iterator[Finding]:
     if start.policy.arithmetic != "int8":
         return
     path = calibration_path(start.model, start.settings.calibration)
-    tokens = f"{path}, from {start.calibration.tokens} tokens"
-    yield Finding("run", "calibration", "ok", tokens)
+    yield Finding("run", "calibration", "ok", f"{path}, from {start.calibration.tokens} tokens")
 
 
 def _bank(start: Start) -> Iterator[Finding]:
     bank: Path | None = start.settings.bank
-    if not start.pads:
+    if not any(isinstance(mask, AdditiveMask) for mask in start.policy.masks):
         if bank is not None:
-            detail = f"{bank} is of no use: policy {start.policy.name} needs no pads"
-            yield Finding("run", "bank", "missing", detail, "leave out --bank")
+            yield Finding(
+                "run",
+                "bank",
+                "missing",
+                f"{bank} is of no use: policy {start.policy.name} needs no pads",
+                "leave out --bank",
+            )
         return
     policy = start.settings.policy
     make = f"tee-runner pads make {start.model} --policy {policy} --tokens N --bank FILE"
@@ -185,10 +195,7 @@ def _bank(start: Start) -> Iterator[Finding]:
         return
     place.check_apart()
     status = read_bank_status(place)
-    mask = start.pads[0]
-    layout = PadLayout.of(
-        start.config, start.policy.sites_under(start.config.num_hidden_layers, mask)
-    )
+    mask, layout = padded(start.policy, start.config)
     # As a run does: a directory without linear weights has the digest of its calibration.
     wanted = Purpose.of(
         layout,
@@ -203,12 +210,16 @@ def _bank(start: Start) -> Iterator[Finding]:
 
 
 def _keys(start: Start) -> Iterator[Finding]:
-    known = [ServiceSpec.parse(text).endpoint for text in start.gpu]
     if start.keys:
         yield Finding("run", "keys", "ok", f"{len(start.keys)} of services, and our own")
-    elif exposed := ", ".join(filter(is_exposed, known)):
-        detail = f"none for {exposed}: not encrypted, and anyone may answer"
-        yield Finding("run", "keys", "note", detail, "tsqp keys new NAME")
+    elif exposed := exposed_services(start.gpu):
+        yield Finding(
+            "run",
+            "keys",
+            "note",
+            f"none for {exposed}: not encrypted, and anyone may answer",
+            "tsqp keys new NAME",
+        )
 
 
 def _services(start: Start) -> Iterator[Finding]:
@@ -223,18 +234,21 @@ def _services(start: Start) -> Iterator[Finding]:
     for spec, own in zip(specs, keys, strict=True):
         where = spec.endpoint
         try:
-            channel = open_channel(where, timeout_s=limit_s, keys=own, http=access.get(where))
-            try:
+            http = access.get(where)
+            with open_channel(where, timeout_s=limit_s, keys=own, http=http) as channel:
                 reply = channel.call(InitRequest(nonce=nonce)).response
-            finally:
-                channel.close()
             if not isinstance(reply, InitReply):
                 raise ReplyError(where, got=type(reply).__name__, expected=InitReply.__name__)
             if appraise is not None:
                 appraise(where, own, reply.statement, nonce)
         except TsqpError as error:
-            remedy = f"gpu-service {start.model} --bind {where}"
-            yield Finding("run", f"service {where}", "missing", str(error), remedy)
+            yield Finding(
+                "run",
+                f"service {where}",
+                "missing",
+                str(error),
+                f"gpu-service {start.model} --bind {where}",
+            )
         else:
             yield _held(start, where, reply)
 
@@ -252,18 +266,16 @@ def _held(start: Start, where: str, reply: InitReply) -> Finding:
     )
     for holds, fault in checks:
         if not holds:
-            remedy = f"gpu-service {start.model} --bind {where}"
-            return Finding("run", name, "missing", fault, remedy)
+            return Finding(
+                "run", name, "missing", fault, f"gpu-service {start.model} --bind {where}"
+            )
     first, last = reply.layers
     return Finding("run", name, "ok", f"the same model, layers {first}-{last}")
 
 
 def _clock(_start: Start) -> Iterator[Finding]:
     """Look at the clock: each RPC reads it several times, and deadlines depend on it."""
-    try:
-        source = _CLOCK_SOURCE.read_text(encoding="ascii").strip()
-    except OSError:
-        source = "unknown"
+    source = kernel_file(_CLOCK_SOURCE).strip() or "unknown"
     detail = f"{source}, resolution {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
     yield Finding("run", "clock", "ok" if source in _FAST_CLOCKS else "note", detail)
 
@@ -287,4 +299,3 @@ _CHECKS: dict[tuple[str, str], Callable[[Start], Iterator[Finding]]] = {
     ("keys", "tsqp keys new NAME"): _keys,
     ("services", "gpu-service {model} --bind ENDPOINT"): _services,
 }
-_NEEDED_BY_OTHERS = ("model", "policy", "keys")

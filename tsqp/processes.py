@@ -43,7 +43,16 @@ def child(
         [*ending_with_us(), *command],
         stdout=stdout,
         stderr=subprocess.PIPE,
-        env=_child_environment(),
+        # Without settings of the two programs, which each caller gives them: with a temperature,
+        # for example, the demo's tokens would rightly differ from transformers'.
+        env={
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("TSQP_") or name == "TSQP_DEBUG"
+            },
+            "PYTHONUNBUFFERED": "1",
+        },
     )
     reader = StderrReader(process.stderr)
     try:
@@ -84,17 +93,6 @@ def failure(where: str, status: int | None, last: str, *, expected: str) -> Proc
             f"{where}: {complaint['where']}", got=complaint["got"], expected=complaint["expected"]
         )
     return ProcessError(where, got=last, expected=expected)
-
-
-def _child_environment() -> dict[str, str]:
-    """Return our environment without settings of the two programs: each caller gives them its own.
-
-    With a temperature, for example, the demo's tokens would rightly differ from transformers'.
-    """
-    return {
-        **{k: v for k, v in os.environ.items() if not k.startswith("TSQP_") or k == "TSQP_DEBUG"},
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 class StderrReader:
@@ -149,7 +147,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def start_service(
-    running: ExitStack, arguments: list[str], *, timeout_s: float | None = None
+    running: ExitStack, arguments: list[str], *, timeout_s: float = START_TIMEOUT_S
 ) -> tuple[int, str]:
     """Start a gpu-service that ends with `running`; return its process id and its endpoint.
 
@@ -161,22 +159,21 @@ def start_service(
 
 def start_server(running: ExitStack, arguments: list[str]) -> tuple[int, str]:
     """Start a `tee-runner serve` likewise; return its process id and its base URL."""
-    pid, line = _start(running, "tee-runner", ["serve", *arguments], None)
+    pid, line = _start(running, "tee-runner", ["serve", *arguments], START_TIMEOUT_S)
     return pid, line.split(" ready: ", 1)[1]
 
 
 def _start(
-    running: ExitStack, name: str, arguments: list[str], timeout_s: float | None
+    running: ExitStack, name: str, arguments: list[str], timeout_s: float
 ) -> tuple[int, str]:
     command = [program(name), *arguments]
     process, log = running.enter_context(child(command, stdout=subprocess.DEVNULL))
-    patience_s = START_TIMEOUT_S if timeout_s is None else timeout_s
-    line = log.ready_line(patience_s)
+    line = log.ready_line(timeout_s)
     if line is None:
         raise failure(
             name,
             _ended(process),
             log.last,
-            expected=f"a line that says ready within {patience_s:g} s",
+            expected=f"a line that says ready within {timeout_s:g} s",
         )
     return process.pid, line

@@ -122,7 +122,7 @@ def test_what_was_said_before_a_service_is_lost_is_shown(monkeypatch: pytest.Mon
             raise lost
         return line
 
-    monkeypatch.setattr("tsqp.cli.chat.read_line", read_line)
+    monkeypatch.setattr("tsqp.cli.serve.read_line", read_line)
     result = call("tee-runner", "chat", *TEE_ONLY[1:], "--max-new-tokens", "4", "--json")
     assert result.returncode == 2
     assert len(json.loads(result.stdout)["turns"]) == 1

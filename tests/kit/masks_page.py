@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tsqp.catalogue import MaskEntry, default_text, mask_entry, needs_of, our_masks
+from tsqp.catalogue import MaskEntry, default_text, needs_of, our_masks
 
 _HEAD = """\
 # Masks
@@ -40,25 +40,25 @@ _COLUMNS = (
 
 def masks_page() -> str:
     """Return the text of docs/masks.md: the masks that ship with us, whatever is installed."""
-    entries = [mask_entry(mask) for mask in our_masks().values()]
+    entries = [MaskEntry(mask) for mask in our_masks().values()]
     lines = [_HEAD, _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     lines += [_row(_cells(entry)) for entry in entries]
     for entry in entries:
-        lines += ["", f"## {entry.name}", "", entry.about, *_options(entry)]
+        lines += ["", f"## {entry.mask.name}", "", entry.about, *_options(entry)]
     return "\n".join(lines) + "\n"
 
 
 def _cells(entry: MaskEntry) -> list[str]:
     return [
-        f"[`{entry.name}`](#{entry.name})",
-        entry.kind,
-        entry.hides,
-        entry.known_break,
-        "yes" if entry.broken else "not known to be",
-        entry.source,
-        entry.cost,
+        f"[`{entry.mask.name}`](#{entry.mask.name})",
+        entry.mask.kind,
+        entry.mask.hides,
+        entry.mask.known_break,
+        "yes" if entry.mask.broken else "not known to be",
+        entry.mask.source,
+        entry.mask.cost,
         ", ".join(f"`{operator}`" for operator in entry.operators),
-        f"{entry.tolerance:g}",
+        f"{entry.mask.tolerance:g}",
     ]
 
 
@@ -68,7 +68,7 @@ def _options(entry: MaskEntry) -> list[str]:
         f"- option `{option.name}`: {option.values}; default: {default_text(option)}"
         for option in entry.options
     ]
-    needs = needs_of(entry)
+    needs = needs_of(entry.mask)
     return options + ([f"- needs {', '.join(needs)}"] if needs else [])
 
 

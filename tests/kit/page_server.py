@@ -19,8 +19,7 @@ from starlette.routing import Route
 from tee_side.engine.request import SamplingSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.page.feed import Feed
-from tsqp.page.routes import PageRequests, page_routes
+from tsqp.page.feed import Feed, PageRequests, page_routes
 from tsqp.run.settings import model_directory
 
 DEMO = model_directory("demo")

@@ -16,8 +16,8 @@ from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.prepared import Exchange, Traffic
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
-from tsqp.run import link as link_module
-from tsqp.run.link import Link, ModelledLink
+from tsqp import link as link_module
+from tsqp.link import Link, ModelledLink
 
 REPLY = TensorReply(output=from_torch(torch.ones(1)))
 HEADER = link_module._HEADER_BYTES

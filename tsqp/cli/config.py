@@ -80,8 +80,9 @@ class Model(click.types.StringParamType):
 
 def model_argument(*, required: bool = True) -> Callable[[C], C]:
     """Add MODEL. One that is optional is a choice for this command, and no setting."""
-    envvar = f"{PREFIX}_MODEL" if required else None
-    return click.argument("model", type=Model(), required=required, envvar=envvar)
+    return click.argument(
+        "model", type=Model(), required=required, envvar=f"{PREFIX}_MODEL" if required else None
+    )
 
 
 def complete_policy(

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 _DEVELOPMENT = "development"
-_MODES = (_DEVELOPMENT, "production", "gpu-confidential")
 
 
 def appraisal_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +39,7 @@ def appraisal_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     mode = click.option(
         "--mode",
-        type=click.Choice(_MODES),
+        type=click.Choice((_DEVELOPMENT, "production", "gpu-confidential")),
         help="As the policy must say. Without one, development accepts any simulated TEE.",
     )
     return policy(mode(command))
@@ -67,10 +66,12 @@ def read_appraisal(policy: Path | None, mode: str | None) -> AppraisalPolicy:
             mode in (None, found.mode), "--mode", str(mode), f"{found.mode}, as {policy} says"
         )
     if found.mode == _DEVELOPMENT:
-        said = (
-            "DEVELOPMENT: a simulated TEE is accepted, whose key is published. Nothing is proved."
+        click.secho(
+            "DEVELOPMENT: a simulated TEE is accepted, whose key is published. Nothing is proved.",
+            err=True,
+            fg="red",
+            bold=True,
         )
-        click.secho(said, err=True, fg="red", bold=True)
     return found
 
 
@@ -120,8 +121,9 @@ def _end(
     """Print steps with further lines, or one object with more, and exit: 0 where all passed."""
     if as_json:
         listed = [step._asdict() for step in steps]
-        said = {"passed": passed, "steps": listed, **more}
-        click.echo(json.dumps(said, indent=1, default=bytes.hex))
+        click.echo(
+            json.dumps({"passed": passed, "steps": listed, **more}, indent=1, default=bytes.hex)
+        )
     else:
         for line in (*steps, *lines):
             click.echo(str(line))
@@ -145,8 +147,7 @@ def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
     from tsqp.client.attested_tls import read_answer
 
     stated = read_answer(path.read_bytes())
-    expected = Expected(None, None, datetime.now(UTC), "serve")
-    return appraise(stated, policy, expected)
+    return appraise(stated, policy, Expected(None, None, datetime.now(UTC), "serve"))
 
 
 def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
@@ -181,7 +182,6 @@ def _pinned(found: Appraisal, certificate: bytes | None) -> dict[str, object]:
 # As a header, as `curl -D` writes it, or as the comment in a stream.
 _NAMED = re.compile(rb"^(?:: )?tsqp-receipt:? ([A-Za-z0-9+/=]+)\r?$", re.IGNORECASE | re.MULTILINE)
 _DONE = b"data: [DONE]\n\n"
-_DIGESTS = ("previous", "model", "policy", "request", "response")
 # Of an appraisal step: its name, whether it passed, what was found and what was expected.
 _Row: TypeAlias = tuple[str, bool, str, str]
 
@@ -330,7 +330,10 @@ def _told(signed: bytes, one: Receipt) -> Iterator[str]:
     facts = {
         "receipt": f"{one.sequence}, SHA-256 {hashlib.sha256(signed).hexdigest()}",
         "time": datetime.fromtimestamp(one.time, UTC).isoformat(),
-        **{name: getattr(one, name).hex() for name in _DIGESTS},
+        **{
+            name: getattr(one, name).hex()
+            for name in ("previous", "model", "policy", "request", "response")
+        },
         "tokens": f"{one.prompt_tokens} read, {one.completion_tokens} made",
         "sampling": json.dumps(one.sampling),
         "seed": "none that was asked for" if one.seed is None else one.seed,
@@ -368,11 +371,9 @@ def proxy(
     URL is https://HOST:PORT. Programs use http://127.0.0.1:8080/v1 as they would use the server.
     What comes in is in the clear: listen on an address of this machine alone.
     """
-    from tsqp.client.attested_tls import Address, AttestedContext
-    from tsqp.client.proxy import Proxy
+    from tsqp.client.attested_tls import Address, AttestedContext, Proxy
 
-    appraisal = read_appraisal(policy, mode)
-    context = AttestedContext(appraisal, again_minutes * 60)
+    context = AttestedContext(read_appraisal(policy, mode), again_minutes * 60)
     say = partial(click.echo, err=True)
     made = Proxy(listen, Address.of(url), context, say)
     with closing(made):

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tee_side.runner import Runner
     from tsqp.operator_table import OperatorTotals
 
-_PARTS = ("tee", "wire", "queue", "gpu")
-
 
 class PrivateFile(click.File):
     """A file to write that its owner alone can read: mode 0600, also where it was there before."""
@@ -120,8 +118,11 @@ def generate(
     except TsqpError as error:
         if settings.as_json:  # an object too, with the tokens so far
             token_ids, text = (generation.token_ids, generation.text) if generation else ([], "")
-            said = {"error": describe_error(error), "token_ids": token_ids, "text": text or ""}
-            click.echo(json.dumps(said))
+            click.echo(
+                json.dumps(
+                    {"error": describe_error(error), "token_ids": token_ids, "text": text or ""}
+                )
+            )
         raise
     if settings.as_json:
         click.echo(json.dumps(described))
@@ -153,7 +154,9 @@ def _described(
 
 def _costs(totals: OperatorTotals) -> dict[str, object]:
     counts = ("place", "calls", "round_trips", "bytes_sent", "bytes_received")
-    times = {f"{part}_s": getattr(totals, f"{part}_ns") / 1e9 for part in _PARTS}
+    times = {
+        f"{part}_s": getattr(totals, f"{part}_ns") / 1e9 for part in ("tee", "wire", "queue", "gpu")
+    }
     return {name: getattr(totals, name) for name in counts} | times
 
 

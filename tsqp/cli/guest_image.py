@@ -21,7 +21,6 @@ from tsqp.run.process import bytes_for_people
 
 # OVMF.amdsev.fd of Debian unstable.
 TESTED_FIRMWARE = "3e4fd0b3fe3b2dbe481c3d9e99418a034174f26cbe1f55aa212b0f18c12d2d6f"
-_EXTRA = "the extra deploy: pip install '.[deploy]'"
 _OPTIONS = (
     click.option("--vcpus", type=click.IntRange(1, 512), required=True, help="As the host starts."),
     click.option("--vcpu-type", default="EPYC-v4", show_default=True, help="QEMU's -cpu."),
@@ -79,7 +78,7 @@ def measured(image: Path, launch: Launch) -> bytes:
     """Return what SEV-SNP measures, 48 bytes. Raises SettingsError, also without the library."""
     from tsqp.deploy.image import measure
 
-    with needing("tsqp measure", _EXTRA):
+    with needing("tsqp measure", "the extra deploy: pip install '.[deploy]'"):
         return measure(image, launch)
 
 
@@ -161,9 +160,12 @@ def build(
         )
     else:
         progress("look up today's packages")
-        index = torch_index or TORCH_INDEX
         parts = resolve(
-            suite or "bookworm", checkout, small=small, torch_index=index, scratch=scratch
+            suite or "bookworm",
+            checkout,
+            small=small,
+            torch_index=torch_index or TORCH_INDEX,
+            scratch=scratch,
         )
     if save is not None:
         fetch(parts.artifacts, save, packages)
@@ -292,8 +294,11 @@ def run(
                 "--no-tee without --ovmf",
                 "what measures",
             )
-    started = (vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
-    launch = None if no_tee and ovmf is None else read_launch(*started)
+    launch = (
+        None
+        if no_tee and ovmf is None
+        else read_launch(vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
+    )
     machine = GuestMachine(
         image=image,
         launch=None if no_tee else launch,
@@ -312,8 +317,12 @@ def run(
         click.echo(domain(machine, "tsqp") if show == "libvirt" else f"{machine}\n", nl=False)
         return
     if no_tee:
-        said = "NO TEE: the host of this guest reads its memory. Nothing is confidential."
-        click.secho(said, err=True, fg="red", bold=True)
+        click.secho(
+            "NO TEE: the host of this guest reads its memory. Nothing is confidential.",
+            err=True,
+            fg="red",
+            bold=True,
+        )
     if machine.measurement is not None:
         click.echo(f"measurement {machine.measurement.hex()}", err=True)
     left = memory_mib - least_memory_mib(image)

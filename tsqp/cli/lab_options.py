@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tsqp.lab.bench.run import Bench
     from tsqp.lab.leak.laboratory import Laboratory
 
+
 Number = TypeVar("Number", int, float)
 R = TypeVar("R")
 
@@ -102,18 +103,17 @@ class Outputs(Generic[R]):
         Raises SettingsError.
         """
         places: dict[Path, Path] = {}
-        for path, _ in self._renders:
-            other = places.setdefault(path.resolve(), path)
-            # What is no file, such as /dev/null, takes anything.
-            SettingsError.unless(
-                other is path or (path.exists() and not path.is_file()),
-                self._options,
-                f"{path} twice",
-                "a file for each",
-            )
         try:
             for path, _ in self._renders:
                 new = not path.exists()
+                other = places.setdefault(path.resolve(), path)
+                # What is no file, such as /dev/null, takes anything.
+                SettingsError.unless(
+                    other is path or not (new or path.is_file()),
+                    self._options,
+                    f"{path} twice",
+                    "a file for each",
+                )
                 try:
                     # For appending: a run that is refused leaves an old file as it was.
                     path.open("ab").close()

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,8 +223,9 @@ def leak(
     with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
         folder = Path(name)
         with outputs.checked():
-            settings = _settings(model, shape, folder, fail_above, options)
-            laboratory = Laboratory(settings, folder, watch)
+            laboratory = Laboratory(
+                _settings(model, shape, folder, fail_above, options), folder, watch
+            )
         report = outputs.report_of(
             laboratory, lambda report: show(report, console, details=details)
         )
@@ -255,9 +256,10 @@ def _settings(
     from protocol.model.config import read_config
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.policy.placement import builtin_policies, load_policy
+    from tee_side.protect.masks.registry import is_path
     from tsqp.lab.bench import prepare
     from tsqp.lab.bench.shapes import find_shape, require_one
-    from tsqp.lab.leak.attacks import find_attacks
+    from tsqp.lab.leak.attacks import ATTACKS, find_attacks
     from tsqp.lab.leak.laboratory import read_report
     from tsqp.lab.leak.settings import (
         LeakSettings,
@@ -277,8 +279,10 @@ def _settings(
     )
     names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
     policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
-    attack_names = _attack_names(options["attack"])
-    attacks = dict.fromkeys(attack for name in attack_names for attack in find_attacks(name))
+    # Those that were given by their names, or all, and behind them those of files.
+    paths = [one for one in options["attack"] if is_path(one)]
+    chosen = [one for one in options["attack"] if not is_path(one)] or ATTACKS.names()
+    attacks = dict.fromkeys(attack for name in (*chosen, *paths) for attack in find_attacks(name))
     workers = options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     torch.set_num_threads(options["threads"])
     count, tokens = options["prompts"], options["prompt_tokens"]
@@ -288,14 +292,18 @@ def _settings(
         directory.mkdir()
         # The first layer alone.
         prepare.random_model(directory, find_shape(shape).with_layers(1), linear=True)
-        vocabulary = read_config(directory).vocab_size
-        prompts = random_prompts(vocabulary, count, tokens, options["seed"])
+        prompts = random_prompts(read_config(directory).vocab_size, count, tokens, options["seed"])
     else:
         directory = model_directory(model or "")
-        text = text_of(directory, options["text"])
-        prompts = cut_prompts(Tokenizer(directory), text, count, tokens)
-    tried = options["curves"] or options["sigma"] is None
-    SettingsError.unless(tried, "--sigma", "no --curves", "it: that is what tries them")
+        prompts = cut_prompts(
+            Tokenizer(directory), text_of(directory, options["text"]), count, tokens
+        )
+    SettingsError.unless(
+        options["curves"] or options["sigma"] is None,
+        "--sigma",
+        "no --curves",
+        "it: that is what tries them",
+    )
     SettingsError.unless(
         not options["curves"] or any(noisy_mask(policy) for _, policy in policies),
         "--curves",
@@ -328,16 +336,6 @@ def _settings(
         curves=sigmas if options["curves"] else (),
         shares_in_the_clear=options["shares_in_the_clear"],
     )
-
-
-def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that were given, or all, and behind them the paths that were given."""
-    from tee_side.protect.masks.registry import is_path
-    from tsqp.lab.leak.attacks import ATTACKS
-
-    paths = [one for one in given if is_path(one)]
-    names = [one for one in given if not is_path(one)]
-    return (*(names or ATTACKS.names()), *paths)
 
 
 @contextmanager

@@ -16,20 +16,17 @@ from tsqp.cli.terminal import require_utf8
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 
-_EXTRA = "the extra demo: pip install '.[demo]'"
 # Commands that make keys, or read a text that may be private.
 _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}
 # The commands of each module.
 _COMMANDS = {
-    "bench": ("bench",),
+    "bench": ("bench", "plan"),
     "policies": ("explain", "masks", "policies"),
     "evidence": ("keyserver", "proxy", "receipt", "verify"),
     "guest_image": ("image", "measure"),
-    "keys": ("api-key", "keys"),
     "leak": ("leak",),
     "model_files": ("calibrate", "manifest", "provision", "seal"),
-    "operate": ("audit", "doctor", "health"),
-    "plan": ("plan",),
+    "operate": ("api-key", "audit", "doctor", "health", "keys"),
 }
 _MODULES = {name: module for module, names in _COMMANDS.items() for name in names}
 
@@ -73,7 +70,7 @@ def demo(
     integers from the same integers without a mask, or the lie goes unnoticed.
     """
     require_utf8(prompt, "--prompt")
-    with needing("tsqp demo", _EXTRA):
+    with needing("tsqp demo", "the extra demo: pip install '.[demo]'"):
         from tsqp.demo.acts import run_demo
     right = run_demo(
         policies=policy,
@@ -88,8 +85,11 @@ def demo(
 @click.argument("words", nargs=-1, expose_value=False)
 def train_demo() -> None:
     """Say where the training of the demo model went. Raises SettingsError."""
-    expected = "python -m benchmarks.train_demo OUTPUT, in a checkout"
-    raise SettingsError("tsqp train-demo", got="a command of earlier versions", expected=expected)
+    raise SettingsError(
+        "tsqp train-demo",
+        got="a command of earlier versions",
+        expected="python -m benchmarks.train_demo OUTPUT, in a checkout",
+    )
 
 
 @command.command(context_settings=CONTEXT)

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from tee_side.protect.masks.mask import Mask
 
 
-_MAX_TOKENS = 65_536
-
-
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar; it is told how much is done, of how much. Only its label without a terminal."""
@@ -65,7 +62,7 @@ def _require_place(path: Path, *, force: bool) -> None:
 )
 @click.option(
     "--tokens",
-    type=click.IntRange(2, _MAX_TOKENS),
+    type=click.IntRange(2, 65_536),
     default=2048,
     help="How many of it to run; memory grows with them.",
 )

@@ -1,11 +1,17 @@
-"""`tsqp doctor`, `health` and `audit`: how a machine, a service and a server's log stand."""
+"""`tsqp doctor`, `health`, `audit`, `keys` and `api-key`: what operators ask and hand out.
+
+How a machine, a service and a server's log stand; by what runners, services and clients know each
+other.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -129,11 +135,8 @@ def health(
     http = read_http_access(settings, None).get(endpoint)
     own = keys[0] if keys else None
     try:
-        channel = open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http)
-        try:
+        with open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http) as channel:
             reply = channel.call(HealthRequest()).response
-        finally:
-            channel.close()
         if not isinstance(reply, HealthReply):
             raise ReplyError(endpoint, got=type(reply).__name__, expected=HealthReply.__name__)
     except (
@@ -157,7 +160,6 @@ def health(
 
 # The fields of a request that have columns of their own.
 _NUMBERS = ("prompt_tokens", "completion_tokens", "duration_s")
-_PIPED_WIDTH = 1000
 _COLUMNS = ("time", "kind", "key", "outcome", *_NUMBERS)
 
 
@@ -220,7 +222,7 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
         console = open_console()
         if not console.is_terminal:
             # A record stays on a line, for programs that search.
-            console.width = _PIPED_WIDTH
+            console.width = 1000
         console.print(table("", columns, rows))
     if reader.torn_bytes:
         complain(f"{log}: torn tail: {reader.torn_bytes} bytes of records that were not finished")
@@ -233,3 +235,100 @@ def _row(record: dict[str, Any]) -> list[str]:
     shown = [str(record.get(name, "")) for name in _COLUMNS]
     more = {name: value for name, value in record.items() if name not in _COLUMNS}
     return [*shown, json.dumps(more, default=bytes.hex)[1:-1]]
+
+
+@click.group(context_settings=CONTEXT)
+@config_option
+def keys() -> None:
+    """Make and show the keys by which runners and services know each other.
+
+    Each side makes its own pair, keeps NAME.key and gives NAME.pub to the other.
+    """
+
+
+@keys.command(context_settings=CONTEXT)
+@click.argument("name", type=click.Path(path_type=Path))
+@config_option
+def new(name: Path) -> None:
+    """Make a key pair: NAME.key, which stays where it is, and NAME.pub, which others need."""
+    from tsqp.key_files import new_key_pair
+
+    SettingsError.unless(name.name, "NAME", f"{str(name)!r}", "a file name without .key")
+    for path in (name.with_name(f"{name.name}{suffix}") for suffix in (".key", ".pub")):
+        # `new_key_pair` would not overwrite it either, and says less.
+        SettingsError.unless(
+            not os.path.lexists(path),
+            str(path),
+            "a file that exists",
+            "none: remove it, or take another NAME",
+        )
+    secret, public, text = new_key_pair(name)
+    click.echo(f"{secret}: stays on this machine, for --identity")
+    click.echo(f"{public}: a service's is the runner's --service-key, as a file or by value;")
+    click.echo(f"a runner's goes into the service's --allow list: {text}")
+
+
+@keys.command("show", context_settings=CONTEXT)
+@click.argument("file", type=PATH)
+@config_option
+def show_key(file: Path) -> None:
+    """Print the public key of a .key or .pub FILE, as a line of an --allow list."""
+    from tsqp.key_files import public_key_of
+
+    click.echo(public_key_of(file).decode("ascii"))
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def _limit(name: str, text: str) -> Callable[[C], C]:
+    # Of one key each time, and no setting.
+    return click.option(
+        name, type=click.IntRange(1, 10**9), allow_from_autoenv=False, metavar="N", help=text
+    )
+
+
+@click.command("api-key", context_settings=CONTEXT)
+@click.argument("name")
+@_limit("--requests-per-minute", "Let in so many requests a minute.")
+@_limit("--tokens-per-minute", "So many tokens a minute, of prompts and answers together.")
+@_limit("--concurrent", "So many requests at a time.")
+@_limit("--max-tokens", "So many tokens in the answer to one request, all samples together.")
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="New file for the key (mode 0600); default: stderr.",
+)
+@click.option(
+    "--digest",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Make a bearer token of a runner, and print a line for gpu-service --http-tokens.",
+)
+@config_option
+def api_key(*, name: str, to: Path | None, digest: bool, **limits: int | None) -> None:
+    """Make an API key. Its entry, which is no secret, is printed: append it to the key file.
+
+    The key itself is shown once, and kept nowhere: give it to the client.
+    """
+    import secrets
+
+    from protocol.curve import SECRET_MODE
+    from tee_side.serve.keys import PREFIX, ApiKey, check_name, hash_of
+    from tsqp.key_files import write_new
+
+    check_name(name, "NAME")
+    key = PREFIX + secrets.token_urlsafe(32)
+    entry = ApiKey(name=name, sha256=hash_of(key), **limits).entry()
+    if digest:
+        SettingsError.unless(
+            not any(limits.values()), "--digest", "limits as well", "it without limits"
+        )
+        entry = f"{hash_of(key)}    # {name}\n"
+    if to is None:
+        click.echo(key, err=True)
+    else:
+        write_new(to, f"{key}\n", SECRET_MODE)
+    click.echo(entry, nl=False)

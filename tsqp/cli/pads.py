@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
 _MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
 _THE_BANK = {"required": True, "help": "The pad bank."}
-_POLICY = {"help": "Pads are made for the operators that it puts under pads."}
 
 
 @click.group(context_settings=CONTEXT)
@@ -57,7 +56,13 @@ def pads() -> None:
     type=click.IntRange(min=1),
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
-@takes(RunSettings, *BANK, *_MODEL, bank=_THE_BANK, policy=_POLICY)
+@takes(
+    RunSettings,
+    *BANK,
+    *_MODEL,
+    bank=_THE_BANK,
+    policy={"help": "Pads are made for the operators that it puts under pads."},
+)
 @config_option
 def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     """Make pads for MODEL into a bank, which is created if it is not there.

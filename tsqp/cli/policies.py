@@ -15,12 +15,10 @@ from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from tee_side.policy.placement import Policy
+    from tee_side.protect.masks.mask import Mask
     from tee_side.words import Phase, Verify
     from tsqp.catalogue import MaskEntry, PolicyEntry, Unusable
-
-_FOOTNOTE = "broken: tokens can be recovered where the weights are public, which they usually are"
 
 
 @click.command(context_settings=CONTEXT)
@@ -33,31 +31,31 @@ def policies(*, as_json: bool) -> None:
     entries, unusable = policy_entries()
     if as_json:
         _echo_json("policies", entries, unusable, default=DEFAULT_POLICY)
-        return
-    console = open_console()
-    rows = [("\n".join(_place(entry)), "\n".join(_leaving(entry))) for entry in entries]
-    console.print(table("", [("policy", False), ("what leaves the TEE", False)], rows, lines=True))
-    _show_unusable(console, unusable)
-    console.print(
-        f"{_FOOTNOTE}.\ntsqp explain MODEL --policy NAME says what one means for a model."
-    )
+    else:
+        rows = [("\n".join(_place(one)), "\n".join(_leaving(one.policy))) for one in entries]
+        more = "\ntsqp explain MODEL --policy NAME says what one means for a model."
+        _show_all(("policy", "what leaves the TEE"), rows, unusable, more)
 
 
 def _place(entry: PolicyEntry) -> list[str]:
-    services = {0: "no service", 1: "1 service"}.get(entry.services, f"{entry.services} services")
-    arithmetic = "" if entry.arithmetic == "float" else f", {entry.arithmetic}"
-    default = " (default)" if entry.name == DEFAULT_POLICY else ""
-    place = [entry.name + default, entry.standing, services + arithmetic]
+    policy, count = entry.policy, entry.policy.services
+    services = {0: "no service", 1: "1 service"}.get(count, f"{count} services")
+    arithmetic = "" if policy.arithmetic == "float" else f", {policy.arithmetic}"
+    default = " (default)" if policy.name == DEFAULT_POLICY else ""
+    place = [policy.name + default, entry.standing, services + arithmetic]
     return place + ([f"({entry.origin})"] if entry.origin != "built in" else [])
 
 
-def _leaving(entry: PolicyEntry) -> list[str]:
+def _leaving(policy: Policy) -> list[str]:
     """Say what a policy is, and what crosses under each mask."""
+    from tee_side.policy.leakage_summary import SEEN
+
     groups: dict[tuple[str | None, Phase | None, Verify], list[str]] = {}
-    for one in entry.leaves:
-        seen = groups.setdefault((one.mask, one.phase, one.verify), [])
-        seen += [one.sees] if one.sees not in seen else []
-    lines = [entry.summary]
+    for operator, one in policy.leaving():
+        mask = one.mask.name if one.mask else None
+        seen = groups.setdefault((mask, one.phase, one.verify), [])
+        seen += [SEEN[operator]] if SEEN[operator] not in seen else []
+    lines = [policy.summary]
     for (mask, phase, verify), seen in groups.items():
         how = f"under {mask}" if mask else "in the clear"
         when = f" at {phase}" if phase else ""
@@ -77,19 +75,17 @@ def masks(*, name: str | None, as_json: bool) -> None:
     if name is not None:
         entry = find_mask_entry(name)
         if as_json:
-            click.echo(json.dumps(entry.model_dump(mode="json"), indent=1))
+            click.echo(json.dumps(entry.described(), indent=1))
         else:
             _show_mask(entry)
         return
     entries, unusable = mask_entries()
     if as_json:
         _echo_json("masks", entries, unusable)
-        return
-    console = open_console()
-    rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
-    console.print(table("", [("mask", False), ("what it does", False)], rows, lines=True))
-    _show_unusable(console, unusable)
-    console.print(f"{_FOOTNOTE}. tsqp masks NAME says more.")
+    else:
+        rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
+        more = " tsqp masks NAME says more."
+        _show_all(("mask", "what it does"), rows, unusable, more)
 
 
 def _echo_json(
@@ -98,19 +94,30 @@ def _echo_json(
     unusable: list[Unusable],
     **more: str,
 ) -> None:
-    found = {what: entries, "unusable": unusable}
-    listed = {key: [one.model_dump(mode="json") for one in some] for key, some in found.items()}
-    click.echo(json.dumps(listed | more, indent=1))
+    found = {
+        what: [entry.described() for entry in entries],
+        "unusable": [one._asdict() for one in unusable],
+    }
+    click.echo(json.dumps(found | more, indent=1))
 
 
-def _show_unusable(console: Console, unusable: list[Unusable]) -> None:
+def _show_all(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], unusable: list[Unusable], more: str
+) -> None:
+    """Print a table, what does not load, and a footnote that ends in `more`."""
+    console = open_console()
+    console.print(table("", [(heading, False) for heading in headings], rows, lines=True))
     for one in unusable:
         console.print(f"error: {one.name} (package): {one.error}")
+    console.print(
+        "broken: tokens can be recovered where the weights are public, which they usually are."
+        + more
+    )
 
 
 def _facts(entry: MaskEntry) -> list[str]:
-    facts = [entry.name, f"{entry.kind} mask", standing(entry)]
-    facts += [f"tolerance {entry.tolerance:g}"]
+    mask = entry.mask
+    facts = [mask.name, f"{mask.kind} mask", standing(mask), f"tolerance {mask.tolerance:g}"]
     return facts + ([f"({entry.origin})"] if entry.origin != "built in" else [])
 
 
@@ -121,10 +128,10 @@ def _claims(entry: MaskEntry) -> list[str]:
         f"{option.name} = {default_text(option)} ({option.values})" for option in entry.options
     ]
     return [
-        f"hides: {entry.hides}",
-        f"known break: {entry.known_break}",
-        f"cost: {entry.cost}",
-        f"source: {entry.source}",
+        f"hides: {entry.mask.hides}",
+        f"known break: {entry.mask.known_break}",
+        f"cost: {entry.mask.cost}",
+        f"source: {entry.mask.source}",
         *([f"options: {'; '.join(options)}"] if options else []),
     ]
 
@@ -132,23 +139,23 @@ def _claims(entry: MaskEntry) -> list[str]:
 def _show_mask(entry: MaskEntry) -> None:
     from tsqp.catalogue import default_text, needs_of
 
-    console = open_console()
-    article = "an" if entry.kind == "additive" else "a"
-    console.print(f"{entry.name}: {article} {entry.kind} mask ({entry.origin}), {standing(entry)}")
+    console, mask = open_console(), entry.mask
+    article = "an" if mask.kind == "additive" else "a"
+    console.print(f"{mask.name}: {article} {mask.kind} mask ({entry.origin}), {standing(mask)}")
     console.print()
     # Written for 100 columns: one line a paragraph, for the console to break.
     console.print(re.sub(r"(?<!\n)\n(?!\n)", " ", entry.about))
     console.print()
     pairs = [
-        ("hides", entry.hides),
-        ("known break", entry.known_break),
-        ("source", entry.source),
-        ("cost", entry.cost),
-        ("tolerance", f"{entry.tolerance:g}" + ("" if entry.tolerance else ", exact")),
-        ("arithmetic", entry.arithmetic),
+        ("hides", mask.hides),
+        ("known break", mask.known_break),
+        ("source", mask.source),
+        ("cost", mask.cost),
+        ("tolerance", f"{mask.tolerance:g}" + ("" if mask.tolerance else ", exact")),
+        ("arithmetic", mask.arithmetic),
         ("operators", ", ".join(entry.operators)),
     ]
-    pairs += [("needs", "; ".join(needs_of(entry)))] if needs_of(entry) else []
+    pairs += [("needs", "; ".join(needs_of(mask)))] if needs_of(mask) else []
     pairs += [
         ("option", f"{option.name} = {default_text(option)} ({option.values})")
         for option in entry.options
@@ -156,9 +163,9 @@ def _show_mask(entry: MaskEntry) -> None:
     console.print(definitions(pairs))
 
 
-def standing(entry: MaskEntry) -> str:
+def standing(mask: type[Mask]) -> str:
     """Say whether a mask is broken, in the words of the tables."""
-    return "broken" if entry.broken else "not known to be broken"
+    return "broken" if mask.broken else "not known to be broken"
 
 
 @click.command(context_settings=CONTEXT)

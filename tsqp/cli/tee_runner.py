@@ -13,7 +13,7 @@ from tsqp.cli.program import run
 @click.group(
     "tee-runner",
     cls=Commands,
-    modules={"generate": "generate", "chat": "chat", "pads": "pads", "serve": "serve"},
+    modules={"generate": "generate", "chat": "serve", "pads": "pads", "serve": "serve"},
     context_settings=CONTEXT,
 )
 @config_option

@@ -21,7 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from click.core import ParameterSource
@@ -74,7 +74,7 @@ class StatusLine:
         if self._enabled:
             # A new line first, so that the row that is taken away was empty.
             try:
-                self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
+                _write(sys.stderr, f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
                 self.draw()
             except BaseException:
                 # A signal at this moment: `__exit__` would not be called.
@@ -84,7 +84,7 @@ class StatusLine:
 
     def __exit__(self, *_: object) -> None:
         if self._enabled:
-            self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
+            _write(sys.stderr, f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
 
     def waiting(self, missing: int) -> None:
         """Note that the run waits for pads to be made, until the next token."""
@@ -106,15 +106,12 @@ class StatusLine:
         region = "" if size == self._size else f"\x1b[1;{size.lines - 1}r"
         self._size = size
         shown = f"{self._policy}: {text}"[: size.columns - 1]
-        self._write(f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}")
+        _write(
+            sys.stderr, f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}"
+        )
 
     def _tokens(self) -> int:
         return 0 if self._generation is None else self._generation.token_count
-
-    @staticmethod
-    def _write(codes: str) -> None:
-        sys.stderr.write(codes)
-        sys.stderr.flush()
 
 
 def traffic(rpc: RpcTotals) -> str:
@@ -165,7 +162,7 @@ class Printer:
             raise self._failure
         if kind is not None and self._open_line:  # what is said next begins a line
             with suppress(OSError):
-                _write("\n")
+                _write(sys.stdout, "\n")
 
     def put(self, token_id: int) -> None:
         """Hand over a token, with the same work for each. Raises what writing has raised."""
@@ -185,16 +182,16 @@ class Printer:
             if self._text is not None and self._failure is None:
                 text = "".join(map(self._text.feed, ids)) + (self._text.flush() if last else "")
                 if text:
-                    _write(for_terminal(text) if sys.stdout.isatty() else text)
+                    _write(sys.stdout, for_terminal(text) if sys.stdout.isatty() else text)
                     self._open_line = True
             self._status.draw()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that generates
             self._failure = error
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _write(file: TextIO, text: str) -> None:
+    file.write(text)
+    file.flush()
 
 
 def stream(
@@ -221,19 +218,16 @@ def stream(
     if show:
         click.echo(",".join(map(str, result.token_ids)) if result.text is None else "")
     if stats:
-        _summarise(result)
+        timing, usage = result.timing, result.usage
+        tpot_s = timing.tpot_s
+        per_token = "" if tpot_s is None else f", {tpot_s * 1e3:.1f} ms a token after it"
+        click.echo(
+            f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
+            f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
+            f"{traffic(result.rpc)}{pads_left(result.pads)}",
+            err=True,
+        )
     return result
-
-
-def _summarise(result: GenerationResult) -> None:
-    timing, usage = result.timing, result.usage
-    per_token = "" if timing.tpot_s is None else f", {timing.tpot_s * 1e3:.1f} ms a token after it"
-    click.echo(
-        f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
-        f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
-        f"{traffic(result.rpc)}{pads_left(result.pads)}",
-        err=True,
-    )
 
 
 def describe_error(error: TsqpError) -> dict[str, object]:
@@ -270,7 +264,14 @@ def chosen_prompt(
     )
     [(name, value)] = given.items()
     if name == "prompt_token_ids":
-        return _parse_ids(value)
+        parts = [part.strip() for part in value.split(",")]
+        PromptError.unless(
+            all(part.isascii() and part.isdecimal() for part in parts),
+            "--prompt-token-ids",
+            "something that is no integer",
+            "integers like 1,2,3",
+        )
+        return [int(part) for part in parts]
     if name == "prompt":
         return require_utf8(value, "--prompt")
     text = read_text(value, "--prompt-file")
@@ -312,14 +313,3 @@ def decode(content: bytes, where: str) -> str:
         raise PromptError(
             where, got=f"a byte that is not UTF-8 at offset {error.start}", expected="UTF-8"
         ) from None
-
-
-def _parse_ids(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    PromptError.unless(
-        all(part.isascii() and part.isdecimal() for part in parts),
-        "--prompt-token-ids",
-        "something that is no integer",
-        "integers like 1,2,3",
-    )
-    return [int(part) for part in parts]

@@ -9,6 +9,10 @@ The handshake of each connection goes on until the server has proved itself over
 
 Whatever uses the context sends nothing before. A server in the middle that copied a certificate has
 not its key, and ends in the handshake.
+
+A `Proxy` on this machine has any program reach such a server. It takes connections in the clear and
+carries their bytes over attested TLS, each over one of its own. It never falls back: where the
+server does not prove itself, a connection is closed unread.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import errno
 import json
 import secrets
+import select
 import socket
 import ssl
 import threading
@@ -79,10 +84,6 @@ class AttestedContext(ssl.SSLContext):
     certificates and of `again_s`. Its sockets raise NotAttestedError, ssl.SSLError and OSError.
     """
 
-    policy: AppraisalPolicy
-    again_s: float
-    proved: Proved | None
-
     def __new__(cls, *_: object, **__: object) -> AttestedContext:
         """Make a context of TLS 1.3, without authorities: evidence takes their place."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
@@ -95,7 +96,7 @@ class AttestedContext(ssl.SSLContext):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy, self.again_s, self._utc, self._clock = policy, again_s, utc, clock
-        self.proved = None
+        self.proved: Proved | None = None
         self.minimum_version = ssl.TLSVersion.TLSv1_3
         self.check_hostname = False
         self.verify_mode = ssl.CERT_NONE
@@ -131,7 +132,14 @@ class AttestedContext(ssl.SSLContext):
             second = self._appraise(_ask(connection, nonce), nonce, tls_key)
         except EvidenceError as error:
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
-        _require_same(certified, passed("new evidence", second))
+        fresh = passed("new evidence", second)
+        # Nonce and time of a certificate are its own.
+        ours, theirs = (one.model_dump(exclude={"nonce", "time"}) for one in (certified, fresh))
+        for name, value in ours.items():
+            if theirs[name] != value:
+                raise NotAttestedError(
+                    f"new evidence: {name}", "another", "the certificate's", None
+                )
         self.proved = Proved(certificate, first, second, self._clock())
 
     def _appraise(self, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
@@ -227,8 +235,9 @@ def cut_after(seconds: float, connection: socket.socket) -> Iterator[threading.E
 
 def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     """Ask over a connection for a statement of now. Raises EvidenceError."""
-    path = f"/v1/attestation?nonce={nonce.hex()}"
-    connection.ask(f"GET {path} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode())
+    connection.ask(
+        f"GET /v1/attestation?nonce={nonce.hex()} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode()
+    )
     reply = HTTPResponse(connection)
     try:
         reply.begin()
@@ -256,14 +265,6 @@ def read_answer(body: bytes) -> Statement:
             got="another content",
             expected="claims and evidence, as /v1/attestation gives them",
         ) from None
-
-
-def _require_same(certified: Claims, fresh: Claims) -> None:
-    """Require the claims of a certificate again; its nonce and its time are its own."""
-    ours, theirs = (claims.model_dump(exclude={"nonce", "time"}) for claims in (certified, fresh))
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise NotAttestedError(f"new evidence: {name}", "another", "the certificate's", None)
 
 
 class Address(NamedTuple):
@@ -309,3 +310,140 @@ def prove(address: Address, context: AttestedContext) -> Proved:
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
     return context.proved
+
+
+_CHUNK_BYTES = 64 * 1024
+# Of connections, each with a thread; and how long to wait when none can be accepted.
+_MOST, _PAUSE_S = 256, 0.2
+
+
+class Proxy:
+    """Listens at `listen`, and serves until `close`; port 0: one that is free.
+
+    `say`: told what a person should know. Raises EndpointError, and NotAttestedError for a server
+    that does not prove itself at the start.
+    """
+
+    def __init__(
+        self,
+        listen: tuple[str, int],
+        server: Address,
+        context: AttestedContext,
+        say: Callable[[str], None],
+    ) -> None:
+        self._server, self._context, self._say = server, context, say
+        self._tunnels: set[socket.socket] = set()
+        self._cuts = 0
+        self._guard, self._over = threading.Lock(), threading.Event()
+        self._places = threading.Semaphore(_MOST)
+        self.proved = prove(server, context)
+        try:
+            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+            self._listening = socket.create_server(listen, family=family)
+        except OSError as error:
+            raise EndpointError(
+                f"--listen {listen[0]}:{listen[1]}",
+                got=error.strerror or type(error).__name__,
+                expected="an address that is free",
+            ) from None
+        self.port: int = self._listening.getsockname()[1]
+        self._again = threading.Thread(target=self._prove_again, daemon=True)
+
+    def serve_forever(self) -> None:
+        """Carry connections until `close`, which any thread may call."""
+        self._again.start()
+        while not self._over.is_set():
+            try:
+                near, _ = self._listening.accept()
+            except OSError as error:
+                # Closed, or no descriptor is left for now.
+                if not self._over.wait(_PAUSE_S):
+                    self._say(f"not accepted: {error.strerror or type(error).__name__}")
+                continue
+            if not self._places.acquire(blocking=False):
+                near.close()
+                continue
+            threading.Thread(target=self._carry, args=(near,), daemon=True).start()
+
+    def close(self) -> None:
+        """End, with all connections."""
+        self._over.set()
+        # To close it alone would leave `accept` waiting.
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._cut()
+
+    def _carry(self, near: socket.socket) -> None:
+        with near:
+            cuts = self._cuts
+            try:
+                host, port = self._server
+                plain = socket.create_connection((host, port), CONNECT_S)
+                with self._context.wrap_socket(plain, server_hostname=host) as far:
+                    self._carry_both(near, far, cuts)
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
+                self._say(f"refused: {_words(error)}")
+            finally:
+                self._places.release()
+
+    def _carry_both(self, near: socket.socket, far: ssl.SSLSocket, cuts: int) -> None:
+        both = {near, far}
+        with self._guard:
+            # All others were cut while this one was being set up.
+            if self._cuts != cuts:
+                return
+            self._tunnels |= both
+        try:
+            with suppress(OSError):
+                _carry_bytes(near, far)
+        finally:
+            with self._guard:
+                self._tunnels -= both
+
+    def _prove_again(self) -> None:
+        """Have the server prove itself again and again: connections may last for long."""
+        while not self._over.wait(self._context.again_s):
+            try:
+                self._context.proved = None
+                prove(self._server, self._context)
+            except Exception as error:  # noqa: BLE001 - without a proof, nothing goes on
+                self._say(f"connections are cut: {_words(error)}")
+                self._cut()
+
+    def _cut(self) -> None:
+        with self._guard:
+            self._cuts += 1
+            for one in self._tunnels:
+                cut(one)
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, TsqpError) else type(error).__name__
+
+
+def _carry_bytes(near: socket.socket, far: ssl.SSLSocket) -> None:
+    """Carry bytes both ways until the server's side ends; the other may have sent all it has.
+
+    By one thread, as OpenSSL asks for. It sends while it does not read: the server reads a request
+    to its end before it answers. TLS has records of its own, so there may be nothing to read.
+    """
+    near.settimeout(None)
+    open_ones: list[socket.socket] = [near, far]
+    while True:
+        ready = [far] if far.pending() else select.select(open_ones, [], [])[0]
+        if near in ready:
+            if piece := near.recv(_CHUNK_BYTES):
+                far.settimeout(None)
+                far.sendall(piece)
+            else:
+                open_ones.remove(near)
+        if far in ready:
+            far.settimeout(0.0)
+            try:
+                piece = far.recv(_CHUNK_BYTES)
+            except ssl.SSLWantReadError:
+                continue
+            if not piece:
+                return
+            near.sendall(piece)

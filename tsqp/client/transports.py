@@ -236,8 +236,9 @@ class ProvedTransport(httpx2.BaseTransport):
         answer = self._inner.handle_request(asked)
         try:
             stated = read_answer(_body(answer))
-            expected = Expected(nonce, None, datetime.now(UTC), "serve")
-            found = appraise(stated, self._policy, expected)
+            found = appraise(
+                stated, self._policy, Expected(nonce, None, datetime.now(UTC), "serve")
+            )
         except EvidenceError as error:
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
         finally:

@@ -5,9 +5,9 @@ their way to the service, so what is shown as received is what is on the wire. I
 tap lies.
 
     acts        which policies, one after another, and what comes after them
-    programs    starts and ends the programs, and chats with tee-runner serve
-    tap         stands on the wire, collects what it sees, and changes one number of one reply
-    rendering   panels and tables, and where the time of a run went
+    programs    starts and ends the programs, chats with tee-runner serve, and has the tap: it
+                stands on the wire, collects what it sees, and changes one number of one reply
     verdict     compares with transformers, with the same integers without a mask, and what was
-                read out of what crossed with what went in (`tsqp.page.seen` reads it)
+                read out of what crossed with what went in (`tsqp.page.seen` reads it); panels and
+                tables, and where the time of a run went
 """

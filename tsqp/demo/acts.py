@@ -21,27 +21,34 @@ from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
-from tsqp.demo.programs import DemoServices, generate, run_generate, serving, stream_chat
-from tsqp.demo.rendering import (
+from tsqp.demo.programs import (
+    LIES_AT,
+    DemoServices,
+    Liar,
+    Tap,
+    TapFeed,
+    generate,
+    run_generate,
+    serving,
+    stream_chat,
+)
+from tsqp.demo.verdict import (
+    CLEAR_INTEGERS,
     RunCost,
+    Tokens,
+    Verdict,
     act_panel,
     acts_table,
     chat_panel,
-    checks_table,
-    lie_panel,
-    operators_table,
-)
-from tsqp.demo.tap import LIES_AT, Liar, Tap, TapFeed
-from tsqp.demo.verdict import (
-    CLEAR_INTEGERS,
-    Tokens,
-    Verdict,
     check_refusal,
+    checks_table,
     clear_reference,
     compare_floats,
     compare_integers,
     compare_served,
+    lie_panel,
     match,
+    operators_table,
     tokens_of,
     transformers_tokens,
 )
@@ -169,8 +176,7 @@ class Stage:
                 **after,
             )
 
-        tap_endpoint = self._services.tap_endpoint()
-        tap = Tap(reach.endpoints[0], feed.add, endpoint=tap_endpoint)
+        tap = Tap(reach.endpoints[0], feed.add, endpoint=self._services.tap_endpoint())
         with tap, self._live(panel) as draw:
 
             def show(piece: str) -> None:
@@ -210,8 +216,12 @@ class Stage:
             return chat_panel(title, SAID, "".join(answer).rstrip(), width=console.width)
 
         console.print()
-        options = [*self._services.reach(policy).options(), *self._options]
-        arguments = ["--policy", policy.name, *options]
+        arguments = [
+            "--policy",
+            policy.name,
+            *self._services.reach(policy).options(),
+            *self._options,
+        ]
         with serving(arguments, console.print) as url, self._live(panel) as draw:
 
             def show(piece: str) -> None:
@@ -220,8 +230,9 @@ class Stage:
 
             tokens = stream_chat(url, SAID, self._max_new_tokens, show)
         console.print(panel())
-        conversation = [{"role": "user", "content": SAID}]
-        prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)
+        prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(
+            [{"role": "user", "content": SAID}]
+        )
         return compare_served(policy.name, tokens, self._quietly(CLEAR_INTEGERS, prompt_ids))
 
     def lied_to(self, honest: Act, number: str) -> Verdict:
@@ -235,8 +246,9 @@ class Stage:
         console.print()
         tap_endpoint = self._services.tap_endpoint()
         with Tap(reach.endpoints[0], liar.hear, liar.answer, tap_endpoint) as tap:
-            arguments = self._arguments(LIED_TO, reach.options(tap.endpoint))
-            status, last = run_generate(arguments, shown.append)
+            status, last = run_generate(
+                self._arguments(LIED_TO, reach.options(tap.endpoint)), shown.append
+            )
         if liar.lie is None:
             raise EndpointError("tap", got="no reply to lie in", expected="the service's replies")
         story = "".join(shown).rstrip()
@@ -276,8 +288,9 @@ class Stage:
         prompt_ids: Sequence[int] = (),
     ) -> tuple[dict[str, Any], Path]:
         self._runs += 1
-        arguments = self._arguments(name, options, prompt_ids)
-        return generate(arguments, self._folder / f"run-{self._runs}", show)
+        return generate(
+            self._arguments(name, options, prompt_ids), self._folder / f"run-{self._runs}", show
+        )
 
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()

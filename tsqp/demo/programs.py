@@ -1,6 +1,9 @@
 """Starts our programs for the demo, ends them whatever happens, and chats over HTTP.
 
-The chat needs the standard library alone, and does what any client of OpenAI's API does.
+The chat needs the standard library alone, and does what any client of OpenAI's API does. The `Tap`
+stands on the wire between one tee-runner and a gpu-service, as the owner of the GPU can. Frames are
+forwarded untouched unless it is told to tamper with replies, as the `Liar` does once; a copy of
+each request is decoded with the public schema alone.
 """
 
 from __future__ import annotations
@@ -8,19 +11,32 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+import numpy as np
+
+from gpu_side.encoding import open_request, read_request
+from gpu_side.service import open_listener
 from protocol import native
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply
+from protocol.errors import ProtocolError, TsqpError
+from protocol.messages import TensorReply
+from protocol.tensors import to_torch
+from protocol.transport import open_channel
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import ProvisionedMask
 from tsqp.lab.research.provisioning import provision
+from tsqp.page.seen import ReceivedTensors, Seen, describe_request
 from tsqp.processes import (
     START_TIMEOUT_S,
     ProcessError,
@@ -98,8 +114,9 @@ class DemoServices:
         if native.library is None and not self._started:
             self._say("no shared memory: kernels are not compiled here (tsqp doctor says how)")
         self._started += 1
-        bind = self._at(f"gpu-{self._started}")
-        pid, endpoint = start_service(self._running, [model, "--bind", bind, *COMPUTING])
+        pid, endpoint = start_service(
+            self._running, [model, "--bind", self._at(f"gpu-{self._started}"), *COMPUTING]
+        )
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
 
@@ -122,8 +139,9 @@ def generate(
     """
     folder.mkdir()
     report, logits = folder / "report.json", folder / "logits.safetensors"
-    files = ["--report", str(report), "--save-logits", str(logits)]
-    status, last = run_generate([*files, *arguments], show)
+    status, last = run_generate(
+        ["--report", str(report), "--save-logits", str(logits), *arguments], show
+    )
     ProcessError.unless(status == 0, "tee-runner", last, "exit status 0")
     return json.loads(report.read_text(encoding="utf-8")), logits
 
@@ -174,8 +192,12 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what the events of a stream hold. An error ends it, and so does a lost connection."""
     url = urlsplit(base_url)
     with closing(HTTPConnection(url.netloc, timeout=START_TIMEOUT_S)) as connection:
-        headers = {"content-type": "application/json"}
-        connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+        connection.request(
+            "POST",
+            f"{url.path}/chat/completions",
+            json.dumps(body),
+            {"content-type": "application/json"},
+        )
         with connection.getresponse() as reply:
             for line in reply:
                 kind, _, event = line.decode().strip().partition(": ")
@@ -190,3 +212,147 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         raise ProcessError(
             "tee-runner serve", got=f"status {reply.status} and no end", expected="a whole answer"
         )
+
+
+# Longer than any of the demo model's requests takes.
+_TIMEOUT_S = 60.0
+# Late enough that there is a story, early enough that it is still being told.
+LIES_AT = 150
+
+# Gets the frames of a reply, returns those to forward instead.
+Tamper: TypeAlias = Callable[[list[bytes]], list[bytes]]
+
+
+class Tap:
+    """Forwards between a client and `service`, calling `on_request` from a thread of its own.
+
+    It listens at `endpoint`, over the transport of the service's; "" for a free port of this host.
+    `tamper`: called from the same thread, with each reply. A request is shown before its reply is.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        on_request: Callable[[Seen], None],
+        tamper: Tamper = lambda frames: frames,
+        endpoint: str = "",
+    ) -> None:
+        self._on_request = on_request
+        self._tamper = tamper
+        self._front = open_listener(endpoint or "tcp://127.0.0.1:*")
+        self.endpoint = self._front.endpoint
+        self._back = open_channel(service)
+        self._wakeup, self._stop = socket.socketpair()
+        self._thread = threading.Thread(target=self._forward, name="tap", daemon=True)
+
+    def __enter__(self) -> Tap:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.close()
+        self._thread.join()
+        self._wakeup.close()
+        self._front.close()
+        self._back.close()
+
+    def _forward(self) -> None:
+        while self._front.wait(wakeup=self._wakeup):
+            while (incoming := self._front.receive()) is not None:
+                # Copies: what a client shares is another message's after the reply.
+                frames = list(map(bytes, incoming.frames))
+                if (reply := self._exchange(frames)) is not None:
+                    self._front.send(incoming.route, self._tamper(reply))
+
+    def _exchange(self, frames: list[bytes]) -> list[bytes] | None:
+        """Return the service's reply, whatever it is; None for none, as the client will notice."""
+        # Below what a channel makes of a request and its reply: these are others'.
+        try:
+            self._back._send("a request", frames, sum(map(len, frames)), _TIMEOUT_S)
+            # After forwarding, so that looking at a request does not delay it.
+            self._show(frames)
+            until = time.monotonic() + _TIMEOUT_S
+            while time.monotonic() < until:
+                if (received := self._back._receive(until)) is not None:
+                    return list(map(bytes, received[0]))
+        except TsqpError:
+            pass
+        return None
+
+    def _show(self, frames: list[bytes]) -> None:
+        try:
+            request = read_request(open_request(frames, DEFAULT_MAX_MESSAGE_BYTES))
+        except ProtocolError:
+            return
+        if (seen := describe_request(request)) is not None:
+            self._on_request(seen)
+
+
+@dataclass(eq=False)
+class TapFeed(ReceivedTensors):
+    """Collects what a tap sees in one act.
+
+    `first`, `last`: up to `kept` requests each. `dtypes`: names, of all tensors.
+    """
+
+    kept: int = 4
+    first: list[Seen] = field(default_factory=list)
+    last: list[Seen] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+
+    def add(self, seen: Seen) -> None:
+        """Take note of a request; called from the tap's thread."""
+        super().add(seen)
+        self.first = [*self.first, seen][: self.kept]
+        self.last = [*self.last, seen][-self.kept :]
+        for tensor in seen.tensors:
+            if (name := str(tensor.dtype).removeprefix("torch.")) not in self.dtypes:
+                self.dtypes.append(name)
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What was changed: one number, in the reply to `asked`, from `true` to `told`."""
+
+    asked: Seen
+    index: int
+    count: int
+    true: int
+    told: int
+
+
+class Liar:
+    """Changes one number of the reply to the request number `at`, by 1, and never lies again.
+
+    One runner that asks one thing after another is listened to: a reply belongs to the last
+    request. `lie`: None until it was told.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.lie: Lie | None = None
+        self._at = at
+        self._asked: Seen | None = None
+        self._count = 0
+
+    def hear(self, asked: Seen) -> None:
+        """Take note of a request."""
+        self._asked = asked
+        self._count += 1
+
+    def answer(self, frames: list[bytes]) -> list[bytes]:
+        """Forward a reply, or the lie instead."""
+        if self.lie is not None or self._asked is None or self._count < self._at:
+            return frames
+        try:
+            reply = decode_reply([memoryview(frame) for frame in frames]).response
+        except ProtocolError:
+            return frames
+        if not isinstance(reply, TensorReply) or reply.output.dtype != "int32":
+            return frames
+        numbers = to_torch(reply.output).numpy().copy().reshape(-1)
+        index = len(numbers) // 2
+        true = int(numbers[index])
+        with np.errstate(over="ignore"):
+            numbers[index] += 1
+        self.lie = Lie(self._asked, index, len(numbers), true, int(numbers[index]))
+        return [frames[0], numbers.tobytes()]

@@ -1,22 +1,33 @@
-"""Whether the tokens are right: compared with transformers, and with integers without a mask."""
+"""Whether the tokens are right, and what the demo shows: panels, tables of costs, and the verdict.
+
+They are compared with transformers, and with integers without a mask. All that is shown fits a
+terminal of 80 columns, and is plain text where there is none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import rich.box
 import torch
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 from safetensors.torch import load_file
 
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
-from tsqp.demo.programs import DTYPE
-from tsqp.demo.tap import Lie
-from tsqp.page.seen import VocabularyMatcher
+from tsqp.demo.programs import DTYPE, Lie, TapFeed
+from tsqp.page.seen import ByteSummary, Seen, VocabularyMatcher, summarise
+from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import model_directory
+from tsqp.tables import definitions, table
 
 # What the integers of a masked policy must be equal to.
 CLEAR_INTEGERS = "quantized-clear"
@@ -79,8 +90,9 @@ def transformers_tokens(prompt_ids: Sequence[int], max_new_tokens: int) -> Token
             output_logits=True,
         )
     ids: list[int] = output.sequences[0, prompt.shape[1] :].tolist()
-    name = f"transformers {transformers.__version__} in {DTYPE}"
-    return Tokens(name, ids, torch.cat(output.logits).float())
+    return Tokens(
+        f"transformers {transformers.__version__} in {DTYPE}", ids, torch.cat(output.logits).float()
+    )
 
 
 def compare_floats(ours: Tokens, reference: Tokens) -> Verdict:
@@ -123,8 +135,11 @@ def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Verdi
     wanted = [tokenizer.token_bytes(token_id) for token_id in clear.ids]
     same = list(served) == wanted
     word = "identical" if same else f"NOT identical from token {agreeing(served, wanted)} on"
-    finding = f"{len(served)} tokens of a chat over HTTP {word} to {clear.name}"
-    return Verdict(f"{policy}, served", same, finding)
+    return Verdict(
+        f"{policy}, served",
+        same,
+        f"{len(served)} tokens of a chat over HTTP {word} to {clear.name}",
+    )
 
 
 def check_refusal(
@@ -199,3 +214,232 @@ def match(
     if len(expected) == len(ids):
         right = sum(a == b for a, b in zip(ids, expected, strict=True))
     return Matched(matcher.tokenizer.decode(ids), len(ids), right)
+
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_ASCII_BARS = " .:-=+*%#"
+_BUCKETS = 64
+_READING_CHARACTERS = 180
+# Columns of both tables of costs.
+_COSTS = [(name, True) for name in ("RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms")]
+# Wider tables are harder to read.
+_MAX_WIDTH = 120
+
+
+# Seconds in the TEE, on the wire (with the service's queue), and in the service.
+Times: TypeAlias = tuple[float, float, float]
+
+
+class RunCost:
+    """What one run cost. `report`: what `tee-runner generate --report` wrote."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+        # Waiting in the service's queue is neither wire nor GPU; with one client it is next to 0.
+        self.operators: dict[str, Times] = {
+            name: (row["tee_s"], row["wire_s"] + row["queue_s"], row["gpu_s"])
+            for name, row in report["operators"].items()
+        }
+        tee_s, wire_s, gpu_s = (sum(t[at] for t in self.operators.values()) for at in range(3))
+        # What no operator accounts for was spent in the TEE.
+        self.rest_s = max(0.0, report["timing"]["total_s"] - tee_s - wire_s - gpu_s)
+        per_token = report["timing"]["tpot_s"]
+        self.token_ms = "" if per_token is None else f"{per_token * 1e3:.1f}"
+        self.total: Times = (tee_s + self.rest_s, wire_s, gpu_s)
+
+
+def _milliseconds(seconds: float) -> str:
+    """Render a time in 6 characters at most, so that the table fits a terminal of 80 columns."""
+    if seconds == 0:
+        return ""
+    return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def act_panel(
+    title: str,
+    story: Text,
+    feed: TapFeed,
+    *,
+    width: int,
+    ascii_only: bool = False,
+    services: int = 1,
+    broken: bool = False,
+    subtitle: str | None = None,
+    reading: Matched | None = None,
+) -> Panel:
+    """Show the story, and what the GPU received for it.
+
+    `subtitle`: None while the act runs, when the last requests are shown; after it, the first.
+    `broken`: whether stronger attacks on what crosses are known than `reading`.
+    """
+    running = subtitle is None
+    width = min(width, _MAX_WIDTH)
+    first = "the first of two services" if services > 1 else "the GPU"
+    dtypes = f": {', '.join(feed.dtypes)}" if feed.dtypes else ""
+    rows: list[RenderableType] = [story, Rule(f"what {first} received{dtypes}", style="dim")]
+    summary = summarise(feed.counts)
+    if summary is None:
+        rows.append(Text(f"nothing{' so far' if running else ': no request, not one byte'}"))
+    else:
+        shown = feed.last if running else feed.first
+        rows.append(_feed_table(shown, feed, width, "last" if running else "first"))
+        measured = _measured(summary, feed, _ASCII_BARS if ascii_only else _BARS)
+        if reading is not None:
+            measured.append(("read", _reading(reading, broken)))
+        rows.append(_facts(measured))
+    return Panel(
+        Group(*rows),
+        title=Text(title, style="bold"),
+        title_align="left",
+        subtitle=subtitle,
+        subtitle_align="right",
+        width=width,
+    )
+
+
+def chat_panel(title: str, said: str, answer: str, *, width: int) -> Panel:
+    """Show a chat over HTTP, while it is streamed and after it."""
+    return Panel(
+        Group(Text(said, style="bold"), Text(answer)),
+        title=Text(title, style="bold"),
+        title_align="left",
+        width=min(width, _MAX_WIDTH),
+    )
+
+
+def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, width: int) -> Panel:
+    """Show the act in which one number of one reply is a lie, and how the runner ended."""
+    asked = f"{lie.asked.what} in layer {lie.asked.layer}"
+    true, told = (f"{number & 0xFFFFFFFF:08x}" for number in (lie.true, lie.told))
+    facts: list[tuple[str, RenderableType]] = [
+        ("reply", f"to {asked}: {lie.count} numbers, all but one as computed"),
+        ("lie", f"number {lie.index} is {told} instead of {true}"),
+        ("runner", Text(refusal, style="bold red")),
+    ]
+    return Panel(
+        Group(
+            Text.assemble((prompt, "bold"), story),
+            Rule("what the service did, and what the runner said", style="dim"),
+            _facts(facts),
+        ),
+        title=Text(title, style="bold"),
+        title_align="left",
+        width=min(width, _MAX_WIDTH),
+    )
+
+
+def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) -> Table:
+    made = Table(
+        box=rich.box.SIMPLE_HEAD,
+        header_style="dim",
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        expand=True,
+    )
+    made.add_column("layer", justify="right", width=5)
+    made.add_column("operator", no_wrap=True, width=20)
+    made.add_column("shape", no_wrap=True, width=9)
+    made.add_column(
+        Text(f"{which} {len(shown)} of {feed.requests} requests"), no_wrap=True, ratio=1
+    )
+    for seen in shown:
+        made.add_row(
+            "" if seen.layer is None else str(seen.layer),
+            seen.what,
+            "x".join(map(str, seen.first.shape)),
+            _numbers(seen, 4 if width < 110 else 8),
+        )
+    return made
+
+
+def _numbers(seen: Seen, count: int) -> str:
+    numbers: list[float] = seen.first.flatten()[:count].tolist()
+    if seen.first.is_floating_point():
+        return " ".join(f"{n:+8.3f}" for n in numbers)
+    whole = [int(n) for n in numbers]
+    # Small integers are read best as they are, elements of a ring as words of it.
+    if all(abs(n) < 1 << 20 for n in whole):
+        return " ".join(f"{n:8d}" for n in whole)
+    return " ".join(f"{n & 0xFFFFFFFF:08x}" for n in whole)
+
+
+def _facts(facts: Iterable[tuple[str, RenderableType]]) -> Table:
+    return definitions((Text(term, style="bold"), found) for term, found in facts)
+
+
+def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> list[tuple[str, RenderableType]]:
+    verdict = "as even as chance makes them" if summary.even else "uneven: there is a pattern"
+    said = (
+        f"{bytes_for_people(summary.total)}, {summary.values} values, each"
+        f" {summary.rarest:.2%} to {summary.commonest:.2%} of all,"
+        f" entropy {summary.entropy_bits:.3f} of 8 bits: {verdict}"
+    )
+    counts: list[int] = feed.counts.reshape(_BUCKETS, -1).sum(axis=1).tolist()
+    # Rounded up: only what is not there at all has no height.
+    drawn = "".join(bars[-(-count * (len(bars) - 1) // max(counts))] for count in counts)
+    return [("bytes", said), ("00 to ff", Text(drawn, style="cyan", no_wrap=True))]
+
+
+def _reading(reading: Matched, broken: bool) -> Text:
+    text = " ".join(reading.text.split())
+    if len(text) > _READING_CHARACTERS:
+        text = text[:_READING_CHARACTERS].rstrip() + " ..."
+    what = (
+        f"{reading.tokens} rows, more than tokens, matched"
+        if reading.right is None
+        else f"{reading.right} of {reading.tokens} tokens recovered by matching"
+    )
+    stronger = " (stronger attacks are known)" if broken else ""
+    return Text.assemble(f"{what} with the public weights{stronger}: ", (text, "italic"))
+
+
+def checks_table(checks: Iterable[Verdict]) -> Table:
+    """Show what was compared with what, and how that came out."""
+    rows: list[tuple[RenderableType, ...]] = []
+    for check in checks:
+        word = Text("ok", style="bold green") if check.passed else Text("FAIL", style="bold red")
+        rows.append((word, Text(check.policy), Text(check.finding)))
+        if check.remark:
+            rows.append(("", "", Text(check.remark, style="dim")))
+    return table("Verdict", [("", False)] * 3, rows, compact=True)
+
+
+def acts_table(costs: Iterable[RunCost]) -> Table:
+    """Show what each act cost, side by side."""
+    columns = [("policy", False), ("ms/token", True), *_COSTS]
+    rows = [(cost.report["policy"], cost.token_ms, *_totals(cost)) for cost in costs]
+    return table("Cost", columns, rows, compact=True)
+
+
+def operators_table(cost: RunCost) -> Table:
+    """Show what each operator of one act cost."""
+    report = cost.report
+    rows = [
+        (
+            name,
+            row["place"],
+            str(row["calls"]),
+            str(row["round_trips"]),
+            _size(row["bytes_sent"]),
+            _size(row["bytes_received"]),
+            *map(_milliseconds, cost.operators[name]),
+        )
+        for name, row in report["operators"].items()
+    ]
+    rows.append(("everything else", "tee", "", "", "", "", _milliseconds(cost.rest_s), "", ""))
+    columns = [("operator", False), ("where", False), ("calls", True), *_COSTS]
+    made = table(f"Cost per operator: {report['policy']}", columns, rows, compact=True)
+    made.add_section()
+    made.add_row("total", "", "", *_totals(cost))
+    return made
+
+
+def _totals(cost: RunCost) -> tuple[str, ...]:
+    rpc = cost.report["rpc"]
+    sizes = (_size(rpc["bytes_sent"]), _size(rpc["bytes_received"]))
+    return (str(rpc["count"]), *sizes, *map(_milliseconds, cost.total))
+
+
+def _size(size: int) -> str:
+    return bytes_for_people(size) if size else ""

@@ -25,6 +25,7 @@ from tsqp.deploy.packages import (
     TORCH_INDEX,
     Archive,
     build_own,
+    call,
     call_inside,
     commit_of,
     install_packages,
@@ -32,7 +33,6 @@ from tsqp.deploy.packages import (
     newest_kernel,
     resolve_build,
     resolve_wheels,
-    unpack,
 )
 
 # All programs that stay, with no shell among them: links that they are started by, too.
@@ -239,7 +239,6 @@ _TOOLS = ("cpio", "kmod", "zstd")
 
 _TOOLS_RUNNER = ("g++", "libpython3-dev", "python3-pip")
 
-_LEVEL = 15
 
 Progress = Callable[[str], None]
 
@@ -297,7 +296,8 @@ def build(
         install_packages(lock.suite, lock.tools, fetched, tools)
         progress("install the system")
         install_packages(lock.suite, lock.root, fetched, root)
-        unpack(fetched / lock.kernel.file, tools / "kernel")
+        # Its files alone: none of its scripts is run.
+        call(["dpkg-deb", "--extract", fetched / lock.kernel.file, tools / "kernel"])
         release = _add_kernel(tools)
         own = None
         if not lock.small:
@@ -359,6 +359,6 @@ def _pack(tools: Path, jobs: int) -> int:
     call_inside(tools, ["sh", "-c", f"{copy} >/{archive.name}"])
     size = archive.stat().st_size
     shutil.rmtree(root)
-    squeeze = ["zstd", "--quiet", f"-{_LEVEL}", f"--threads={max(jobs, 1)}", "--rm"]
+    squeeze = ["zstd", "--quiet", "-15", f"--threads={max(jobs, 1)}", "--rm"]
     call_inside(tools, [*squeeze, f"/{archive.name}", "-o", f"/{INITRAMFS}"])
     return size

@@ -171,9 +171,6 @@ def _copy(artifact: Artifact, target: Path, folders: Sequence[Path]) -> None:
     part.rename(target)
 
 
-NO_HOST_DATA = bytes(32)
-
-
 @dataclass(frozen=True)
 class Launch:
     """What the processor is told. `host_data`: 32 bytes, in the report and not measured."""
@@ -181,7 +178,7 @@ class Launch:
     vcpus: int
     vcpu_type: str
     firmware: Path
-    host_data: bytes = NO_HOST_DATA
+    host_data: bytes = bytes(32)
 
 
 # Of QEMU and KVM: SNP active, nothing else; Linux 6.12 on a host sets no more by itself.
@@ -200,8 +197,12 @@ def measure(image: Path, launch: Launch) -> bytes:
     from sevsnpmeasure.vcpu_types import CPU_SIGS
 
     require_image(image)
-    expected = f"one of {', '.join(sorted(CPU_SIGS))}"
-    SettingsError.unless(launch.vcpu_type in CPU_SIGS, "vcpu type", launch.vcpu_type, expected)
+    SettingsError.unless(
+        launch.vcpu_type in CPU_SIGS,
+        "vcpu type",
+        launch.vcpu_type,
+        f"one of {', '.join(sorted(CPU_SIGS))}",
+    )
     _require_kernel_hashes(launch.firmware)
     try:
         line = (image / COMMAND_LINE).read_text(encoding="ascii")

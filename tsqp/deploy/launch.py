@@ -19,7 +19,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -260,11 +260,10 @@ class GuestMachine:
 
         `output`: the file of its console, where that is not this process's.
         """
-        with ExitStack() as stack:
-            SettingsError.unless(
-                shutil.which(QEMU) is not None, QEMU, "no such program", "it installed"
-            )
-            device = stack.enter_context(self._vsock_device()) if self.vsock is not None else None
+        SettingsError.unless(
+            shutil.which(QEMU) is not None, QEMU, "no such program", "it installed"
+        )
+        with nullcontext() if self.vsock is None else self._vsock_device() as device:
             return subprocess.call([*ending_with_us(), *self.qemu(device)], stdout=output)
 
     @contextmanager
@@ -392,8 +391,7 @@ def read_minimum(texts: Sequence[str]) -> dict[str, MinimumTcb]:
             text,
             "each product once, such as genoa=10,0,23,84 or turin=1,1,4,81,1",
         )
-        values = dict(zip(_PARTS, map(int, parts), strict=False))
-        found[product] = MinimumTcb.model_validate(values)
+        found[product] = MinimumTcb.model_validate(dict(zip(_PARTS, map(int, parts), strict=False)))
     return found
 
 

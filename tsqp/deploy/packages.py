@@ -31,8 +31,6 @@ _FIXED = {
     "TZ": "UTC",
 }
 
-_SHOWN_LINES = 8
-
 
 def call(
     command: Sequence[str | Path],
@@ -54,7 +52,7 @@ def call(
     except FileNotFoundError:
         raise SettingsError(program, got="no such program", expected="it installed") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-8:]
         raise SettingsError(
             program,
             got=f"exit status {done.returncode}: {' | '.join(said)}",
@@ -77,12 +75,10 @@ ARCHIVE = "http://deb.debian.org"
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
-_ESSENTIAL = "?essential"
 
 # Its own version has the name of the kernel in the package's; this one depends on it.
 _KERNEL = "linux-image-cloud-amd64"
 
-_KERNEL_SUITE: Suite = "trixie"
 
 _LINE = re.compile(
     r"^'(?P<url>\S+)' (?P<file>\S+) \d+ SHA256:(?P<sha256>[0-9a-f]{64})$", re.MULTILINE
@@ -94,7 +90,6 @@ _MERGE_USR = (
     'for name in bin sbin lib lib64; do mkdir -p "$1/usr/$name"; ln -s "usr/$name" "$1/$name"; done'
 )
 
-_MERGED = ("usr-is-merged",)
 
 _APT = """\
 Dir "{0}";
@@ -130,7 +125,7 @@ class Archive:
 
     def resolve(self, names: Sequence[str]) -> tuple[Artifact, ...]:
         """Return packages, with what they need and what every system has, by name."""
-        wanted = [_ESSENTIAL, *(_MERGED if self._suite == "bookworm" else ()), *names]
+        wanted = ["?essential", *(["usr-is-merged"] if self._suite == "bookworm" else []), *names]
         command = ["apt-get", "-y", "--print-uris", "install", *wanted]
         printed = call(command, settings=self._settings).decode()
         found = [_package(match) for match in _LINE.finditer(printed)]
@@ -139,7 +134,7 @@ class Archive:
 
 def newest_kernel(directory: Path) -> Artifact:
     """Return the package of today's kernel for virtual machines."""
-    for artifact in Archive(_KERNEL_SUITE, directory).resolve([_KERNEL]):
+    for artifact in Archive("trixie", directory).resolve([_KERNEL]):
         if re.match(r"linux-image-\d", artifact.name):
             return artifact
     raise SettingsError(_KERNEL, got="no kernel", expected="a package that depends on one")
@@ -179,14 +174,8 @@ def install_packages(suite: Suite, packages: Sequence[Artifact], folder: Path, i
     shutil.rmtree(repository)
 
 
-def unpack(package: Path, into: Path) -> None:
-    """Unpack a package's files, and run none of its scripts."""
-    call(["dpkg-deb", "--extract", package, into])
-
-
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
-_EXTRAS = ("serve", "attest")
 
 _OURS = (*("protocol", "tee_side", "gpu_side", "tsqp"), "pyproject.toml", "README.md", "LICENSE")
 
@@ -207,9 +196,15 @@ def resolve_wheels(source: Path, suite: Suite, scratch: Path, index: str) -> tup
     """
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(name for extra in _EXTRAS for name in extras[extra])]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in ("serve", "attest") for name in extras[extra]),
+    ]
     constraints = scratch / "constraints.txt"
-    constraints.write_text(_without_cuda((source / "constraints.txt").read_text()))
+    lines = (source / "constraints.txt").read_text().splitlines()
+    constraints.write_text(
+        "\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines)
+    )
     return _resolved([*wanted, "-c", str(constraints), "--extra-index-url", index], suite, scratch)
 
 
@@ -217,11 +212,6 @@ def resolve_build(source: Path, suite: Suite, scratch: Path) -> tuple[Artifact, 
     """Return the wheels that build this project's."""
     system = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
     return _resolved(system["requires"], suite, scratch)
-
-
-def _without_cuda(constraints: str) -> str:
-    lines = constraints.splitlines()
-    return "\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines)
 
 
 def _resolved(arguments: Sequence[str], suite: Suite, scratch: Path) -> tuple[Artifact, ...]:
@@ -262,7 +252,9 @@ def build_own(source: Path, tools: Path, build: Sequence[Artifact], folder: Path
     for name in _tracked(source):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, copy / name)
-    _same_modes(copy)
+    for path in copy.rglob("*"):
+        # git does not keep all of them, and a wheel has them.
+        path.chmod(0o755 if path.is_dir() else 0o644)
     for needed in build:
         shutil.unpack_archive(folder / needed.file, tools / "build-wheels", "zip")
     (tools / "wheels").mkdir()
@@ -313,12 +305,6 @@ def _git(source: Path, *words: str) -> str:
     # Root reads the checkout here, and another user may own it.
     command = ["git", "-C", str(source), "-c", "safe.directory=*", *words]
     return call(command, settings=own_environment()).decode()
-
-
-def _same_modes(tree: Path) -> None:
-    """Set permissions that git does not keep: a wheel has them."""
-    for path in tree.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def install_wheels(wheels: Sequence[Artifact], own: Path, folder: Path, tools: Path) -> None:

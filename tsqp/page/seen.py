@@ -131,7 +131,8 @@ class VocabularyReading:
 
     `right`: how many of its tokens are among those that went in, wherever they stood. `chance`: the
     same of as many rows of random numbers, on average of 199 tries; more than `limit`, six standard
-    deviations above, they give less than once in ten thousand answers.
+    deviations above, they give less than once in ten thousand answers. `better`: whether it
+    recovers more than chance does.
     """
 
     rows: int
@@ -139,11 +140,7 @@ class VocabularyReading:
     right: int
     chance: float
     limit: int
-
-    @property
-    def better(self) -> bool:
-        """Whether it recovers more than chance does."""
-        return self.right > self.limit
+    better: bool
 
 
 class VocabularyMatcher:
@@ -202,4 +199,4 @@ class VocabularyMatcher:
         limit = int(chance + 6 * max(1.0, stdev(tries)))
         text = self.tokenizer.decode(ids)
         shown = text[:_SHOWN_CHARACTERS] + ("..." if len(text) > _SHOWN_CHARACTERS else "")
-        return VocabularyReading(len(ids), shown, right, round(chance, 1), limit)
+        return VocabularyReading(len(ids), shown, right, round(chance, 1), limit, right > limit)

@@ -46,8 +46,6 @@ _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----",
 _OURS = ("protocol.", "tee_side.", "tsqp.")
 # Emulation measures nothing: QEMU repeats it to its guest.
 _EMULATED = Path("/sys/firmware/qemu_fw_cfg/by_name/opt/tsqp/measurement/raw")
-_EXTRA = "the extra attest: pip install '.[attest]'"
-_NO_KEY = z85.encode(bytes(32))
 
 
 def identify(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> Identity:
@@ -177,7 +175,8 @@ def _curve_keys(
     endpoints = settings.gpu if policy.services else ()
     found = one_for_each(keys, endpoints) if endpoints else []
     said = {
-        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
+        f"service {n}": z85.encode(bytes(32)) if one is None else one.service
+        for n, one in enumerate(found, 1)
     }
     said |= {"runner": keys[0].public} if keys else {}
     return {owner: z85.decode(key) for owner, key in said.items()}
@@ -253,7 +252,7 @@ def ask_gpus(nonce: bytes) -> dict[str, GpuEvidence]:
 
 @contextmanager
 def _devices() -> Iterator[tuple[Any, dict[str, Any]]]:
-    require("pynvml", "evidence of GPUs", _EXTRA)
+    require("pynvml", "evidence of GPUs", "the extra attest: pip install '.[attest]'")
     nvml = import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -277,5 +276,8 @@ def _gpu_certificates(nvml: Any, device: Any) -> tuple[bytes, ...]:
 
 
 def _no_gpus(got: str) -> EvidenceError:
-    expected = "GPUs of NVIDIA's in confidential mode, and their driver"
-    return EvidenceError("evidence of GPUs", got=got, expected=expected)
+    return EvidenceError(
+        "evidence of GPUs",
+        got=got,
+        expected="GPUs of NVIDIA's in confidential mode, and their driver",
+    )

@@ -16,13 +16,13 @@ from tsqp.run.process import configure, tell
 from tsqp.run.settings import MIB, RunSettings, TextSettings, model_directory
 from tsqp.run.trust import (
     bank_place,
+    exposed_services,
     load_manifest,
     load_run_policy,
     open_seal,
     read_client_keys,
     read_http_access,
     service_appraisal,
-    warn_without_keys,
 )
 
 if TYPE_CHECKING:
@@ -120,8 +120,12 @@ def open_runner(
     policy = loaded.policy
     _check_use(policy, settings, idles=idles)
     keys = read_client_keys(settings, loaded.manifest)
-    if policy.services and not keys:
-        warn_without_keys(settings.gpu)
+    exposed = exposed_services(settings.gpu) if policy.services and not keys else ""
+    if exposed:
+        tell(
+            f"{exposed}: the connection is not encrypted, and anyone may answer"
+            " (--identity and --service-key; tsqp keys new makes keys)"
+        )
     runner = Runner(
         RunnerSettings(
             model=model_directory(settings.model),
@@ -189,10 +193,10 @@ def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
     """Return what channels are wrapped in: the model of a slower link, the page's feed, or both."""
     if settings.link_gbps is None and not settings.link_rtt_us:
         return feed
-    from tsqp.run.link import Link
+    from tsqp.link import Link
 
-    link = Link.of(settings.link_gbps, settings.link_rtt_us)
-    if feed is None or link is None:
+    link = Link(settings.link_gbps, settings.link_rtt_us)
+    if feed is None:
         return link
     return lambda channel, traffic: feed(link(channel, traffic), traffic)
 

@@ -34,7 +34,6 @@ Threads: TypeAlias = Annotated[int, Interval(ge=1, le=1024)]
 Seconds: TypeAlias = Annotated[float, Interval(gt=0, le=3600)]
 Microseconds: TypeAlias = Annotated[float, Interval(ge=0, le=1e6)]
 Text: TypeAlias = Annotated[str, MinLen(1)]
-Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 Kernels: TypeAlias = Literal["auto", "torch", "portable", "avx2", "avx512", "amx"]
 
@@ -161,7 +160,9 @@ class ComputeSettings(Settings):
     """What both programs are told of model and computing."""
 
     model: str = local(MISSING)
-    dtype: Dtype | None = setting(None, "Default: the model's own.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
+        None, "Default: the model's own."
+    )
     kernels: Kernels = setting(
         "auto",
         "Instructions that the CPU computes with: the best that give right results, torch's, or"

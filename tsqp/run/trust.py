@@ -129,20 +129,16 @@ def load_pinned_policy(name: str, manifest: Manifest | None) -> Policy:
         return load_policy(name)
 
 
-def warn_without_keys(endpoints: Sequence[str]) -> None:
-    """Name on stderr, in one line, the services that are reached over a network unencrypted.
+def exposed_services(endpoints: Sequence[str]) -> str:
+    """Return, in one line, the services that without keys a network reaches unencrypted.
 
-    `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
+    `endpoints`: as `ServiceSpec.parse` reads them.
     """
     from protocol.endpoint import is_exposed
     from tee_side.remote.services.plan import ServiceSpec
 
     known = [ServiceSpec.parse(text).endpoint for text in endpoints]
-    if exposed := ", ".join(filter(is_exposed, known)):
-        tell(
-            f"{exposed}: the connection is not encrypted, and anyone may answer"
-            " (--identity and --service-key; tsqp keys new makes keys)"
-        )
+    return ", ".join(filter(is_exposed, known))
 
 
 def read_client_keys(settings: RunSettings, manifest: Manifest | None) -> tuple[ClientKeys, ...]:
@@ -194,8 +190,7 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
     urls = [url[0] for text in settings.gpu if (url := re.match("https?://[^=,]*", text))]
     if not urls:
         option = "--http-token" if tokens else "--http-ca"
-        expected = "a service with a URL"
-        raise SettingsError(option, got=", ".join(settings.gpu), expected=expected)
+        raise SettingsError(option, got=", ".join(settings.gpu), expected="a service with a URL")
     from protocol.curve import HttpAccess, read_text, read_token, require_only_we_write
     from protocol.endpoint import one_for_each
 

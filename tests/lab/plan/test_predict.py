@@ -35,7 +35,7 @@ from tsqp.lab.plan.costs import (
 )
 from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.predict import Hardware, Turn, play, predict_decode
-from tsqp.run.link import Link
+from tsqp.link import Link
 
 WORK = LinearWork(1, 2048, 2048, False)
 PLAN = Task((1, 2048), "bfloat16", WORK, 4096)

@@ -18,8 +18,8 @@ from protocol.model.sealed import SEAL_FILE, SealedModel
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
-from tsqp.cli.chat import Conversation
 from tsqp.cli.main import command
+from tsqp.cli.serve import Conversation
 from tsqp.key_files import AUDIT_KEY, SEAL_KEY
 from tsqp.run.settings import TextSettings, model_directory
 
@@ -139,7 +139,7 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
     lines = iter(
         ["a", "b", "c C", "c C", "d", "/stats", "/help", "/clear", "e", "/system X", "/quit"]
     )
-    with mock.patch.multiple("tsqp.cli.chat", stream=interrupted, sampling_of=mock.Mock()):
+    with mock.patch.multiple("tsqp.cli.serve", stream=interrupted, sampling_of=mock.Mock()):
         made = Conversation(runner, settings, "Be.", in_terminal=True)
         made.run(lambda: next(lines))
     told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]
@@ -155,7 +155,7 @@ def test_health_is_a_line_and_an_exit_status(status: Any, code: int) -> None:
     ask = ("health", "unix:///s", "--timeout-s", "2")
     reply = HealthReply(status=status, uptime_s=61.4, queued_requests=3, queued_bytes=4096)
     with mock.patch("protocol.transport.open_channel") as opened:
-        opened.return_value.call.return_value.response = reply
+        opened.return_value.__enter__.return_value.call.return_value.response = reply
         shown = [run(*ask), run(*ask, "--json")]
         opened.side_effect = EndpointError("unix:///s", got="nothing", expected="a reply")
         shown.append(run(*ask))

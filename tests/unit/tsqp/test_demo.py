@@ -7,7 +7,7 @@ import torch
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
 from tsqp.demo import verdict
-from tsqp.demo.tap import Lie
+from tsqp.demo.programs import Lie
 from tsqp.page.seen import Seen
 from tsqp.run.settings import model_directory
 

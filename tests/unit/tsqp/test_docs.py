@@ -10,7 +10,7 @@ from gpu_side.state import ServiceState
 from tee_side.policy.placement import builtin_policies, load_policy
 from tests.kit.masks_page import masks_page
 from tests.kit.rows import each_row
-from tsqp.catalogue import policy_entry
+from tsqp.catalogue import PolicyEntry
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -54,11 +54,11 @@ def test_the_page_on_policies_agrees_with_their_files(name: str) -> None:
     lines = (DOCS / "policies.md").read_text(encoding="utf-8").splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     (row,) = (row for row in rows if f"`{name}`" in row[0] and len(row) == 6)
-    entry = policy_entry(load_policy(name))
+    entry = PolicyEntry(load_policy(name))
     assert (row[-1], "(default)" in row[0]) == (entry.standing, name == "shielded")
-    assert all(f"under `{mask}`" in row[3] for mask in entry.masks)
-    assert row[4].replace("no service", "0 services").startswith(str(entry.services))
-    assert ("`tsqp calibrate`" in row[4]) == (entry.arithmetic == "int8")
+    assert all(f"under `{mask}`" in row[3] for mask in entry.described()["masks"])
+    assert row[4].replace("no service", "0 services").startswith(str(entry.policy.services))
+    assert ("`tsqp calibrate`" in row[4]) == (entry.policy.arithmetic == "int8")
 
 
 def test_the_page_for_operators_names_all_metrics_and_events() -> None:

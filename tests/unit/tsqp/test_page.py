@@ -24,8 +24,7 @@ from protocol.prepared import PreparedRequest, Traffic
 from tee_side.engine.generation import Totals
 from tee_side.policy.placement import load_policy
 from tests.kit.ask import QKV, linear, ring
-from tsqp.page.feed import Feed
-from tsqp.page.routes import PAGE_HEADER, PageRequests, page_routes
+from tsqp.page.feed import PAGE_HEADER, Feed, PageRequests, page_routes
 from tsqp.run.settings import model_directory
 
 MINE, OTHERS = "a" * 32, "b" * 32

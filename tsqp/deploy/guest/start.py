@@ -14,7 +14,6 @@ from urllib.parse import unquote
 # The guest has one network, which its host made for its clients.
 _SERVE = ["serve", "/model", "--host", "0.0.0.0"]  # noqa: S104
 _PROGRAM = "from tsqp.cli.{} import main; main()"
-_MANIFEST = "/model/manifest.json"
 
 
 def command(line: str) -> list[str]:
@@ -23,7 +22,7 @@ def command(line: str) -> list[str]:
     words = [unquote(value) for name, _, value in given if name == "tsqp.arg"] or list(_SERVE)
     for name, _, value in given:
         if name == "tsqp.manifest":
-            words += ["--manifest", _MANIFEST, "--manifest-digest", value]
+            words += ["--manifest", "/model/manifest.json", "--manifest-digest", value]
     return words
 
 
@@ -63,16 +62,17 @@ def report(resumed: Resumed) -> str:
     devices = [
         name for name in ("sev-guest", "tdx_guest", "vsock") if os.path.exists(f"/dev/{name}")
     ]
-    facts = {
-        "system": platform.freedesktop_os_release()["PRETTY_NAME"],
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "seeded": seeded(),
-        "resumed": bool(resumed),
-        "root": options[-1].split(",")[0],
-        "devices": devices,
-    }
-    return "tsqp-guest " + json.dumps(facts)
+    return "tsqp-guest " + json.dumps(
+        {
+            "system": platform.freedesktop_os_release()["PRETTY_NAME"],
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "seeded": seeded(),
+            "resumed": bool(resumed),
+            "root": options[-1].split(",")[0],
+            "devices": devices,
+        }
+    )
 
 
 def say(line: str) -> None:

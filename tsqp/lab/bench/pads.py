@@ -19,12 +19,12 @@ from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
+from tee_side.protect.pads.source import BATCH_TOKENS as PAD_BATCH
 from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.lab.bench.machine import cpu_ns
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.measure import in_fresh_process
-from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32

@@ -38,7 +38,7 @@ from tsqp.lab.bench.model import (
 )
 from tsqp.lab.bench.pads import pad_making
 from tsqp.lab.measure import Collector, Tell, elapsed_us, rounds
-from tsqp.run.link import Link
+from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]
 Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
@@ -68,7 +68,11 @@ def measure(job: PolicyJob, tell: Tell) -> None:
         engine=EngineSettings(step_tokens=given.step_tokens),
         micro_batches=given.micro_batches,
         spin_us=given.spin_us,
-        link=Link.of(given.link_gbps, given.link_rtt_us),
+        link=(
+            None
+            if given.link_gbps is None and given.link_rtt_us == 0
+            else Link(given.link_gbps, given.link_rtt_us)
+        ),
         # Services of its own get tokens drawn at random, which are no secret.
         shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )

@@ -21,7 +21,7 @@ from protocol.model.config import read_config
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.words import PHASES
-from tsqp.catalogue import policy_entry
+from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
@@ -165,7 +165,7 @@ class AttackRunner:
             policy=policy.name,
             adversary=adversary,
             summary=policy.summary,
-            standing=policy_entry(recording.policy).standing,
+            standing=PolicyEntry(recording.policy).standing,
             services=policy.services,
             nothing=None if recording.observable else "nothing leaves the TEE",
             sent_prompt=answers.count(False),

@@ -17,7 +17,7 @@ from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import Measuring
 from tsqp.lab.bench.model import Document, PadMaking
 from tsqp.lab.plan.fit import Machine
-from tsqp.run.link import Link
+from tsqp.link import Link
 
 PartName = Literal[
     "TEE weights",

@@ -2,7 +2,7 @@
 
 A step is played through: one thread of the TEE that gives each lane its turn as
 `tee_side.remote.call` does, links whose bandwidth requests and replies queue for, as in
-`tsqp.run.link`, and services that answer one request after another.
+`tsqp.link`, and services that answer one request after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tsqp.lab.plan.costs import (
     Step,
 )
 from tsqp.lab.plan.fit import Instead
-from tsqp.run.link import Link
+from tsqp.link import Link
 
 # A request's way to the other ranks: one message over gloo, and the rate of all of them together.
 # Measured on 2 EPYC cores over loopback: 8 KiB out and 16 KiB back take 264 us, 8 MiB out and 64

@@ -26,9 +26,7 @@ from tee_side.serve.identity import Identity, certify
 from tests.kit.evidence import Answer, AttestedServer, body_of, identity, policy_text, serving
 from tests.kit.rows import each_row
 from tsqp.client import AttestedContext, NotAttestedError, attested_tls, connect
-from tsqp.client import proxy as proxy_module
-from tsqp.client.attested_tls import Address, prove
-from tsqp.client.proxy import Proxy
+from tsqp.client.attested_tls import Address, Proxy, prove
 
 OTHER = bytes(32)
 WAIT_S = 20  # less than `serving` leaves a silent connection open
@@ -292,8 +290,8 @@ def test_the_proxy_outlives_a_lack_of_descriptors_and_of_places(
             raise failure
         return accept(listening)
 
-    monkeypatch.setattr(proxy_module, "_MOST", 1)
-    monkeypatch.setattr(proxy_module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(attested_tls, "_MOST", 1)
+    monkeypatch.setattr(attested_tls, "_PAUSE_S", 0.01)
     with serving(honest) as server, proxied(server, policy) as (proxy, said):
         monkeypatch.setattr(socket.socket, "accept", sometimes)
         with connected(proxy) as near:
@@ -323,7 +321,7 @@ def test_connections_are_cut_and_refused_when_the_server_proves_nothing_any_more
         ask(near)
         begun.set()
         if not lies:
-            monkeypatch.setattr(proxy_module, "prove", mock.Mock(side_effect=RuntimeError))
+            monkeypatch.setattr(attested_tls, "prove", mock.Mock(side_effect=RuntimeError))
         assert near.recv(1000) == b""
         with connected(proxy) as late:
             late.sendall(b"GET /late" + REQUEST[4:])

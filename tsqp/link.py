@@ -1,4 +1,7 @@
-"""A network link that is not there: what a step would cost if the service were further away."""
+"""A channel over another one, and a network link that is not there.
+
+What a step would cost if the service were further away.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,6 @@ class Link:
     def one_way_ns(self) -> int:
         """How long an empty message is on its way in one direction, in nanoseconds."""
         return round(self.rtt_us * 500)
-
-    @staticmethod
-    def of(gbps: float | None, rtt_us: float) -> Link | None:
-        """Return the link of two settings; None where neither slows anything down."""
-        return None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us)
 
     def transfer_ns(self, size: int) -> int:
         """Return how long `size` bytes take to leave one end, in nanoseconds."""
