@@ -29,7 +29,7 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.verification import Secrets
 from tee_side.runner import RunnerSettings
-from tsqp.lab.bench import pads, prepare
+from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import observed
 
@@ -66,7 +66,7 @@ def _measure_batch(
     with ExitStack() as closing:
         for policy in (load_policy(POLICY), _believed(load_policy(POLICY))):
             tokens, place = batch * (steps + _PROMPT), folder / f"{policy.name}-{batch}"
-            bank = pads.bank(model, policy, tokens, place, zeros=True)
+            bank = prepare.pad_bank(model, policy, tokens, place, zeros=True)
             settings = RunnerSettings(
                 model=model,
                 policy=policy,

@@ -24,7 +24,7 @@ from protocol.tensors import ITEMSIZE
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
-from tsqp.lab.bench import baselines, pads, prepare
+from tsqp.lab.bench import baselines, prepare
 from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.machine import describe_machine, peak_bytes
 from tsqp.lab.bench.memory import check_disk, check_memory
@@ -167,7 +167,7 @@ class Bench:
             step_tokens=settings.step_tokens,
         )
         banks = (
-            pads.bank_bytes(config, policy, self._pads(policy) + pads.TIMED_PADS)
+            prepare.bank_bytes(config, policy, self._pads(policy) + prepare.TIMED_PADS)
             for policy in policies
         )
         weights = 0
@@ -229,7 +229,7 @@ class Bench:
         )
 
     def _pads(self, policy: Policy) -> int:
-        return self._settings.plan.pads(pads.pad_phases(policy), self._settings.step_tokens)
+        return self._settings.plan.pads(prepare.pad_phases(policy), self._settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 
@@ -277,8 +277,10 @@ class Bench:
         bank = folder / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
-        given = pads.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
-        running.callback(pads.remove, bank)
+        given = prepare.pad_bank(
+            model, policy, self._pads(policy), bank, zeros=not settings.computes
+        )
+        running.callback(prepare.remove_bank, bank)
         job = PolicyJob(
             # Policies are read again there.
             replace(settings, policies=()),

@@ -35,7 +35,7 @@ from tsqp.lab.bench.model import (
     Spread,
     Timeline,
 )
-from tsqp.lab.bench.pads import pad_making
+from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.measure import Collector, Tell, elapsed_us, rounds
 from tsqp.run.link import Link
 

@@ -106,9 +106,8 @@ class Machine(Document):
 
     def transport(self, name: str) -> Transport:
         """Return a transport. Raises SettingsError for one that was not measured."""
-        if name not in self.transports:
-            known = ", ".join(self.transports) or "none"
-            raise SettingsError("--transport", got=name, expected=f"of --machine: {known}")
+        known = f"of --machine: {', '.join(self.transports) or 'none'}"
+        SettingsError.unless(name in self.transports, "--transport", name, known)
         return self.transports[name]
 
 

@@ -28,8 +28,8 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase
 from tsqp.lab.bench.model import OperatorCost, PadMaking
-from tsqp.lab.bench.pads import pad_making
-from tsqp.lab.measure import Collector, Tell
+from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.measure import Collector, Tell, rounds
 from tsqp.lab.plan.costs import Costs, LayerJob, Step, as_in_layer
 from tsqp.lab.plan.trace import Sections, Tracer, typical_lanes, with_round_trips
 
@@ -166,13 +166,8 @@ class _Layers:
 
     def _prompts(self, tokens: int, lanes: Lanes) -> list[list[Sections]]:
         self._run_prompt(tokens, lanes)
-        runs: list[list[Sections]] = []
-        started = time.perf_counter()
-        while len(runs) < _PROMPTS:
-            if len(runs) >= _LEAST_PROMPTS and time.perf_counter() - started > _BUDGET_S:
-                break
-            runs.append(self._run_prompt(tokens, lanes))
-        return runs
+        counted = rounds(_PROMPTS, _BUDGET_S, least=_LEAST_PROMPTS)
+        return [self._run_prompt(tokens, lanes) for _ in counted]
 
     def _started(self, batch: int, lanes: Lanes) -> Engine:
         """Return an engine of so many sequences that have had their prompts.
@@ -231,8 +226,7 @@ def _step(
         (undisturbed,) = typical_lanes(alone(rows // len(lanes)))
         lanes = [with_round_trips(lane, undisturbed) for lane in lanes]
     for lane in lanes:
-        names = ["head", *("layer" for _ in lane.layers), "tail"]
-        for name, section in zip(names, (lane.head, *lane.layers, lane.tail), strict=True):
+        for name, section in zip(("head", "layer", "tail"), lane, strict=True):
             section.mask_share, section.product_share = shares.get(name, (0.0, 0.0))
     return Step(rows, lanes)
 
