@@ -19,12 +19,13 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from benchmarks.harness import Found, Place, in_turns, main
 from tee_side.attest import snp
@@ -36,6 +37,7 @@ from tee_side.attest.statement import About, Statement, read_certificate
 from tee_side.serve.identity import Identity, certify
 from tests.kit import snp_chain
 from tsqp.lab.measure import elapsed_us
+from tsqp.run.attestation import tls_files
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
 # collateral.
@@ -75,7 +77,13 @@ def handshakes(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def _shaker(certificate: bytes, key: Any = _KEY) -> Callable[[], float]:
-    server, client = _contexts(certificate, key)
+    server, client = (
+        ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+    )
+    own: Any = SimpleNamespace(certificate=certificate, tls_key=key)
+    with tls_files(own) as names:
+        server.load_cert_chain(*names)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
 
     def shake() -> float:
         began = time.perf_counter()
@@ -124,21 +132,6 @@ def _proving() -> Callable[[], float]:
         return handshake_s + time.perf_counter() - began
 
     return prove
-
-
-def _contexts(certificate: bytes, key: Any) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    server, client = (
-        ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
-    )
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    descriptor = os.memfd_create("certificate")
-    try:
-        os.write(descriptor, pem + ssl.DER_cert_to_PEM_cert(certificate).encode())
-        server.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    return server, client
 
 
 def measure(options: Any, _place: Place) -> Found:

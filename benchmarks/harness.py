@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.machine import describe_machine, script, write_results
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
-from tsqp.lab.measure import elapsed_us
+from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
 from tsqp.processes import start_service
 
 T = TypeVar("T")
@@ -32,23 +31,17 @@ CORES = len(os.sched_getaffinity(0))
 TRANSPORTS = ("unix", "tcp")
 
 
-class Place:
-    """A folder that is gone afterwards, with services that end; `closing` ends what else there is.
+class Place(ExitStack):
+    """A folder that is gone afterwards, with services and what else ends then.
 
-    `cases` are places for parts of a measurement: use them as context managers, as this.
+    A part of a measurement may have a place of its own.
     """
 
     def __init__(self) -> None:
-        self.closing = ExitStack()
+        super().__init__()
         name = tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")
-        self.folder = Path(self.closing.enter_context(name))
+        self.folder = Path(self.enter_context(name))
         self._services = 0
-
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closing.close()
 
     def service(
         self, model: Path | str, *options: str, transport: str = "unix", bind: str = ""
@@ -59,15 +52,12 @@ class Place:
         bind = bind or (own if transport == "unix" else "tcp://127.0.0.1:*")
         command = [str(model), "--bind", bind, "--threads", "1", *options]
         # Models of some gigabytes are read and quantised first.
-        return start_service(self.closing, command, timeout_s=600.0)[1]
+        return start_service(self, command, timeout_s=600.0)[1]
 
     def model(self, shape: Shape, *, linear: bool) -> Path:
         """Return a directory of the shape with random weights. `linear`: also of its layers."""
         say(f"making random weights of {shape.name}")
-        directory = self.folder / "model"
-        directory.mkdir()
-        prepare.random_model(directory, shape, linear=linear)
-        return directory
+        return prepare.random_model(self.folder / "model", shape, linear=linear)
 
 
 def main(about: str | None, measure: Callable[[Any, Place], Found], **options: Any) -> None:
@@ -88,6 +78,12 @@ def main(about: str | None, measure: Callable[[Any, Place], Found], **options: A
 def say(line: str) -> None:
     """Tell what is being measured."""
     print(line, file=sys.stderr, flush=True)
+
+
+def noted(line: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Tell some of what was found, and return it. `line`: with names of its fields in braces."""
+    say(line.format(**found))
+    return found
 
 
 def transports(text: str) -> list[str]:

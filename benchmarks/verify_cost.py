@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import CORES, Found, Place, Repeated, in_turns, main, say
+from benchmarks.harness import CORES, Found, Place, Repeated, in_turns, main, noted
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
@@ -102,11 +102,11 @@ def measure(options: Any, place: Place) -> Found:
     # First with random weights, for its scales, then with zeros.
     model = prepare.hollow(prepare.calibration(prepare.endless(made, folder), folder), folder)
     endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
-    results = []
-    for batch in options.batch:
-        found = _measure_batch(model, folder, endpoint, batch, options)
-        say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
-        results.append(found)
+    line = "batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step"
+    results = [
+        noted(line, _measure_batch(model, folder, endpoint, batch, options))
+        for batch in options.batch
+    ]
     document = {
         "policy": POLICY,
         "shape": options.shape,

@@ -127,26 +127,18 @@ def findings(report: Report) -> Iterator[str]:
             )
 
 
-def fastest_alone(pairs: Sequence[Measured]) -> tuple[Measured, list[Measured]] | None:
-    """Return of one kind of case the fastest policy that needs no service, and those that do.
+def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
+    """Say whether each policy with a service wins against the fastest that never needs one.
 
-    None where no policy does without, or a step took no time.
+    Nothing where no policy does without a service, or a step took no time.
     """
     alone = [pair for pair in pairs if not any(one.rpcs for one in pair[0].cases)]
     if not alone or min(case.step_ms.median for _, case in pairs) <= 0:
-        return None
-    best = min(alone, key=lambda pair: pair[1].step_ms.median)
-    return best, [pair for pair in pairs if pair not in alone]
-
-
-def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
-    """Say whether each policy with a service wins against the fastest that never needs one."""
-    if (split := fastest_alone(pairs)) is None:
         return
-    (best, case), sent = split
+    best, case = min(alone, key=lambda pair: pair[1].step_ms.median)
     alone_ms = case.step_ms.median
     said = []
-    for run, other in sent:
+    for run, other in (pair for pair in pairs if pair not in alone):
         ratio = alone_ms / other.step_ms.median
         sustained = alone_ms / sustained_ms(run, other)
         text = f"{run.policy} {_outcome(ratio)}, {at_most(report)}{ratio:.2f} times as fast"

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,15 +39,13 @@ from protocol.messages import LinearRequest, TensorReply, Timing
 from protocol.prepared import PreparedRequest
 from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create, frames_in
 from protocol.tensors import Buffer, from_torch, short_name
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.prepare import write_random_model
-from tsqp.lab.measure import elapsed_us, processes, tell
+from tsqp.lab.measure import elapsed_us, in_fresh_process, processes, script, tell, write_results
 from tsqp.processes import start_service
 
 R = TypeVar("R")
 
-PAYLOADS = (4096, 65536, 1048576)
 BLOCK, SETTLE = 50, 5
 _WIDTH = 2048
 _ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
@@ -77,6 +76,16 @@ TRANSPORTS: dict[str, tuple[str | None, str]] = {
     "unix": ("unix://{folder}/ours.sock", "unix://{folder}.sock"),
     "shm": ("shm://{folder}/ours.sock", "shm://{folder}.sock"),
     "tcp": (None, f"{TCP_SOCKET}127.0.0.1:0"),
+}
+
+
+# Payloads are bytes each way; the device is that of our service; both sides of both spin.
+OPTIONS: dict[str, Any] = {
+    "transports": ",".join(TRANSPORTS),
+    "payloads": (4096, 65536, 1048576),
+    "round_trips": 1000,
+    "device": "null",
+    "spin_us": 0.0,
 }
 
 
@@ -139,16 +148,22 @@ def frames_of(hidden: torch.Tensor) -> tuple[list[Buffer], list[Buffer]]:
 
 
 def interleaved(
-    contenders: Sequence[Callable[[], object]], round_trips: int, block: int = BLOCK
+    contenders: Sequence[Callable[[], object]],
+    round_trips: int,
+    block: int = BLOCK,
+    settle: int = SETTLE,
 ) -> list[list[float]]:
-    """Return microseconds of at least so many round trips of each, in turns of short blocks."""
+    """Return microseconds of at least so many round trips of each, in turns of short blocks.
+
+    The first `settle` of a block are not counted.
+    """
     found: list[list[float]] = [[] for _ in contenders]
     gc.collect()
     gc.freeze()  # as tee-runner does
     try:
         while len(found[-1]) < round_trips:
             for round_trip, times_us in zip(contenders, found, strict=True):
-                for _ in range(SETTLE):
+                for _ in range(settle):
                     round_trip()
                 for _ in range(block):
                     times_us.append(elapsed_us(round_trip))
@@ -200,7 +215,7 @@ def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any)
     return results
 
 
-def measure_all(options: Any) -> list[PingPong]:
+def measure_round_trips(options: Any) -> list[PingPong]:
     """Measure what the command line asks for."""
     for size in options.payloads:
         multiple = size > 0 and size % _ROW_BYTES == 0
@@ -369,16 +384,11 @@ def _spinning(look: Callable[[int], R], at_once: int, spin_us: float) -> R:
     return look(0)
 
 
+def ping_pong(spin_us: float = 0.0) -> tuple[PingPong, ...]:
+    """Measure every transport in a process of its own, by few round trips. Raises ProcessError."""
+    options = OPTIONS | {"round_trips": 300, "spin_us": spin_us}
+    return tuple(in_fresh_process(measure_round_trips, SimpleNamespace(**options)))
+
+
 if __name__ == "__main__":
-    # Payloads are bytes each way; the device is that of our service; both sides of both spin.
-    write_results(
-        *script(
-            __doc__,
-            measure_all,
-            transports=",".join(TRANSPORTS),
-            payloads=PAYLOADS,
-            round_trips=1000,
-            device="null",
-            spin_us=0.0,
-        )
-    )
+    write_results(*script(__doc__, measure_round_trips, **OPTIONS))

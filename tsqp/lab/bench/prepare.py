@@ -38,10 +38,9 @@ from tee_side.protect.pads.source import BATCH_TOKENS
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.bench.job import Measuring
-from tsqp.lab.bench.machine import cpu_ns
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.measure import in_fresh_process
+from tsqp.lab.measure import cpu_ns, in_fresh_process
 from tsqp.processes import start_service
 from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 
@@ -69,9 +68,11 @@ def needs_linear(policy: Policy, config: ModelConfig) -> bool:
 # ------------------------------------------------------------------------------ random weights
 
 
-def random_model(directory: Path, shape: Shape, *, linear: bool) -> None:
-    """Write a shape with random weights into an empty directory, in a process of its own."""
+def random_model(directory: Path, shape: Shape, *, linear: bool) -> Path:
+    """Make a directory of a shape with random weights, in a process of its own; return it."""
+    directory.mkdir()
     in_fresh_process(write_random_model, directory, dict(shape.settings), linear)
+    return directory
 
 
 def model_tensors(config: ModelConfig, *, linear: bool = True) -> dict[str, tuple[int, ...]]:

@@ -38,9 +38,8 @@ from protocol.errors import (
     ServiceError,
 )
 from protocol.prepared import Traffic
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Against, Baseline, Spread
-from tsqp.lab.measure import elapsed_us, rounds
+from tsqp.lab.measure import elapsed_us, rounds, script, write_results
 
 NAME = "published"
 _ONE_THREAD_ROWS = 16

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from tee_side.words import PHASES
 from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
@@ -48,9 +50,6 @@ from tsqp.lab.bench.summary import (
 )
 from tsqp.lab.report import Grid, Row, figures, grid, heading, page, percent, size, terminal, whole
 from tsqp.tables import definitions
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Tables of steps: title, columns, note.
 _STEPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -116,9 +115,14 @@ _STAGES = tuple(STAGE_NAMES[name] for name in STAGES)
 
 def overview(report: Report) -> list[Grid]:
     """Return the tables that compare policies, those that hold anything."""
-    memory = grid("Memory", _MEMORY, report.policies, _MEMORY_NOTE)
-    found = [*_steps(report), _requests(report), memory, _growth(report)]
-    return [grid for grid in (*found, _baselines(report), _ping_pong(report)) if grid.rows]
+    made = [(run, run.generation) for run in report.policies if run.generation is not None]
+    found = [
+        *_steps(report),
+        grid("Whole requests", _REQUESTS, made, _REQUESTS_NOTE),
+        grid("Memory", _MEMORY, report.policies, _MEMORY_NOTE),
+        *(_growth(report), _baselines(report), _ping_pong(report)),
+    ]
+    return [one for one in found if one.rows]
 
 
 def _steps(report: Report) -> Iterator[Grid]:
@@ -180,11 +184,6 @@ _MEMORY: dict[str, Callable[[PolicyRun], str]] = {
         "no service" if run.gpu_peak_bytes is None else size(run.gpu_peak_bytes)
     ),
 }
-
-
-def _requests(report: Report) -> Grid:
-    made = [(run, run.generation) for run in report.policies if run.generation is not None]
-    return grid("Whole requests", _REQUESTS, made, _REQUESTS_NOTE)
 
 
 def operators_grid(case: Case, title: str) -> Grid:
@@ -328,8 +327,6 @@ def _facts(report: Report) -> str:
 
 def show(report: Report, console: Console, *, details: bool = False) -> None:
     """Print a report. `details`: every case and its layers, not one of each phase and policy."""
-    from rich.text import Text
-
     console.print(Text(_facts(report), style="bold"))
     console.print()
     for sentence in (*caveats(report), *missing(report)):

@@ -22,9 +22,8 @@ import torch
 import transformers
 
 from protocol.tensors import torch_dtype
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.measure import elapsed_us, rounds
+from tsqp.lab.measure import elapsed_us, rounds, script, write_results
 
 NAME = "transformers"
 

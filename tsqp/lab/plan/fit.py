@@ -27,8 +27,8 @@ from protocol.errors import SettingsError
 from protocol.integer import empty_weight, int8_product, ring_product
 from protocol.model.weights import CPU
 from protocol.validation import validate_file
-from tsqp.lab.bench.baselines import ping_pong
 from tsqp.lab.bench.model import Document, PingPong
+from tsqp.lab.bench.ping_pong import ping_pong
 from tsqp.lab.measure import elapsed_us
 
 # The names that `--transport` has, and those of the ping-pong.

@@ -25,11 +25,10 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.memory import check_disk, check_memory, tee_parts
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape, shape_of
-from tsqp.lab.measure import run_job
+from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
     Costs,
     LayerJob,
@@ -264,9 +263,8 @@ class Planning:
         alike, shape = self._few_layers(policy, layer)
         config = shape.config()
         self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
-        model = folder / "model"
-        model.mkdir()
-        prepare.random_model(model, shape, linear=prepare.needs_linear(alike, config))
+        linear = prepare.needs_linear(alike, config)
+        model = prepare.random_model(folder / "model", shape, linear=linear)
         if alike.arithmetic == "int8":
             model = prepare.calibration(model, folder)
         if alike.verified:
@@ -286,9 +284,7 @@ class Planning:
                 bank=bank,
                 threads=self._threads,
             )
-            (found,) = run_job(f"policy {policy.name}", measure, job)
-        costs: Costs = found
-        return costs
+            return in_fresh_process(measure, job, where=f"policy {policy.name}")
 
     def _assumptions(self, policy: Policy, costs: Costs) -> Iterator[str]:
         settings = self._settings
