@@ -27,16 +27,16 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from benchmarks.harness import Found, Place, in_turns, main
+from benchmarks.harness import Found, Place, main
 from tee_side.attest import snp
 from tee_side.attest.appraisal import Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import verify_snp
-from tee_side.attest.statement import About, Statement, read_certificate
-from tee_side.serve.identity import Identity, certify
+from tee_side.attest.statement import Statement, read_certificate
+from tee_side.serve.identity import certify
 from tests.kit import snp_chain
-from tsqp.lab.measure import elapsed_us
+from tests.kit.evidence import identity
+from tsqp.lab.measure import elapsed_us, in_turns
 from tsqp.run.attestation import tls_files
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
@@ -105,28 +105,18 @@ def _shaker(certificate: bytes, key: Any = _KEY) -> Callable[[], float]:
 
 def _proving() -> Callable[[], float]:
     """Return a handshake in which the certificate is appraised, and then new evidence."""
-    digest = bytes(32)
-    about = About(
-        model=digest,
-        policy=digest,
-        settings=digest,
-        curve_keys={},
-        plugins={},
-        version="1",
-        attested_services="none",
-    )
-    identity = Identity(find_attester("simulated"), about)
-    shake = _shaker(identity.certificate, identity.tls_key)
+    server = identity(curve_keys={}, plugins={})
+    shake = _shaker(server.certificate, server.tls_key)
     policy = AppraisalPolicy.development()
 
     def prove() -> float:
         handshake_s, began = shake(), time.perf_counter()
-        stated, tls_key = read_certificate(identity.certificate)
+        stated, tls_key = read_certificate(server.certificate)
         nonce = os.urandom(32)
         now = datetime.now(UTC)
         first = appraise(stated, policy, Expected(b"", tls_key, now, "serve"))
         expected = Expected(nonce, tls_key, now, "serve")
-        second = appraise(identity.state(nonce), policy, expected)
+        second = appraise(server.state(nonce), policy, expected)
         if not (first.passed and second.passed):
             raise AssertionError("the simulated server failed its appraisal")
         return handshake_s + time.perf_counter() - began

@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.harness import TRANSPORTS, Found, Place, in_turns, main, noted, transports
+from benchmarks.harness import TRANSPORTS, Found, Place, main, noted, transports
 from protocol.channel import Channel, open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError
 from protocol.messages import (
@@ -53,7 +53,7 @@ from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.leak.recording import AtOnce
-from tsqp.lab.measure import elapsed_us
+from tsqp.lab.measure import elapsed_us, in_turns
 from tsqp.run.settings import model_directory
 
 POLICY = "attention-in-tee"

@@ -6,7 +6,6 @@ found, and whether it reached its target. `main` prints that, or writes it where
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
@@ -24,7 +23,6 @@ from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
 from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
 from tsqp.processes import start_service
 
-T = TypeVar("T")
 Found = tuple[dict[str, Any], bool]
 
 CORES = len(os.sched_getaffinity(0))
@@ -98,24 +96,6 @@ def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> No
     names = list(dict.fromkeys(known))
     for name in given:
         SettingsError.unless(name in names, option, repr(name), f"of {', '.join(names)}")
-
-
-def in_turns(work: Sequence[Callable[[], T]], rounds: int, warm_up: int = 0) -> list[list[T]]:
-    """Return a row a round of what each returns; each round begins with another of them."""
-    for one in work:
-        for _ in range(warm_up):
-            one()
-    gc.collect()
-    gc.freeze()  # as tee-runner does
-    count = len(work)
-    rows: list[list[T]] = []
-    try:
-        for number in range(rounds):
-            row = {n % count: work[n % count]() for n in range(number, number + count)}
-            rows.append([row[n] for n in range(count)])
-    finally:
-        gc.unfreeze()
-    return rows
 
 
 class Repeated:

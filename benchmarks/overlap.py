@@ -30,7 +30,6 @@ from benchmarks.harness import (
     Found,
     Place,
     Repeated,
-    in_turns,
     main,
     noted,
     require_known,
@@ -48,6 +47,7 @@ from tee_side.runner import RunnerSettings
 from tee_side.words import Phase
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import observed
+from tsqp.lab.measure import in_turns
 
 POLICY = "attention-in-tee"
 # Of a profile: as good as no time at all, and still a rate that it may have.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib.metadata
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -59,17 +60,32 @@ def elapsed_us(work: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - started_ns) / 1e3
 
 
+def in_turns(work: Sequence[Callable[[], R]], rounds: int, warm_up: int = 0) -> list[list[R]]:
+    """Return a row a round of what each returns; each round begins with another of them."""
+    for one in work:
+        for _ in range(warm_up):
+            one()
+    gc.collect()
+    gc.freeze()  # as tee-runner does
+    count = len(work)
+    rows: list[list[R]] = []
+    try:
+        for number in range(rounds):
+            row = {n % count: work[n % count]() for n in range(number, number + count)}
+            rows.append([row[n] for n in range(count)])
+    finally:
+        gc.unfreeze()
+    return rows
+
+
 def describe_machine() -> dict[str, str | int]:
     """Return processor, cores, memory and versions; nothing that names the machine itself."""
-    processor = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("model name"):
-            processor = line.split(":", 1)[1].strip()
-            break
+    said = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    model = re.search(r"^model name\s*:\s*(.*\S)", said, re.MULTILINE)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     packages = ("torch", "transformers", "pyzmq", "msgpack", "numpy", "safetensors")
     return {
-        "processor": processor,
+        "processor": model[1] if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30),
         "python": platform.python_version(),

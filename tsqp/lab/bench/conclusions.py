@@ -40,8 +40,16 @@ def caveats(report: Report) -> list[str]:
             f"With device {device} {served}, and policies that compute in the TEE what others"
             " leave to the service are not comparable with those."
         )
-    pads = _pads(report)
-    return [*found, pads] if pads else found
+    names = [run.policy for run in report.policies if uses_pads(run)]
+    if names:
+        text = (
+            f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
+            " tokens/s, but in sustained ones"
+        )
+        if computes(device) is False:
+            text += "; the factors of these pads are zeros, which cost as much to use"
+        found.append(f"{text}.")
+    return found
 
 
 def speed(report: Report, run: PolicyRun, case: Case) -> str:
@@ -64,20 +72,6 @@ def uses_pads(run: PolicyRun) -> bool:
     return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
         case.rpcs for case in run.cases
     )
-
-
-def _pads(report: Report) -> str:
-    """Say what figures of policies with pads leave out; empty if none of the policies has any."""
-    names = [run.policy for run in report.policies if uses_pads(run)]
-    if not names:
-        return ""
-    text = (
-        f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
-        " tokens/s, but in sustained ones"
-    )
-    if computes(report.setup.device) is False:
-        text += "; the factors of these pads are zeros, which cost as much to use"
-    return f"{text}."
 
 
 def missing(report: Report) -> list[str]:

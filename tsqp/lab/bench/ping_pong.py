@@ -23,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -41,7 +43,15 @@ from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create, frames_
 from protocol.tensors import Buffer, from_torch, short_name
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.prepare import write_random_model
-from tsqp.lab.measure import elapsed_us, in_fresh_process, processes, script, tell, write_results
+from tsqp.lab.measure import (
+    elapsed_us,
+    in_fresh_process,
+    in_turns,
+    processes,
+    script,
+    tell,
+    write_results,
+)
 from tsqp.processes import start_service
 
 R = TypeVar("R")
@@ -157,19 +167,14 @@ def interleaved(
 
     The first `settle` of a block are not counted.
     """
-    found: list[list[float]] = [[] for _ in contenders]
-    gc.collect()
-    gc.freeze()  # as tee-runner does
-    try:
-        while len(found[-1]) < round_trips:
-            for round_trip, times_us in zip(contenders, found, strict=True):
-                for _ in range(settle):
-                    round_trip()
-                for _ in range(block):
-                    times_us.append(elapsed_us(round_trip))
-    finally:
-        gc.unfreeze()
-    return found
+
+    def block_us(round_trip: Callable[[], object]) -> list[float]:
+        for _ in range(settle):
+            round_trip()
+        return [elapsed_us(round_trip) for _ in range(block)]
+
+    rows = in_turns([partial(block_us, one) for one in contenders], -(-round_trips // block))
+    return [[*chain.from_iterable(blocks)] for blocks in zip(*rows, strict=True)]
 
 
 def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any) -> list[PingPong]:

@@ -27,7 +27,7 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
+from tsqp.lab.bench.job import Answer, BenchSettings, PolicyJob
 from tsqp.lab.bench.memory import check_disk, check_memory
 from tsqp.lab.bench.model import (
     Baseline,
@@ -84,7 +84,10 @@ class Bench:
             self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
         self._check()
         if fitted != settings.plan:
-            say(f"prompts and contexts that fit the model: {_lengths(fitted)}")
+            prompts = ", ".join(map(str, fitted.prefill))
+            contexts = ", ".join(map(str, sorted({context for context, _ in fitted.decode})))
+            lengths = f"prefill {prompts}; context {contexts or 'none'}"
+            say(f"prompts and contexts that fit the model: {lengths}")
 
     def run(self) -> None:
         """Measure. What ends it early is in the report, and raised."""
@@ -390,12 +393,6 @@ def _check_names(policies: list[tuple[str, Policy]]) -> None:
         expected = "policies of different names"
         SettingsError.unless(policy.name not in places, "--policy", got, expected)
         places[policy.name] = place
-
-
-def _lengths(plan: Plan) -> str:
-    prompts = ", ".join(map(str, plan.prefill))
-    contexts = ", ".join(map(str, sorted({context for context, _ in plan.decode})))
-    return f"prefill {prompts}; context {contexts or 'none'}"
 
 
 def _reason(error: BaseException) -> str:

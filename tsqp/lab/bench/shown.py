@@ -29,7 +29,6 @@ from tsqp.lab.bench.summary import (
     REST_NAME,
     STAGE_MEANINGS,
     STAGE_NAMES,
-    Growth,
     baseline_name,
     by_layer,
     by_operator,
@@ -234,17 +233,15 @@ def _growth(report: Report) -> Grid:
     columns = ("time of", "against", "exponent", "R2", "worst", "points")
     rows: list[Row] = []
     for policy, found in groupby(growth(report), key=lambda one: one.policy):
-        rows += [heading(policy, columns), *map(_growth_row, found)]
+        rows.append(heading(policy, columns))
+        for one in found:
+            law, count = one.law, len(one.points)
+            fit = ("two points" if count == 2 else "no fit", "", "")
+            if law is not None and count > 2:
+                fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
+            against = f"{one.against}, {one.scope}"
+            rows.append(Row((f"{one.phase} {one.cost}", against, *fit, str(count))))
     return Grid("Growth", columns, tuple(rows), texts=2, note=_GROWTH_NOTE)
-
-
-def _growth_row(found: Growth) -> Row:
-    law, count = found.law, len(found.points)
-    fit = ("two points" if count == 2 else "no fit", "", "")
-    if law is not None and count > 2:
-        fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
-    against = f"{found.against}, {found.scope}"
-    return Row((f"{found.phase} {found.cost}", against, *fit, str(count)))
 
 
 def _baselines(report: Report) -> Grid:

@@ -199,12 +199,9 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
         for found in _ranges(policy, operator, count, within):
             if operator not in LAYERLESS and found.start in within:
                 continue
-            prefill, decode = (policy.at(operator, found.start, phase) for phase in PHASES)
-            if _alike(prefill, decode):
-                yield _row(policy, operator, found, None, measured)
-            else:
-                for phase in PHASES:
-                    yield _row(policy, operator, found, phase, measured)
+            ways = {_way(policy.at(operator, found.start, phase)) for phase in PHASES}
+            for phase in PHASES if len(ways) > 1 else (None,):
+                yield _row(policy, operator, found, phase, measured)
 
 
 def _ranges(
@@ -213,16 +210,16 @@ def _ranges(
     """Yield runs of layers with the same placements in both phases, all within segments or none."""
 
     def placed(layer: int) -> object:
-        placements = (policy.at(operator, layer, phase) for phase in PHASES)
-        return layer in within, *((one.place, one.mask, one.verify) for one in placements)
+        return layer in within, *(_way(policy.at(operator, layer, phase)) for phase in PHASES)
 
     for _, alike in groupby(range(count), key=placed):
         first, *others = alike
         yield range(first, (others or [first])[-1] + 1)
 
 
-def _alike(one: Placement, other: Placement) -> bool:
-    return (one.place, one.mask, one.verify) == (other.place, other.mask, other.verify)
+def _way(placement: Placement) -> tuple[Place, Mask | None, Verify]:
+    """Return what makes a row of its own."""
+    return placement.place, placement.mask, placement.verify
 
 
 def _row(
