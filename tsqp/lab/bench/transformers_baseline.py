@@ -92,7 +92,8 @@ def measure_all(options: Any) -> list[Baseline]:
         attn_implementation=options.attention,
         local_files_only=True,
         use_safetensors=True,
-    ).eval()
+    )
+    model.eval()
     how = {"repeats": options.repeats, "case_s": options.case_s, "dtype": options.dtype}
     found = [measure_prefill(model, n, **how) for n in options.tokens]
     if options.new_tokens:
