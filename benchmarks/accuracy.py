@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,9 @@ from benchmarks.train_demo import VALIDATION_FILE
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import read_config
 from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quantized, load_tensor
-from protocol.zmq_channel import ZmqChannel
+from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.batch import Batch, Chunk, KVCache
@@ -70,7 +69,8 @@ class Mixture:
     """The demo model in float32 and in integers, put together in any mixture."""
 
     def __init__(self, directory: Path, documents: int | None) -> None:
-        self.config: ModelConfig = read_config(directory)
+        self.directory = directory
+        self.config = read_config(directory)
         self.checkpoint = Checkpoint(directory)
         self.model: TeeModel = load_tee_model(self.config, self.checkpoint, torch.float32)
         self.calibration = Calibration.load(
@@ -164,7 +164,7 @@ def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
     return lambda x_TI: exact_product(site.encode(x_TI), weights.weight) * scales.factor_N
 
 
-def score_policy(bench: Mixture, endpoint: str) -> Losses:
+def score_policy(bench: Mixture, place: Place) -> Losses:
     """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
     policy = load_policy("quantized-clear")
     assembly = Assembly(
@@ -175,11 +175,9 @@ def score_policy(bench: Mixture, endpoint: str) -> Losses:
         MaskSettings(),
         step_tokens=bench.config.context_length,
     )
-    with ExitStack() as closing:
-        closing.callback(assembly.close)
-        channel = ZmqChannel(endpoint)
-        closing.callback(channel.close)
-        return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
+    place.callback(assembly.close)
+    channel = place.enter_context(open_channel(place.service(bench.directory, transport="tcp")))
+    return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
 
 
 def measure(options: Any, place: Place) -> Found:
@@ -204,7 +202,7 @@ def measure(options: Any, place: Place) -> Found:
         if name in parts:
             score = bench.score(bench.operators(*parts[name]))
         else:
-            score = score_policy(bench, place.service(directory, transport="tcp"))
+            score = score_policy(bench, place)
         rows[name] = {
             "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
             "top_1_agreement": (score.top == reference.top).double().mean().item(),

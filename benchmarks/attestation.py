@@ -19,22 +19,24 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding
 
-from benchmarks.harness import Found, Place, in_turns, main
+from benchmarks.harness import Found, Place, main
 from tee_side.attest import snp
 from tee_side.attest.appraisal import AppraisalPolicy, Expected, appraise
-from tee_side.attest.attesters import find_attester
 from tee_side.attest.snp import verify_snp
-from tee_side.attest.statement import About, Statement, read_certificate
-from tee_side.serve.identity import Identity, certify
+from tee_side.attest.statement import Statement, read_certificate
+from tee_side.serve.identity import certify
 from tests.kit import snp_chain
-from tsqp.lab.measure import elapsed_us
+from tests.kit.evidence import identity
+from tsqp.lab.measure import elapsed_us, in_turns
+from tsqp.run.attestation import tls_files
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
 # collateral.
@@ -74,7 +76,13 @@ def handshakes(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def _shaker(certificate: bytes, key: Any = _KEY) -> Callable[[], float]:
-    server, client = _contexts(certificate, key)
+    server, client = (
+        ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+    )
+    own: Any = SimpleNamespace(certificate=certificate, tls_key=key)
+    with tls_files(own) as names:
+        server.load_cert_chain(*names)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
 
     def shake() -> float:
         began = time.perf_counter()
@@ -96,48 +104,23 @@ def _shaker(certificate: bytes, key: Any = _KEY) -> Callable[[], float]:
 
 def _proving() -> Callable[[], float]:
     """Return a handshake in which the certificate is appraised, and then new evidence."""
-    digest = bytes(32)
-    about = About(
-        model=digest,
-        policy=digest,
-        settings=digest,
-        curve_keys={},
-        plugins={},
-        version="1",
-        attested_services="none",
-    )
-    identity = Identity(find_attester("simulated"), about)
-    shake = _shaker(identity.certificate, identity.tls_key)
+    server = identity(curve_keys={}, plugins={})
+    shake = _shaker(server.certificate, server.tls_key)
     policy = AppraisalPolicy.development()
 
     def prove() -> float:
         handshake_s, began = shake(), time.perf_counter()
-        stated, tls_key = read_certificate(identity.certificate)
+        stated, tls_key = read_certificate(server.certificate)
         nonce = os.urandom(32)
         now = datetime.now(UTC)
         first = appraise(stated, policy, Expected(b"", tls_key, now, "serve"))
         expected = Expected(nonce, tls_key, now, "serve")
-        second = appraise(identity.state(nonce), policy, expected)
+        second = appraise(server.state(nonce), policy, expected)
         if not (first.passed and second.passed):
             raise AssertionError("the simulated server failed its appraisal")
         return handshake_s + time.perf_counter() - began
 
     return prove
-
-
-def _contexts(certificate: bytes, key: Any) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    server, client = (
-        ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
-    )
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    descriptor = os.memfd_create("certificate")
-    try:
-        os.write(descriptor, pem + ssl.DER_cert_to_PEM_cert(certificate).encode())
-        server.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    return server, client
 
 
 def measure(options: Any, _place: Place) -> Found:

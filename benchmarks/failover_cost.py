@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.harness import TRANSPORTS, Found, Place, in_turns, main, say, transports
+from benchmarks.harness import TRANSPORTS, Found, Place, main, noted, transports
 from protocol.channel import Channel, PendingChannel
 from protocol.errors import EndpointError, ReplyError, SettingsError
 from protocol.messages import (
@@ -53,7 +53,7 @@ from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.leak.recording import AtOnce
-from tsqp.lab.measure import elapsed_us
+from tsqp.lab.measure import elapsed_us, in_turns
 from tsqp.run.settings import model_directory
 
 POLICY = "attention-in-tee"
@@ -88,6 +88,7 @@ def _result(work: str, transport: str, times: Times, calls: int) -> dict[str, An
     """Return what microseconds say: a row a round of `calls`, a column each of WAYS."""
     noise, two_to_again = _noise(times), _ratio(times, "two", "plain again")
     medians = [median(row[n] for row in times) / calls for n in range(len(WAYS))]
+    line = "{work} over {transport}: plain {us[plain]:.1f} us; two to plain again"
     found = {
         "work": work,
         "transport": transport,
@@ -99,9 +100,7 @@ def _result(work: str, transport: str, times: Times, calls: int) -> dict[str, An
         # Another plain channel differs as much, and little enough to tell.
         "ok": two_to_again <= 1 + noise and noise <= MOST_NOISE,
     }
-    said = "{work} over {transport}: plain {us[plain]:.1f} us; two to plain again"
-    say((said + " {two_to_again:.3f}, noise {noise:.3f}").format(**found))
-    return found
+    return noted(line + " {two_to_again:.3f}, noise {noise:.3f}", found)
 
 
 def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[dict[str, Any]]:
@@ -109,12 +108,12 @@ def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[dict[
     with Place() as place:
         device = ("--device", "null", "--arithmetic", "float")
         endpoints = [place.service(model, *device, transport=transport) for _ in range(2)]
-        plain = [place.closing.enter_context(open_channel(endpoints[0])) for _ in range(2)]
+        plain = [place.enter_context(open_channel(endpoints[0])) for _ in range(2)]
         settings = (
             RunnerSettings(model, load_policy(POLICY), gpu, threads=1)
             for gpu in ((endpoints[0],), tuple(endpoints))
         )
-        one, two = (place.closing.enter_context(Runner(each)) for each in settings)
+        one, two = (place.enter_context(Runner(each)) for each in settings)
         channels = [*plain, one._services.at(0)[0], two._services.at(0)[0]]
         rpc = in_turns([_calls(channel, one, calls) for channel in channels], rounds, _WARM_UP)
         token = _tokens(two, channels, rounds)

@@ -23,9 +23,8 @@ from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Case, PolicyRun
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import Shape, find_shape
-from tsqp.lab.bench.summary import fit_exponent, sum_stages
+from tsqp.lab.bench.summary import ATTENTION, fit_exponent, sum_stages
 
-ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
 # An exponent this far above 1 is still called linear: that is how well such a line can be drawn.
 TOLERANCE = 0.05
 

@@ -6,7 +6,6 @@ found, and whether it reached its target. `main` prints that, or writes it where
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
@@ -14,41 +13,33 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.machine import describe_machine, script, write_results
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
-from tsqp.lab.measure import elapsed_us
+from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
 from tsqp.processes import start_service
 
-T = TypeVar("T")
 Found = tuple[dict[str, Any], bool]
 
 CORES = len(os.sched_getaffinity(0))
 TRANSPORTS = ("unix", "tcp")
 
 
-class Place:
-    """A folder that is gone afterwards, with services that end; `closing` ends what else there is.
+class Place(ExitStack):
+    """A folder that is gone afterwards, with services and what else ends then.
 
-    `cases` are places for parts of a measurement: use them as context managers, as this.
+    A part of a measurement may have a place of its own.
     """
 
     def __init__(self) -> None:
-        self.closing = ExitStack()
+        super().__init__()
         name = tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")
-        self.folder = Path(self.closing.enter_context(name))
+        self.folder = Path(self.enter_context(name))
         self._services = 0
-
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closing.close()
 
     def service(
         self, model: Path | str, *options: str, transport: str = "unix", bind: str = ""
@@ -59,15 +50,12 @@ class Place:
         bind = bind or (own if transport == "unix" else "tcp://127.0.0.1:*")
         command = [str(model), "--bind", bind, "--threads", "1", *options]
         # Models of some gigabytes are read and quantised first.
-        return start_service(self.closing, command, timeout_s=600.0)[1]
+        return start_service(self, command, timeout_s=600.0)[1]
 
     def model(self, shape: Shape, *, linear: bool) -> Path:
         """Return a directory of the shape with random weights. `linear`: also of its layers."""
         say(f"making random weights of {shape.name}")
-        directory = self.folder / "model"
-        directory.mkdir()
-        prepare.random_model(directory, shape, linear=linear)
-        return directory
+        return prepare.random_model(self.folder / "model", shape, linear=linear)
 
 
 def main(about: str | None, measure: Callable[[Any, Place], Found], **options: Any) -> None:
@@ -90,6 +78,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def noted(line: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Tell some of what was found, and return it. `line`: with names of its fields in braces."""
+    say(line.format(**found))
+    return found
+
+
 def transports(text: str) -> list[str]:
     """Read names of transports, with commas. Raises SettingsError."""
     names = text.split(",")
@@ -102,24 +96,6 @@ def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> No
     names = list(dict.fromkeys(known))
     for name in given:
         SettingsError.unless(name in names, option, repr(name), f"of {', '.join(names)}")
-
-
-def in_turns(work: Sequence[Callable[[], T]], rounds: int, warm_up: int = 0) -> list[list[T]]:
-    """Return a row a round of what each returns; each round begins with another of them."""
-    for one in work:
-        for _ in range(warm_up):
-            one()
-    gc.collect()
-    gc.freeze()  # as tee-runner does
-    count = len(work)
-    rows: list[list[T]] = []
-    try:
-        for number in range(rounds):
-            row = {n % count: work[n % count]() for n in range(number, number + count)}
-            rows.append([row[n] for n in range(count)])
-    finally:
-        gc.unfreeze()
-    return rows
 
 
 class Repeated:

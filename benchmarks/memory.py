@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Found, Place, main
-from tsqp.lab.bench.machine import peak_bytes
 from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.measure import peak_bytes
 from tsqp.processes import program, start_service
 
 SHAPE = find_shape("llama-3.2-1b")
@@ -58,7 +58,7 @@ def measure(_options: Any, place: Place) -> Found:
     model.mkdir()
     size, imported = write_random_model(model, SHAPE.settings), _peak_of_import()
     command = [str(model), "--bind", "tcp://127.0.0.1:*", "--arithmetic", "float"]
-    pid, endpoint = start_service(place.closing, command, timeout_s=600.0)
+    pid, endpoint = start_service(place, command, timeout_s=600.0)
     loaded = peak_bytes(pid)
     offloaded, rpc = _peak_of_runner(model, "attention-in-tee", endpoint)
     served = peak_bytes(pid)

@@ -30,10 +30,9 @@ from benchmarks.harness import (
     Found,
     Place,
     Repeated,
-    in_turns,
     main,
+    noted,
     require_known,
-    say,
     transports,
 )
 from gpu_side.devices import DeviceProfile
@@ -47,6 +46,7 @@ from tee_side.runner import RunnerSettings
 from tee_side.words import Phase
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import observed
+from tsqp.lab.measure import in_turns
 
 POLICY = "attention-in-tee"
 # Of a profile: as good as no time at all, and still a rate that it may have.
@@ -150,7 +150,7 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
             # The first one has two medians.
             steps = 0 if prefill else 2 * (_WARM_UP + repeats) + _OBSERVED + 2
             size = {"tokens": case.tokens, "batch": case.batch}
-            return Repeated(place.closing, settings, **size, steps=steps)
+            return Repeated(place, settings, **size, steps=steps)
 
         null = contender("null", 1)
         config = null.runner.config
@@ -189,14 +189,16 @@ def measure(options: Any, place: Place) -> Found:
     over = transports(options.transports)
     require_known("--case", options.case, (case.case for case in CASES))
     model = place.model(find_shape(options.shape), linear=False)
-    results: list[dict[str, Any]] = []
-    for case in (case for case in CASES if not options.case or case.case in options.case):
-        for transport in over:
-            found = measure_case(model, case, transport, options)
-            said = "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
-            said += " {serial_ms:.1f} ms, cut {overlapped_ms:.1f} ms: {ratio:.2f} times"
-            say(said.format(**found))
-            results.append(found)
+    line = (
+        "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
+        " {serial_ms:.1f} ms, cut {overlapped_ms:.1f} ms: {ratio:.2f} times"
+    )
+    results = [
+        noted(line, measure_case(model, case, transport, options))
+        for case in CASES
+        if not options.case or case.case in options.case
+        for transport in over
+    ]
     about = {"shape": options.shape, "policy": POLICY, "tee_threads": options.threads}
     return {**about, "results": results}, True
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import CORES, Found, Place, main, require_known, say
+from benchmarks.harness import CORES, Found, Place, main, noted, require_known, say
 from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
@@ -168,9 +168,8 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> list[dict[st
             "bottleneck": prediction.bottleneck,
             "yardstick_ms": steady,
         }
-        said = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
-        say((said + " ({error:+.1%}), yardstick {yardstick_ms} ms").format(**row))
-        rows.append(row)
+        line = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
+        rows.append(noted(line + " ({error:+.1%}), yardstick {yardstick_ms} ms", row))
     return rows
 
 

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
-from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import OperatorCost, Report
 from tsqp.lab.bench.summary import by_operator
+from tsqp.lab.measure import describe_machine
 from tsqp.processes import ProcessError, program
 
 RESULTS = Path(__file__).parent / "results"

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Found, Place, main, noted
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.model import Report
 
@@ -60,7 +60,8 @@ def measure(_options: Any, place: Place) -> Found:
         for name in policies:
             prompt, token = _report(model, name, place.folder).policies[0].cases
             token_ms = token_ms or token.step_ms.median
-            found: dict[str, Any] = {
+            line = "{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})"
+            found = {
                 "model": model,
                 "policy": name,
                 "token_ms": token.step_ms.median,
@@ -69,8 +70,7 @@ def measure(_options: Any, place: Place) -> Found:
                 "rpcs": token.rpcs,
                 "bytes": token.bytes_sent + token.bytes_received,
             }
-            say("{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})".format(**found))
-            results.append(found)
+            results.append(noted(line, found))
     clear = next(r for r in results if r["policy"] == "clear-segment")
     return {"rtt_us": RTT_US, "results": results}, clear["ratio"] >= LEAST_RATIO
 

@@ -15,8 +15,9 @@ for each operator and for a layer's four together (of a busy machine, a lower qu
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from protocol.messages import (
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch
 from protocol.transport import open_channel
+from tsqp.lab.bench.ping_pong import interleaved
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.measure import elapsed_us
 
 SHAPE = "llama-3.2-1b"
 _BLOCK = 4
@@ -60,19 +61,15 @@ def times_us(
 
     `requests`: of other layers, one after the other, so that no weight stays in a cache.
     """
-    times: list[list[float]] = [[] for _ in channels]
-    for block in range(max(1, rounds // _BLOCK) + 1):
-        for channel, taken in zip(channels, times, strict=True):
-            for number in range(_BLOCK):
-                request = requests[(block * _BLOCK + number) % len(requests)]
-                us = elapsed_us(partial(_ask, channel, request))
-                if block:  # the first one warms up
-                    taken.append(us)
-    return [sorted(taken)[int(quantile * (len(taken) - 1))] for taken in times]
+    work = [partial(_ask, channel, cycle(requests)) for channel in channels]
+    times = interleaved(work, rounds + _BLOCK, _BLOCK, settle=0)
+    # The first block warms up.
+    counted = (sorted(taken[_BLOCK:]) for taken in times)
+    return [taken[int(quantile * (len(taken) - 1))] for taken in counted]
 
 
-def _ask(channel: Channel, request: Request) -> None:
-    channel.wait(channel.submit(request))
+def _ask(channel: Channel, requests: Iterator[Request]) -> None:
+    channel.call(next(requests))
 
 
 def measure(options: Any, place: Place) -> Found:
@@ -88,7 +85,7 @@ def measure(options: Any, place: Place) -> Found:
     for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
         asked = ["--arithmetic", "int8", "--tensor-parallel", str(ranks)]
         endpoint = place.service(model, *asked, "--threads", str(max(1, threads)))
-        channels.append(place.closing.enter_context(open_channel(endpoint, timeout_s=600.0)))
+        channels.append(place.enter_context(open_channel(endpoint, timeout_s=600.0)))
     for rows in options.rows:
         rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
         found: dict[str, list[float]] = {}

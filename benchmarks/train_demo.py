@@ -1,15 +1,15 @@
 """Train the demo model that ships with TSQP, into a new directory.
 
     python -m benchmarks.train_demo OUTPUT [--seed 7] [--tokens 10000000] [--threads N]
+        [--json FILE]
 
 Ten million tokens of `benchmarks.stories` take 37 minutes on two cores. OUTPUT is then a Hugging
-Face directory with a model card, the record of the training (training.json) and the held-out text
-(validation.txt). `tsqp calibrate OUTPUT` adds what integer policies need.
+Face directory with a model card, the record of the training (training.json, also printed) and the
+held-out text (validation.txt). `tsqp calibrate OUTPUT` adds what integer policies need.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -42,6 +42,7 @@ from benchmarks.stories import (
     Corpus,
     without_special_tokens,
 )
+from tsqp.lab.measure import script, write_results
 
 VALIDATION_FILE = "validation.txt"
 _VOCABULARY_SIZE, _MAX_LENGTH = 1024, 512
@@ -313,21 +314,12 @@ def train_demo(
     return record
 
 
-def main() -> None:
-    """Train, and say how good the model is."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="how many to train on")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
+def measure(options: Any) -> dict[str, Any]:
+    """Train as the command line asks for."""
     torch.set_num_threads(options.threads)
-    record = train_demo(options.output, seed=options.seed, tokens=options.tokens)
-    loss = record["validation_loss_nats_per_token"]
-    print(f"{options.output}: validation loss {loss:.4f} nats per token")
+    return train_demo(Path(options.output), seed=options.seed, tokens=options.tokens)
 
 
 if __name__ == "__main__":
-    main()
+    threads = torch.get_num_threads()
+    write_results(*script(__doc__, measure, "output", seed=7, tokens=10_000_000, threads=threads))

@@ -23,15 +23,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import CORES, Found, Place, Repeated, in_turns, main, say
+from benchmarks.harness import CORES, Found, Place, Repeated, main, noted
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.verification import Secrets
 from tee_side.runner import RunnerSettings
-from tsqp.lab.bench import pads, prepare
+from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import observed
+from tsqp.lab.measure import in_turns
 
 POLICY = "shielded"
 MOST_SHARE = 0.15
@@ -66,7 +67,7 @@ def _measure_batch(
     with ExitStack() as closing:
         for policy in (load_policy(POLICY), _believed(load_policy(POLICY))):
             tokens, place = batch * (steps + _PROMPT), folder / f"{policy.name}-{batch}"
-            bank = pads.bank(model, policy, tokens, place, zeros=True)
+            bank = prepare.pad_bank(model, policy, tokens, place, zeros=True)
             settings = RunnerSettings(
                 model=model,
                 policy=policy,
@@ -76,19 +77,19 @@ def _measure_batch(
             )
             both.append(Repeated(closing, settings, tokens=_PROMPT, batch=batch, steps=steps))
         timed = in_turns([one.timed_ms for one in both], options.steps, _WARM_UP)
-        noted = in_turns([partial(_observed_ms, one) for one in both], options.steps)
+        seen = in_turns([partial(_observed_ms, one) for one in both], options.steps)
         secrets = both[0].runner._assembly._secrets
     vectors = secrets.vectors.values() if isinstance(secrets, Secrets) else ()
     verified, believed = ([row[n] for row in timed] for n in range(2))
     verified_ms, believed_ms = (median(ms for ms, _ in found) for found in (verified, believed))
-    tee_ms = median(ms for (_, ms), _ in noted)
+    tee_ms = median(ms for (_, ms), _ in seen)
     return {
         "batch": batch,
         "verified_ms": verified_ms,
         "believed_ms": believed_ms,
         "verified_cpu_ms": median(cpu_ms for _, cpu_ms in verified),
         "believed_cpu_ms": median(cpu_ms for _, cpu_ms in believed),
-        "check_ms": median(ms for (ms, _), _ in noted) - median(ms for _, (ms, _) in noted),
+        "check_ms": median(ms for (ms, _), _ in seen) - median(ms for _, (ms, _) in seen),
         "tee_ms": tee_ms,
         "share": (verified_ms - believed_ms) / tee_ms,
         "secrets_bytes": sum(
@@ -106,11 +107,11 @@ def measure(options: Any, place: Place) -> Found:
     # First with random weights, for its scales, then with zeros.
     model = prepare.hollow(prepare.calibration(prepare.endless(made, folder), folder), folder)
     endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
-    results = []
-    for batch in options.batch:
-        found = _measure_batch(model, folder, endpoint, batch, options)
-        say("batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step".format(**found))
-        results.append(found)
+    line = "batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step"
+    results = [
+        noted(line, _measure_batch(model, folder, endpoint, batch, options))
+        for batch in options.batch
+    ]
     document = {
         "policy": POLICY,
         "shape": options.shape,

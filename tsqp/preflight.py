@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tee_side.protect.pads.bank_format import Purpose
-
 from protocol.curve import ClientKeys
 from protocol.endpoint import one_for_each
 from protocol.errors import ReplyError, TsqpError

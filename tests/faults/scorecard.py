@@ -21,7 +21,7 @@ from tests.faults import (
     test_server,
 )
 from tests.faults.row import Found, Row, shown_all
-from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.measure import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")

@@ -288,11 +288,11 @@ def _settings(
     count, tokens = options["prompts"], options["prompt_tokens"]
     candidates = options["search_candidates"] or (_FEW_CANDIDATES if shape is not None else None)
     if shape is not None:
-        directory = folder / find_shape(shape).name
-        directory.mkdir()
         # The first layer alone.
-        prepare.random_model(directory, find_shape(shape).with_layers(1), linear=True)
-        prompts = random_prompts(read_config(directory).vocab_size, count, tokens, options["seed"])
+        first = find_shape(shape).with_layers(1)
+        directory = prepare.random_model(folder / first.name, first, linear=True)
+        vocabulary = read_config(directory).vocab_size
+        prompts = random_prompts(vocabulary, count, tokens, options["seed"])
     else:
         directory = model_directory(model or "")
         prompts = cut_prompts(

@@ -198,12 +198,11 @@ def explain(
     counted on messages that are encoded as for the wire, and not sent.
     """
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.explain.explanation import explain as explained
-    from tsqp.lab.explain.listing import show
+    from tsqp.lab.explain import explanation
 
     # First, as the work may take a while.
     console = None if as_json else open_console()
-    found = explained(
+    found = explanation.explain(
         model_directory(model),
         load_policy(policy),
         context=context,
@@ -214,4 +213,4 @@ def explain(
     if console is None:
         click.echo(found.model_dump_json(indent=1))
         return
-    show(found, console, model, policy)
+    explanation.show(found, console, model, policy)

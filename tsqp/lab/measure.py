@@ -1,15 +1,21 @@
-"""Measures in processes of their own: what each operator of each layer costs, stage by stage.
+"""How the laboratory measures: times, what a process has used, processes of its own, scripts.
 
-`Collector` is the observer that bench and plan hand to the engine. `processes` is how the
-laboratory works in other processes: on a job that is measured (`run_job`), or on policies that are
-attacked side by side.
+`processes` is how work is done in other processes: on a job that is measured (`run_job`), or on
+policies that are attacked side by side.
 """
 
 from __future__ import annotations
 
+import argparse
+import errno
+import gc
+import importlib.metadata
+import json
 import multiprocessing
 import os
 import pickle
+import platform
+import re
 import signal
 import sys
 import threading
@@ -19,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
@@ -27,159 +32,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+from pydantic import BaseModel
+
 from protocol.errors import TsqpError
-from protocol.prepared import Exchange
-from tee_side.observer import AnyOperator
 from tee_side.plugins import load_module, loaded_files
-from tee_side.words import Operator, Place, TeeStage
 from tsqp.end_with_parent import end_with
-from tsqp.lab.bench.model import OperatorCost, Span, Stages
 from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 
 J = TypeVar("J")
 R = TypeVar("R")
 Tell: TypeAlias = Callable[[Any], None]
-
-Site = tuple[AnyOperator, int | None]
-_NS = 1e-3  # microseconds in a nanosecond
-
-
-@dataclass(slots=True)
-class _Sums:
-    """One operator of one layer, over all measured steps; times in nanoseconds."""
-
-    place: Place = "tee"
-    calls: int = 0
-    rpcs: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
-
-
-class Collector:
-    """Adds up steps since `reset`. Hand `lane(0)`, `lane(1)`, ... to the operators.
-
-    `keep_spans`: keep every piece of a step as well.
-    """
-
-    def __init__(self, *, keep_spans: bool = False) -> None:
-        self._keep_spans = keep_spans
-        self._sums: dict[Site, _Sums] = {}
-        # Of a piece what `Span` says; made into one later, as that takes time.
-        self._pieces: list[tuple[int, Site, str, float, float]] = []
-        self._origin_ns = 0
-
-    def lane(self, index: int) -> _Lane:
-        """See `tee_side.observer.Observers.lane`."""
-        return _Lane(self, index)
-
-    def reset(self, origin_ns: int) -> None:
-        """Forget everything; spans are counted from this moment on."""
-        self._sums, self._pieces, self._origin_ns = {}, [], origin_ns
-
-    def costs(self, steps: int) -> tuple[OperatorCost, ...]:
-        """Return the mean of `steps` steps, in the order in which operators were first called."""
-        return tuple(
-            OperatorCost(
-                operator=operator,
-                layer=layer,
-                place=sums.place,
-                calls=sums.calls / steps,
-                rpcs=sums.rpcs / steps,
-                bytes_sent=sums.bytes_sent / steps,
-                bytes_received=sums.bytes_received / steps,
-                stages=Stages(
-                    **{f"{name}_us": _NS * spent / steps for name, spent in sums.stages.items()}
-                ),
-            )
-            for (operator, layer), sums in self._sums.items()
-        )
-
-    def spans(self) -> tuple[Span, ...]:
-        """Return the pieces, by their start."""
-        spans = [
-            Span(
-                lane=lane,
-                operator=operator,
-                layer=layer,
-                stage=stage,
-                start_us=_NS * (started_ns - self._origin_ns),
-                duration_us=_NS * elapsed_ns,
-            )
-            for lane, (operator, layer), stage, started_ns, elapsed_ns in self._pieces
-        ]
-        return tuple(sorted(spans, key=lambda span: (span.start_us, span.lane)))
-
-    def sums(self, operator: AnyOperator, layer: int | None) -> _Sums:
-        """Return what is counted for one operator of one layer."""
-        return self._sums.setdefault((operator, layer), _Sums())
-
-    def piece(
-        self, lane: int, site: Site, stage: str, started_ns: float, elapsed_ns: float
-    ) -> None:
-        """Keep a piece of the timeline, if they are to be kept."""
-        if self._keep_spans and elapsed_ns > 0:
-            self._pieces.append((lane, site, stage, started_ns, elapsed_ns))
-
-
-class _Lane:
-    """The observer of one micro-batch. See `tee_side.observer.Observer`."""
-
-    def __init__(self, collector: Collector, index: int) -> None:
-        self._collector = collector
-        self._index = index
-
-    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
-        sums = self._collector.sums(operator, layer)
-        sums.place = place
-        sums.calls += 1
-
-    def spent(
-        self,
-        operator: AnyOperator,
-        layer: int | None,
-        stage: TeeStage,
-        started_ns: int,
-        ended_ns: int,
-    ) -> None:
-        self._spent((operator, layer), stage, started_ns, ended_ns - started_ns)
-
-    def exchanged(
-        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
-    ) -> None:
-        sums, site = self._collector.sums(operator, layer), (operator, layer)
-        for exchange in exchanges:
-            sums.rpcs += 1
-            sums.bytes_sent += exchange.bytes_sent
-            sums.bytes_received += exchange.bytes_received
-            began_ns = exchange.sent_ns - exchange.encode_ns
-            received_ns = exchange.sent_ns + exchange.elapsed_ns
-            self._spent(site, "encode", began_ns, exchange.encode_ns)
-            self._spent(site, "decode", received_ns, exchange.decode_ns)
-        # Requests side by side: the slowest is the time that they took.
-        slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
-        timing = slowest.timing
-        queue_ns = timing.queue_us * 1000 if timing else 0
-        gpu_ns = timing.compute_us * 1000 if timing else 0
-        # The service's clock is its own and its claims are not checked: they are made to fit.
-        queue_ns = min(queue_ns, slowest.elapsed_ns)
-        gpu_ns = min(gpu_ns, slowest.elapsed_ns - queue_ns)
-        # How the wire's time divides into there and back is not known: in halves.
-        half_ns = (slowest.elapsed_ns - queue_ns - gpu_ns) / 2
-        start_ns = float(slowest.sent_ns)
-        for stage, spent_ns in (
-            ("wire", half_ns),
-            ("queue", queue_ns),
-            ("gpu", gpu_ns),
-            ("wire", half_ns),
-        ):
-            self._spent(site, stage, start_ns, spent_ns)
-            start_ns += spent_ns
-
-    def _spent(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
-        stages = self._collector.sums(*site).stages
-        stages[stage] = stages.get(stage, 0) + elapsed_ns
-        self._collector.piece(self._index, site, stage, started_ns, elapsed_ns)
 
 
 def rounds(most: int, budget_s: float, least: int = 1) -> Iterator[int]:
@@ -196,6 +58,66 @@ def elapsed_us(work: Callable[[], object]) -> float:
     started_ns = time.perf_counter_ns()
     work()
     return (time.perf_counter_ns() - started_ns) / 1e3
+
+
+def in_turns(work: Sequence[Callable[[], R]], rounds: int, warm_up: int = 0) -> list[list[R]]:
+    """Return a row a round of what each returns; each round begins with another of them."""
+    for one in work:
+        for _ in range(warm_up):
+            one()
+    gc.collect()
+    gc.freeze()  # as tee-runner does
+    count = len(work)
+    rows: list[list[R]] = []
+    try:
+        for number in range(rounds):
+            row = {n % count: work[n % count]() for n in range(number, number + count)}
+            rows.append([row[n] for n in range(count)])
+    finally:
+        gc.unfreeze()
+    return rows
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Return processor, cores, memory and versions; nothing that names the machine itself."""
+    said = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    model = re.search(r"^model name\s*:\s*(.*\S)", said, re.MULTILINE)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    packages = ("torch", "transformers", "pyzmq", "msgpack", "numpy", "safetensors")
+    return {
+        "processor": model[1] if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages / 2**30),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """Return the largest resident set that a living process ever had. Raises OSError."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    if found is None:  # a zombie: it has ended, and its memory is gone
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), str(pid))
+    return int(found[1]) * 1024
+
+
+def cpu_ns(pid: int | str = "self") -> int:
+    """Return the CPU time of all threads of a process so far. Raises ProcessError if it has ended.
+
+    From the scheduler: `times` counts in hundredths of a second, which is two decoded tokens.
+    """
+    total = 0
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        raise ProcessError(f"process {pid}", got="its end", expected="it to run") from None
+    for task in tasks:
+        try:
+            total += int((task / "schedstat").read_text(encoding="ascii").split()[0])
+        except OSError:
+            continue  # a thread that has ended meanwhile
+    return total
 
 
 # ---------------------------------------------------------------------------------- processes
@@ -251,19 +173,20 @@ def processes(
         listener.join(END_TIMEOUT_S)
 
 
-def in_fresh_process(function: Callable[..., R], *arguments: Any) -> R:
+def in_fresh_process(function: Callable[..., R], *arguments: Any, where: str = "") -> R:
     """Return what a function returns, called in a process of its own, which ends with this one.
 
-    Raises ProcessError with what it raises, or if it is killed.
+    `where`: names the work in errors; the function's name does if it is empty. Raises ProcessError
+    with what it raises, or if it is killed.
     """
-    where = function.__name__.strip("_").replace("_", " ")
+    where = where or function.__name__.strip("_").replace("_", " ")
     with processes(1, where, lambda _: None) as submit:
         found: R = submit(function, *arguments).result()
         return found
 
 
-def run_job(where: str, measure: Callable[[J, Tell], None], job: J) -> Iterator[Any]:
-    """Have a process of its own measure a job, and yield what it tells as it comes.
+def run_job(where: str, measure: Callable[[J], Iterator[Any]], job: J) -> Iterator[Any]:
+    """Have a process of its own measure a job, and yield what it finds as it comes.
 
     `where`: names the work in errors. Raises ProcessError if it fails.
     """
@@ -332,9 +255,65 @@ def _called(where: str, work: bytes) -> Any:
         raise passed_on(error, where) from None
 
 
-def _measured(measure: Callable[[J, Tell], None], job: J) -> None:
+def _measured(measure: Callable[[J], Iterator[Any]], job: J) -> None:
     """Measure a job, and tell of the end, behind all else."""
     try:
-        measure(job, tell)
+        for found in measure(job):
+            tell(found)
     finally:
         tell(None)
+
+
+# ------------------------------------------------------------------------------------ scripts
+
+
+def write_results(results: object, path: Path | None) -> None:
+    """Write results, documents among them, as JSON to a file, or to stdout where none is named."""
+    text = json.dumps(results, indent=1, default=BaseModel.model_dump)
+    if path is None:
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def script(
+    about: str | None, measure: Callable[[Any], R], *arguments: str, **options: Any
+) -> tuple[R, Path | None]:
+    """Return what `measure` makes of a command line, and where to write it (`--json`).
+
+    `arguments`: names of what must be given; `options`: each with its default, whose type is the
+    option's. A list is a repeatable option, False one without a value; of numbers in a tuple more
+    may be given, with commas, and of words one is chosen, by default the first. An error of ours is
+    said in one line.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in arguments:
+        parser.add_argument(name)
+    for name, default in options.items():
+        how: dict[str, Any] = {"default": default, "type": type(default)}
+        match default:
+            case bool():
+                how = {"action": "store_true"}
+            case list():
+                how = {"default": default, "action": "append"}
+            case (str() as first, *_):
+                how = {"default": first, "choices": default}
+            case tuple():
+                how = {"default": default, "type": _numbers}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    parser.add_argument("--json", type=Path, help="write the result here instead of to stdout")
+    given = parser.parse_args()
+    try:
+        return measure(given), given.json
+    except TsqpError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = {int(part) for part in text.split(",")}
+    if min(found) < 1:
+        expected = "whole numbers from 1, with commas"
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return tuple(sorted(found))

@@ -1,17 +1,18 @@
 """Tables for people. A `Grid` is text in cells, drawn on a terminal, on a page, or in Markdown.
 
-The terminal and the pages need the extra `bench` (rich, jinja2).
+The pages need the extra `bench` (jinja2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+import rich.box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
 # A column of text is not made narrower than this for the sake of its neighbours.
@@ -74,8 +75,6 @@ def terminal(grid: Grid, console: Console) -> Iterator[RenderableType]:
     Columns for which the terminal has no room follow in further tables, each behind the first
     column, without the rows that say nothing there.
     """
-    from rich.text import Text
-
     if grid.title:
         yield Text(grid.title, style="bold")
     least = [_least_width(grid, place) for place in range(len(grid.columns))]
@@ -101,9 +100,6 @@ def _least_width(grid: Grid, place: int) -> int:
 
 
 def _drawn(grid: Grid, places: Sequence[int], least: Sequence[int]) -> Table:
-    import rich.box
-    from rich.table import Table
-
     grouped = any(row.kind == "group" for row in grid.rows)
     made = Table(box=rich.box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for place in places:

@@ -27,11 +27,11 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
-from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
+from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.memory import PROCESS_BYTES, tee_parts
 from tsqp.lab.bench.model import Case, Finished, Stages
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.measure import Collector
+from tsqp.lab.bench.worker import Collector
 
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
 
@@ -48,9 +48,8 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     # However slow this machine is: what takes long is run less often, which is another test's.
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)
-    told: list[Answer] = []
     asked = BenchSettings("c", (), step_tokens=64, plan=PLAN)
-    worker.measure(PolicyJob(asked, saved_model().directory, "tee-only"), told.append)
+    told = [*worker.measure(PolicyJob(asked, saved_model().directory, "tee-only"))]
     cases = [answer for answer in told if isinstance(answer, Case)]
     assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
         ("prefill", 1, 1, 4),

@@ -24,8 +24,7 @@ from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan import planning
 from tsqp.lab.plan.costs import (
     PARTS,
-    LaneCost,
-    ModelCosts,
+    Costs,
     PlanReport,
     PlanSettings,
     Rpc,
@@ -34,7 +33,7 @@ from tsqp.lab.plan.costs import (
     Stretch,
 )
 from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
-from tsqp.lab.plan.predict import Hardware, Turn, play, predict_decode
+from tsqp.lab.plan.predict import Hardware, Turn, play, predict
 from tsqp.link import Link
 
 WORK = LinearWork(1, 2048, 2048, False)
@@ -71,10 +70,9 @@ def turn(work_us: float, *trips: Rpc) -> Turn:
     return Turn(0.0, work_us, 0.0, 0.0, trips)
 
 
-def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> ModelCosts:
-    lane = LaneCost(head=section(5.0), layers=(layer,), tail=tail or section(100.0))
-    step = Step(rows=rows, lanes=(lane,))
-    return ModelCosts((step, step), step, threads=2, layers=3, order=(0,) * 4)
+def costs(layer: Section, *, rows: int = 1, tail: Section | None = None) -> Costs:
+    step = Step(rows=rows, lanes=((section(5.0), layer, tail or section(100.0)),))
+    return Costs((step, step), step, threads=2, layers=3, order=(0,) * 4)
 
 
 def hardware(profile: str | None = None, cores: int = 2) -> Hardware:
@@ -100,7 +98,8 @@ def test_lanes_overlap_and_wait_for_each_other() -> None:
 
 
 def test_layers_are_counted_and_the_device_computed() -> None:
-    found = predict_decode(costs(section(50.0, rpc())), hardware("h100"))
+    measured = costs(section(50.0, rpc()))
+    found = predict([measured.decode], measured, hardware("h100"))
     gpu_us = request_us(find_profile("h100"), PLAN, 2)
     layer_us = 50 + 1 + 2 + 40 + 10 + gpu_us + 3
     assert found.total_us == pytest.approx(5 + 4 * layer_us + 100)
@@ -125,13 +124,13 @@ def test_only_what_scales_is_scaled_to_more_cores(
     rows: int, layer_us: float, tail_us: float
 ) -> None:
     measured = costs(section(50.0, rpc()), rows=rows, tail=section(100.0, product_share=0.8))
-    here, more = (predict_decode(measured, hardware(cores=cores)) for cores in (2, 8))
+    here, more = (predict([measured.decode], measured, hardware(cores=cores)) for cores in (2, 8))
     saved = here.total_us - more.total_us
     head_us = 5 * (0.75 if rows >= 64 else 0)
     assert saved == pytest.approx(head_us + 4 * (50 - layer_us) + 100 - tail_us)
     assert part(more, "transport").busy_us == part(here, "transport").busy_us
     # More threads were measured than there will be cores: nothing is known of that.
-    assert predict_decode(measured, hardware(cores=1)).total_us == here.total_us
+    assert predict([measured.decode], measured, hardware(cores=1)).total_us == here.total_us
 
 
 def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +142,11 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, decode = (
         Step(
             rows=rows,
-            lanes=(LaneCost(head=section(us), layers=(section(0.0),), tail=section(0.0)),),
+            lanes=((section(us), section(0.0), section(0.0)),),
         )
         for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
     )
-    measured = ModelCosts([prompt], decode, threads=1, layers=3, order=(0,) * 22)
+    measured = Costs([prompt], decode, threads=1, layers=3, order=(0,) * 22)
     monkeypatch.setattr(made, "_costs", lambda name, policy: measured)
     (found,) = made.run().policies
     assert found.ttft_ms == pytest.approx(3000)

@@ -40,8 +40,16 @@ def caveats(report: Report) -> list[str]:
             f"With device {device} {served}, and policies that compute in the TEE what others"
             " leave to the service are not comparable with those."
         )
-    pads = _pads(report)
-    return [*found, pads] if pads else found
+    names = [run.policy for run in report.policies if uses_pads(run)]
+    if names:
+        text = (
+            f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
+            " tokens/s, but in sustained ones"
+        )
+        if computes(device) is False:
+            text += "; the factors of these pads are zeros, which cost as much to use"
+        found.append(f"{text}.")
+    return found
 
 
 def speed(report: Report, run: PolicyRun, case: Case) -> str:
@@ -64,20 +72,6 @@ def uses_pads(run: PolicyRun) -> bool:
     return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
         case.rpcs for case in run.cases
     )
-
-
-def _pads(report: Report) -> str:
-    """Say what figures of policies with pads leave out; empty if none of the policies has any."""
-    names = [run.policy for run in report.policies if uses_pads(run)]
-    if not names:
-        return ""
-    text = (
-        f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
-        " tokens/s, but in sustained ones"
-    )
-    if computes(report.setup.device) is False:
-        text += "; the factors of these pads are zeros, which cost as much to use"
-    return f"{text}."
 
 
 def missing(report: Report) -> list[str]:
@@ -127,26 +121,18 @@ def findings(report: Report) -> Iterator[str]:
             )
 
 
-def fastest_alone(pairs: Sequence[Measured]) -> tuple[Measured, list[Measured]] | None:
-    """Return of one kind of case the fastest policy that needs no service, and those that do.
+def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
+    """Say whether each policy with a service wins against the fastest that never needs one.
 
-    None where no policy does without, or a step took no time.
+    Nothing where no policy does without a service, or a step took no time.
     """
     alone = [pair for pair in pairs if not any(one.rpcs for one in pair[0].cases)]
     if not alone or min(case.step_ms.median for _, case in pairs) <= 0:
-        return None
-    best = min(alone, key=lambda pair: pair[1].step_ms.median)
-    return best, [pair for pair in pairs if pair not in alone]
-
-
-def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
-    """Say whether each policy with a service wins against the fastest that never needs one."""
-    if (split := fastest_alone(pairs)) is None:
         return
-    (best, case), sent = split
+    best, case = min(alone, key=lambda pair: pair[1].step_ms.median)
     alone_ms = case.step_ms.median
     said = []
-    for run, other in sent:
+    for run, other in (pair for pair in pairs if pair not in alone):
         ratio = alone_ms / other.step_ms.median
         sustained = alone_ms / sustained_ms(run, other)
         text = f"{run.policy} {_outcome(ratio)}, {at_most(report)}{ratio:.2f} times as fast"

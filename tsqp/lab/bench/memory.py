@@ -19,7 +19,7 @@ from protocol.model.config import ModelConfig
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
-from tsqp.lab.bench.pads import pad_layouts
+from tsqp.lab.bench.prepare import pad_layouts
 
 # An interpreter with torch and our own code: 229 MB once (benchmarks/results/memory.json).
 PROCESS_BYTES = 300 * 10**6

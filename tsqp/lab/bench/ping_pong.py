@@ -5,10 +5,10 @@
 
 `ours`: a Linear through `protocol.channel` to `gpu-service --device null`, from tensor to tensor:
 encoding, checks and decoding of both sides are in it. Its module is as wide as it is high, so that
-as many bytes come back. `raw`: an echo of frames of these sizes with nothing of ours
-(`tsqp.lab.bench.raw_echo`; of `shm`, with nothing above the slots); for `tcp`, a plain socket,
-there is only that. Both servers are processes of their own. The two alternate in short blocks, so
-that what else the machine does meets both, and the first round trips of each block do not count.
+as many bytes come back. `raw`: an echo of frames of these sizes with nothing of ours; of `shm`,
+with nothing above the slots. For `tcp`, a plain socket, there is only that. Both servers are
+processes of their own. The two alternate in short blocks, so that what else the machine does meets
+both, and the first round trips of each block do not count.
 
 Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
 """
@@ -16,31 +16,47 @@ Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
 
 import torch
+import zmq
 
 from gpu_side.encoding import Form, encode_reply
 from protocol.encoding import encode_request
 from protocol.errors import SettingsError
 from protocol.messages import LinearRequest, TensorReply, Timing
 from protocol.prepared import PreparedRequest
+from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create
+from protocol.stream_wire import frames_in
 from protocol.tensors import Buffer, from_torch, short_name
 from protocol.transport import open_channel
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.prepare import write_random_model
-from tsqp.lab.bench.raw_echo import TCP_SOCKET, open_end, serve
-from tsqp.lab.measure import elapsed_us, processes
+from tsqp.lab.measure import (
+    elapsed_us,
+    in_fresh_process,
+    in_turns,
+    processes,
+    script,
+    tell,
+    write_results,
+)
 from tsqp.processes import start_service
 
-PAYLOADS = (4096, 65536, 1048576)
+R = TypeVar("R")
+
 BLOCK, SETTLE = 50, 5
 _WIDTH = 2048
 _ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
@@ -60,6 +76,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+# What the raw echo has beside ZeroMQ: plain stream sockets, and shared memory.
+TCP_SOCKET = "socket://"
+SHARED_MEMORY = "shm://"
+_UNIX = ("unix://", SHARED_MEMORY)
 # Where our service binds and where the raw echo does, `{folder}` filled in; None: no such thing.
 TRANSPORTS: dict[str, tuple[str | None, str]] = {
     "zeromq-ipc": ("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
@@ -70,8 +90,18 @@ TRANSPORTS: dict[str, tuple[str | None, str]] = {
 }
 
 
+# Payloads are bytes each way; the device is that of our service; both sides of both spin.
+OPTIONS: dict[str, Any] = {
+    "transports": ",".join(TRANSPORTS),
+    "payloads": (4096, 65536, 1048576),
+    "round_trips": 1000,
+    "device": "null",
+    "spin_us": 0.0,
+}
+
+
 class RawEchoes:
-    """A process that echoes frames, for one address after the other (`tsqp.lab.bench.raw_echo`)."""
+    """A process that echoes frames, for one address after the other."""
 
     def __init__(self, closing: ExitStack) -> None:
         """Start it; it ends with `closing`."""
@@ -129,22 +159,23 @@ def frames_of(hidden: torch.Tensor) -> tuple[list[Buffer], list[Buffer]]:
 
 
 def interleaved(
-    contenders: Sequence[Callable[[], object]], round_trips: int, block: int = BLOCK
+    contenders: Sequence[Callable[[], object]],
+    round_trips: int,
+    block: int = BLOCK,
+    settle: int = SETTLE,
 ) -> list[list[float]]:
-    """Return microseconds of at least so many round trips of each, in turns of short blocks."""
-    found: list[list[float]] = [[] for _ in contenders]
-    gc.collect()
-    gc.freeze()  # as tee-runner does
-    try:
-        while len(found[-1]) < round_trips:
-            for round_trip, times_us in zip(contenders, found, strict=True):
-                for _ in range(SETTLE):
-                    round_trip()
-                for _ in range(block):
-                    times_us.append(elapsed_us(round_trip))
-    finally:
-        gc.unfreeze()
-    return found
+    """Return microseconds of at least so many round trips of each, in turns of short blocks.
+
+    The first `settle` of a block are not counted.
+    """
+
+    def block_us(round_trip: Callable[[], object]) -> list[float]:
+        for _ in range(settle):
+            round_trip()
+        return [elapsed_us(round_trip) for _ in range(block)]
+
+    rows = in_turns([partial(block_us, one) for one in contenders], -(-round_trips // block))
+    return [[*chain.from_iterable(blocks)] for blocks in zip(*rows, strict=True)]
 
 
 def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any) -> list[PingPong]:
@@ -190,7 +221,7 @@ def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any)
     return results
 
 
-def measure_all(options: Any) -> list[PingPong]:
+def measure_round_trips(options: Any) -> list[PingPong]:
     """Measure what the command line asks for."""
     for size in options.payloads:
         multiple = size > 0 and size % _ROW_BYTES == 0
@@ -204,16 +235,166 @@ def measure_all(options: Any) -> list[PingPong]:
         return [found for n in names for found in measure(n, options.payloads, echoes, options)]
 
 
+# ----------------------------------------------------------------------------------- raw echo
+
+
+def serve(address: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float) -> None:
+    """Tell the address, and answer each request of one client until it has gone."""
+    reply = [bytes(size) for size in reply_sizes]
+    gc.collect()
+    gc.freeze()  # as gpu-service does
+    end = open_end(address, (request_bytes, sum(reply_sizes)), spin_us, tell)
+    while end.receive() is not None:
+        end.send(reply)
+    end.close()
+
+
+def open_end(
+    address: str,
+    sizes: tuple[int, int],
+    spin_us: float,
+    listening: Callable[[str], None] | None = None,
+) -> _Zmq | _Stream:
+    """Return the client's end, or that of a server, which tells `listening` where it listens.
+
+    `address`: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
+    `socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the
+    socket to wake up by. `sizes`: of a request and a reply in bytes. An end's `receive` returns
+    None once the peer has gone.
+    """
+    if not address.startswith((*_UNIX, TCP_SOCKET)):
+        return _Zmq(address, spin_us, listening)
+    _, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    is_tcp = address.startswith(TCP_SOCKET)
+    stream = socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX, socket.SOCK_STREAM)
+    at = (host, int(port)) if is_tcp else place
+    if listening is None:
+        stream.connect(at)
+    else:
+        with stream as listener:
+            listener.bind(at)
+            listener.listen(1)
+            if is_tcp:
+                address = f"{TCP_SOCKET}127.0.0.1:{listener.getsockname()[1]}"
+            listening(address)
+            stream, _ = listener.accept()
+    if not address.startswith(SHARED_MEMORY):
+        return _Stream(stream, sizes[1 if listening is None else 0], spin_us)
+    if listening is not None:
+        _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
+        return _Shm(stream, adopt(file, os.getuid()), spin_us)
+    lane, file = create(*sizes)
+    socket.send_fds(stream, [ATTACH], [file])
+    os.close(file)
+    return _Shm(stream, lane, spin_us)
+
+
+class _Zmq:
+    """A DEALER socket, whose peer is another. An empty message says that the peer has gone."""
+
+    def __init__(
+        self, address: str, spin_us: float, listening: Callable[[str], None] | None
+    ) -> None:
+        self._spin_us, self._is_client = spin_us, listening is None
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        if listening is None:
+            self._socket.connect(address)
+        else:
+            self._socket.bind(address)
+            listening(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self._socket.send_multipart(frames, copy=False)
+
+    def receive(self) -> Sequence[object] | None:
+        def look(flags: int) -> list[zmq.Frame]:
+            return self._socket.recv_multipart(flags, copy=False)
+
+        frames = _spinning(look, zmq.NOBLOCK, self._spin_us)
+        return frames if len(frames[0]) else None
+
+    def close(self) -> None:
+        if self._is_client:
+            self._socket.send(b"")
+        self._socket.close(linger=1000)
+
+
+class _Stream:
+    """A stream socket: frames one behind the other, and both ends know how long a message is."""
+
+    def __init__(self, stream: socket.socket, receives: int, spin_us: float) -> None:
+        self._socket, self._spin_us = stream, spin_us
+        self._buffer = memoryview(bytearray(receives))
+        if stream.family == socket.AF_INET:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send frames one behind the other, in one system call where they fit."""
+        sent = self._socket.sendmsg(frames)
+        for frame in frames:
+            if sent < len(frame):
+                self._socket.sendall(memoryview(frame)[sent:])
+            sent = max(0, sent - len(frame))
+
+    def receive(self) -> Sequence[object] | None:
+        got = 0
+
+        def look(flags: int) -> int:
+            return self._socket.recv_into(self._buffer[got:], 0, flags)
+
+        while got < len(self._buffer):
+            count = _spinning(look, socket.MSG_DONTWAIT, self._spin_us)
+            if count == 0:
+                return None
+            got += count
+        return [self._buffer]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _Shm(_Stream):
+    """One slot of shared memory, and nothing else; the stream wakes up."""
+
+    def __init__(self, stream: socket.socket, lane: Lane, spin_us: float) -> None:
+        super().__init__(stream, 0, spin_us)
+        self._lane = lane
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        if self._lane.put(0, frames):
+            self._socket.send(WAKE_UP)
+
+    def receive(self) -> Sequence[object] | None:
+        lane = self._lane
+        while lane.look(int(self._spin_us)) < 0:
+            lane.sleeps(True)
+            try:
+                if lane.look() >= 0:
+                    break
+                if not self._socket.recv(1024):
+                    return None
+            finally:
+                lane.sleeps(False)
+        return frames_in(lane.view(0), "peer", max_frames=8, max_message_bytes=2**30)
+
+
+def _spinning(look: Callable[[int], R], at_once: int, spin_us: float) -> R:
+    """Look for so long with the flag that does not wait, then without it."""
+    until_ns = time.perf_counter_ns() + int(spin_us * 1000)
+    while spin_us and time.perf_counter_ns() < until_ns:
+        try:
+            return look(at_once)
+        except (zmq.Again, BlockingIOError):
+            os.sched_yield()  # as ours does: other threads may need this core
+    return look(0)
+
+
+def ping_pong(spin_us: float = 0.0) -> tuple[PingPong, ...]:
+    """Measure every transport in a process of its own, by few round trips. Raises ProcessError."""
+    options = OPTIONS | {"round_trips": 300, "spin_us": spin_us}
+    return tuple(in_fresh_process(measure_round_trips, SimpleNamespace(**options)))
+
+
 if __name__ == "__main__":
-    # Payloads are bytes each way; the device is that of our service; both sides of both spin.
-    write_results(
-        *script(
-            __doc__,
-            measure_all,
-            transports=",".join(TRANSPORTS),
-            payloads=PAYLOADS,
-            round_trips=1000,
-            device="null",
-            spin_us=0.0,
-        )
-    )
+    write_results(*script(__doc__, measure_round_trips, **OPTIONS))

@@ -38,9 +38,8 @@ from protocol.errors import (
     ServiceError,
 )
 from protocol.prepared import Traffic
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Against, Baseline, Spread
-from tsqp.lab.measure import elapsed_us, rounds
+from tsqp.lab.measure import elapsed_us, rounds, script, write_results
 
 NAME = "published"
 _ONE_THREAD_ROWS = 16
@@ -177,15 +176,12 @@ class PublishedModel:
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self._attention_scaling, angles.sin() * self._attention_scaling
 
-    def _heads(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x_BTD.shape
-        return x_BTD.view(batch, length, -1, self._head_dim).transpose(1, 2)
-
     def _attention(
         self, layer: int, h_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
     ) -> torch.Tensor:
+        heads = (*h_BTD.shape[:2], -1, self._head_dim)
         q_BHTC, k_BHTC, v_BHTC = (
-            self._heads(self.client.linear(layer, name, h_BTD))
+            self.client.linear(layer, name, h_BTD).view(heads).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
         )
         q_BHTC, k_BHTC = (x * cos_TC + _rotate_half(x) * sin_TC for x in (q_BHTC, k_BHTC))

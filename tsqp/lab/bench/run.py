@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
@@ -23,9 +25,8 @@ from protocol.tensors import ITEMSIZE
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
-from tsqp.lab.bench import baselines, pads, prepare
-from tsqp.lab.bench.job import Answer, BenchSettings, Plan, PolicyJob
-from tsqp.lab.bench.machine import describe_machine, peak_bytes
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import Answer, BenchSettings, PolicyJob
 from tsqp.lab.bench.memory import check_disk, check_memory
 from tsqp.lab.bench.model import (
     Baseline,
@@ -38,15 +39,21 @@ from tsqp.lab.bench.model import (
     Setup,
     Timeline,
 )
+from tsqp.lab.bench.ping_pong import ping_pong
 from tsqp.lab.bench.shapes import shape_of
 from tsqp.lab.bench.worker import measure
-from tsqp.lab.measure import run_job
+from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
 A = TypeVar("A")
 
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
+
+# Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
+_PUBLISHED_NEW_TOKENS = 64
+# For one length of one baseline; the slowest take 6 s a pass.
+_BASELINE_S = 5.0
 
 Say = Callable[[str], None]
 
@@ -76,7 +83,10 @@ class Bench:
             self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
         self._check()
         if fitted != settings.plan:
-            say(f"prompts and contexts that fit the model: {_lengths(fitted)}")
+            prompts = ", ".join(map(str, fitted.prefill))
+            contexts = ", ".join(map(str, sorted({context for context, _ in fitted.decode})))
+            lengths = f"prefill {prompts}; context {contexts or 'none'}"
+            say(f"prompts and contexts that fit the model: {lengths}")
 
     def run(self) -> None:
         """Measure. What ends it early is in the report, and raised."""
@@ -166,7 +176,7 @@ class Bench:
             step_tokens=settings.step_tokens,
         )
         banks = (
-            pads.bank_bytes(config, policy, self._pads(policy) + pads.TIMED_PADS)
+            prepare.bank_bytes(config, policy, self._pads(policy) + prepare.TIMED_PADS)
             for policy in policies
         )
         weights = 0
@@ -228,14 +238,19 @@ class Bench:
         )
 
     def _pads(self, policy: Policy) -> int:
-        return self._settings.plan.pads(pads.pad_phases(policy), self._settings.step_tokens)
+        return self._settings.plan.pads(prepare.pad_phases(policy), self._settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 
     def _run(self, closing: ExitStack) -> None:
         settings = self._settings
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-bench-")))
-        model = prepare.endless(settings.model or self._random_model(folder), folder)
+        given = settings.model
+        if given is None:
+            self._say(f"making random weights of {self._shape.name}")
+            linear = self._needs_linear()
+            given = prepare.random_model(folder / "model", self._shape, linear=linear)
+        model = prepare.endless(given, folder)
         if any(policy.arithmetic == "int8" for _, policy in self._all_policies):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
@@ -248,21 +263,14 @@ class Bench:
                 used = hollow if self._needs_hollow(policy) else model
                 self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            for found in baselines.measure(settings, self._config, folder, model, self._say):
+            for found in self._measure_baselines(folder, model):
                 self._baselines += found
             self._say("baseline: raw ping-pong")
-            self._ping_pong = baselines.ping_pong()
+            self._ping_pong = ping_pong()
 
     def _needs_hollow(self, policy: Policy) -> bool:
         """Whether it verifies what services answer that compute nothing."""
         return policy.verified and not self._settings.computes
-
-    def _random_model(self, folder: Path) -> Path:
-        directory = folder / "model"
-        directory.mkdir()
-        self._say(f"making random weights of {self._shape.name}")
-        prepare.random_model(directory, self._shape, linear=self._needs_linear())
-        return directory
 
     def _measure(
         self, running: ExitStack, folder: Path, model: Path, name: str, policy: Policy
@@ -276,8 +284,10 @@ class Bench:
         bank = folder / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
-        given = pads.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
-        running.callback(pads.remove, bank)
+        given = prepare.pad_bank(
+            model, policy, self._pads(policy), bank, zeros=not settings.computes
+        )
+        running.callback(prepare.remove_bank, bank)
         job = PolicyJob(
             # Policies are read again there.
             replace(settings, policies=()),
@@ -302,9 +312,58 @@ class Bench:
             if answers:
                 self._policies.append(_policy_run(policy, answers, gpu_peak_bytes))
 
+    def _measure_baselines(self, folder: Path, model: Path) -> Iterator[Sequence[Baseline]]:
+        """Measure those that can be: of the same cases, with the same threads and dtype.
+
+        `folder`: for the sockets of services. Raises ProcessError.
+        """
+        settings, plan = self._settings, self._settings.plan
+        contexts = tuple(sorted({context for context, _ in plan.decode}))
+        common: dict[str, Any] = {
+            "threads": settings.threads,
+            "tokens": plan.prefill,
+            "case_s": _BASELINE_S,
+        }
+        if Checkpoint(model).holds(linear_tensors(self._config, FUSED_MODULES)):
+            self._say("baseline: transformers")
+            options = common | {
+                "model": model,
+                "dtype": settings.dtype or self._config.dtype,
+                "attention": "sdpa",
+                "context": contexts,
+                "new_tokens": plan.decode_steps if contexts else 0,
+                "repeats": plan.repeats,
+            }
+            yield in_fresh_process(_baseline, "transformers_baseline", options)
+        if not settings.endpoints:
+            self._say("baseline: the published client")
+            with ExitStack() as running:
+                # Its socket is ZeroMQ's, whatever ours is.
+                policy, served = load_policy("published"), replace(settings, transport="tcp")
+                services = prepare.start_services(running, policy, model, folder, served)
+                options = common | {
+                    "endpoint": services[0][1],
+                    "new_tokens": _PUBLISHED_NEW_TOKENS,
+                    "sampled": 2,
+                    "repeats": 5,
+                    "against": "cpu" if settings.computes else "null",
+                    "timeout_s": 120.0,
+                }
+                yield in_fresh_process(_baseline, "published_client", options)
+        # There is an accelerator here, that of our own services.
+        if settings.device.startswith("cuda") and not settings.endpoints and contexts:
+            self._say("baseline: the GPU alone, unmasked")
+            options = {"model": model, "device": settings.device, "context": contexts, "steps": 50}
+            yield in_fresh_process(_baseline, "unmasked_gpu", options)
+
     def _answers(self, job: PolicyJob) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
         return run_job(f"policy {job.policy}", measure, job)
+
+
+def _baseline(module: str, options: dict[str, Any]) -> Any:
+    """Return what a baseline's script measures; what it imports is for its process alone."""
+    return import_module(f"tsqp.lab.bench.{module}").measure_all(SimpleNamespace(**options))
 
 
 def _policy_run(policy: Policy, answers: Sequence[Answer], gpu_peak_bytes: int | None) -> PolicyRun:
@@ -333,12 +392,6 @@ def _check_names(policies: list[tuple[str, Policy]]) -> None:
         expected = "policies of different names"
         SettingsError.unless(policy.name not in places, "--policy", got, expected)
         places[policy.name] = place
-
-
-def _lengths(plan: Plan) -> str:
-    prompts = ", ".join(map(str, plan.prefill))
-    contexts = ", ".join(map(str, sorted({context for context, _ in plan.decode})))
-    return f"prefill {prompts}; context {contexts or 'none'}"
 
 
 def _reason(error: BaseException) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from tee_side.words import PHASES
 from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
@@ -27,7 +29,6 @@ from tsqp.lab.bench.summary import (
     REST_NAME,
     STAGE_MEANINGS,
     STAGE_NAMES,
-    Growth,
     baseline_name,
     by_layer,
     by_operator,
@@ -48,9 +49,6 @@ from tsqp.lab.bench.summary import (
 )
 from tsqp.lab.report import Grid, Row, figures, grid, heading, page, percent, size, terminal, whole
 from tsqp.tables import definitions
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Tables of steps: title, columns, note.
 _STEPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -116,9 +114,14 @@ _STAGES = tuple(STAGE_NAMES[name] for name in STAGES)
 
 def overview(report: Report) -> list[Grid]:
     """Return the tables that compare policies, those that hold anything."""
-    memory = grid("Memory", _MEMORY, report.policies, _MEMORY_NOTE)
-    found = [*_steps(report), _requests(report), memory, _growth(report)]
-    return [grid for grid in (*found, _baselines(report), _ping_pong(report)) if grid.rows]
+    made = [(run, run.generation) for run in report.policies if run.generation is not None]
+    found = [
+        *_steps(report),
+        grid("Whole requests", _REQUESTS, made, _REQUESTS_NOTE),
+        grid("Memory", _MEMORY, report.policies, _MEMORY_NOTE),
+        *(_growth(report), _baselines(report), _ping_pong(report)),
+    ]
+    return [one for one in found if one.rows]
 
 
 def _steps(report: Report) -> Iterator[Grid]:
@@ -182,11 +185,6 @@ _MEMORY: dict[str, Callable[[PolicyRun], str]] = {
 }
 
 
-def _requests(report: Report) -> Grid:
-    made = [(run, run.generation) for run in report.policies if run.generation is not None]
-    return grid("Whole requests", _REQUESTS, made, _REQUESTS_NOTE)
-
-
 def operators_grid(case: Case, title: str) -> Grid:
     """Show each operator of a case over all layers: traffic, and time by stage in ms."""
     done_us, total = whole_us(case), case_stages(case)
@@ -235,17 +233,15 @@ def _growth(report: Report) -> Grid:
     columns = ("time of", "against", "exponent", "R2", "worst", "points")
     rows: list[Row] = []
     for policy, found in groupby(growth(report), key=lambda one: one.policy):
-        rows += [heading(policy, columns), *map(_growth_row, found)]
+        rows.append(heading(policy, columns))
+        for one in found:
+            law, count = one.law, len(one.points)
+            fit = ("two points" if count == 2 else "no fit", "", "")
+            if law is not None and count > 2:
+                fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
+            against = f"{one.against}, {one.scope}"
+            rows.append(Row((f"{one.phase} {one.cost}", against, *fit, str(count))))
     return Grid("Growth", columns, tuple(rows), texts=2, note=_GROWTH_NOTE)
-
-
-def _growth_row(found: Growth) -> Row:
-    law, count = found.law, len(found.points)
-    fit = ("two points" if count == 2 else "no fit", "", "")
-    if law is not None and count > 2:
-        fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
-    against = f"{found.against}, {found.scope}"
-    return Row((f"{found.phase} {found.cost}", against, *fit, str(count)))
 
 
 def _baselines(report: Report) -> Grid:
@@ -328,8 +324,6 @@ def _facts(report: Report) -> str:
 
 def show(report: Report, console: Console, *, details: bool = False) -> None:
     """Print a report. `details`: every case and its layers, not one of each phase and policy."""
-    from rich.text import Text
-
     console.print(Text(_facts(report), style="bold"))
     console.print()
     for sentence in (*caveats(report), *missing(report)):

@@ -351,7 +351,7 @@ class Growth:
 
 _LENGTH: dict[Phase, str] = {"prefill": "prompt tokens", "decode": "context tokens"}
 # What is quadratic in a prompt's length; everything else should be linear.
-_ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
+ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
 
 
 def growth(report: Report) -> list[Growth]:
@@ -365,7 +365,7 @@ def growth(report: Report) -> list[Growth]:
         for case in sorted(run.cases, key=lambda c: (PHASES.index(c.phase), c.batch, c.tokens)):
             phase, length = case.phase, _LENGTH[case.phase]
             micro = f", {case.micro_batches} micro" if case.micro_batches > 1 else ""
-            attention = [c.stages for c in case.operators if c.operator in _ATTENTION]
+            attention = [c.stages for c in case.operators if c.operator in ATTENTION]
             of_length = (length, f"batch {case.batch}{micro}")
             of_batch = ("batch", f"{case.tokens} {length}{micro}")
             for cost, where, x, ms in (

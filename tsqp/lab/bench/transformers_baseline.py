@@ -15,30 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from protocol.tensors import torch_dtype
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.measure import elapsed_us, rounds
+from tsqp.lab.measure import elapsed_us, rounds, script, write_results
 
 NAME = "transformers"
-
-
-def load_model(directory: Path | str, dtype: str, attention: str) -> Any:
-    """Return the model in eval mode, from a local directory and from nowhere else."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch_dtype(dtype),
-        attn_implementation=attention,
-        local_files_only=True,
-        use_safetensors=True,
-    )
-    return model.eval()
 
 
 def measure_prefill(
@@ -99,7 +85,15 @@ def measure_all(options: Any) -> list[Baseline]:
     torch.set_num_threads(options.threads)
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
-    model = load_model(options.model, options.dtype, options.attention)
+    # From a local directory, and from nowhere else.
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        options.model,
+        dtype=torch_dtype(options.dtype),
+        attn_implementation=options.attention,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    model.eval()
     how = {"repeats": options.repeats, "case_s": options.case_s, "dtype": options.dtype}
     found = [measure_prefill(model, n, **how) for n in options.tokens]
     if options.new_tokens:

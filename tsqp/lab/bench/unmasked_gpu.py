@@ -23,9 +23,8 @@ from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, Rope, bound, forward, staying
 from protocol.model.weights import LayerNorms
-from tsqp.lab.bench.machine import script, write_results
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.measure import elapsed_us
+from tsqp.lab.measure import elapsed_us, script, write_results
 
 NAME = "unmasked"
 DTYPE = torch.bfloat16

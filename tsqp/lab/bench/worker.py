@@ -9,24 +9,26 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from operator import itemgetter, sub
 from typing import TypeAlias
 
 import torch
 
 from protocol.model.config import ModelConfig
+from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
 from tee_side.model.batch import kv_bytes
+from tee_side.observer import AnyOperator
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.words import Operator, Phase
-from tsqp.lab.bench.job import WARM_UP, PolicyJob
-from tsqp.lab.bench.machine import cpu_ns, peak_bytes
-from tsqp.lab.bench.memory import vocabulary_bytes
+from tee_side.words import Operator, Phase, Place, TeeStage
+from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob
+from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
     Case,
     Finished,
@@ -34,14 +36,17 @@ from tsqp.lab.bench.model import (
     RequestTimes,
     Span,
     Spread,
+    Stages,
     Timeline,
 )
-from tsqp.lab.bench.pads import pad_making
-from tsqp.lab.measure import Collector, Tell, elapsed_us, rounds
+from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.measure import Collector, cpu_ns, elapsed_us, peak_bytes, rounds
 from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]
 Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
+Site = tuple[AnyOperator, int | None]
+_NS = 1e-3  # microseconds in a nanosecond
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.
 _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
@@ -49,8 +54,8 @@ _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
 _LEAST_TIMED = 2
 
 
-def measure(job: PolicyJob, tell: Tell) -> None:
-    """Measure a job, and tell `Answer`s. Raises TsqpError."""
+def measure(job: PolicyJob) -> Iterator[Answer]:
+    """Measure a job, and yield what it does and finds. Raises TsqpError."""
     given, policy = job.settings, load_policy(job.policy)
     # What is measured here is no secret, and the services are our own: they prove nothing.
     policy = policy.model_copy(update={"service": ServiceTerms(attested="none")})
@@ -76,30 +81,21 @@ def measure(job: PolicyJob, tell: Tell) -> None:
         # Services of its own get tokens drawn at random, which are no secret.
         shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )
-    tell("loading")
+    yield "loading"
     with Runner(settings) as runner:
         gc.collect()
         gc.freeze()  # as tee-runner does
-        cases = _Cases(runner, job, tell)
-        plan = given.plan
-        for tokens in plan.prefill:
-            cases.prefill(tokens, timeline=tokens == max(plan.prefill))
-        for context, batch in plan.decode:
-            cases.decode(context, batch, timeline=(context, batch) == plan.decode[0])
-        if plan.generation:
-            cases.generation(*plan.generation)
+        yield from _cases(runner, job)
         peak, itemsize = peak_bytes(), runner.dtype.itemsize
-        cached, pads = plan.cached_tokens(given.step_tokens), None
+        cached, pads = given.plan.cached_tokens(given.step_tokens), None
         if job.bank:
-            tell("making pads")
+            yield "making pads"
             pads = pad_making(job.model, policy, job.bank.with_name(f"{job.bank.name}-timed"))
-        tell(
-            Finished(
-                tee_peak_bytes=peak,
-                kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
-                vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
-                pads=pads,
-            )
+        yield Finished(
+            tee_peak_bytes=peak,
+            kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
+            vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
+            pads=pads,
         )
 
 
@@ -147,101 +143,237 @@ def observed(
     return runs
 
 
-class _Cases:
-    """The cases of one policy."""
+def _cases(runner: Runner, job: PolicyJob) -> Iterator[Answer]:
+    """Run whole prompts, decode steps of sequences that have had theirs, and a request to its end.
 
-    def __init__(self, runner: Runner, job: PolicyJob, tell: Tell) -> None:
-        self._runner, self._job, self._tell = runner, job, tell
-        self._settings, self._plan = job.settings, job.settings.plan
-        longest = self._plan.longest(self._settings.step_tokens)
-        self._prompts = random_prompts(runner.config, longest, self._plan.sequences)
-
-    def prefill(self, tokens: int, *, timeline: bool) -> None:
-        """Run whole prompts of a length, up to the first token."""
-        self._tell(f"prefill {tokens}")
-        step = prompt_step(self._runner, self._prompts[0][:tokens])
-        self._measure("prefill", tokens, 1, step, self._plan.repeats, timeline)
-
-    def decode(self, context: int, batch: int, *, timeline: bool) -> None:
-        """Run decode steps of some sequences, each with so many tokens behind it."""
-        self._tell(f"decode {batch} x {context}")
-        new_tokens = self._plan.new_tokens(context, batch, self._settings.step_tokens)
-        prompts = [prompt[:context] for prompt in self._prompts[:batch]]
+    A timeline is of the longest prompt, and of the first kind of decode step.
+    """
+    plan, step_tokens = job.settings.plan, job.settings.step_tokens
+    prompts = random_prompts(runner.config, plan.longest(step_tokens), plan.sequences)
+    for tokens in plan.prefill:
+        yield f"prefill {tokens}"
+        step = prompt_step(runner, prompts[0][:tokens])
+        keep_spans = tokens == max(plan.prefill)
+        yield from _case(runner, job, "prefill", tokens, 1, step, plan.repeats, keep_spans)
+    for context, batch in plan.decode:
+        yield f"decode {batch} x {context}"
+        new_tokens = plan.new_tokens(context, batch, step_tokens)
+        keep_spans = (context, batch) == plan.decode[0]
         with ExitStack() as closing:
-            step = decode_step(closing, self._runner, prompts, new_tokens)
-            self._measure("decode", context, batch, step, self._plan.decode_steps, timeline)
-
-    def generation(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Run a request to its end, as a client waits for it."""
-        self._tell(f"generating {new_tokens} tokens")
-        prompt = self._prompts[0][:prompt_tokens]
-        running = self._runner.generate(prompt, max_new_tokens=new_tokens, with_text=False)
+            own = [prompt[:context] for prompt in prompts[:batch]]
+            step = decode_step(closing, runner, own, new_tokens)
+            yield from _case(
+                runner, job, "decode", context, batch, step, plan.decode_steps, keep_spans
+            )
+    if plan.generation:
+        tokens, new_tokens = plan.generation
+        yield f"generating {new_tokens} tokens"
+        running = runner.generate(prompts[0][:tokens], max_new_tokens=new_tokens, with_text=False)
         for _ in running.steps():
             pass
         timing = running.result().timing
-        self._tell(
-            RequestTimes(
-                prompt_tokens=prompt_tokens,
-                new_tokens=new_tokens,
-                ttft_ms=timing.ttft_s * 1e3,
-                tpot_ms=(timing.tpot_s or 0.0) * 1e3,
-                total_ms=timing.total_s * 1e3,
-            )
+        # As a client waits for it.
+        yield RequestTimes(
+            prompt_tokens=tokens,
+            new_tokens=new_tokens,
+            ttft_ms=timing.ttft_s * 1e3,
+            tpot_ms=(timing.tpot_s or 0.0) * 1e3,
+            total_ms=timing.total_s * 1e3,
         )
 
-    def _measure(
-        self,
-        phase: Phase,
-        tokens: int,
-        batch: int,
-        work: Step,
-        repeats: int,
-        timeline: bool,
-    ) -> None:
-        for _ in rounds(WARM_UP, _WARM_UP_S):
-            work()
-        pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
-        cpu_before = [cpu_ns(pid) for pid in pids]
-        traffic_before = self._runner.totals()
-        times_ms: list[float] = []
-        heavy_ms: list[float] = []
-        heavy = Collector()
-        self._runner.observe(heavy, HEAVY)
-        for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
-            heavy.reset(0)
-            times_ms.append(elapsed_us(work) / 1e3)
-            spent_ns = (heavy.sums(name, None).stages.get("tee", 0) for name in HEAVY)
-            heavy_ms.append(sum(spent_ns) / 1e6)
-        count = len(times_ms)
-        tee, *services = [
-            (cpu_ns(pid) - before) / 1e6 / count
-            for pid, before in zip(pids, cpu_before, strict=True)
-        ]
-        traffic = self._runner.totals()
-        often = self._plan.observed(phase, count)
-        runs = sorted(observed(self._runner, work, often, keep_spans=timeline), key=itemgetter(0))
-        # The median one; of two in the middle the shorter.
-        observed_us, costs, spans = runs[(len(runs) - 1) // 2]
-        step_ms = Spread.of(times_ms)
-        done = batch if phase == "decode" else tokens
-        self._tell(
-            Case(
-                phase=phase,
-                tokens=tokens,
-                batch=batch,
-                micro_batches=self._settings.micro_batches,
-                step_ms=step_ms,
-                heavy_ms=statistics.median(heavy_ms),
-                overhead_ms=statistics.median(map(sub, times_ms, heavy_ms)),
-                tokens_per_s=done / step_ms.median * 1e3,
-                cpu_tee_ms=tee,
-                cpu_gpu_ms=None if self._job.endpoints and not services else sum(services),
-                rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
-                bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
-                bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
-                operators=costs,
-                rest_us=observed_us - sum(cost.stages.total_us for cost in costs),
+
+def _case(
+    runner: Runner,
+    job: PolicyJob,
+    phase: Phase,
+    tokens: int,
+    batch: int,
+    work: Step,
+    repeats: int,
+    keep_spans: bool,
+) -> Iterator[Case | Timeline]:
+    for _ in rounds(WARM_UP, _WARM_UP_S):
+        work()
+    pids: tuple[int | str, ...] = ("self", *job.service_pids)
+    cpu_before = [cpu_ns(pid) for pid in pids]
+    traffic_before = runner.totals()
+    times_ms: list[float] = []
+    heavy_ms: list[float] = []
+    heavy = Collector()
+    runner.observe(heavy, HEAVY)
+    for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
+        heavy.reset(0)
+        times_ms.append(elapsed_us(work) / 1e3)
+        spent_ns = (heavy.sums(name, None).stages.get("tee", 0) for name in HEAVY)
+        heavy_ms.append(sum(spent_ns) / 1e6)
+    count = len(times_ms)
+    tee, *services = [
+        (cpu_ns(pid) - before) / 1e6 / count for pid, before in zip(pids, cpu_before, strict=True)
+    ]
+    traffic = runner.totals()
+    often = job.settings.plan.observed(phase, count)
+    runs = sorted(observed(runner, work, often, keep_spans=keep_spans), key=itemgetter(0))
+    # The median one; of two in the middle the shorter.
+    observed_us, costs, spans = runs[(len(runs) - 1) // 2]
+    step_ms = Spread.of(times_ms)
+    done = batch if phase == "decode" else tokens
+    yield Case(
+        phase=phase,
+        tokens=tokens,
+        batch=batch,
+        micro_batches=job.settings.micro_batches,
+        step_ms=step_ms,
+        heavy_ms=statistics.median(heavy_ms),
+        overhead_ms=statistics.median(map(sub, times_ms, heavy_ms)),
+        tokens_per_s=done / step_ms.median * 1e3,
+        cpu_tee_ms=tee,
+        cpu_gpu_ms=None if job.endpoints and not services else sum(services),
+        rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
+        bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
+        bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
+        operators=costs,
+        rest_us=observed_us - sum(cost.stages.total_us for cost in costs),
+    )
+    if spans:
+        yield Timeline(phase=phase, tokens=tokens, batch=batch, spans=spans)
+
+
+# ----------------------------------------------------------------------------------- observer
+
+
+@dataclass(slots=True)
+class _Sums:
+    """One operator of one layer, over all measured steps; times in nanoseconds."""
+
+    place: Place = "tee"
+    calls: int = 0
+    rpcs: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Adds up steps since `reset`. Hand `lane(0)`, `lane(1)`, ... to the operators.
+
+    `keep_spans`: keep every piece of a step as well.
+    """
+
+    def __init__(self, *, keep_spans: bool = False) -> None:
+        self._keep_spans = keep_spans
+        self._sums: dict[Site, _Sums] = {}
+        # Of a piece what `Span` says; made into one later, as that takes time.
+        self._pieces: list[tuple[int, Site, str, float, float]] = []
+        self._origin_ns = 0
+
+    def lane(self, index: int) -> _Lane:
+        """See `tee_side.observer.Observers.lane`."""
+        return _Lane(self, index)
+
+    def reset(self, origin_ns: int) -> None:
+        """Forget everything; spans are counted from this moment on."""
+        self._sums, self._pieces, self._origin_ns = {}, [], origin_ns
+
+    def costs(self, steps: int) -> tuple[OperatorCost, ...]:
+        """Return the mean of `steps` steps, in the order in which operators were first called."""
+        return tuple(
+            OperatorCost(
+                operator=operator,
+                layer=layer,
+                place=sums.place,
+                calls=sums.calls / steps,
+                rpcs=sums.rpcs / steps,
+                bytes_sent=sums.bytes_sent / steps,
+                bytes_received=sums.bytes_received / steps,
+                stages=Stages(
+                    **{f"{name}_us": _NS * spent / steps for name, spent in sums.stages.items()}
+                ),
             )
+            for (operator, layer), sums in self._sums.items()
         )
-        if spans:
-            self._tell(Timeline(phase=phase, tokens=tokens, batch=batch, spans=spans))
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the pieces, by their start."""
+        spans = [
+            Span(
+                lane=lane,
+                operator=operator,
+                layer=layer,
+                stage=stage,
+                start_us=_NS * (started_ns - self._origin_ns),
+                duration_us=_NS * elapsed_ns,
+            )
+            for lane, (operator, layer), stage, started_ns, elapsed_ns in self._pieces
+        ]
+        return tuple(sorted(spans, key=lambda span: (span.start_us, span.lane)))
+
+    def sums(self, operator: AnyOperator, layer: int | None) -> _Sums:
+        """Return what is counted for one operator of one layer."""
+        return self._sums.setdefault((operator, layer), _Sums())
+
+    def piece(
+        self, lane: int, site: Site, stage: str, started_ns: float, elapsed_ns: float
+    ) -> None:
+        """Keep a piece of the timeline, if they are to be kept."""
+        if self._keep_spans and elapsed_ns > 0:
+            self._pieces.append((lane, site, stage, started_ns, elapsed_ns))
+
+
+class _Lane:
+    """The observer of one micro-batch. See `tee_side.observer.Observer`."""
+
+    def __init__(self, collector: Collector, index: int) -> None:
+        self._collector = collector
+        self._index = index
+
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        sums = self._collector.sums(operator, layer)
+        sums.place = place
+        sums.calls += 1
+
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        self._spent((operator, layer), stage, started_ns, ended_ns - started_ns)
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
+        sums, site = self._collector.sums(operator, layer), (operator, layer)
+        for exchange in exchanges:
+            sums.rpcs += 1
+            sums.bytes_sent += exchange.bytes_sent
+            sums.bytes_received += exchange.bytes_received
+            began_ns = exchange.sent_ns - exchange.encode_ns
+            received_ns = exchange.sent_ns + exchange.elapsed_ns
+            self._spent(site, "encode", began_ns, exchange.encode_ns)
+            self._spent(site, "decode", received_ns, exchange.decode_ns)
+        # Requests side by side: the slowest is the time that they took.
+        slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
+        timing = slowest.timing
+        queue_ns = timing.queue_us * 1000 if timing else 0
+        gpu_ns = timing.compute_us * 1000 if timing else 0
+        # The service's clock is its own and its claims are not checked: they are made to fit.
+        queue_ns = min(queue_ns, slowest.elapsed_ns)
+        gpu_ns = min(gpu_ns, slowest.elapsed_ns - queue_ns)
+        # How the wire's time divides into there and back is not known: in halves.
+        half_ns = (slowest.elapsed_ns - queue_ns - gpu_ns) / 2
+        start_ns = float(slowest.sent_ns)
+        for stage, spent_ns in (
+            ("wire", half_ns),
+            ("queue", queue_ns),
+            ("gpu", gpu_ns),
+            ("wire", half_ns),
+        ):
+            self._spent(site, stage, start_ns, spent_ns)
+            start_ns += spent_ns
+
+    def _spent(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
+        stages = self._collector.sums(*site).stages
+        stages[stage] = stages.get(stage, 0) + elapsed_ns
+        self._collector.piece(self._index, site, stage, started_ns, elapsed_ns)

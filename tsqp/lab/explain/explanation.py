@@ -1,11 +1,18 @@
-"""What a policy means for a model, operator by operator: what crosses, and under which mask."""
+"""What a policy means for a model, operator by operator: what crosses, and under which mask.
+
+`explain` works it out, and `show` prints it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from protocol.errors import SettingsError
 from protocol.messages import Arithmetic
@@ -28,12 +35,15 @@ from tee_side.words import (
     is_linear,
 )
 from tsqp.lab.bench.model import Document
-from tsqp.lab.bench.pads import pad_layouts, pad_phases
-from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
+from tsqp.lab.bench.prepare import pad_layouts, pad_phases
+from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.rotations import RotationMask
+from tsqp.run.process import bytes_for_people
+from tsqp.tables import definitions, table
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20
+_PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")
 
 
 class OperatorRow(Document):
@@ -134,8 +144,10 @@ def explain(
     """
     config = read_config(directory)
     policy.check(config.num_hidden_layers)
+    limit = min(config.context_length, MAX_TOKENS)
     for name, tokens in (("--context", context), ("--prompt-tokens", prompt_tokens)):
-        _check_tokens(name, tokens, config)
+        fits = 1 <= tokens <= limit
+        SettingsError.unless(fits, name, str(tokens), f"1 to {limit}, the model's context")
     chosen = dtype or config.dtype
     measured = StepTraffic(policy, config, torch_dtype(chosen), headers or Headers())
     measured.decode(context)
@@ -152,23 +164,28 @@ def explain(
         prompt_tokens=prompt_tokens,
         step_tokens=step_tokens,
         operators=tuple(_rows(policy, config.num_hidden_layers, measured)),
-        masks=tuple(_mask_use(mask, config) for mask in policy.masks),
+        masks=tuple(
+            MaskUse(
+                name=mask.name,
+                kind=mask.kind,
+                options=mask.model_dump(mode="json"),
+                hides=mask.hides,
+                known_break=mask.known_break,
+                broken=mask.broken,
+                noise=_noise(mask, config),
+            )
+            for mask in policy.masks
+        ),
         decode=measured.total("decode"),
         prefill=measured.total("prefill"),
         needs=_needs(policy, config),
     )
 
 
-def with_options(name: str, options: dict[str, Any]) -> str:
+def _with_options(name: str, options: dict[str, Any]) -> str:
     """Render a mask's name with its options: `row-rotation(shield_rows=8)`."""
     given = ", ".join(f"{option}={value}" for option, value in options.items())
     return f"{name}({given})" if given else name
-
-
-def _check_tokens(name: str, tokens: int, config: ModelConfig) -> None:
-    limit = min(config.context_length, MAX_TOKENS)
-    if not 1 <= tokens <= limit:
-        raise SettingsError(name, got=str(tokens), expected=f"1 to {limit}, the model's context")
 
 
 def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[OperatorRow]:
@@ -182,12 +199,9 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
         for found in _ranges(policy, operator, count, within):
             if operator not in LAYERLESS and found.start in within:
                 continue
-            prefill, decode = (policy.at(operator, found.start, phase) for phase in PHASES)
-            if _alike(prefill, decode):
-                yield _row(policy, operator, found, None, measured)
-            else:
-                for phase in PHASES:
-                    yield _row(policy, operator, found, phase, measured)
+            ways = {_way(policy.at(operator, found.start, phase)) for phase in PHASES}
+            for phase in PHASES if len(ways) > 1 else (None,):
+                yield _row(policy, operator, found, phase, measured)
 
 
 def _ranges(
@@ -196,16 +210,16 @@ def _ranges(
     """Yield runs of layers with the same placements in both phases, all within segments or none."""
 
     def placed(layer: int) -> object:
-        placements = (policy.at(operator, layer, phase) for phase in PHASES)
-        return layer in within, *((one.place, one.mask, one.verify) for one in placements)
+        return layer in within, *(_way(policy.at(operator, layer, phase)) for phase in PHASES)
 
     for _, alike in groupby(range(count), key=placed):
         first, *others = alike
         yield range(first, (others or [first])[-1] + 1)
 
 
-def _alike(one: Placement, other: Placement) -> bool:
-    return (one.place, one.mask, one.verify) == (other.place, other.mask, other.verify)
+def _way(placement: Placement) -> tuple[Place, Mask | None, Verify]:
+    """Return what makes a row of its own."""
+    return placement.place, placement.mask, placement.verify
 
 
 def _row(
@@ -244,19 +258,7 @@ def _sees(policy: Policy, operator: Operator, mask: Mask | None) -> str:
 
 
 def _named(mask: Mask) -> str:
-    return with_options(mask.name, mask.model_dump(mode="json"))
-
-
-def _mask_use(mask: Mask, config: ModelConfig) -> MaskUse:
-    return MaskUse(
-        name=mask.name,
-        kind=mask.kind,
-        options=mask.model_dump(mode="json"),
-        hides=mask.hides,
-        known_break=mask.known_break,
-        broken=mask.broken,
-        noise=_noise(mask, config),
-    )
+    return _with_options(mask.name, mask.model_dump(mode="json"))
 
 
 def _noise(mask: Mask, config: ModelConfig) -> str | None:
@@ -298,3 +300,117 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
         key=feature.name if feature else None,
         pads=tuple(pads),
     )
+
+
+# ------------------------------------------------------------------------------------ listing
+
+
+def show(found: Explanation, console: Console, model: str, policy: str) -> None:
+    """Print an explanation. `model`, `policy`: as they were named."""
+    console.print(
+        f"policy {found.policy} for {model}: {found.architecture},"
+        f" {found.num_hidden_layers} layers, {found.dtype}"
+    )
+    console.print(found.summary)
+    console.print(found.leakage_summary or f"policy {found.policy}: nothing leaves the TEE")
+    console.print()
+    columns = [(name, False) for name in _PLACEMENT]
+    console.print(table("Placement", columns, [_placement(row) for row in found.operators]))
+    for mask in found.masks:
+        verdict = "broken where the weights are public" if mask.broken else "not known to be broken"
+        console.print(f"mask {_with_options(mask.name, mask.options)}: {verdict}")
+        claims = [("  hides", mask.hides), ("  known break", mask.known_break)]
+        claims += [("  noise", mask.noise)] if mask.noise else []
+        console.print(definitions(claims))
+        console.print()
+    if found.needs.services:
+        console.print(_costs(f"One decoded token, context {found.context}", found, "decode"))
+        steps = -(-found.prompt_tokens // found.step_tokens)
+        cut = f" in {steps} steps" if steps > 1 else ""
+        stocked = any(pads.left_to_decode is not None for pads in found.needs.pads)
+        cut += ", where their pads are in stock" if stocked else ""
+        console.print(_costs(f"Prefill of {found.prompt_tokens} tokens{cut}", found, "prefill"))
+        console.print(
+            "RPCs and bytes are those of all layers. Bytes count every frame; request ids and"
+            " times in headers can make an RPC a few bytes shorter or longer."
+        )
+        console.print()
+    console.print(definitions(_needs_shown(found, policy)))
+
+
+def _placement(row: OperatorRow) -> tuple[str, ...]:
+    window = f", window {row.window.sinks}+{row.window.recent}" if row.window else ""
+    return (
+        row.operator,
+        row.layers or "-",
+        row.phase or "both",
+        row.place + window,
+        row.sees or "nothing",
+        "-" if row.sees is None else "verified" if row.verify != "none" else "believed",
+    )
+
+
+def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
+    total = found.decode if phase == "decode" else found.prefill
+    if total.rpcs == 0:
+        return f"{title}: nothing is sent\n"
+    columns = [("operator", False), ("layers", False), ("sent in each layer", False)]
+    columns += [("RPCs", True), ("bytes up", True), ("bytes down", True)]
+    rows: list[tuple[str, ...]] = []
+    for row in found.operators:
+        measured = row.decode if phase == "decode" else row.prefill
+        if measured is None:
+            continue
+        sent = _tensors(measured.messages)
+        rows.append((row.operator, row.layers or "-", sent, *_numbers(measured.cost)))
+    rows.append(("total", "", "", *_numbers(total)))
+    return table(title, columns, rows)
+
+
+def _numbers(cost: Cost) -> tuple[str, str, str]:
+    return f"{cost.rpcs:,}", f"{cost.bytes_sent:,}", f"{cost.bytes_received:,}"
+
+
+def _tensors(messages: tuple[Crossing, ...]) -> str:
+    """Render what crosses: `3 x float32 [1, 192]`, or both operands of a product."""
+    counts = Counter(" @ ".join(message.sent) for message in messages)
+    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
+
+
+def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
+    needs = found.needs
+    services = {0: "none", 1: "1 gpu-service"}.get(
+        needs.services, f"{needs.services} gpu-services that do not collude"
+    )
+    if needs.services and needs.arithmetic == "int8":
+        services += ", with --arithmetic int8 or both"
+    if needs.services and needs.attested != "none":
+        services += f", by {needs.attested} evidence (gpu-service --attest, --service-appraisal)"
+    pairs = [("services", services)]
+    if needs.calibration:
+        pairs.append(("calibration", "calibration.safetensors, by tsqp calibrate MODEL"))
+    if needs.key:
+        pairs.append(("key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"))
+    for pads in needs.pads:
+        text = (
+            f"one a token of {' and '.join(pads.phases)}, at {pads.sites} sites:"
+            f" {bytes_for_people(pads.memory_bytes)} in memory"
+        )
+        if pads.bank_bytes is not None:
+            text += f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make --policy {given})"
+        if (share := pads.left_to_decode) is not None:
+            text += f"; prompts only while {share:.0%} of those kept ready are left"
+        pairs.append(("pads", text))
+    pairs.append(("results", _results(found)))
+    return pairs
+
+
+def _results(found: Explanation) -> str:
+    leaving = [row for row in found.operators if row.sees is not None]
+    verified = [row for row in leaving if row.verify != "none"]
+    if not leaving:
+        return "computed in the TEE"
+    if not verified:
+        return "not verified: a service that lies changes the answer"
+    some = "" if len(verified) == len(leaving) else "in part "
+    return f"{some}verified against the weights of MODEL (docs/verification.md)"

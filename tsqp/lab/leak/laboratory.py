@@ -17,7 +17,6 @@ from protocol.errors import SettingsError, TsqpError
 from protocol.model.config import read_config
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import BenchSettings, Plan
-from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
@@ -25,7 +24,7 @@ from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, Policy
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import KEY, SERVED
 from tsqp.lab.leak.settings import LeakProgress, LeakSettings, check_settings, is_noisy
-from tsqp.lab.measure import passed_on, processes, tell
+from tsqp.lab.measure import describe_machine, passed_on, processes, tell
 from tsqp.lab.research.provisioning import provision
 
 # Tokens behind the decoded token whose cost is measured.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from gpu_side.devices import DeviceProfile
 from gpu_side.tasks import Task
@@ -95,13 +95,8 @@ class Section:
         return sum((segment.work_us for segment in self.segments), start=self.after_us)
 
 
-@dataclass(frozen=True)
-class LaneCost:
-    """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
-
-    head: Section
-    layers: Sequence[Section]
-    tail: Section
+# One micro-batch of a step: what comes before the layers, one for each kind of layer, and the rest.
+LaneCost: TypeAlias = Sequence[Section]
 
 
 @dataclass(frozen=True)
@@ -114,21 +109,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured: the steps of one prompt, a decode step, and the making of pads, if any."""
+    """What was measured: the steps of one prompt, a decode step, and the making of pads, if any.
+
+    Of a whole model, `pads` are all of its pads, and `order` says which of the kinds of layers each
+    layer is. `threads`: of the TEE side; `layers`: how many were measured, of each kind.
+    """
 
     prefill: Sequence[Step]
     decode: Step
     pads: PadMaking | None = None
-
-
-@dataclass(frozen=True)
-class ModelCosts(Costs):
-    """What was measured of some layers of a policy and shape; `pads`: those of the whole model.
-
-    `order`: which of the kinds of layers each layer of the whole model is. `threads`: of the TEE
-    side; `layers`: how many were measured, of each kind.
-    """
-
     threads: int = 1
     layers: int = 1
     order: Sequence[int] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.table import Table
 
@@ -54,29 +56,31 @@ def _title(report: PlanReport) -> str:
     )
 
 
-def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
+def _figures(found: PolicyPlan, report: PlanReport) -> Iterator[tuple[str, str]]:
     rate = f"{found.tokens_per_s_per_request:.1f} tokens/s"
     if report.batch > 1:
         rate += f" a sequence, {found.tokens_per_s:.1f} of all {report.batch} together"
-    return [
-        ("time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"),
-        ("decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"),
-        *_with_several(found, report),
-        *_with_pads(found),
-        *_beside_alone(found, report),
-        ("TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"),
-    ]
-
-
-def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
-    if (several := found.several) is None:
-        return []
-    decode, prefill = several.tpot_alone_ms / found.tpot_ms, several.ttft_alone_ms / found.ttft_ms
-    text = f"decode {decode:.2f} times as fast as with one accelerator; first token {prefill:.2f}"
-    lines = [(f"--tensor-parallel {report.tensor_parallel}", text)]
-    for when, where in (("decode", several.decode), ("prompt", several.prefill)):
-        lines += [] if where is None else [(f"pays, {when}", _pays(where))]
-    return lines
+    yield "time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"
+    yield "decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"
+    if (several := found.several) is not None:
+        decode = several.tpot_alone_ms / found.tpot_ms
+        prefill = several.ttft_alone_ms / found.ttft_ms
+        text = f"decode {decode:.2f} times as fast as with one accelerator; first token"
+        yield f"--tensor-parallel {report.tensor_parallel}", f"{text} {prefill:.2f}"
+        for when, where in (("decode", several.decode), ("prompt", several.prefill)):
+            if where is not None:
+                yield f"pays, {when}", _pays(where)
+    if found.pads is not None:
+        rate = f"{found.sustained_tokens_per_s:.1f} tokens/s of all together"
+        made = f"{found.pads.token_ms:.2f} ms to make a token's pads"
+        yield "sustained", f"{rate}; {made}, on the same cores after the step that uses them"
+    (alone,) = (one for one in report.policies if one.policy == BEST_ALONE)
+    if alone is not found:
+        decode = alone.tpot_ms / found.tpot_ms
+        sustained = found.sustained_tokens_per_s / alone.sustained_tokens_per_s
+        text = f"decode {decode:.2f} times as fast, {sustained:.2f} sustained; first token"
+        yield f"beside {BEST_ALONE}", f"{text} {alone.ttft_ms / found.ttft_ms:.2f}"
+    yield "TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"
 
 
 def _pays(where: Crossover) -> str:
@@ -84,24 +88,6 @@ def _pays(where: Crossover) -> str:
     if where.weight_bytes is None:
         return f"for no weight; {largest}"
     return f"for weights from {bytes_for_people(where.weight_bytes)}; {largest}"
-
-
-def _with_pads(found: PolicyPlan) -> list[tuple[str, str]]:
-    if found.pads is None:
-        return []
-    made = f"{found.pads.token_ms:.2f} ms to make a token's pads"
-    rate = f"{found.sustained_tokens_per_s:.1f} tokens/s of all together"
-    return [("sustained", f"{rate}; {made}, on the same cores after the step that uses them")]
-
-
-def _beside_alone(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
-    (alone,) = (one for one in report.policies if one.policy == BEST_ALONE)
-    if alone is found:
-        return []
-    decode = alone.tpot_ms / found.tpot_ms
-    sustained = found.sustained_tokens_per_s / alone.sustained_tokens_per_s
-    text = f"decode {decode:.2f} times as fast, {sustained:.2f} sustained; first token"
-    return [(f"beside {BEST_ALONE}", f"{text} {alone.ttft_ms / found.ttft_ms:.2f}")]
 
 
 def _held_back(found: Prediction) -> str:

@@ -27,8 +27,8 @@ from protocol.errors import SettingsError
 from protocol.integer import empty_weight, int8_product, ring_product
 from protocol.model.weights import CPU
 from protocol.validation import validate_file
-from tsqp.lab.bench.baselines import ping_pong
 from tsqp.lab.bench.model import Document, PingPong
+from tsqp.lab.bench.ping_pong import ping_pong
 from tsqp.lab.measure import elapsed_us
 
 # The names that `--transport` has, and those of the ping-pong.
@@ -84,12 +84,14 @@ class Machine(Document):
             str(cores),
             f"at most {len(self.int8_gops)}, as measured",
         )
+        known = f"of --machine: {', '.join(self.transports) or 'none'}"
+        SettingsError.unless(transport in self.transports, "--transport", transport, known)
         (alone_gops, *_), (*_, gb_per_s) = here
         return Instead(
             alone=alone_gops / self.int8_gops[0],
             shared=here[0][-1] / self.int8_gops[cores - 1],
             weights=gb_per_s / self.gb_per_s[cores - 1],
-            transport=self.transport(transport),
+            transport=self.transports[transport],
         )
 
     def toml(self) -> str:
@@ -103,13 +105,6 @@ class Machine(Document):
             lines += ["", f"[{name}]"]
             lines += [f"{key} = {json.dumps(value)}" for key, value in table.model_dump().items()]
         return "\n".join(lines) + "\n"
-
-    def transport(self, name: str) -> Transport:
-        """Return a transport. Raises SettingsError for one that was not measured."""
-        if name not in self.transports:
-            known = ", ".join(self.transports) or "none"
-            raise SettingsError("--transport", got=name, expected=f"of --machine: {known}")
-        return self.transports[name]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase
 from tsqp.lab.bench.model import OperatorCost, PadMaking
-from tsqp.lab.bench.pads import pad_making
-from tsqp.lab.measure import Collector, Tell
+from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.bench.worker import Collector, random_prompts
+from tsqp.lab.measure import rounds
 from tsqp.lab.plan.costs import Costs, LayerJob, Step, as_in_layer
 from tsqp.lab.plan.trace import Sections, Tracer, typical_lanes, with_round_trips
 
@@ -60,8 +61,8 @@ def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) ->
     return needed + 64
 
 
-def measure(job: LayerJob, tell: Tell) -> None:
-    """Measure a job, and tell its `Costs`. Raises TsqpError."""
+def measure(job: LayerJob) -> Costs:
+    """Measure a job. Raises TsqpError."""
     with ExitStack() as closing:
         layers = _Layers(job, closing)
         gc.collect()
@@ -71,7 +72,7 @@ def measure(job: LayerJob, tell: Tell) -> None:
         if job.bank:
             policy = as_in_layer(load_policy(job.policy), job.layer)
             pads = pad_making(job.model, policy, job.bank.with_name("timed"))
-        tell(Costs(prefill, decode, pads))
+        return Costs(prefill, decode, pads)
 
 
 class _Layers:
@@ -116,7 +117,6 @@ class _Layers:
             )
             for index in range(job.settings.micro_batches)
         ]
-        self._generator = torch.Generator().manual_seed(0)
 
     # --------------------------------------------------------------------------------- phases
 
@@ -149,16 +149,10 @@ class _Layers:
         settings = EngineSettings(step_tokens=self._settings.step_tokens)
         return Engine(self._model, lanes, settings)
 
-    def _ids(self, tokens: int) -> list[int]:
-        """Return random token ids: what they say makes no difference to time."""
-        ids: list[int] = torch.randint(
-            0, self._config.vocab_size, (tokens,), generator=self._generator
-        ).tolist()
-        return ids
-
     def _run_prompt(self, tokens: int, lanes: Lanes) -> list[Sections]:
         engine = self._engine(lanes)
-        sequence = engine.add(self._ids(tokens), max_new_tokens=1, eos_token_ids=frozenset())
+        (prompt,) = random_prompts(self._config, tokens, 1)
+        sequence = engine.add(prompt, max_new_tokens=1, eos_token_ids=frozenset())
         traces = []
         while sequence.finish_reason is None:
             traces.append(self._tracer.step(engine.step))
@@ -166,13 +160,8 @@ class _Layers:
 
     def _prompts(self, tokens: int, lanes: Lanes) -> list[list[Sections]]:
         self._run_prompt(tokens, lanes)
-        runs: list[list[Sections]] = []
-        started = time.perf_counter()
-        while len(runs) < _PROMPTS:
-            if len(runs) >= _LEAST_PROMPTS and time.perf_counter() - started > _BUDGET_S:
-                break
-            runs.append(self._run_prompt(tokens, lanes))
-        return runs
+        counted = rounds(_PROMPTS, _BUDGET_S, least=_LEAST_PROMPTS)
+        return [self._run_prompt(tokens, lanes) for _ in counted]
 
     def _started(self, batch: int, lanes: Lanes) -> Engine:
         """Return an engine of so many sequences that have had their prompts.
@@ -184,8 +173,8 @@ class _Layers:
             context - 1, config.num_key_value_heads, config.head_dim, dtype=self._model.dtype
         )
         sequences = [
-            engine.add(self._ids(context), max_new_tokens=DECODED, eos_token_ids=frozenset())
-            for _ in range(batch)
+            engine.add(prompt, max_new_tokens=DECODED, eos_token_ids=frozenset())
+            for prompt in random_prompts(config, context, batch)
         ]
         for sequence in sequences:
             for layer in range(config.num_hidden_layers):
@@ -231,8 +220,7 @@ def _step(
         (undisturbed,) = typical_lanes(alone(rows // len(lanes)))
         lanes = [with_round_trips(lane, undisturbed) for lane in lanes]
     for lane in lanes:
-        names = ["head", *("layer" for _ in lane.layers), "tail"]
-        for name, section in zip(names, (lane.head, *lane.layers, lane.tail), strict=True):
+        for name, section in zip(("head", "layer", "tail"), lane, strict=True):
             section.mask_share, section.product_share = shares.get(name, (0.0, 0.0))
     return Step(rows, lanes)
 

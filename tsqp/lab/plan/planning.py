@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +22,14 @@ from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
-from tsqp.lab.bench import pads, prepare
-from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench import prepare
 from tsqp.lab.bench.memory import check_disk, check_memory, tee_parts
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape, shape_of
-from tsqp.lab.measure import run_job
+from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
     Costs,
     LayerJob,
-    ModelCosts,
     PlanReport,
     PlanSettings,
     PolicyPlan,
@@ -46,8 +44,7 @@ from tsqp.lab.plan.predict import (
     GLOO_US,
     Hardware,
     crossover,
-    predict_decode,
-    predict_prefill,
+    predict,
     rpcs_of,
 )
 from tsqp.run.trust import product_operations
@@ -146,12 +143,12 @@ class Planning:
                 )
                 made = prepare.required_bytes(few, linear=prepare.needs_linear(alike, few))
                 made += prepare.required_bytes(few, linear=False) if alike.verified else 0
-                made += pads.bank_bytes(few, alike, self._pads(alike) + pads.TIMED_PADS)
+                made += prepare.bank_bytes(few, alike, self._pads(alike) + prepare.TIMED_PADS)
                 needed = max(needed, made)
         check_disk(needed)
 
     def _pads(self, policy: Policy) -> int:
-        settings, phases = self._settings, pads.pad_phases(policy)
+        settings, phases = self._settings, prepare.pad_phases(policy)
         return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
 
     def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
@@ -180,8 +177,8 @@ class Planning:
             *(settings.profile, settings.link, settings.cores, self._itemsize, self._instead),
             settings.tensor_parallel,
         )
-        prefill = predict_prefill(costs, hardware)
-        decode = predict_decode(costs, hardware)
+        prefill = predict(costs.prefill, costs, hardware)
+        decode = predict([costs.decode], costs, hardware)
         making, made_us = costs.pads, 0.0
         if making is not None:
             instead = self._instead
@@ -213,7 +210,7 @@ class Planning:
             several=self._several(costs, hardware) if policy.services else None,
         )
 
-    def _several(self, costs: ModelCosts, hardware: Hardware) -> Several | None:
+    def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
         if hardware.ranks == 1:
             return None
         alone = replace(hardware, ranks=1)
@@ -222,13 +219,13 @@ class Planning:
             for step in (costs.decode, costs.prefill[0])
         )
         return Several(
-            tpot_alone_ms=predict_decode(costs, alone).total_us / 1e3,
-            ttft_alone_ms=predict_prefill(costs, alone).total_us / 1e3,
+            tpot_alone_ms=predict([costs.decode], costs, alone).total_us / 1e3,
+            ttft_alone_ms=predict(costs.prefill, costs, alone).total_us / 1e3,
             decode=decode,
             prefill=prefill,
         )
 
-    def _costs(self, name: str, policy: Policy) -> ModelCosts:
+    def _costs(self, name: str, policy: Policy) -> Costs:
         """Measure every kind of layer that the policy makes of the model's."""
         kinds = self._kinds[name]
         different = sorted(set(kinds))
@@ -237,7 +234,7 @@ class Planning:
             with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
                 measured[layer] = self._measure(Path(folder), name, policy, layer)
         _, few = self._few_layers(policy, different[0])
-        return ModelCosts(
+        return Costs(
             threads=self._threads,
             layers=few.config().num_hidden_layers,
             order=[different.index(kind) for kind in kinds],
@@ -264,15 +261,14 @@ class Planning:
         alike, shape = self._few_layers(policy, layer)
         config = shape.config()
         self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
-        model = folder / "model"
-        model.mkdir()
-        prepare.random_model(model, shape, linear=prepare.needs_linear(alike, config))
+        linear = prepare.needs_linear(alike, config)
+        model = prepare.random_model(folder / "model", shape, linear=linear)
         if alike.arithmetic == "int8":
             model = prepare.calibration(model, folder)
         if alike.verified:
             # Services answer with zeros, which is what these weights give.
             model = prepare.hollow(model, folder)
-        bank = pads.bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
+        bank = prepare.pad_bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
         self._say(f"{policy.name}: measuring them")
         with ExitStack() as running:
             services = prepare.start_services(running, policy, model, folder, settings)
@@ -286,45 +282,39 @@ class Planning:
                 bank=bank,
                 threads=self._threads,
             )
-            (found,) = run_job(f"policy {policy.name}", measure, job)
-        costs: Costs = found
-        return costs
+            return in_fresh_process(measure, job, where=f"policy {policy.name}")
 
-    def _assumptions(self, policy: Policy, costs: ModelCosts) -> list[str]:
+    def _assumptions(self, policy: Policy, costs: Costs) -> Iterator[str]:
         settings = self._settings
         measured = f"measured on {costs.layers} layers with {costs.threads} threads"
-        found = [f"the TEE's processor is as fast as this machine's; {measured}"]
         if settings.machine is not None:
-            found = [
-                f"work of the TEE is slower or faster than here as products are; {measured}",
-                "round trips as the machine's file has them, of a client that does nothing else",
-            ]
-        elif settings.cores > self._threads:
-            found.append(
-                f"{settings.cores} cores, {self._threads} of which are here: weights that stay, and"
-                f" all TEE work in steps of more than a few rows, are assumed to be"
-                f" {settings.cores / self._threads:g} times as fast; this is not measured"
-            )
+            yield f"work of the TEE is slower or faster than here as products are; {measured}"
+            yield "round trips as the machine's file has them, of a client that does nothing else"
+        else:
+            yield f"the TEE's processor is as fast as this machine's; {measured}"
+            if settings.cores > self._threads:
+                yield (
+                    f"{settings.cores} cores, {self._threads} of which are here: weights that stay,"
+                    f" and all TEE work in steps of more than a few rows, are assumed to be"
+                    f" {settings.cores / self._threads:g} times as fast; this is not measured"
+                )
         if policy.services:
-            found.append(
-                f"accelerator {settings.profile.name} as described: peak rates, so a lower bound"
-            )
-            found.append(
+            yield f"accelerator {settings.profile.name} as described: peak rates, so a lower bound"
+            yield (
                 "a link without loss or congestion, laid over this machine's"
                 f" {settings.transport} round trips: the longer of both counts"
             )
             if settings.tensor_parallel > 1:
-                found.append(
+                yield (
                     f"a request goes to the other accelerators in {GLOO_US:g} us and at"
                     f" {GLOO_GB_PER_S:g} GB/s (gloo, measured on 2 EPYC cores), and results come"
                     " back at the described rate to the host; other work of their processors is"
                     " not counted"
                 )
         if any(isinstance(mask, AdditiveMask) for mask in policy.masks):
-            found.append("pads are made ahead; making them is counted in the sustained rate only")
+            yield "pads are made ahead; making them is counted in the sustained rate only"
         if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:
-            found.append(f"{settings.batch} sequences are too few to decode in micro-batches")
-        return found
+            yield f"{settings.batch} sequences are too few to decode in micro-batches"
 
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
@@ -362,11 +352,11 @@ def _alike(
 
 def _pad_operations(policy: Policy, config: ModelConfig) -> int:
     """Return the int8 multiplications and additions behind one token's pads."""
-    return sum(map(product_operations, pads.pad_layouts(policy, config).values()))
+    return sum(map(product_operations, prepare.pad_layouts(policy, config).values()))
 
 
 def _with_kinds(steps: Sequence[Step]) -> Step:
     """Return the first of some steps, with a layer of the kind of each."""
     together = zip(*(step.lanes for step in steps), strict=True)
-    lanes = [replace(alike[0], layers=[lane.layers[0] for lane in alike]) for alike in together]
+    lanes = [[alike[0][0], *(layer for _, layer, _ in alike), alike[0][-1]] for alike in together]
     return Step(steps[0].rows, lanes)

@@ -19,9 +19,9 @@ from gpu_side.kernels import request_us
 from gpu_side.tasks import LinearWork, Task
 from tsqp.lab.plan.costs import (
     PARTS,
+    Costs,
     Crossover,
     LaneCost,
-    ModelCosts,
     PartCost,
     PartName,
     Prediction,
@@ -140,17 +140,8 @@ class Turn:
         return self.weights_us + self.tee_us + self.mask_us + self.message_us
 
 
-def predict_decode(costs: ModelCosts, hardware: Hardware) -> Prediction:
-    """Predict one decode step of all sequences together."""
-    return _predict([costs.decode], costs, hardware)
-
-
-def predict_prefill(costs: ModelCosts, hardware: Hardware) -> Prediction:
-    """Predict a prompt up to its first token, with nothing else running."""
-    return _predict(costs.prefill, costs, hardware)
-
-
-def _predict(steps: Sequence[Step], costs: ModelCosts, hardware: Hardware) -> Prediction:
+def predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Prediction:
+    """Predict steps of `costs` one after the other: of a prompt, or one decode step."""
     lanes = [[turns_of(lane, step.rows, costs, hardware) for lane in step.lanes] for step in steps]
 
     def total_us(without: PartName | None) -> float:
@@ -188,10 +179,11 @@ def rpcs_of(step: Step, order: Sequence[int]) -> Iterator[Rpc]:
 
 
 def _sections(lane: LaneCost, order: Sequence[int]) -> list[Section]:
-    return [lane.head, *(lane.layers[kind] for kind in order), lane.tail]
+    head, *kinds, tail = lane
+    return [head, *(kinds[kind] for kind in order), tail]
 
 
-def turns_of(lane: LaneCost, rows: int, costs: ModelCosts, hardware: Hardware) -> list[Turn]:
+def turns_of(lane: LaneCost, rows: int, costs: Costs, hardware: Hardware) -> list[Turn]:
     """Return all turns of a lane through the whole model.
 
     With more cores than were measured, weights are read as many times as fast; everything else

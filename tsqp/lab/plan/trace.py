@@ -195,15 +195,11 @@ def typical_lanes(runs: Sequence[Sections]) -> list[LaneCost]:
     A lane's layers are put together: they are all of one kind.
     """
     return [
-        LaneCost(
-            head=typical([run[index]["head"] for run in runs]),
-            layers=[
-                typical(
-                    [s for run in runs for name, s in run[index].items() if isinstance(name, int)]
-                ),
-            ],
-            tail=typical([run[index].get("tail", Section()) for run in runs]),
-        )
+        [
+            typical([run[index]["head"] for run in runs]),
+            typical([s for run in runs for name, s in run[index].items() if isinstance(name, int)]),
+            typical([run[index].get("tail", Section()) for run in runs]),
+        ]
         for index in range(len(runs[0]))
     ]
 
@@ -216,11 +212,16 @@ def typical(sections: Sequence[Section]) -> Section:
     have not the same RPCs.
     """
     shapes = {tuple(len(one.rpcs) for one in section.segments) for section in sections}
-    if len(shapes) != 1:
-        raise TsqpError("tsqp plan", got=f"layers with {len(shapes)} patterns", expected="one")
+    TsqpError.unless(len(shapes) == 1, "tsqp plan", f"layers with {len(shapes)} patterns", "one")
     alike = zip(*(section.segments for section in sections), strict=True)
     made = Section(
-        [_typical_segment(segments) for segments in alike],
+        [
+            Stretch(
+                statistics.median(one.work_us for one in segments),
+                [_typical_rpc(rpcs) for rpcs in zip(*(one.rpcs for one in segments), strict=True)],
+            )
+            for segments in alike
+        ],
         statistics.median(section.after_us for section in sections),
     )
     totals, total_us = sorted(map(_total_us, sections)), _total_us(made)
@@ -239,12 +240,6 @@ def _total_us(section: Section) -> float:
     return sum(spent, start=section.work_us)
 
 
-def _typical_segment(segments: Sequence[Stretch]) -> Stretch:
-    alike = zip(*(segment.rpcs for segment in segments), strict=True)
-    work_us = statistics.median(segment.work_us for segment in segments)
-    return Stretch(work_us, [_typical_rpc(rpcs) for rpcs in alike])
-
-
 def _typical_rpc(rpcs: Sequence[Rpc]) -> Rpc:
     times = {name: statistics.median([getattr(rpc, name) for rpc in rpcs]) for name in RPC_TIMES}
     # What it asks for in the last of the measured steps: contexts grow.
@@ -253,9 +248,7 @@ def _typical_rpc(rpcs: Sequence[Rpc]) -> Rpc:
 
 def with_round_trips(lane: LaneCost, alone: LaneCost) -> LaneCost:
     """Return a lane with the round trips of one that ran without others beside it."""
-    layers = [*map(_with_round_trips, lane.layers, alone.layers)]
-    head, tail = _with_round_trips(lane.head, alone.head), _with_round_trips(lane.tail, alone.tail)
-    return LaneCost(head, layers, tail)
+    return [*map(_with_round_trips, lane, alone)]
 
 
 def _with_round_trips(section: Section, alone: Section) -> Section:
