@@ -16,8 +16,13 @@ from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, Keyed
 from tee_side.protect.randomness import Randomness
 from tests.kit.model import Models
 from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
-from tsqp.lab.research.permutations import FeaturePermutation, SegmentPermutation
-from tsqp.lab.research.rotations import FeatureRotation, SegmentRotation, gaussian_epsilon
+from tsqp.lab.research.feature_masks import (
+    FeaturePermutation,
+    FeatureRotation,
+    SegmentPermutation,
+    SegmentRotation,
+    gaussian_epsilon,
+)
 from tsqp.lab.research.row_masks import FloatNoise
 
 MASKS = [

@@ -33,9 +33,13 @@ from tests.kit.rows import each_row
 from tsqp.cli.model_files import provision as command
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
-from tsqp.lab.research.permutations import FeaturePermutation, SegmentPermutation
+from tsqp.lab.research.feature_masks import (
+    FeaturePermutation,
+    FeatureRotation,
+    SegmentPermutation,
+    SegmentRotation,
+)
 from tsqp.lab.research.provisioning import Provisioned, provision
-from tsqp.lab.research.rotations import FeatureRotation, SegmentRotation
 
 MASKS = [FeaturePermutation(), FeatureRotation(block=20)]
 

@@ -30,7 +30,7 @@ from tee_side.words import (
 from tsqp.lab.bench.model import Document
 from tsqp.lab.bench.pads import pad_layouts, pad_phases
 from tsqp.lab.explain.traffic import Cost, Headers, PhaseCost, StepTraffic
-from tsqp.lab.research.rotations import RotationMask
+from tsqp.lab.research.feature_masks import RotationMask
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20

@@ -15,7 +15,7 @@ from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import RecordedSession, Truth
 from tsqp.lab.leak.settings import noisy_mask
 from tsqp.lab.leak.trace import Trace
-from tsqp.lab.research.rotations import RotationMask
+from tsqp.lab.research.feature_masks import RotationMask
 
 # What is counted: hits and tries, as the fields of `Score` are called.
 _RATES = ("top1", "top5", "prompt", "answer", "whole")

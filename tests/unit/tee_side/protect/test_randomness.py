@@ -25,7 +25,7 @@ from tee_side.protect.masks.shares import Shares
 from tee_side.protect.pads.layout import site_number
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
 from tests.kit.rows import each_row
-from tsqp.lab.research.permutations import FeaturePermutation
+from tsqp.lab.research.feature_masks import FeaturePermutation
 from tsqp.lab.research.row_masks import RowPermutation
 
 KEY = bytes(range(32))
