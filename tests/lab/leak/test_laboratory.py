@@ -26,7 +26,7 @@ from tsqp.cli.main import command
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.attack_runner import AttackRunner
 from tsqp.lab.leak.attacks.attention import CacheAtRest
-from tsqp.lab.leak.attacks.rotations import NormDictionary
+from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
 from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory

@@ -1,9 +1,11 @@
 """Static cloaks of weights: undone with the public weights beside those that the server was given.
 
 A service with W' = R W P, R and P secret, has the public W as well. What W and W' have in
-common, columns but for the order of their elements or eigenvectors, gives P, and so the rows.
+common, columns but for the order of their elements or eigenvectors, gives P, and so the rows. What
+a rotation leaves needs no P: how long rows are, and what comes out of each module.
 
-Shape suffixes: R rows, N candidates, I in_features, O out_features, V directions.
+Shape suffixes: R rows, N candidates, I in_features, O out_features, V directions, M what is
+measured of a row.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ _NO_WEIGHT = 1e-12
 # An eigenvector that is off by this angle, in radians, counts half.
 _HALF_ANGLE = 0.1
 _COLUMNS_AT_ONCE = 1024
+# Rows of these operators come from no RMSNorm, which would have made all of them equally long.
+_FREE_LENGTH = ("o_proj", "down_proj", "segment")
+# A few norms of many candidates lie closer together than whole rows do.
+_STRICTER = 50.0
 
 
 class PublicAndServed:
@@ -275,6 +281,51 @@ class Coordinates(FeatureMatcher):
         return self._found[where]
 
 
+# ------------------------------------------------------------------------------------------- norms
+
+
+class ModuleNorms(FeatureMatcher):
+    """Logarithms of norms: of each module's output, and of the row where they differ.
+
+    Outputs are without biases: a provisioned service has none.
+    """
+
+    def __init__(self, weights: PublicAndServed) -> None:
+        super().__init__()
+        self._weights = weights
+        self._modules: dict[tuple[Where, bool], list[torch.Tensor]] = {}
+
+    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return norms under the public weights: [N, M]."""
+        return self._norms(where, states_NI, served=False)
+
+    def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
+        """Return norms under the weights that the service was given: [R, M]."""
+        return self._norms(where, rows_RI, served=True)
+
+    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+        """See `FeatureMatcher.pairwise`: of logarithms, so relative as they are.
+
+        Without `cdist`, whose rounding is larger than what tells candidates apart.
+        """
+        each_RN = [torch.linalg.vector_norm(table_NX - row_X, dim=1) for row_X in rows_RX]
+        return _STRICTER * torch.stack(each_RN)
+
+    def _norms(self, where: Where, rows_RI: torch.Tensor, *, served: bool) -> torch.Tensor:
+        if (where, served) not in self._modules:
+            site, weights = site_beside(where), self._weights
+            # What the service's rows are not divided by, its weights are multiplied with.
+            segment = where[1] == "segment" and not served
+            fold_I = weights.fold(site) if segment else 1.0
+            modules = weights.served(site) if served else weights.public(site)
+            self._modules[where, served] = [(weight * fold_I).float() for weight in modules]
+        parts = [rows_RI @ weight_OI.t() for weight_OI in self._modules[where, served]]
+        if where[1] in _FREE_LENGTH:
+            parts.append(rows_RI)
+        norms_RM = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], dim=1)
+        return norms_RM.double().clamp(min=1e-30).log()
+
+
 # ------------------------------------------------------------------------------------- attacks
 
 
@@ -310,3 +361,26 @@ class CloakedRotation(_StaticCloak):
     def matcher(self, view: View) -> Matcher:
         """Return what finds the eigenvectors of each place."""
         return Coordinates(PublicAndServed(view))
+
+
+class NormDictionary(Matching):
+    """Compares the norms of what each module answers with those of the public model's.
+
+    A norm for each of q, k and v names a token in layer 0 already. Deeper, candidates are run
+    behind what was read.
+    """
+
+    name: ClassVar[str] = "norms"
+    reads: ClassVar[str] = "norms of each module's output, computed with the service's own weights"
+    source: ClassVar[str] = "norms under an orthogonal map; in layer 0 every token of a 4B model"
+    control: ClassVar[str] = "attention-in-tee"
+    published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = (
+        "integers",
+        "no public weights to compare with",
+        "no activations crossed",
+    )
+
+    def matcher(self, view: View) -> Matcher:
+        """Return what measures the modules of each place."""
+        return ModuleNorms(PublicAndServed(view))

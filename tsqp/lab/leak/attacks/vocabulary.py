@@ -33,7 +33,7 @@ from tsqp.lab.leak.matching import (
     squares,
 )
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Trace, Where, read_frames
+from tsqp.lab.leak.trace import Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
 _IDS: Where = (None, "embedding")
@@ -144,14 +144,25 @@ def _computed(view: View, work: Work) -> Found:
 
 
 def _answered(view: View, work: Work) -> Found:
-    """Read the service's own answers to segments."""
+    """Read the service's own answers to segments, by running its weights again."""
     ids_V = vocabulary(view)
     for session, trace in enumerate(view.traces):
         work.tick()
-        for tokens, logits_V in answers(view, trace):
-            work.compared += len(logits_V)
-            top = ids_V[logits_V.topk(TOP).indices].tolist()
-            yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
+        dtype = trace.calls[-1].rows.dtype
+        weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
+        service, tokens = RecordingChannel(weights), 0
+        for frames in trace.messages:
+            request = read_frames(frames)
+            if not isinstance(request, SegmentRequest):
+                continue
+            reply = service.answer(request)
+            if request.lm_head and isinstance(reply, TensorReply):
+                tokens += request.hidden_states.shape[0]
+                # Behind the last of them, in the service's order.
+                logits_V = to_torch(reply.output)[-1].float()
+                work.compared += len(logits_V)
+                top = ids_V[logits_V.topk(TOP).indices].tolist()
+                yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
 
 
 def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
@@ -159,25 +170,6 @@ def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
     top = (logits_RV - logits_RV.mean(-1, keepdim=True)) / logits_RV.std(-1, keepdim=True)
     row = int(top.amax(-1).argmax())
     return tuple(logits_RV[row].topk(TOP).indices.tolist())
-
-
-def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:
-    """Compute the logits that the service answered in a session, by running its weights again.
-
-    Yields how many tokens went by, and the logits [V] behind the last of them, in the service's
-    order. Raises ModelError.
-    """
-    dtype = trace.calls[-1].rows.dtype
-    weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
-    service, tokens = RecordingChannel(weights), 0
-    for frames in trace.messages:
-        request = read_frames(frames)
-        if not isinstance(request, SegmentRequest):
-            continue
-        reply = service.answer(request)
-        if request.lm_head and isinstance(reply, TensorReply):
-            tokens += request.hidden_states.shape[0]
-            yield tokens, to_torch(reply.output)[-1].float()
 
 
 def vocabulary(view: View) -> torch.Tensor:
