@@ -185,6 +185,11 @@ class AttackRun(_ReportModel):
         )
 
     @property
+    def failed(self) -> bool:
+        """Whether it applies and did not work, as where it gave no reading."""
+        return self.refused is None and not self.worked and not self.gave_up
+
+    @property
     def gave_up(self) -> bool:
         """Whether it works where it must, and gave up here, wherever it looked."""
         return (
@@ -319,14 +324,21 @@ class PolicyLeak(_ReportModel):
         """
         found = [score.excess_high for run in self.runs for score in run.meaningful]
         applied = [run for run in self.runs if run.refused is None]
-        if self.untried or any(not run.worked and not run.gave_up for run in applied):
+        if self.untried or any(run.failed for run in self.runs):
             found.append(1.0)
         if applied and not found:
             found.append(1.0)
         return max(found, default=None)
 
 
-class Point(_ReportModel):
+class Harm(_ReportModel):
+    """Perplexity of a text, and the error of logits: relative, root of the mean square."""
+
+    perplexity: float
+    output_error: float
+
+
+class Point(Harm):
     """One strength of noise: what is read, and what becomes of the output.
 
     `strength`: in the curve's parameter, infinite (as epsilon) without noise; `sigma`: the mask's.
@@ -338,8 +350,6 @@ class Point(_ReportModel):
     attack: str
     where: str
     chance: float
-    perplexity: float
-    output_error: float
 
 
 class Curve(_ReportModel):

@@ -155,7 +155,7 @@ def details_of(policy: PolicyLeak) -> list[Grid]:
 def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
     """Yield a row a place; no rate where the attack does not work at that place of its control."""
     for run in policy.runs:
-        if meaningless(run):
+        if run.failed:
             yield Row((run.attack, f"attack {failure_words(run)}", *(NONE,) * 8))
             continue
         for score in run.scores:
@@ -232,7 +232,7 @@ def control_words(control: Control | None) -> str:
 
 def failed(policy: PolicyLeak) -> list[str]:
     """Name the attacks that apply and did not work: what they read means nothing."""
-    return list(dict.fromkeys(run.attack for run in policy.runs if meaningless(run)))
+    return list(dict.fromkeys(run.attack for run in policy.runs if run.failed))
 
 
 def verdict(policy: PolicyLeak) -> str:
@@ -305,7 +305,7 @@ def warnings(report: LeakReport) -> list[str]:
         f"{policy.title}: {run.attack} {failure_words(run)}: what it read says nothing."
         for policy in report.policies
         for run in policy.runs
-        if meaningless(run)
+        if run.failed
     ]
     return list(dict.fromkeys(found))
 
@@ -344,11 +344,6 @@ def _widest(policy: PolicyLeak) -> Score | None:
     """Return the score by which the policy may be furthest above chance."""
     scores = [score for run in policy.runs for score in run.meaningful]
     return max(scores, key=lambda score: score.excess_high, default=None)
-
-
-def meaningless(run: AttackRun) -> bool:
-    """Whether an attack that applies did not work; one that gave no reading did not, either."""
-    return run.refused is None and not run.worked and not run.gave_up
 
 
 def failure_words(run: AttackRun) -> str:
