@@ -26,7 +26,7 @@ from tsqp.catalogue import policy_entry
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, Harm, PolicyLeak, Rate, Score
+from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import PlaySettings, Recording, logits_of, play, together
 from tsqp.lab.leak.score import (
@@ -263,7 +263,8 @@ class AttackRunner:
             recording = self._play(changed, self._texts, settings.new_tokens)
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
-            found = self._harm(logits_of(changed, self._texts, self._play_settings()))
+            noisy = logits_of(changed, self._texts, self._play_settings())
+            found = harm(self._texts, self._plain, noisy)
             points.append(point_of(changed, sigma, runs, found, view.public))
             reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
             attacks = tuple(one for one in attacks if one.name in reading)
@@ -274,7 +275,7 @@ class AttackRunner:
         return Curve(
             policy=policy.name,
             parameter=parameter(policy),
-            plain_perplexity=self._harm(self._plain).perplexity,
+            plain_perplexity=harm(self._texts, self._plain, self._plain).perplexity,
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
             points=tuple(sorted(points, key=lambda point: point.strength)),
@@ -283,9 +284,6 @@ class AttackRunner:
     @property
     def _texts(self) -> Sequence[Sequence[int]]:
         return self.settings.prompts[:_CURVE_SESSIONS]
-
-    def _harm(self, noisy: Sequence[torch.Tensor]) -> Harm:
-        return harm(self._texts, self._plain, noisy)
 
     @cached_property
     def _plain(self) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Literal
 
 from tsqp.lab.charts import Picture, drawing, picture
-from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate, Reconstruction
+from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
 from tsqp.lab.leak.tables import (
     curve_grid,
     details_of,
@@ -96,7 +96,7 @@ def render_html(report: LeakReport) -> str:
         warnings=warnings(report),
         summary=summary_grid(report) if report.policies else None,
         lengths=lengths_grid(report) if any(one.lengths for one in report.policies) else None,
-        pictures=plots(report),
+        pictures=list(filter(None, [cost_against_leakage(report), *map(curve, report.curves)])),
         curves=[curve_grid(curve) for curve in report.curves],
         readings=panels(report),
         policies=[(one, verdict(one), details_of(one)) for one in report.policies],
@@ -247,12 +247,6 @@ def curve(made: Curve) -> Picture | None:
         return picture(figure, f"{made.policy}: recovery against noise", _CURVE_CAPTION)
 
 
-def plots(report: LeakReport) -> list[Picture]:
-    """Return all plots of a report, in the order in which a person reads them."""
-    found = [cost_against_leakage(report), *map(curve, report.curves)]
-    return [plot for plot in found if plot is not None]
-
-
 # ------------------------------------------------------------------------------------ what was read
 
 # Of a token where nothing was guessed.
@@ -320,23 +314,21 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
     outcome = f"{right:,} of {every:,} tokens read, by {made.attack} at {made.where}"
     plural = "s" if made.unseen != 1 else ""
     unseen = f"({made.unseen:,} token{plural} of the prompt never left the TEE)"
-    parts = (_part(made, name, ascii_only) for name in ("prompt", "answer"))
-    shown = tuple(part for part in parts if part.tokens)
-    return Panel(policy.title, verdict(policy), outcome, unseen if made.unseen else "", shown)
-
-
-def _part(made: Reconstruction, name: str, ascii_only: bool) -> Passage:
-    pieces = [piece for piece in made.pieces if piece.part == name]
-    tokens = tuple(
-        (
-            visible(piece.real, ascii_only=ascii_only),
-            _NO_GUESS if piece.read is None else visible(piece.read, ascii_only=ascii_only),
-            piece.right,
+    parts = []
+    for name in ("prompt", "answer"):
+        pieces = [piece for piece in made.pieces if piece.part == name]
+        tokens = tuple(
+            (
+                visible(piece.real, ascii_only=ascii_only),
+                _NO_GUESS if piece.read is None else visible(piece.read, ascii_only=ascii_only),
+                piece.right,
+            )
+            for piece in pieces[:_MOST_TOKENS]
         )
-        for piece in pieces[:_MOST_TOKENS]
-    )
-    left = len(pieces) - len(tokens)
-    return Passage(name, tokens, f" (and {left:,} more)" if left else "")
+        left = len(pieces) - len(tokens)
+        parts += [Passage(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
+    shown = unseen if made.unseen else ""
+    return Panel(policy.title, verdict(policy), outcome, shown, tuple(parts))
 
 
 def visible(text: str, *, ascii_only: bool = False) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from protocol.errors import SettingsError
 from protocol.validation import validate_file
+from tee_side.engine.tokenizer import TOKENIZER_FILE
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
@@ -140,7 +141,7 @@ def reconstruct(
 
 def _text(public: PublicModel, token: int) -> str:
     """Return a token's text; a special one has none, and a model of random weights no tokenizer."""
-    if not public.has_tokenizer:
+    if not (public.directory / TOKENIZER_FILE).is_file():
         return f"<{token}>"
     return public.tokenizer.decode([token]) or f"<{token}>"
 
