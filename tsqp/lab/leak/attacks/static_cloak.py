@@ -10,8 +10,9 @@ measured of a row.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch.nn.functional import normalize
@@ -22,6 +23,8 @@ from tee_side.words import Site, is_linear
 from tsqp.lab.leak.attack import View
 from tsqp.lab.leak.matching import FeatureMatcher, Matcher, Matching
 from tsqp.lab.leak.trace import Where
+
+T = TypeVar("T")
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
 _SMALLEST_GAIN = 1e-3
@@ -107,23 +110,38 @@ def linear_site(where: Where) -> Site:
     return layer, operator
 
 
+class _BesideWeights(FeatureMatcher, Generic[T]):
+    """Compares rows by what public and served weights tell of a place, found out once for each."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__()
+        self._weights = PublicAndServed(view)
+        self._found: dict[Where, T] = {}
+
+    def told(self, where: Where) -> T:
+        """Return what the weights tell."""
+        if where not in self._found:
+            self._found[where] = self.find(where, site_beside(where))
+        return self._found[where]
+
+    @abstractmethod
+    def find(self, where: Where, site: Site) -> T:
+        """Find it out; `site`: whose weights tell."""
+
+
 # --------------------------------------------------------------------------------- permutations
 
 
-class Reordered(FeatureMatcher):
+class Reordered(_BesideWeights[torch.Tensor]):
     """Rows put back into the order of the public features."""
 
-    def __init__(self, weights: PublicAndServed) -> None:
-        super().__init__()
-        self._weights = weights
-        self._orders: dict[Where, torch.Tensor] = {}
+    def find(self, where: Where, site: Site) -> torch.Tensor:
+        """Return for each public feature where the server has it: [I]."""
+        return places(self._weights.public(site), self._weights.served(site))
 
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return rows with their features in order."""
-        if where not in self._orders:
-            site = site_beside(where)
-            self._orders[where] = places(self._weights.public(site), self._weights.served(site))
-        return rows_RI[:, self._orders[where]]
+        return rows_RI[:, self.told(where)]
 
 
 def places(public: list[torch.Tensor], served: list[torch.Tensor]) -> torch.Tensor:
@@ -238,28 +256,28 @@ def _correlations(columns_OV: torch.Tensor) -> torch.Tensor:
     return unit_OV.t() @ unit_OV
 
 
-class Coordinates(FeatureMatcher):
+class Coordinates(_BesideWeights[Directions]):
     """Rows by their coordinates in directions that public and served weights share.
 
     Without their signs, where a single module does not tell them.
     """
 
-    def __init__(self, weights: PublicAndServed) -> None:
-        super().__init__()
-        self._weights = weights
-        self._found: dict[Where, Directions] = {}
+    def find(self, where: Where, site: Site) -> Directions:
+        """Return the directions that both share."""
+        weights, fold_I = self._weights, self._weights.fold(site)
+        found = directions(weights.public(site), weights.served(site), fold_I)
+        if where[1] != "segment":
+            return found
+        # Its rows come from no norm.
+        return replace(found, public_IV=found.public_IV * fold_I[:, None])
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return coordinates in the public basis."""
-        found = self._directions(where)
-        coordinates_NV = states_NI @ found.public_IV.float()
-        return coordinates_NV if found.signed else coordinates_NV.abs()
+        return self._signed(where, states_NI @ self.told(where).public_IV.float())
 
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return coordinates in the served basis."""
-        found = self._directions(where)
-        coordinates_RV = rows_RI @ found.served_IV.float()
-        return coordinates_RV if found.signed else coordinates_RV.abs()
+        return self._signed(where, rows_RI @ self.told(where).served_IV.float())
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """See `FeatureMatcher.pairwise`. The one sign of all coordinates is the nearer one.
@@ -270,38 +288,36 @@ class Coordinates(FeatureMatcher):
             super().pairwise(rows_RX, table_NX), super().pairwise(-rows_RX, table_NX)
         )
 
-    def _directions(self, where: Where) -> Directions:
-        if where not in self._found:
-            site, weights = site_beside(where), self._weights
-            fold_I = weights.fold(site)
-            found = directions(weights.public(site), weights.served(site), fold_I)
-            if where[1] == "segment":  # its rows come from no norm
-                found = replace(found, public_IV=found.public_IV * fold_I[:, None])
-            self._found[where] = found
-        return self._found[where]
+    def _signed(self, where: Where, coordinates_NV: torch.Tensor) -> torch.Tensor:
+        return coordinates_NV if self.told(where).signed else coordinates_NV.abs()
 
 
 # ------------------------------------------------------------------------------------------- norms
 
 
-class ModuleNorms(FeatureMatcher):
+class ModuleNorms(_BesideWeights[tuple[list[torch.Tensor], list[torch.Tensor]]]):
     """Logarithms of norms: of each module's output, and of the row where they differ.
 
     Outputs are without biases: a provisioned service has none.
     """
 
-    def __init__(self, weights: PublicAndServed) -> None:
-        super().__init__()
-        self._weights = weights
-        self._modules: dict[tuple[Where, bool], list[torch.Tensor]] = {}
+    def find(self, where: Where, site: Site) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the modules [O, I] as the public model has them, and as the service does."""
+        weights = self._weights
+        # What the service's rows are not divided by, its weights are multiplied with.
+        fold_I = weights.fold(site) if where[1] == "segment" else 1.0
+        public = [(weight * fold_I).float() for weight in weights.public(site)]
+        return public, [weight.float() for weight in weights.served(site)]
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return norms under the public weights: [N, M]."""
-        return self._norms(where, states_NI, served=False)
+        public, _ = self.told(where)
+        return _norms(where, states_NI, public)
 
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return norms under the weights that the service was given: [R, M]."""
-        return self._norms(where, rows_RI, served=True)
+        _, served = self.told(where)
+        return _norms(where, rows_RI, served)
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """See `FeatureMatcher.pairwise`: of logarithms, so relative as they are.
@@ -311,19 +327,13 @@ class ModuleNorms(FeatureMatcher):
         each_RN = [torch.linalg.vector_norm(table_NX - row_X, dim=1) for row_X in rows_RX]
         return _STRICTER * torch.stack(each_RN)
 
-    def _norms(self, where: Where, rows_RI: torch.Tensor, *, served: bool) -> torch.Tensor:
-        if (where, served) not in self._modules:
-            site, weights = site_beside(where), self._weights
-            # What the service's rows are not divided by, its weights are multiplied with.
-            segment = where[1] == "segment" and not served
-            fold_I = weights.fold(site) if segment else 1.0
-            modules = weights.served(site) if served else weights.public(site)
-            self._modules[where, served] = [(weight * fold_I).float() for weight in modules]
-        parts = [rows_RI @ weight_OI.t() for weight_OI in self._modules[where, served]]
-        if where[1] in _FREE_LENGTH:
-            parts.append(rows_RI)
-        norms_RM = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], dim=1)
-        return norms_RM.double().clamp(min=1e-30).log()
+
+def _norms(where: Where, rows_RI: torch.Tensor, modules: list[torch.Tensor]) -> torch.Tensor:
+    parts = [rows_RI @ weight_OI.t() for weight_OI in modules]
+    if where[1] in _FREE_LENGTH:
+        parts.append(rows_RI)
+    norms_RM = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], dim=1)
+    return norms_RM.double().clamp(min=1e-30).log()
 
 
 # ------------------------------------------------------------------------------------- attacks
@@ -348,7 +358,7 @@ class CloakedPermutation(_StaticCloak):
 
     def matcher(self, view: View) -> Matcher:
         """Return what undoes the cloak of each place."""
-        return Reordered(PublicAndServed(view))
+        return Reordered(view)
 
 
 class CloakedRotation(_StaticCloak):
@@ -360,7 +370,7 @@ class CloakedRotation(_StaticCloak):
 
     def matcher(self, view: View) -> Matcher:
         """Return what finds the eigenvectors of each place."""
-        return Coordinates(PublicAndServed(view))
+        return Coordinates(view)
 
 
 class NormDictionary(Matching):
@@ -383,4 +393,4 @@ class NormDictionary(Matching):
 
     def matcher(self, view: View) -> Matcher:
         """Return what measures the modules of each place."""
-        return ModuleNorms(PublicAndServed(view))
+        return ModuleNorms(view)
