@@ -239,8 +239,6 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
 HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
 SAID = {
     "name": "'mine'",
-    "reads": "'x'",
-    "source": "'x'",
     "control": "'published'",
     "published": "1",
 }

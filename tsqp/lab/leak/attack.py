@@ -1,8 +1,8 @@
 """What an attack is: bytes that reached a service in, tokens out.
 
 An attack gets a `View`: the traces of one service, and what is public. It never sees the truth. It
-has to say, as class attributes, what it reads and which result it must repeat to be believed. A new
-one is one file: see docs/write-an-attack.md.
+has to say, as class attributes, which result it must repeat to be believed; its docstring says what
+it reads. A new one is one file: see docs/write-an-attack.md.
 """
 
 from __future__ import annotations
@@ -188,8 +188,6 @@ class Attack(ABC):
 
     Required class attributes:
       name        how reports name it
-      reads       what it reads, and how, in one line
-      source      paper, or section of docs/leakage.md, that it is from
       control     policy under which it must work, by name or path, so that failing elsewhere means
                   something; for a policy of integers `integer_control`, if that is another one
       published   the share of tokens that it must read there, 0 to 1
@@ -198,8 +196,6 @@ class Attack(ABC):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[str]
-    source: ClassVar[str]
     control: ClassVar[str]
     integer_control: ClassVar[str | None] = None
     published: ClassVar[float]
@@ -211,9 +207,7 @@ class Attack(ABC):
         if "name" not in cls.__dict__:
             return  # a family, whose members have names
         missing = [
-            attribute
-            for attribute in ("reads", "source", "control", "published")
-            if not hasattr(cls, attribute)
+            attribute for attribute in ("control", "published") if not hasattr(cls, attribute)
         ]
         AttackError.unless(
             not missing,

@@ -79,13 +79,13 @@ def first_layer_keys(public: PublicModel) -> torch.Tensor:
 class AttentionKeys(Attack):
     """Looks up the key that a step appends to the cache, among those of all tokens at its position.
 
+    The key cache crosses at every step; TSQP's covers of Q K^T leave it.
+
     Where positions are shuffled, the token is the one whose key there is nearest to any that
     crossed: which one that is says nothing that the position does not.
     """
 
     name: ClassVar[str] = "attention-keys"
-    reads: ClassVar[str] = "keys of the first layer, by every token's key at the same position"
-    source: ClassVar[str] = "the key cache crosses at every step; TSQP's covers of Q K^T leave it"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
@@ -154,8 +154,6 @@ class CacheAtRest(Attack):
     """
 
     name: ClassVar[str] = "cache-at-rest"
-    reads: ClassVar[str] = "values of the first layer, in files of sessions on the service's disk"
-    source: ClassVar[str] = "first-layer values by token; control: the file without encryption"
     control: ClassVar[str] = "clear-segment"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (

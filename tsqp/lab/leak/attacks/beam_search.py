@@ -70,13 +70,12 @@ class Beginning:
 class GramDictionary(Attack):
     """Compares inner products of each row with the rows before it, in layer 0.
 
-    The first token is BOS. Each next one is the candidate whose inner products with what was read
-    are those of the row; a few beginnings are followed up, since the second token has only one.
+    An orthogonal map leaves X X^T. The first token is BOS. Each next one is the candidate whose
+    inner products with what was read are those of the row; a few beginnings are followed up, since
+    the second token has only one.
     """
 
     name: ClassVar[str] = "gram"
-    reads: ClassVar[str] = "inner products between the rows of a session, from the first layer"
-    source: ClassVar[str] = "X X^T under an orthogonal map"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
@@ -170,8 +169,6 @@ class NoiseAveraging(Attack):
     """
 
     name: ClassVar[str] = "noise-averaging"
-    reads: ClassVar[str] = "rows under noise of known size, those of all layers together"
-    source: ClassVar[str] = "maximum likelihood; Gaussian noise as in docs/masks.md, float-noise"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.97
 

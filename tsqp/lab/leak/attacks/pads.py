@@ -35,7 +35,7 @@ _PAIRS_AT_ONCE = 2**23
 
 
 class PadReuse(Attack):
-    """Rows under the same pad differ by what is under it.
+    """Rows under the same pad differ by what is under it (arXiv 2602.11088).
 
     Such rows are close to each other, which under other pads they are not. Of each set, the token
     of one row is the one to which all differences fit: x_j - x_i + e(t) has to be an entry of the
@@ -43,8 +43,6 @@ class PadReuse(Attack):
     """
 
     name: ClassVar[str] = "pad-reuse"
-    reads: ClassVar[str] = "rows of the first layer under pads that were used before"
-    source: ClassVar[str] = "differences under a reused mask, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
@@ -67,14 +65,13 @@ class PadReuse(Attack):
 class LowDimensionalPads(Attack):
     """Rows of one known token differ by pads alone, so they give the space that the pads span.
 
+    See arXiv 2602.11088.
     Over the ring, that space is a row-reduced basis with a one at each pivot. Taking multiples of
     it away until the pivots' columns are zero leaves of any row what the pads do not touch, and the
     same of each token's. BOS, in front of every prompt, is the known token: one row a session.
     """
 
     name: ClassVar[str] = "pad-basis"
-    reads: ClassVar[str] = "rows of the first layer outside of what the pads of BOS span"
-    source: ClassVar[str] = "span of masks from known tokens, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")

@@ -340,7 +340,8 @@ def _norms(where: Where, rows_RI: torch.Tensor, modules: list[torch.Tensor]) -> 
 
 
 class _StaticCloak(Matching):
-    source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
+    """Undoes static cloaks beside public weights, as arXiv 2602.11088 does."""
+
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
         "weights are not cloaked",
@@ -353,7 +354,6 @@ class CloakedPermutation(_StaticCloak):
     """Matches the columns of public and served weights, and puts features back in order."""
 
     name: ClassVar[str] = "column-matching"
-    reads: ClassVar[str] = "hidden states of every layer, features put back by the weights' columns"
     control: ClassVar[str] = "stip"
 
     def matcher(self, view: View) -> Matcher:
@@ -365,7 +365,6 @@ class CloakedRotation(_StaticCloak):
     """Matches the eigenvectors of public and served weights, and compares rows along them."""
 
     name: ClassVar[str] = "eigenvectors"
-    reads: ClassVar[str] = "hidden states of every layer, along eigenvectors of the weights"
     control: ClassVar[str] = "cloak"
 
     def matcher(self, view: View) -> Matcher:
@@ -376,13 +375,11 @@ class CloakedRotation(_StaticCloak):
 class NormDictionary(Matching):
     """Compares the norms of what each module answers with those of the public model's.
 
-    A norm for each of q, k and v names a token in layer 0 already. Deeper, candidates are run
-    behind what was read.
+    An orthogonal map leaves norms. One for each of q, k and v names a token in layer 0 already, of
+    a model of 4B, too. Deeper, candidates are run behind what was read.
     """
 
     name: ClassVar[str] = "norms"
-    reads: ClassVar[str] = "norms of each module's output, computed with the service's own weights"
-    source: ClassVar[str] = "norms under an orthogonal map; in layer 0 every token of a 4B model"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (

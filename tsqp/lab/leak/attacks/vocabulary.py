@@ -48,8 +48,6 @@ class TokenIds(Attack):
     """
 
     name: ClassVar[str] = "token-ids"
-    reads: ClassVar[str] = "token ids sent to an Embedding"
-    source: ClassVar[str] = "what an Embedding is asked for"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 1.0
     needs: ClassVar[tuple[str, ...]] = ("embedding stays",)
@@ -68,8 +66,6 @@ class Logits(Attack):
     """
 
     name: ClassVar[str] = "logits"
-    reads: ClassVar[str] = "the next token, from the logits that an LM head makes of what it gets"
-    source: ClassVar[str] = "what an LM head is asked for"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("lm_head stays",)
@@ -85,12 +81,11 @@ class Logits(Attack):
 class NearestEmbedding(Matching):
     """Compares each input of the first layer with the normalised embedding of every token.
 
-    By direction: a row that was only scaled, of either sign, is read as well.
+    As arXiv 2505.18332, in layer 0, where no search is needed. By direction: a row that was only
+    scaled, of either sign, is read as well.
     """
 
     name: ClassVar[str] = "nearest-embedding"
-    reads: ClassVar[str] = "rows of the first layer, by the nearest normalised embedding"
-    source: ClassVar[str] = "arXiv 2505.18332, in layer 0, where no search is needed"
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.99
@@ -205,7 +200,8 @@ class Sorted(FeatureMatcher):
 
 
 class _VocabularyMatching(Matching):
-    source: ClassVar[str] = "vocabulary matching, arXiv 2505.18332"
+    """Vocabulary matching, arXiv 2505.18332."""
+
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
@@ -222,7 +218,6 @@ class PlainMatching(_VocabularyMatching):
     """Rows as they are, in their order."""
 
     name: ClassVar[str] = "vocabulary"
-    reads: ClassVar[str] = "hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
     compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
@@ -231,7 +226,6 @@ class RowMatching(_VocabularyMatching):
     """Rows as they are, each compared with all that are left: against permuted rows."""
 
     name: ClassVar[str] = "vocabulary-rows"
-    reads: ClassVar[str] = "hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
     compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
@@ -240,7 +234,6 @@ class FeatureMatching(_VocabularyMatching):
     """Sorted rows in their order: against a permuted hidden axis."""
 
     name: ClassVar[str] = "vocabulary-features"
-    reads: ClassVar[str] = "sorted hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
     compares: ClassVar[type[FeatureMatcher]] = Sorted
 
@@ -249,7 +242,6 @@ class BothMatching(_VocabularyMatching):
     """Sorted rows, each compared with all that are left: against both permutations."""
 
     name: ClassVar[str] = "vocabulary-both"
-    reads: ClassVar[str] = "sorted hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
     compares: ClassVar[type[FeatureMatcher]] = Sorted
 
@@ -293,7 +285,7 @@ def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
 
 
 class SubspaceMembership(Matching):
-    """Candidates that lie in the space of a call's rows were in the call.
+    """Candidates that lie in the space of a call's rows were in the call: any mixing leaves it.
 
     In layer 0 that is a set, and at decode the token itself. Deeper, where a row depends on the
     tokens before it, candidates are run behind what was read so far, and their places follow. Blind
@@ -302,8 +294,6 @@ class SubspaceMembership(Matching):
     """
 
     name: ClassVar[str] = "subspace"
-    reads: ClassVar[str] = "which candidates lie in the space that a call's rows span"
-    source: ClassVar[str] = "row space of any invertible mixing; checked on synthetic rows, V 6000"
     control: ClassVar[str] = "row-rotation"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.95
