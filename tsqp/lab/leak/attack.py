@@ -113,15 +113,17 @@ class View:
     def row_places(self) -> list[Where]:
         """Return `linear_places` and segments, whose rows are hidden states before any norm."""
         found = {where for trace in self.traces for where in trace.places}
-        segments: list[Where] = [where for where in found if where[1] == "segment"]
-        return sorted([*self.linear_places(), *segments], key=forward_order)
-
-    def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
-        """Return where rows of activations crossed, in the order of a forward pass."""
-        found = dict.fromkeys(where for trace in self.traces for where in trace.places)
         return [
             (layer, operator)
             for layer, operator in sorted(found, key=forward_order)
+            if layer is not None and (is_linear(operator) or operator == "segment")
+        ]
+
+    def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
+        """Return where rows of activations crossed, in the order of a forward pass."""
+        return [
+            (layer, operator)
+            for layer, operator in self.row_places()
             if layer is not None
             and is_linear(operator)
             and (not operators or operator in operators)

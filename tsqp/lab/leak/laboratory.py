@@ -1,4 +1,4 @@
-"""Runs the laboratory: has every policy attacked, measures what each costs, and reports."""
+"""Runs the laboratory: checks settings, cuts prompts, attacks policies, measures costs, reports."""
 
 from __future__ import annotations
 
@@ -271,7 +271,11 @@ def check_settings(settings: LeakSettings, config: ModelConfig) -> None:
         for sigma in settings.curves:
             with_sigma(policy, sigma)
     if settings.public is not None:
-        _check_public(read_config(settings.public), config, settings.public)
+        public = read_config(settings.public)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "heads"):
+            got, expected = getattr(public, name), getattr(config, name)
+            where = f"--public {settings.public}: {name}"
+            SettingsError.unless(got == expected, where, str(got), f"{expected}, as MODEL has")
     prompts, new_tokens, margin = settings.prompts, settings.new_tokens, settings.margin
     policies = [policy.name for _, policy in settings.policies]
     attacks = [attack.name for attack in settings.attacks]
@@ -327,15 +331,6 @@ def agreement(prompts: Sequence[Sequence[int]]) -> float:
         same += sum(a == b for a, b in zip(one, other, strict=False))
         size += min(len(one), len(other))
     return same / size if size else 0.0
-
-
-def _check_public(public: ModelConfig, config: ModelConfig, directory: Path) -> None:
-    """Refuse a model of another shape. Raises SettingsError."""
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "heads"):
-        if (got := getattr(public, name)) != (expected := getattr(config, name)):
-            raise SettingsError(
-                f"--public {directory}: {name}", got=str(got), expected=f"{expected}, as MODEL has"
-            )
 
 
 def _check_products(policy: Policy, layers: int) -> None:
