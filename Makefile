@@ -140,12 +140,12 @@ bench-check: $(STAMP)  ## run the short recordings into build/bench, and write t
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	@mkdir -p build
 	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
-	$(BIN)/python -m tsqp.lab.leak.page build/leakage.json docs/leakage.md demo \
+	$(BIN)/python -m benchmarks.leakage_page build/leakage.json docs/leakage.md demo \
 	    benchmarks/results/bench_null_unix.json
 	$(BIN)/tsqp leak --shape llama-3.2-1b $(addprefix --policy ,$(LEAK_POLICIES)) \
 	    $(addprefix --attack ,$(LEAK_ATTACKS)) --prompts 4 --prompt-tokens 32 --new-tokens 16 \
 	    --temperature 1 --json build/leakage-shape.json
-	$(BIN)/python -m tsqp.lab.leak.page build/leakage-shape.json docs/leakage.md shape
+	$(BIN)/python -m benchmarks.leakage_page build/leakage-shape.json docs/leakage.md shape
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

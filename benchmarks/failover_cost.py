@@ -52,7 +52,7 @@ from tee_side.remote.services.member import ConnectOptions, Instances, Member, S
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.lab.leak.recording import AtOnce
+from tsqp.lab.explain.traffic import AtOnce
 from tsqp.lab.measure import elapsed_us, in_turns
 from tsqp.run.settings import model_directory
 

@@ -26,8 +26,6 @@ class LargestFeaturesAttack(Attack):
     """Look every row of the first layer up by its largest features."""
 
     name: ClassVar[str] = "largest-features"
-    reads: ClassVar[str] = "rows of the first layer, by the signs of their largest features"
-    source: ClassVar[str] = "docs/write-an-attack.md"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.9
 

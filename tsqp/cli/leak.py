@@ -23,8 +23,8 @@ from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:
     from tsqp.lab.charts import Picture
+    from tsqp.lab.leak.attack_runner import LeakProgress, LeakSettings
     from tsqp.lab.leak.model import LeakReport
-    from tsqp.lab.leak.settings import LeakProgress, LeakSettings
 
 # From noise that a model survives.
 _SIGMAS = "0.3,1,4,8,16,32"
@@ -195,8 +195,7 @@ def leak(
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
         from tsqp.lab.charts import check_installed
-        from tsqp.lab.leak.page import render_html, show
-        from tsqp.lab.leak.pictures import cost_against_leakage, panels, svg
+        from tsqp.lab.leak.page import cost_against_leakage, panels, render_html, show, svg
         from tsqp.lab.leak.tables import above
         from tsqp.tables import open_console
 
@@ -259,16 +258,16 @@ def _settings(
     from tee_side.protect.masks.registry import is_path
     from tsqp.lab.bench import prepare
     from tsqp.lab.bench.shapes import find_shape, require_one
+    from tsqp.lab.leak.attack_runner import LeakSettings
     from tsqp.lab.leak.attacks import ATTACKS, find_attacks
-    from tsqp.lab.leak.laboratory import read_report
-    from tsqp.lab.leak.settings import (
-        LeakSettings,
+    from tsqp.lab.leak.laboratory import (
         cut_prompts,
-        noisy_mask,
         random_prompts,
+        read_report,
         text_of,
         weakened_policies,
     )
+    from tsqp.lab.leak.score import noisy_mask
 
     require_one(model, shape)
     SettingsError.unless(
@@ -344,7 +343,7 @@ def _progress() -> Iterator[LeakProgress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tsqp.lab.leak.settings import LeakProgress
+    from tsqp.lab.leak.attack_runner import LeakProgress
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

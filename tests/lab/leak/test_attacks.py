@@ -34,10 +34,10 @@ from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, View, Work
 from tsqp.lab.leak.attacks import ATTACKS, find_attacks
 from tsqp.lab.leak.attacks.vocabulary import Logits
+from tsqp.lab.leak.laboratory import weakened_policies
 from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.record_session import Recording
-from tsqp.lab.leak.settings import weakened_policies
+from tsqp.lab.leak.recording import Recording
 from tsqp.lab.leak.trace import Trace
 
 # Tokens of two prompts, and of two answers but for the one that is sampled last.
@@ -239,8 +239,6 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
 HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
 SAID = {
     "name": "'mine'",
-    "reads": "'x'",
-    "source": "'x'",
     "control": "'published'",
     "published": "1",
 }

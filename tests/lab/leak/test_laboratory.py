@@ -24,14 +24,13 @@ from tests.kit.rows import each_row
 from tests.kit.service import call
 from tsqp.cli.main import command
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.attack_runner import AttackRunner
+from tsqp.lab.leak.attack_runner import AttackRunner, LeakProgress, LeakSettings
 from tsqp.lab.leak.attacks.attention import CacheAtRest
-from tsqp.lab.leak.attacks.rotations import NormDictionary
+from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
 from tsqp.lab.leak.interval import needed
-from tsqp.lab.leak.laboratory import Laboratory
+from tsqp.lab.leak.laboratory import Laboratory, agreement
 from tsqp.lab.leak.model import LeakReport, Rate
-from tsqp.lab.leak.settings import LeakProgress, LeakSettings, agreement
 from tsqp.lab.leak.tables import above
 from tsqp.processes import ProcessError
 

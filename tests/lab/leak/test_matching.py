@@ -24,7 +24,7 @@ from tests.kit.leaks import (
 from tests.kit.model import token_ids
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import TOP, Attack, Work
-from tsqp.lab.leak.attacks.noise import NoiseAveraging
+from tsqp.lab.leak.attacks.beam_search import NoiseAveraging
 from tsqp.lab.leak.attacks.pads import LowDimensionalPads, PadReuse
 from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Matcher, Observed, search
 from tsqp.lab.leak.public import PublicModel

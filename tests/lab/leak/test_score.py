@@ -12,7 +12,7 @@ from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, Reading
 from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
 from tsqp.lab.leak.model import Control, Rate, Score
-from tsqp.lab.leak.record_session import Truth
+from tsqp.lab.leak.recording import Truth
 from tsqp.lab.leak.score import harm, score
 
 # A prompt of three tokens, and an answer of three, the last of which went through no model.

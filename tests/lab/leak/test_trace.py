@@ -30,16 +30,16 @@ from tests.kit.leaks import (
 from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
 from tsqp.lab.leak.model import Rate
-from tsqp.lab.leak.record_session import (
+from tsqp.lab.leak.recording import (
     KEY,
     SERVED,
     PlaySettings,
     RecordedSession,
+    RecordingChannel,
     added_rows,
     logits_of,
     play,
 )
-from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.leak.score import lengths, read_lengths
 from tsqp.lab.leak.trace import Trace, TraceError
 from tsqp.lab.research.feature_key import FeatureKey

@@ -14,17 +14,16 @@ from protocol.model.config import ModelConfig, read_config
 from tee_side.protect.masks.mask import Factors, FeatureMask, FeatureSite, KeyedTransform
 from tee_side.protect.randomness import Randomness
 from tests.kit.model import Models
+from tsqp.lab.research import feature_masks as masks
 from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
-from tsqp.lab.research.permutations import FeaturePermutation, SegmentPermutation
-from tsqp.lab.research.rotations import FeatureRotation, SegmentRotation, gaussian_epsilon
 from tsqp.lab.research.row_masks import FloatNoise
 
 MASKS = [
-    FeaturePermutation(),
-    FeaturePermutation(block=5),
-    FeatureRotation(),
-    FeatureRotation(block=7),
-    FeatureRotation(block=16),
+    masks.FeaturePermutation(),
+    masks.FeaturePermutation(block=5),
+    masks.FeatureRotation(),
+    masks.FeatureRotation(block=7),
+    masks.FeatureRotation(block=16),
 ]
 # q/k/v with grouped heads, o, gate/up and down of a model whose sizes no block divides.
 SITES = {
@@ -79,15 +78,15 @@ def test_a_gain_that_cannot_be_folded_is_refused(bad: float) -> None:
     gain = torch.zeros(50)
     gain[7] = bad
     with pytest.raises(MaskError, match="gain: got"):
-        FeatureRotation().transform(_site("qkv_proj", gain=gain))
+        masks.FeatureRotation().transform(_site("qkv_proj", gain=gain))
 
 
 @pytest.mark.parametrize("operator", SITES)
 def test_noise_has_the_deviation_that_was_asked_for(operator: str) -> None:
     site = _site(operator)
     x = _input(site, 2000)
-    (noisy,) = FeatureRotation(sigma=0.5).transform(site).mask(x, Randomness(bytes(32))).sent
-    (clean,) = FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
+    (noisy,) = masks.FeatureRotation(sigma=0.5).transform(site).mask(x, Randomness(bytes(32))).sent
+    (clean,) = masks.FeatureRotation().transform(_site(operator)).mask(x, Randomness()).sent
     size = clean.square().mean(-1).sqrt()[:, None] if site.gain is None else 1
     noise = (noisy - clean) / size
     # 100,000 draws or more: four deviations of their mean and of their deviation.
@@ -98,7 +97,7 @@ def test_noise_has_the_deviation_that_was_asked_for(operator: str) -> None:
 
 def test_rows_are_cut_to_the_length_that_epsilon_is_stated_for() -> None:
     site = _site("qkv_proj")
-    transform = FeatureRotation(sigma=1e-6).transform(site)
+    transform = masks.FeatureRotation(sigma=1e-6).transform(site)
     (sent,) = transform.mask(3 * _input(site, 4), Randomness()).sent
     assert sent.norm(dim=-1).max() <= 50**0.5 * (1 + 1e-4)
     (shorter,) = transform.mask(0.5 * _input(site, 4), Randomness()).sent
@@ -116,7 +115,7 @@ def _hockey_stick(mu: float, epsilon: float) -> float:
 @pytest.mark.parametrize("delta", [1e-2, 1e-9])
 @pytest.mark.parametrize("mu", [0.05, 3.0, 12.0])
 def test_epsilon_is_the_smallest_one(mu: float, delta: float) -> None:
-    epsilon = gaussian_epsilon(mu, delta)
+    epsilon = masks.gaussian_epsilon(mu, delta)
     assert _hockey_stick(mu, epsilon) == pytest.approx(delta, rel=1e-4)
     assert _hockey_stick(mu, 0.999 * epsilon) > delta
 
@@ -204,7 +203,7 @@ def test_what_can_be_shuffled_is_and_each_layer_by_itself(config: ModelConfig) -
     own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
     plain = {n: torch.arange(math.prod(s)).double().view(s) for n, s in own.items()}
     keyed, again, other = (
-        SegmentPermutation().keyed(config, Randomness(key)) for key in (KEY, KEY, b"o" * 32)
+        masks.SegmentPermutation().keyed(config, Randomness(key)) for key in (KEY, KEY, b"o" * 32)
     )
     first, second = keyed.layer(0, plain), keyed.layer(1, plain)
     same, apart = again.layer(0, plain), other.layer(0, plain)
@@ -227,8 +226,8 @@ def test_what_can_be_shuffled_is_and_each_layer_by_itself(config: ModelConfig) -
 def test_noise_is_fresh_of_the_deviation_asked_for_and_rotated_with_the_rows(
     config: ModelConfig,
 ) -> None:
-    keyed = SegmentRotation(sigma=0.5).keyed(config, Randomness(KEY))
-    quiet = SegmentRotation().keyed(config, Randomness(KEY))
+    keyed = masks.SegmentRotation(sigma=0.5).keyed(config, Randomness(KEY))
+    quiet = masks.SegmentRotation().keyed(config, Randomness(KEY))
     h_TD = torch.randn(400, config.hidden_size, generator=torch.Generator().manual_seed(0))
     randomness = Randomness(KEY)
     (first,), (second,) = (keyed.mask(h_TD, repeat(randomness)).sent for _ in range(2))

@@ -30,13 +30,12 @@ from tee_side.protect.masks.mask import FeatureMask, Pad, SegmentMask
 from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tsqp.cli.model_files import provision as command
+from tsqp.lab.research import feature_masks as masks
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
-from tsqp.lab.research.permutations import FeaturePermutation, SegmentPermutation
 from tsqp.lab.research.provisioning import Provisioned, provision
-from tsqp.lab.research.rotations import FeatureRotation, SegmentRotation
 
-MASKS = [FeaturePermutation(), FeatureRotation(block=20)]
+MASKS = [masks.FeaturePermutation(), masks.FeatureRotation(block=20)]
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_the_server_gets_no_original_tensor_and_nothing_but_linear_weights(
     assert again.server_linear_digest != key.server_linear_digest
 
 
-class Half(FeaturePermutation):
+class Half(masks.FeaturePermutation):
     name: ClassVar[str] = "half"
     supports: ClassVar[Any] = "o_proj".__eq__
 
@@ -129,7 +128,7 @@ def test_what_cannot_be_provisioned_is_refused_before_any_work_and_nothing_is_ov
     (out / "full").mkdir()
     (out / "full" / ".hidden").touch()
     before = _left(out)
-    usual = {"mask": FeaturePermutation(), "server_dir": "server", "key_path": "key"}
+    usual = {"mask": masks.FeaturePermutation(), "server_dir": "server", "key_path": "key"}
     settings: dict[str, Any] = {
         name: out / value if isinstance(value, str) else value
         for name, value in {**usual, **changes}.items()
@@ -153,7 +152,7 @@ def test_a_run_that_is_ended_leaves_nothing(saved_model: Models, out: Path) -> N
         (out / "server").mkdir(exist_ok=True)
         (out / "server" / "theirs").touch()
 
-    given = saved_model().directory, FeaturePermutation(), out / "server", out / "key"
+    given = saved_model().directory, masks.FeaturePermutation(), out / "server", out / "key"
     with pytest.raises(SystemExit):
         provision(*given, end)
     assert _left(out) == []
@@ -184,7 +183,7 @@ def test_bad_options_are_refused_by_name(
     assert list(tmp_path.iterdir()) == []
 
 
-STIP, CLOAK = SegmentPermutation(), SegmentRotation()
+STIP, CLOAK = masks.SegmentPermutation(), masks.SegmentRotation()
 
 
 @each_row(
@@ -232,7 +231,7 @@ def test_the_server_gets_whole_layers_under_their_own_names_and_no_embedding(
     assert EMBEDDING not in found
 
 
-MASK = FeatureRotation(block=16)
+MASK = masks.FeatureRotation(block=16)
 SEED = "5e" * 32
 OTHER = "d" * 64
 
@@ -320,7 +319,7 @@ def test_the_key_of_other_weights_or_of_another_mask_is_refused_with_both(
             _key(**digests | {field: OTHER}).check(config, checkpoint, MASK)
         assert caught.value.got == OTHER
         assert digest in caught.value.expected
-    for mask in (FeatureRotation(block=8), FeaturePermutation(block=16)):
+    for mask in (masks.FeatureRotation(block=8), masks.FeaturePermutation(block=16)):
         with pytest.raises(FeatureKeyError) as caught:
             key.check(config, checkpoint, mask)
         assert caught.value.got.startswith("feature-rotation block=16")

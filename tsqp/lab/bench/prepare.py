@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tee_side.model.local_operators import sites_under
-from tee_side.protect.pads.bank_format import Purpose
 
 from protocol.errors import ModelError, PolicyError
 from protocol.model.checkpoint import (
@@ -31,13 +29,12 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import ModelConfig, read_config, read_json
-from protocol.model.files import read_json
 from protocol.model.weights import load_tensor, weight_rows
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace
+from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
 from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase

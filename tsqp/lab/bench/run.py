@@ -324,7 +324,7 @@ class Bench:
             "tokens": plan.prefill,
             "case_s": _BASELINE_S,
         }
-        if Checkpoint(model).holds(linear_tensors(self._config, FUSED_MODULES)):
+        if Checkpoint(model).holds(linear_tensors(self._config)):
             self._say("baseline: transformers")
             options = common | {
                 "model": model,

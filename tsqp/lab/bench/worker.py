@@ -21,7 +21,6 @@ from protocol.model.config import ModelConfig
 from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
-from tee_side.model.batch import kv_bytes
 from tee_side.observer import AnyOperator
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
@@ -40,7 +39,7 @@ from tsqp.lab.bench.model import (
     Timeline,
 )
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.measure import Collector, cpu_ns, elapsed_us, peak_bytes, rounds
+from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, rounds
 from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]

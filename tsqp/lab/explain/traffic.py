@@ -17,6 +17,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply
 from protocol.channel import Channel
 from protocol.encoding import encode_request
+from protocol.errors import TsqpError
 from protocol.messages import (
     FUSED_MODULES,
     LinearRequest,
@@ -30,7 +31,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Call
-from protocol.prepared import Exchange, Payload, PreparedRequest
+from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 from protocol.tensors import WireTensor, from_torch
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import SegmentCall, Sessions
@@ -50,9 +51,8 @@ from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import CallSettings, plan_linear, run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
 from tsqp.lab.bench.model import Document
-from tsqp.lab.leak.recording import AtOnce
 from tsqp.lab.research.feature_key import site_transform
-from tsqp.lab.research.operators import embedding_call, lm_head_call, product_call
+from tsqp.lab.research.operators import product_call, rows_call
 
 
 class Cost(Document):
@@ -111,6 +111,34 @@ class _Captured:
     service: int
     request: Request
     reply: TensorReply
+
+
+class AtOnce(Channel):
+    """A `Channel` whose replies are there before they are waited for. `endpoint`: its name."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.traffic = endpoint, Traffic()
+        self._replies: dict[int, Exchange] = {}
+        self._submitted = 0
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        exchange = self._replies.pop(request_id)
+        self.traffic.round_trips += 1
+        self.traffic.bytes_sent += exchange.bytes_sent
+        self.traffic.bytes_received += exchange.bytes_received
+        return exchange
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._replies.pop(request_id, None)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`; no other service is left."""
+        raise error
+
+    def close(self) -> None:
+        """See `Channel.close`."""
 
 
 class _Recorder(AtOnce):
@@ -256,11 +284,19 @@ class StepTraffic:
             product = product_call(operator, 0, mask, UNVERIFIED, settings, Randomness())
             asked = product((a, b))
         else:
-            make = embedding_call if operator == "embedding" else lm_head_call
-            call = make(config, dtype, 0, mask, UNVERIFIED, settings, Randomness())
+            embeds = operator == "embedding"
             ids_T = torch.zeros(rows, dtype=torch.int64)
-            rows_ND = self._zeros(outputs, config.hidden_size)
-            asked = call(ids_T if operator == "embedding" else rows_ND)
+            call = rows_call(
+                "embedding" if embeds else "lm_head",
+                config,
+                dtype,
+                0,
+                mask,
+                UNVERIFIED,
+                settings,
+                Randomness(),
+            )
+            asked = call(ids_T if embeds else self._zeros(outputs, config.hidden_size))
         run(_awaited(asked))
         return list(self._log)
 

@@ -1,8 +1,8 @@
 """What an attack is: bytes that reached a service in, tokens out.
 
 An attack gets a `View`: the traces of one service, and what is public. It never sees the truth. It
-has to say, as class attributes, what it reads and which result it must repeat to be believed. A new
-one is one file: see docs/write-an-attack.md.
+has to say, as class attributes, which result it must repeat to be believed; its docstring says what
+it reads. A new one is one file: see docs/write-an-attack.md.
 """
 
 from __future__ import annotations
@@ -113,15 +113,17 @@ class View:
     def row_places(self) -> list[Where]:
         """Return `linear_places` and segments, whose rows are hidden states before any norm."""
         found = {where for trace in self.traces for where in trace.places}
-        segments: list[Where] = [where for where in found if where[1] == "segment"]
-        return sorted([*self.linear_places(), *segments], key=forward_order)
-
-    def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
-        """Return where rows of activations crossed, in the order of a forward pass."""
-        found = dict.fromkeys(where for trace in self.traces for where in trace.places)
         return [
             (layer, operator)
             for layer, operator in sorted(found, key=forward_order)
+            if layer is not None and (is_linear(operator) or operator == "segment")
+        ]
+
+    def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
+        """Return where rows of activations crossed, in the order of a forward pass."""
+        return [
+            (layer, operator)
+            for layer, operator in self.row_places()
             if layer is not None
             and is_linear(operator)
             and (not operators or operator in operators)
@@ -188,8 +190,6 @@ class Attack(ABC):
 
     Required class attributes:
       name        how reports name it
-      reads       what it reads, and how, in one line
-      source      paper, or section of docs/leakage.md, that it is from
       control     policy under which it must work, by name or path, so that failing elsewhere means
                   something; for a policy of integers `integer_control`, if that is another one
       published   the share of tokens that it must read there, 0 to 1
@@ -198,8 +198,6 @@ class Attack(ABC):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[str]
-    source: ClassVar[str]
     control: ClassVar[str]
     integer_control: ClassVar[str | None] = None
     published: ClassVar[float]
@@ -211,9 +209,7 @@ class Attack(ABC):
         if "name" not in cls.__dict__:
             return  # a family, whose members have names
         missing = [
-            attribute
-            for attribute in ("reads", "source", "control", "published")
-            if not hasattr(cls, attribute)
+            attribute for attribute in ("control", "published") if not hasattr(cls, attribute)
         ]
         AttackError.unless(
             not missing,

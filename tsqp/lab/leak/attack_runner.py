@@ -9,30 +9,35 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from protocol.errors import TsqpError
+from protocol.messages import FloatDtype
 from protocol.model.config import read_config
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.words import PHASES
 from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play, together
-from tsqp.lab.leak.score import Harm, harm, lengths, parameter, point_of, reconstruct, score
-from tsqp.lab.leak.settings import (
-    LeakProgress,
-    LeakSettings,
+from tsqp.lab.leak.recording import PlaySettings, Recording, logits_of, play, together
+from tsqp.lab.leak.score import (
+    harm,
     is_noisy,
+    lengths,
     noisy_mask,
+    parameter,
+    point_of,
+    reconstruct,
+    score,
     with_sigma,
 )
 from tsqp.lab.leak.trace import Where, place_name
@@ -42,6 +47,60 @@ _HERE = Path(__file__).parent
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
 # Of a curve, whose points are many.
 _CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
+# Under noise no candidate is certain, and each would be run for every token at every place.
+NOISY_CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class LeakSettings:
+    """One run of the laboratory.
+
+    `policies`: with the name or path that each was given by; `prompts`: token ids, a session each;
+    `public`: what the attacker has, None for the model itself; `margin`: the largest allowed upper
+    confidence bound above chance, None: no limit. `cost`: "measure", "none", or a report of `tsqp
+    bench`; `curves`: strengths of noise to try, for policies whose mask has any. `workers`:
+    processes that attack side by side, with `threads` each. `shares_in_the_clear`: whether links
+    that shares depend on are in the clear, for the observer of all of them.
+    """
+
+    command: str
+    model: Path
+    policies: tuple[tuple[str, Policy], ...]
+    attacks: tuple[type[Attack], ...]
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+    public: Path | None = None
+    dtype: FloatDtype | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    search_sessions: int = 2
+    search_tokens: int = 64
+    search_candidates: int | None = None
+    threads: int = 1
+    margin: float | None = None
+    cost: BenchReport | str = "none"
+    curves: tuple[float, ...] = ()
+    workers: int = 1
+    shares_in_the_clear: bool = False
+
+    @property
+    def noisy_candidates(self) -> int:
+        """As `search_candidates`, of what crossed with noise."""
+        return self.search_candidates or NOISY_CANDIDATES
+
+
+@dataclass
+class LeakProgress:
+    """What is told of the progress: `doing` says what, `step` how many of `total` are done.
+
+    `done`: a line of each policy, and of each curve, that is done; `say`: what a person must know.
+    """
+
+    total: Callable[[int], None] = field(default=lambda _total: None)
+    doing: Callable[[str], None] = field(default=lambda _what: None)
+    step: Callable[[int], None] = field(default=lambda _steps: None)
+    done: Callable[[str], None] = field(default=lambda _line: None)
+    say: Callable[[str], None] = field(default=lambda _line: None)
 
 
 @dataclass(frozen=True)
@@ -204,7 +263,8 @@ class AttackRunner:
             recording = self._play(changed, self._texts, settings.new_tokens)
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
-            found = self._harm(logits_of(changed, self._texts, self._play_settings()))
+            noisy = logits_of(changed, self._texts, self._play_settings())
+            found = harm(self._texts, self._plain, noisy)
             points.append(point_of(changed, sigma, runs, found, view.public))
             reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
             attacks = tuple(one for one in attacks if one.name in reading)
@@ -215,7 +275,7 @@ class AttackRunner:
         return Curve(
             policy=policy.name,
             parameter=parameter(policy),
-            plain_perplexity=self._harm(self._plain).perplexity,
+            plain_perplexity=harm(self._texts, self._plain, self._plain).perplexity,
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
             points=tuple(sorted(points, key=lambda point: point.strength)),
@@ -224,9 +284,6 @@ class AttackRunner:
     @property
     def _texts(self) -> Sequence[Sequence[int]]:
         return self.settings.prompts[:_CURVE_SESSIONS]
-
-    def _harm(self, noisy: Sequence[torch.Tensor]) -> Harm:
-        return harm(self._texts, self._plain, noisy)
 
     @cached_property
     def _plain(self) -> list[torch.Tensor]:
@@ -317,7 +374,10 @@ class AttackRunner:
         self._publics.clear()
 
     def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
-        path = _control_path(kind, name)
+        path = name
+        if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
+            beside = Path(inspect.getfile(kind)).parent / name
+            path = str(beside if beside.is_file() else _HERE / name)
         if path not in self._controls:
             settings = self.settings
             policy = load_policy(path)
@@ -382,11 +442,3 @@ def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
         for where in places
         if place_name(where) not in tried and not covers(where) <= known
     )
-
-
-def _control_path(kind: type[Attack], name: str) -> str:
-    """Return a control as `load_policy` takes it: a path is one from the attack's file, or ours."""
-    if not name.endswith((".toml", ".py")):
-        return name
-    beside = Path(inspect.getfile(kind)).parent / name
-    return str(beside if beside.is_file() else _HERE / name)

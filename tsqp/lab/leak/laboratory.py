@@ -1,10 +1,12 @@
-"""Runs the laboratory: has every policy attacked, measures what each costs, and reports."""
+"""Runs the laboratory: checks settings, cuts prompts, attacks policies, measures costs, reports."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,22 +15,39 @@ from typing import Any
 
 import torch
 
-from protocol.errors import SettingsError, TsqpError
-from protocol.model.config import read_config
+from protocol.errors import PolicyError, PromptError, SettingsError, TsqpError
+from protocol.model.checkpoint import Checkpoint, light_tensors
+from protocol.model.config import ModelConfig, read_config
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
+from tee_side.words import OPERATORS, PHASES, PRODUCTS
+from tsqp.calibrate import default_text
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.leak.attack_runner import AttackRunner, Lost, Outcome, tasks_of
+from tsqp.lab.leak.attack_runner import (
+    AttackRunner,
+    LeakProgress,
+    LeakSettings,
+    Lost,
+    Outcome,
+    tasks_of,
+)
+from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.record_session import KEY, SERVED
-from tsqp.lab.leak.settings import LeakProgress, LeakSettings, check_settings, is_noisy
+from tsqp.lab.leak.recording import KEY, SERVED
+from tsqp.lab.leak.score import is_noisy, with_sigma
 from tsqp.lab.measure import describe_machine, passed_on, processes, tell
 from tsqp.lab.research.provisioning import provision
 
 # Tokens behind the decoded token whose cost is measured.
 _CONTEXT = 128
+# Share of places at which two prompts may have the same token.
+_MOST_ALIKE = 0.2
+# What the demo model was validated with stands beside it, one text after each such token.
+_TEXT_FILE = "validation.txt"
+_LEAST_TOKENS = 4
 
 
 class Laboratory:
@@ -90,12 +109,24 @@ class Laboratory:
             raise
 
     def _outcomes(self) -> Iterator[Outcome]:
-        settings = self._settings
-        if settings.workers > 1:
-            yield from side_by_side(settings, self._folder, self._watch)
+        """Do every task, in this process or in others, as each is done.
+
+        Raises ProcessError for a worker that ended early, since its task is lost.
+        """
+        settings, folder, watch = self._settings, self._folder, self._watch
+        if settings.workers < 2:
+            yield from map(AttackRunner(settings, folder, watch).do, tasks_of(settings))
             return
-        runner = AttackRunner(settings, self._folder, self._watch)
-        yield from map(runner.do, tasks_of(settings))
+
+        def told(what: tuple[str, Any]) -> None:
+            name, value = what
+            getattr(watch, name)(value)
+
+        tasks = range(len(tasks_of(settings)))
+        given, count = replace(settings, cost="none"), min(settings.workers, len(tasks))
+        with processes(count, "a worker", told, _begin, given, folder) as submit:
+            for future in as_completed([submit(_attack, number) for number in tasks]):
+                yield future.result()
 
     def report(self) -> LeakReport:
         """Return what has been found so far."""
@@ -224,28 +255,163 @@ def cost_in(report: BenchReport, policy: str) -> DecodeCost | None:
     )
 
 
+# -------------------------------------------------------------------------------------- settings
+
+
+def check_settings(settings: LeakSettings, config: ModelConfig) -> None:
+    """Refuse what cannot work, before anything runs. `config`: of the model.
+
+    Raises SettingsError, PolicyError, ModelError.
+    """
+    Checkpoint(settings.model).require(light_tensors(config))
+    for _, policy in settings.policies:
+        policy.check(config.num_hidden_layers)
+        _check_products(policy, config.num_hidden_layers)
+        for sigma in settings.curves:
+            with_sigma(policy, sigma)
+    if settings.public is not None:
+        public = read_config(settings.public)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "heads"):
+            got, expected = getattr(public, name), getattr(config, name)
+            where = f"--public {settings.public}: {name}"
+            SettingsError.unless(got == expected, where, str(got), f"{expected}, as MODEL has")
+    prompts, new_tokens, margin = settings.prompts, settings.new_tokens, settings.margin
+    policies = [policy.name for _, policy in settings.policies]
+    attacks = [attack.name for attack in settings.attacks]
+    alike = agreement(prompts)
+    # Where prefill stays only the answer's tokens cross, the last one of each excepted.
+    tokens = len(prompts) * (new_tokens - 1)
+    least = 0 if margin is None else needed(margin, 1 / config.vocab_size)
+    twice, once = "two of one name", "a name for each"
+    rows = [
+        (len(set(policies)) < len(policies), "--policy", twice, once),
+        (len(set(attacks)) < len(attacks), "--attack", twice, once),
+        (
+            new_tokens < 2,
+            "--new-tokens",
+            str(new_tokens),
+            "at least 2: the token that is sampled last goes through no model",
+        ),
+        (
+            len(prompts) < 2,
+            "--prompts",
+            str(len(prompts)),
+            "at least 2: chance is measured on the other sessions' texts",
+        ),
+        (
+            alike > _MOST_ALIKE,
+            "prompts",
+            f"the same token at {alike:.0%} of places in two of them",
+            f"at most {_MOST_ALIKE:.0%}: what they share counts as chance (longer --prompt-tokens,"
+            " or another --text, helps)",
+        ),
+        (
+            tokens < least,
+            f"interval of {margin}",
+            f"{tokens} tokens of answers ({len(prompts)} prompts)",
+            f"at least {least}, or the upper end is higher even where nothing is read, by luck"
+            " (more --prompts or --new-tokens)",
+        ),
+    ]
+    for refused, where, got, expected in rows:
+        if refused:
+            raise SettingsError(where, got=got, expected=expected)
+
+
+def agreement(prompts: Sequence[Sequence[int]]) -> float:
+    """Return the share of places at which two prompts have the same token, mean of neighbours.
+
+    Without the token that all begin with, as BOS: it says nothing of the texts.
+    """
+    begun = len({tuple(ids[:1]) for ids in prompts}) == 1
+    rests = [ids[begun:] for ids in prompts]
+    same = size = 0
+    for one, other in itertools.pairwise(rests):
+        same += sum(a == b for a, b in zip(one, other, strict=False))
+        size += min(len(one), len(other))
+    return same / size if size else 0.0
+
+
+def _check_products(policy: Policy, layers: int) -> None:
+    """Refuse attention products whose layer no other request tells. Raises PolicyError."""
+    for layer in range(layers):
+        for phase in PHASES:
+            leaves = {op for op in OPERATORS if policy.at(op, layer, phase).leaves}
+            PolicyError.unless(
+                not leaves.intersection(PRODUCTS) or leaves.issuperset((*PRODUCTS, "qkv_proj")),
+                f"policy {policy.name}, layer {layer}",
+                "some of qkv_proj, attn_scores and attn_values on the GPU",
+                "all or none: a product does not say whose it is, the requests around it do",
+            )
+
+
+def weakened_policies() -> list[str]:
+    """Return the paths of the policies that are broken on purpose."""
+    return sorted(map(str, (Path(__file__).parent / "weakened").glob("*.toml")))
+
+
+# -------------------------------------------------------------------------------------- texts
+
+
+def text_of(model: Path, file: Path | None) -> str:
+    """Return the text that prompts are cut from: a file's, the model's own, or ours.
+
+    Raises PromptError.
+    """
+    path = file if file is not None else model / _TEXT_FILE
+    if file is None and not path.is_file():
+        return default_text()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(str(path), got=type(error).__name__, expected="UTF-8 text") from None
+
+
+def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[list[int]]:
+    """Cut a text into prompts of at most `tokens` tokens, each from the beginning of a piece.
+
+    A piece begins with each BOS token in the text, or else after an empty line, and then gets what
+    the tokenizer puts before a text. Raises PromptError where there are too few.
+    """
+    start = tokenizer.encode("")
+    every = tokenizer.encode(text, add_special_tokens=False)
+    pieces = (
+        _split(every, start[0])
+        if start and start[0] in every
+        else [
+            [*start, *tokenizer.encode(part, add_special_tokens=False)]
+            for part in text.split("\n\n")
+            if part.strip()
+        ]
+    )
+    long_enough = [piece[:tokens] for piece in pieces if len(piece) >= _LEAST_TOKENS]
+    # Two that are equal would be each other's chance.
+    found = [list(piece) for piece in dict.fromkeys(map(tuple, long_enough))]
+    PromptError.unless(
+        len(found) >= count,
+        "prompts",
+        f"{len(found)} different ones of at least {_LEAST_TOKENS} tokens in the text",
+        f"{count} (--text FILE with more, or fewer --prompts)",
+    )
+    return found[:count]
+
+
+def random_prompts(vocab_size: int, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """Return random token ids, for a model that was never trained."""
+    chance = random.Random(seed)
+    return [[chance.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]
+
+
+def _split(ids: list[int], bos: int) -> list[list[int]]:
+    starts = [index for index, token in enumerate(ids) if token == bos]
+    ends = [*starts[1:], len(ids)]
+    return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
 # ---------------------------------------------------------------------------------- side by side
 
 # Of a worker: its attack runner, once `_begin` has made it.
 _runner: list[AttackRunner] = []
-
-
-def side_by_side(settings: LeakSettings, folder: Path, watch: LeakProgress) -> Iterator[Outcome]:
-    """Have every task done by `settings.workers` processes; yields in the order of completion.
-
-    An attack that raises ends its own task. `folder`: an empty one, for what the workers make.
-    Raises ProcessError for a worker that ended early, since its task is lost.
-    """
-
-    def told(what: tuple[str, Any]) -> None:
-        name, value = what
-        getattr(watch, name)(value)
-
-    tasks = range(len(tasks_of(settings)))
-    given, count = replace(settings, cost="none"), min(settings.workers, len(tasks))
-    with processes(count, "a worker", told, _begin, given, folder) as submit:
-        for future in as_completed([submit(_attack, number) for number in tasks]):
-            yield future.result()
 
 
 def _begin(settings: LeakSettings, folder: Path) -> None:

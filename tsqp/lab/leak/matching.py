@@ -13,7 +13,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from typing import TypeAlias
 
 import torch
 
@@ -198,11 +199,6 @@ FIRST_SEGMENT: Where = (0, "segment")
 FIRST_PLACES = (FIRST, FIRST_SEGMENT)
 
 
-def first_place(view: View) -> Where | None:
-    """Return where what the first layer gets crossed, None where it stays."""
-    return next((where for where in view.row_places() if where in FIRST_PLACES), None)
-
-
 def dictionary(view: View, where: Where) -> torch.Tensor:
     """Return what crosses at one of `FIRST_PLACES` for each token in the clear: [V, D]."""
     return view.public.embedding_VD if where == FIRST_SEGMENT else view.public.dictionary_VD
@@ -234,31 +230,24 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
 
 
-class Present:
-    """Which tokens may be among the rows of each step, where rows stand in no order.
+# Of a step, the ids of its tokens, nearest first; None if layer 0 says nothing.
+Among: TypeAlias = Callable[[TraceStep], torch.Tensor | None]
+
+
+def present(view: View, matcher: Matcher, work: Work) -> Among:
+    """Return what says which tokens may be among the rows of a step that stand in no order.
 
     What the first layer tells of a set: a token is in it or is not. Looked up once, for searches at
     all places.
     """
 
-    def __init__(self, view: View, matcher: Matcher) -> None:
-        self._view = view
-        self._matcher = matcher
-        self._found: dict[tuple[int, int], torch.Tensor | None] = {}
-
-    def among(self, session: int, step: TraceStep, work: Work) -> torch.Tensor | None:
-        """Return the ids of a step's tokens, nearest first; None if layer 0 says nothing."""
-        key = (session, step.first)
-        if key not in self._found:
-            self._found[key] = self._look_up(step, work)
-        return self._found[key]
-
-    def _look_up(self, step: TraceStep, work: Work) -> torch.Tensor | None:
-        observed = observe(self._view, step, FIRST)
+    @cache
+    def among(step: TraceStep) -> torch.Tensor | None:
+        observed = observe(view, step, FIRST)
         if observed is None:
             return None
-        table_VD = self._view.public.dictionary_VD
-        distances_V = far_if_nan(self._matcher.distances(observed, 0, table_VD))
+        table_VD = view.public.dictionary_VD
+        distances_V = far_if_nan(matcher.distances(observed, 0, table_VD))
         work.compared += len(table_VD)
         if distances_V.isinf().all():  # says nothing: anything may be there
             return None
@@ -266,6 +255,8 @@ class Present:
         inside = int((distances_V <= observed.certain).sum())
         # Rounding can leave one that is there outside: as many as there are rows in any case.
         return order_V[: max(inside, step.tokens)]
+
+    return among
 
 
 # ---------------------------------------------------------------------------------------- deeper
@@ -276,14 +267,14 @@ def read_places(
     matcher: Matcher,
     places: Sequence[Where],
     work: Work,
-    present: Present | None = None,
+    among: Among | None = None,
 ) -> Iterator[Reading]:
     """Look up in the first layer; search at every other place, where the attacker has weights."""
     for where in places:
         if where in FIRST_PLACES:
             yield from look_up(view, matcher, work, where)
         elif view.public.has_layers:
-            yield from search(view, matcher, where, work, present)
+            yield from search(view, matcher, where, work, among)
 
 
 class Matching(Attack):
@@ -300,16 +291,16 @@ class Matching(Attack):
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer; search at every other place, where there are weights."""
         matcher = self.matcher(view)
-        present = None if matcher.ordered else Present(view, self.matcher(view))
-        return read_places(view, matcher, self.places(view), work, present)
+        among = None if matcher.ordered else present(view, self.matcher(view), work)
+        return read_places(view, matcher, self.places(view), work, among)
 
 
 def search(
-    view: View, matcher: Matcher, where: Where, work: Work, present: Present | None = None
+    view: View, matcher: Matcher, where: Where, work: Work, among: Among | None = None
 ) -> Iterator[Reading]:
     """Read token after token at one place, by running candidates behind what was read already.
 
-    `present`: candidates are the tokens that the first layer says are there. A session whose prompt
+    `among`: candidates are the tokens that the first layer says are there. A session whose prompt
     did not cross has no beginning, and is not searched. Where nothing stands out among some tokens
     in a row, and what is nearest is nothing that the model expects, the attack gives up: it has no
     guess for the session's rest.
@@ -318,7 +309,7 @@ def search(
         if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
             continue
         limit = min(view.search_tokens, trace.tokens)
-        guesses = dict(_read_on(view, session, matcher, where, limit, present, work))
+        guesses = dict(_read_on(view, session, matcher, where, limit, among, work))
         yield Reading(place_name(where), session, range(limit), guesses)
 
 
@@ -328,7 +319,7 @@ def _read_on(
     matcher: Matcher,
     where: Where,
     limit: int,
-    present: Present | None,
+    among: Among | None,
     work: Work,
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     public, prefix, lost = view.public, view.public.nothing(), 0
@@ -336,14 +327,14 @@ def _read_on(
         observed = observe(view, step, where)
         if observed is None or step.first >= limit:
             return
-        among = None if present is None else present.among(session, step, work)
+        there = None if among is None else among(step)
         for token in range(min(step.tokens, limit - step.first)):
             work.tick()
             ids_N = public.likely(prefix)
             # Of a beginning one alone is expected.
             expected = ids_N[: _EXPECTED if prefix.tokens else 1].tolist()
-            if among is not None:
-                ids_N = ids_N[torch.isin(ids_N, among)]
+            if there is not None:
+                ids_N = ids_N[torch.isin(ids_N, there)]
             ids_N = ids_N[: view.search_candidates]
             guess, ratio = nearest(view, matcher, prefix, observed, token, ids_N, work)
             if not guess:

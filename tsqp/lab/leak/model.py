@@ -185,6 +185,11 @@ class AttackRun(_ReportModel):
         )
 
     @property
+    def failed(self) -> bool:
+        """Whether it applies and did not work, as where it gave no reading."""
+        return self.refused is None and not self.worked and not self.gave_up
+
+    @property
     def gave_up(self) -> bool:
         """Whether it works where it must, and gave up here, wherever it looked."""
         return (
@@ -272,6 +277,11 @@ class PolicyLeak(_ReportModel):
         return self.adversary == "service" and self.services > 1
 
     @property
+    def scored(self) -> list[tuple[AttackRun, Score]]:
+        """What each attack read at each place, where that means something."""
+        return [(run, score) for run in self.runs for score in run.meaningful]
+
+    @property
     def best(self) -> tuple[AttackRun, Score] | None:
         """The attack and place of which most was read, of attacks that mean something.
 
@@ -279,17 +289,13 @@ class PolicyLeak(_ReportModel):
         it says more, but must not hide that all of one part is read. Of equals the one that took
         the least work.
         """
-        scored = [(run, score) for run in self.runs for score in run.meaningful]
-        return max(scored, key=self._rank, default=None)
+        return max(self.scored, key=self._rank, default=None)
 
     def _rank(self, found: tuple[AttackRun, Score]) -> tuple[float, int, int, int]:
         run, score = found
         read, n = score.strength
-        both = _BOTH_PARTS * self._tried_all(score)
-        return (read + both, n, -run.modelled, -run.compared)
-
-    def _tried_all(self, score: Score) -> bool:
-        return (score.prompt.n > 0 or not self.sent_prompt) and score.answer.n > 0
+        both = (score.prompt.n > 0 or not self.sent_prompt) and score.answer.n > 0
+        return (read + _BOTH_PARTS * both, n, -run.modelled, -run.compared)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -301,12 +307,11 @@ class PolicyLeak(_ReportModel):
         mask that stays the same a token is guessed alike wherever it stands: what counts is how
         many different ones are right. A large share is no luck in any case.
         """
-        scores = [score for run in self.runs for score in run.meaningful]
-        part = LUCK / max(1, len(scores))
+        part = LUCK / max(1, len(self.scored))
         return any(
             by_luck(score.kinds, score.top1.n, max(score.chance, self.blind)) < part
             or score.excess_low > _BEYOND_DOUBT
-            for score in scores
+            for _, score in self.scored
         )
 
     @computed_field  # type: ignore[prop-decorator]
@@ -317,16 +322,23 @@ class PolicyLeak(_ReportModel):
         None if nothing was attacked. 1 where an attack that applies did not work, or something
         crossed that none tried, or none without giving up.
         """
-        found = [score.excess_high for run in self.runs for score in run.meaningful]
+        found = [score.excess_high for _, score in self.scored]
         applied = [run for run in self.runs if run.refused is None]
-        if self.untried or any(not run.worked and not run.gave_up for run in applied):
+        if self.untried or any(run.failed for run in self.runs):
             found.append(1.0)
         if applied and not found:
             found.append(1.0)
         return max(found, default=None)
 
 
-class Point(_ReportModel):
+class Harm(_ReportModel):
+    """Perplexity of a text, and the error of logits: relative, root of the mean square."""
+
+    perplexity: float
+    output_error: float
+
+
+class Point(Harm):
     """One strength of noise: what is read, and what becomes of the output.
 
     `strength`: in the curve's parameter, infinite (as epsilon) without noise; `sigma`: the mask's.
@@ -338,8 +350,6 @@ class Point(_ReportModel):
     attack: str
     where: str
     chance: float
-    perplexity: float
-    output_error: float
 
 
 class Curve(_ReportModel):

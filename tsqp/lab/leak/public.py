@@ -30,7 +30,7 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
-from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.model.operators import TeeModel, load_tee_model
 from tee_side.protect.calibration import Calibration, calibration_path
@@ -125,11 +125,6 @@ class PublicModel:
         """Whether the attacker has the linear weights, too."""
         tensors = linear_tensors(self._linear_config)
         return self._linear_checkpoint.holds(tensors)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether there is one."""
-        return (self.directory / TOKENIZER_FILE).is_file()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -1,13 +1,16 @@
-"""A service in this process that writes down every byte that reaches it.
+"""Runs prompts under a policy, with services that record; keeps the truth apart, for scoring.
 
-It stands at the protocol's boundary: requests and replies are encoded, copied frame by frame as a
-socket would, opened and checked; only the socket is missing. So a trace holds what a service gets,
-and nothing that only the TEE knows.
+Services are in this process, and write down every byte that reaches them. They stand at the
+protocol's boundary: requests and replies are encoded, copied frame by frame as a socket would,
+opened and checked; only the socket is missing. So a trace holds what a service gets, and nothing
+that only the TEE knows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +21,41 @@ from gpu_side.handler import RequestHandler, Served
 from gpu_side.segment_kernels import read_parts
 from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, Window
 from gpu_side.sessions import SegmentPart
-from gpu_side.weights import ServiceWeights
-from protocol.channel import Channel
+from gpu_side.weights import ServiceWeights, load_weights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
-from protocol.errors import ErrorCode, ProtocolError, ServiceError
-from protocol.messages import HealthRequest, Request, Response, SegmentRequest, Timing
-from protocol.prepared import Exchange, Traffic
-from protocol.tensors import raw_bytes
-from tsqp.lab.leak.trace import Trace, read_frames
+from protocol.errors import ErrorCode, PromptError, ProtocolError, ServiceError
+from protocol.messages import (
+    HealthRequest,
+    Request,
+    Response,
+    RingLinearRequest,
+    SegmentRequest,
+    Timing,
+)
+from protocol.model.checkpoint import Checkpoint, light_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.weights import CPU
+from protocol.prepared import Exchange
+from protocol.tensors import from_torch, raw_bytes, to_torch, torch_dtype
+from tee_side.assembly import Assembly, MaskSettings
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from tee_side.engine.request import SamplingSettings
+from tee_side.engine.step import Part, run_step
+from tee_side.model.batch import Batch, Chunk, KVCache
+from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_model
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import Mask
+from tee_side.words import LAYERLESS, PRODUCTS
+from tsqp.lab.explain.traffic import AtOnce, Headers, StepTraffic
+from tsqp.lab.leak.trace import Added, Trace, TraceError, read_frames
+from tsqp.lab.research.provisioning import provision
 
 _TIMEOUT_MS = 60_000
-
-
-class AtOnce(Channel):
-    """A `Channel` whose replies are there before they are waited for. `endpoint`: its name."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint, self.traffic = endpoint, Traffic()
-        self._replies: dict[int, Exchange] = {}
-        self._submitted = 0
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        exchange = self._replies.pop(request_id)
-        self.traffic.round_trips += 1
-        self.traffic.bytes_sent += exchange.bytes_sent
-        self.traffic.bytes_received += exchange.bytes_received
-        return exchange
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._replies.pop(request_id, None)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
+# Of what is there already a service needs no shape.
+_NO_SHAPE = CacheShape(0, 0, 0, torch.float32, None)
+# What a feature mask's services are given, and the key that they are not, in `PlaySettings.folder`:
+# it is there until the trusted side has read it.
+SERVED, KEY = "served", "key"
 
 
 class RecordingChannel(AtOnce):
@@ -75,7 +79,7 @@ class RecordingChannel(AtOnce):
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Answer at once, and keep the reply until it is waited for. Raises ServiceError."""
         self._submitted += 1
-        sent = _crossed(encode_request(request, self._submitted, _TIMEOUT_MS))
+        sent = _copied(encode_request(request, self._submitted, _TIMEOUT_MS))
         self._recorded.append(tuple(bytes(frame) for frame in sent))
         opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
         result: Response | ErrorCode
@@ -84,7 +88,7 @@ class RecordingChannel(AtOnce):
         except ProtocolError as error:
             result = error.code
         timing = Timing(queue_us=0, compute_us=0)
-        frames = _crossed(
+        frames = _copied(
             encode_reply(opened.form, opened.request_id, opened.method, result, timing)
         )
         reply = decode_reply(frames)
@@ -139,15 +143,9 @@ class RecordingChannel(AtOnce):
                 found.close()
 
 
-def _crossed(frames: list[Any]) -> list[memoryview]:
+def _copied(frames: list[Any]) -> list[memoryview]:
     """Copy frames into memory of their own, writable like what a socket hands out."""
     return [memoryview(bytearray(frame)) for frame in frames]
-
-
-# ---------------------------------------------------------------------------------------- the disk
-
-# Of what is there already a service needs no shape.
-_NO_SHAPE = CacheShape(0, 0, 0, torch.float32, None)
 
 
 @dataclass(frozen=True)
@@ -167,3 +165,297 @@ class _Found(SpilledSession):
     def contents(self) -> bytes:
         self._file.seek(0)
         return bytes(self._file.read())
+
+
+# ----------------------------------------------------------------------------------------- sessions
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What was said, which no attack is shown. Token ids.
+
+    `sent`: the tokens that went through the model while a service was asked, in order; `answers`:
+    which of them are the answer's. `last`: the token that was sampled behind the last of them.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    sent: tuple[int, ...]
+    answers: tuple[bool, ...]
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class RecordedSession:
+    """One prompt with its answer. `traces`: one a service, in the order of a policy's shares.
+
+    `disk`: what the service's has of its cache once that had to make room; None without one.
+    """
+
+    traces: tuple[Trace, ...]
+    truth: Truth
+    disk: Disk | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a policy's services got to see. `served`: the model directory that they were given."""
+
+    policy: Policy
+    served: Path
+    sessions: tuple[RecordedSession, ...]
+
+    @property
+    def observable(self) -> bool:
+        """Whether anything crossed."""
+        return any(trace.messages for session in self.sessions for trace in session.traces)
+
+    @property
+    def disks(self) -> list[Disk]:
+        """The sessions' files, none where the service keeps no cache."""
+        return [session.disk for session in self.sessions if session.disk is not None]
+
+
+@dataclass(frozen=True)
+class PlaySettings:
+    """How prompts are run. `dtype`: None for the model's own. `temperature`: 0 is greedy.
+
+    `folder`: for what a feature mask's services are given.
+    """
+
+    model: Path
+    folder: Path
+    new_tokens: int
+    dtype: str | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    masks: MaskSettings = field(default_factory=MaskSettings)
+
+
+def play(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    settings: PlaySettings,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Recording:
+    """Run every prompt, one after another, each a session of its own.
+
+    `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
+    and PromptError.
+    """
+    PromptError.unless(bool(prompts), "prompts", "none", "at least one")
+    with _stage(policy, settings) as stage:
+        engine = Engine(stage.model, stage.lanes)
+        config = stage.model.config
+        added = added_rows(policy, config)
+        in_segments = bool(policy.segments(config.num_hidden_layers))
+        sessions = []
+        for done, prompt in enumerate(prompts):
+            sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
+            session = _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
+            if in_segments:
+                (service,), (trace,) = stage.channels, session.traces
+                disk = service.disk_of(trace, config.context_length, settings.folder)
+                session = replace(session, disk=disk)
+            sessions.append(session)
+            progress(done + 1, len(prompts))
+    return Recording(policy, stage.served, tuple(sessions))
+
+
+def logits_of(
+    policy: Policy, texts: Sequence[Sequence[int]], settings: PlaySettings
+) -> list[torch.Tensor]:
+    """Return what the model says behind every token of some texts under a policy: [T, V] each.
+
+    One step a text. Raises as `play`.
+    """
+    found = []
+    with _stage(policy, settings) as stage:
+        for ids in texts:
+            cache = KVCache(stage.model.config, len(ids), stage.model.dtype)
+            chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
+            batch = Batch(torch.tensor(list(ids)), chunks, tuple(range(len(ids))))
+            (result,) = run_step([Part(batch, "prefill")], stage.lanes)
+            found.append(result.logits_NV.float())
+    return found
+
+
+def added_rows(policy: Policy, config: ModelConfig) -> Added:
+    """Return what a policy sends, and how many rows its masks add: public, as the policy is.
+
+    Found by what crosses for one row, as a mask may call its option what it likes. The rows of
+    products are of heads and tokens, which nothing counts.
+    """
+    one = StepTraffic(policy, config, torch.float32, Headers())
+    one.decode(1)
+    one.prefill(1, 1)
+    return {
+        ((None if operator in LAYERLESS else layer, operator), phase): (
+            0 if operator in PRODUCTS else rows - 1
+        )
+        for (phase, operator, layer), rows in one.rows.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The trusted side, put together as `Runner` does, over services that record."""
+
+    model: TeeModel
+    lanes: list[MicroBatchOperators]
+    channels: tuple[RecordingChannel, ...]
+    served: Path
+
+
+@contextmanager
+def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
+    config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
+    dtype = torch_dtype(settings.dtype or config.dtype)
+    checkpoint.require(light_tensors(config))
+    model = load_tee_model(config, checkpoint, dtype)
+
+    def assembled(masks: MaskSettings) -> Assembly:
+        steps = DEFAULT_STEP_TOKENS
+        return Assembly(policy, config, checkpoint, model, masks, step_tokens=steps)
+
+    served = settings.model
+    if policy.feature_mask is None:
+        assembly = assembled(settings.masks)
+    else:
+        served, key = settings.folder / SERVED, settings.folder / KEY
+        provision(settings.model, policy.feature_mask, served, key)
+        try:
+            assembly = assembled(replace(settings.masks, key=key))
+        finally:
+            # It has been read. An attack is given `served`, and would find the key beside it.
+            key.unlink()
+    try:
+        channels: tuple[RecordingChannel, ...] = ()
+        if policy.services:
+            kinds = [policy.served_arithmetic]
+            weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=kinds)
+            names = (f"service {number}" for number in range(1, policy.services + 1))
+            channels = tuple(RecordingChannel(weights, name) for name in names)
+        yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
+    finally:
+        assembly.close()
+
+
+def _session(
+    engine: Engine,
+    channels: Sequence[RecordingChannel],
+    added: Added,
+    prompt: Sequence[int],
+    new_tokens: int,
+    sampling: SamplingSettings,
+) -> RecordedSession:
+    sequence = engine.add(
+        prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
+    )
+    parts: list[tuple[int, int]] = []
+    before, start = sum(c.recorded for c in channels), 0
+    for _ in engine.run([sequence]):
+        after, end = sum(c.recorded for c in channels), sequence.cache.length
+        if after > before:
+            parts.append((start, end))
+        before, start = after, end
+    traces = tuple(Trace(channel.take().messages, added) for channel in channels)
+    every = [*sequence.prompt_ids, *sequence.token_ids]
+    positions = [position for part in _crossed(parts, traces) for position in part]
+    for channel, trace in zip(channels, traces, strict=True):
+        TraceError.unless(
+            trace.tokens == len(positions),
+            channel.endpoint,
+            f"requests about {trace.tokens} tokens, by their rows",
+            f"{len(positions)}, which went through the model: steps of this policy"
+            " cannot be told apart, or what its mask adds cannot",
+        )
+    truth = Truth(
+        prompt=tuple(prompt),
+        answer=tuple(sequence.token_ids),
+        sent=tuple(every[position] for position in positions),
+        answers=tuple(position >= len(prompt) for position in positions),
+        last=every[positions[-1] + 1] if positions else None,
+    )
+    return RecordedSession(traces, truth)
+
+
+def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[range]:
+    """Return the positions of the tokens that each step's requests are about.
+
+    All of the step; of an LM head alone the last one, whose row it gets.
+    """
+    steps = traces[0].steps if traces else ()
+    if len(steps) != len(parts):
+        return [range(start, end) for start, end in parts]
+    return [
+        range(max(start, end - step.tokens), end)
+        for (start, end), step in zip(parts, steps, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------- adversaries
+
+
+def together(recording: Recording, config: ModelConfig) -> Recording:
+    """Return a recording of shares as an adversary with all of them reads it: in the clear.
+
+    Raises TraceError where requests to the services do not belong together.
+    """
+    added = added_rows(recording.policy, config)
+    sessions = tuple(
+        RecordedSession((Trace(_summed(session.traces), added),), session.truth)
+        for session in recording.sessions
+    )
+    # Without the masks that span services, whose shares are known.
+    policy = with_masks(recording.policy, lambda mask: None if mask.services > 1 else mask)
+    return replace(recording, policy=policy, sessions=sessions)
+
+
+def with_masks(policy: Policy, change: Callable[[Mask], Mask | None]) -> Policy:
+    """Return a policy with what `change` makes of each mask; None: in the clear."""
+    operators = {
+        operator: tuple(
+            one.model_copy(update={"mask": one.mask and change(one.mask)}) for one in placements
+        )
+        for operator, placements in policy.operators.items()
+    }
+    return policy.model_copy(update={"operators": operators})
+
+
+def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
+    """Add every request to the second service to the one to the first that it belongs to.
+
+    Requests keep their order, and those that are no shares go to the first service alone.
+    """
+    first, second = traces
+    shares = [read_frames(frames) for frames in second.messages]
+    messages: list[tuple[bytes, ...]] = []
+    for frames in first.messages:
+        request = read_frames(frames)
+        if shares and (whole := _sum(request, shares[0])) is not None:
+            del shares[0]
+            summed = encode_request(whole, len(messages) + 1, 1)
+            messages.append(tuple(bytes(frame) for frame in summed))
+        else:
+            messages.append(frames)
+    TraceError.unless(
+        not shares,
+        "shares",
+        f"{len(shares)} requests to the second service alone",
+        "none",
+    )
+    return tuple(messages)
+
+
+def _sum(one: Request, other: Request) -> Request | None:
+    """Return both shares of a request added modulo 2^32; None if they are of two requests."""
+    if (
+        not isinstance(one, RingLinearRequest)
+        or not isinstance(other, RingLinearRequest)
+        or (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names)
+        or one.elements.shape != other.elements.shape
+    ):
+        return None
+    elements = to_torch(one.elements) + to_torch(other.elements)
+    return one.model_copy(update={"elements": from_torch(elements)})

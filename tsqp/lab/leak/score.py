@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from protocol.errors import SettingsError
+from protocol.validation import validate_file
+from tee_side.engine.tokenizer import TOKENIZER_FILE
 from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import Mask
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
-from tsqp.lab.leak.model import AttackRun, Lengths, Piece, Point, Rate, Reconstruction, Score
+from tsqp.lab.leak.model import AttackRun, Harm, Lengths, Piece, Point, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.record_session import RecordedSession, Truth
-from tsqp.lab.leak.settings import noisy_mask
+from tsqp.lab.leak.recording import RecordedSession, Truth, with_masks
 from tsqp.lab.leak.trace import Trace
-from tsqp.lab.research.rotations import RotationMask
+from tsqp.lab.research.feature_masks import RotationMask
 
 # What is counted: hits and tries, as the fields of `Score` are called.
 _RATES = ("top1", "top5", "prompt", "answer", "whole")
@@ -138,7 +141,7 @@ def reconstruct(
 
 def _text(public: PublicModel, token: int) -> str:
     """Return a token's text; a special one has none, and a model of random weights no tokenizer."""
-    if not public.has_tokenizer:
+    if not (public.directory / TOKENIZER_FILE).is_file():
         return f"<{token}>"
     return public.tokenizer.decode([token]) or f"<{token}>"
 
@@ -168,13 +171,34 @@ def lengths(sessions: Sequence[RecordedSession]) -> Lengths:
 
 # -------------------------------------------------------------------------------------- curves
 
+_SIGMA = "sigma"
 
-@dataclass(frozen=True)
-class Harm:
-    """Perplexity of a text, and the error of logits: relative, root of the mean square."""
 
-    perplexity: float
-    output_error: float
+def noisy_mask(policy: Policy) -> Mask | None:
+    """Return the mask whose strength can be changed: the one with an option `sigma`, if any."""
+    return next((mask for mask in policy.masks if _SIGMA in type(mask).model_fields), None)
+
+
+def is_noisy(policy: Policy) -> bool:
+    """Whether what crosses under a policy has noise in it."""
+    sigmas = [getattr(mask, _SIGMA, None) for mask in policy.masks]
+    return any(isinstance(sigma, int | float) and sigma > 0 for sigma in sigmas)
+
+
+def with_sigma(policy: Policy, sigma: float) -> Policy:
+    """Return a policy with another strength of noise.
+
+    Raises SettingsError if its mask does not take it.
+    """
+
+    def changed(mask: Mask) -> Mask:
+        if _SIGMA not in type(mask).model_fields:
+            return mask
+        strong = {**mask.model_dump(), _SIGMA: sigma}
+        where = f"sigma of a curve, policy {policy.name}"
+        return validate_file(type(mask), strong, where, SettingsError)
+
+    return with_masks(policy, changed)
 
 
 def strength(policy: Policy, sigma: float, public: PublicModel) -> float:
@@ -206,19 +230,16 @@ def harm(
         tokens += len(following)
         error += float((noisy_TV - plain_TV).square().sum())
         size += float(plain_TV.square().sum())
-    return Harm(math.exp(min(loss / tokens, 700.0)), math.sqrt(error / size))
+    perplexity = math.exp(min(loss / tokens, 700.0))
+    return Harm(perplexity=perplexity, output_error=math.sqrt(error / size))
 
 
 def point_of(
     policy: Policy, sigma: float, runs: Sequence[AttackRun], found: Harm, public: PublicModel
 ) -> Point:
     """Return the point of one strength: the best attack's rate."""
-    scored = [(run, run.best) for run in runs if run.worked]
-    best = max(
-        ((run, one) for run, one in scored if one is not None),
-        key=lambda pair: pair[1].strength,
-        default=None,
-    )
+    scored = ((run, one) for run in runs for one in run.meaningful)
+    best = max(scored, key=lambda pair: pair[1].strength, default=None)
     return Point(
         strength=strength(policy, sigma, public),
         sigma=sigma,
@@ -226,6 +247,5 @@ def point_of(
         attack=best[0].attack if best else "none",
         where=best[1].where if best else "none",
         chance=best[1].chance if best else 0.0,
-        perplexity=found.perplexity,
-        output_error=found.output_error,
+        **found.model_dump(),
     )

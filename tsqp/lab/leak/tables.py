@@ -128,6 +128,11 @@ def curve_grid(curve: Curve) -> Grid:
 def details_of(policy: PolicyLeak) -> list[Grid]:
     """Show what each attack read at each place, what it cost, and what found nothing to do."""
     title, texts = policy.title, 2
+    # Why attacks found nothing to do, with those that say so.
+    reasons: dict[str, dict[str, None]] = {}
+    for run in policy.runs:
+        if run.refused is not None:
+            reasons.setdefault(run.refused, {})[run.attack] = None
     grids = [
         Grid(
             f"{title}: every attack and place",
@@ -145,7 +150,7 @@ def details_of(policy: PolicyLeak) -> list[Grid]:
         Grid(
             f"{title}: attacks that find nothing to do",
             ("reason", "attacks"),
-            tuple(Row((reason, ", ".join(names))) for reason, names in _refusals(policy).items()),
+            tuple(Row((reason, ", ".join(names))) for reason, names in reasons.items()),
             texts,
         ),
     ]
@@ -155,7 +160,7 @@ def details_of(policy: PolicyLeak) -> list[Grid]:
 def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
     """Yield a row a place; no rate where the attack does not work at that place of its control."""
     for run in policy.runs:
-        if meaningless(run):
+        if run.failed:
             yield Row((run.attack, f"attack {failure_words(run)}", *(NONE,) * 8))
             continue
         for score in run.scores:
@@ -182,15 +187,6 @@ def _work_row(policy: PolicyLeak, run: AttackRun) -> Row:
     name = f"{run.attack}, service {run.service}" if policy.apart else run.attack
     work = [whole(run.compared), whole(run.modelled), figures(run.cpu_s)]
     return Row((name, *control, *(one or "0" for one in work)))
-
-
-def _refusals(policy: PolicyLeak) -> dict[str, dict[str, None]]:
-    """Return why attacks found nothing to do, with those that say so."""
-    reasons: dict[str, dict[str, None]] = {}
-    for run in policy.runs:
-        if run.refused is not None:
-            reasons.setdefault(run.refused, {})[run.attack] = None
-    return reasons
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -232,7 +228,7 @@ def control_words(control: Control | None) -> str:
 
 def failed(policy: PolicyLeak) -> list[str]:
     """Name the attacks that apply and did not work: what they read means nothing."""
-    return list(dict.fromkeys(run.attack for run in policy.runs if meaningless(run)))
+    return list(dict.fromkeys(run.attack for run in policy.runs if run.failed))
 
 
 def verdict(policy: PolicyLeak) -> str:
@@ -247,7 +243,8 @@ def verdict(policy: PolicyLeak) -> str:
         return f"{read}; {names}" if names else read
     if names:
         return names
-    widest = _widest(policy)
+    scores = [score for _, score in policy.scored]
+    widest = max(scores, key=lambda score: score.excess_high, default=None)
     if widest is None and any(run.gave_up for run in policy.runs):
         return "every search gave up"
     if widest is None:
@@ -261,11 +258,7 @@ def _bounds(policy: PolicyLeak, widest: Score) -> str:
         count = len(policy.untried)
         return f"not tried: {count} place{'s'[: count != 1]}, such as {policy.untried[0]}"
     # Look-ups have the most tokens; what was searched leaves more open.
-    most = max(score.top1.n for run in policy.runs for score in run.meaningful)
-    broad = max(
-        (one for run in policy.runs for one in run.meaningful if one.top1.n == most),
-        key=lambda one: one.excess_high,
-    )
+    _, broad = max(policy.scored, key=lambda one: (one[1].top1.n, one[1].excess_high))
     words = f"<= {_points(broad.excess_high)} pp above, n {broad.top1.n:,}"
     if widest.excess_high > broad.excess_high:
         words += f"; <= {_points(widest.excess_high)}, n {widest.top1.n:,}"
@@ -305,7 +298,7 @@ def warnings(report: LeakReport) -> list[str]:
         f"{policy.title}: {run.attack} {failure_words(run)}: what it read says nothing."
         for policy in report.policies
         for run in policy.runs
-        if meaningless(run)
+        if run.failed
     ]
     return list(dict.fromkeys(found))
 
@@ -340,17 +333,6 @@ def _points(share: float) -> str:
     return f"{tenths / 10:.1f}"
 
 
-def _widest(policy: PolicyLeak) -> Score | None:
-    """Return the score by which the policy may be furthest above chance."""
-    scores = [score for run in policy.runs for score in run.meaningful]
-    return max(scores, key=lambda score: score.excess_high, default=None)
-
-
-def meaningless(run: AttackRun) -> bool:
-    """Whether an attack that applies did not work; one that gave no reading did not, either."""
-    return run.refused is None and not run.worked and not run.gave_up
-
-
 def failure_words(run: AttackRun) -> str:
     """Say how an attack failed, and what its control read."""
     outcome = "did not work" if run.scores else "gave no reading"
@@ -381,10 +363,9 @@ def _obstacles(found: PolicyLeak, share: float) -> str:
         obstacles.append(f"attacks that did not work on their control ({', '.join(names)})")
     if found.untried:
         obstacles.append(f"places that no attack tried ({', '.join(found.untried)})")
-    scores = [(run, score) for run in found.runs for score in run.meaningful]
-    if not scores and not obstacles:
+    if not found.scored and not obstacles:
         obstacles.append("searches that all gave up")
-    for run, score in sorted(scores, key=lambda one: -one[1].excess_high)[:1]:
+    for run, score in sorted(found.scored, key=lambda one: -one[1].excess_high)[:1]:
         if score.excess_high > share:
             obstacles.append(
                 f"{score.top1.hits:,} of {score.top1.n:,} tokens read by {run.attack} at"

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Literal, cast
 
 import torch
 
-from protocol.channel import Channel
 from protocol.errors import PolicyError
 from protocol.messages import (
     Columns,
@@ -31,7 +30,6 @@ from protocol.tensors import WireTensor, short_name
 from tee_side.model.local_ops import causal_mask
 from tee_side.model.operators import TeeLayer
 from tee_side.observer import timed
-from tee_side.policy.placement import Placement
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
@@ -67,17 +65,17 @@ class RemoteEmbedding:
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         # By the table itself: a lookup has nothing to be checked with that is smaller.
-        verified = _verified(parts, "embedding")
-        self._check = EmbeddingCheck(_tensor(parts, EMBEDDING)) if verified else None
+        if _verified(parts, "embedding"):
+            self._check = EmbeddingCheck(_tensor(parts, EMBEDDING))
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: int64 [T] -> [T, D]."""
-        parts, placement = self._parts, self._parts.policy.at("embedding", 0, phase)
-        check = _check_of(placement, lambda: _held(self._check))
-        return embedding_call(
-            parts.config, parts.dtype, layer, placement.mask, check, settings, randomness
+        parts, placed = self._parts, self._parts.policy.at("embedding", 0, phase)
+        check = UNVERIFIED if placed.verify == "none" else self._check
+        return rows_call(
+            "embedding", parts.config, parts.dtype, layer, placed.mask, check, settings, randomness
         )
 
 
@@ -86,23 +84,21 @@ class RemoteLMHead:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        self._check = (
-            FloatCheck.draw(_tensor(parts, lm_head_name(parts.config)), Randomness())
-            if _verified(parts, "lm_head")
-            else None
-        )
+        if _verified(parts, "lm_head"):
+            weight_VD = _tensor(parts, lm_head_name(parts.config))
+            self._vectors = FloatCheck.draw(weight_VD, Randomness())
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: [N, D] -> [N, V]."""
-        parts, placement = self._parts, self._parts.policy.at("lm_head", 0, phase)
-        tolerance, blocks = Tolerance.of(parts.dtype, placement.mask), partial(_lm_head, parts)
-        check = _check_of(
-            placement, lambda: FloatProductCheck(_held(self._check), tolerance, blocks)
-        )
-        return lm_head_call(
-            parts.config, parts.dtype, layer, placement.mask, check, settings, randomness
+        parts, placed = self._parts, self._parts.policy.at("lm_head", 0, phase)
+        check: ResultCheck | Unverified = UNVERIFIED
+        if placed.verify != "none":
+            tolerance, blocks = Tolerance.of(parts.dtype, placed.mask), partial(_lm_head, parts)
+            check = FloatProductCheck(self._vectors, tolerance, blocks)
+        return rows_call(
+            "lm_head", parts.config, parts.dtype, layer, placed.mask, check, settings, randomness
         )
 
 
@@ -154,14 +150,16 @@ class RemoteAttention:
         if placement.place == "tee":
             return product_here(operator, layer, settings)
         tolerance = Tolerance.of(self._parts.dtype, placement.mask)
-        check = _check_of(placement, lambda: ProductCheck(tolerance, Randomness()))
+        verified = placement.verify != "none"
+        check = ProductCheck(tolerance, Randomness()) if verified else UNVERIFIED
         return product_call(operator, layer, placement.mask, check, settings, randomness)
 
 
 # ------------------------------------------------------------------- operators of one row a token
 
 
-def embedding_call(
+def rows_call(
+    operator: Literal["embedding", "lm_head"],
     config: ModelConfig,
     dtype: torch.dtype,
     layer: int,
@@ -170,79 +168,40 @@ def embedding_call(
     settings: CallSettings,
     randomness: Randomness,
 ) -> RowsCall:
-    """Return an embedding that is looked up by the service of a layer: int64 [T] -> [T, D]."""
-    rows, name = _row_mask(mask), cast("FloatDtype", short_name(dtype))
+    """Return what the service of a layer computes of one row a token.
 
-    def hide(ids_T: Tensor) -> Masked:
+    An embedding, int64 [T] -> [T, D], or an LM head, [N, D] -> [N, V].
+    """
+    rows, rules = _row_mask(mask), MaskRules(mask)
+    name, looked_up = cast("FloatDtype", short_name(dtype)), operator == "embedding"
+    width = config.hidden_size if looked_up else config.vocab_size
+
+    def hide(x: Tensor) -> Masked:
         if rows is None:
-            return Masked((ids_T,), as_it_is)
-        return rows.mask_ids(ids_T, config.vocab_size, randomness)
-
-    return _rows_call(
-        "embedding",
-        settings,
-        settings.channels_at(layer),
-        rows,
-        hide,
-        lambda wire: EmbeddingRequest(input_ids=wire, dtype=name),
-        (config.hidden_size, name),
-        check,
-    )
-
-
-def lm_head_call(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    layer: int,
-    mask: Mask | None,
-    check: ResultCheck | Unverified,
-    settings: CallSettings,
-    randomness: Randomness,
-) -> RowsCall:
-    """Return an LM head that the service of a layer computes: [N, D] -> [N, V]."""
-    rows = _row_mask(mask)
-    return _rows_call(
-        "lm_head",
-        settings,
-        settings.channels_at(layer),
-        rows,
-        lambda h_ND: Masked((h_ND,), as_it_is) if rows is None else rows.mask(h_ND, randomness),
-        lambda wire: LMHeadRequest(hidden_states=wire),
-        (config.vocab_size, short_name(dtype)),
-        check,
-    )
-
-
-def _rows_call(
-    operator: Operator,
-    settings: CallSettings,
-    channels: Sequence[Channel],
-    mask: RowMask | None,
-    hide: Callable[[Tensor], Masked],
-    message: Callable[[WireTensor], Preparable],
-    reply: tuple[int, str],
-    check: ResultCheck | Unverified,
-) -> RowsCall:
-    """Return a call whose operand and result have one row a token. `reply`: width and dtype."""
-    rules = MaskRules(mask)
-    width, dtype = reply
+            masked = Masked((x,), as_it_is)
+        elif looked_up:
+            masked = rows.mask_ids(x, config.vocab_size, randomness)
+        else:
+            masked = rows.mask(x, randomness)
+        rules.check_sent(operator, x, masked)
+        return masked
 
     @lru_cache(MAX_PREPARED)
     def requests(shape: tuple[int, ...], sent: torch.dtype) -> tuple[PreparedRequest, ...]:
         wire = WireTensor(short_name(sent), tuple(shape), b"")
-        return (PreparedRequest(message(wire), (shape[0], width), dtype),)
-
-    def checked(x: Tensor) -> Masked:
-        masked = hide(x)
-        rules.check_sent(operator, x, masked)
-        return masked
+        message: Preparable = (
+            EmbeddingRequest(input_ids=wire, dtype=name)
+            if looked_up
+            else LMHeadRequest(hidden_states=wire)
+        )
+        return (PreparedRequest(message, (shape[0], width), name),)
 
     plan = CallPlan(
         operator=operator,
         layer=None,
-        channels=tuple(channels[:1]),
+        channels=tuple(settings.channels_at(layer)[:1]),
         encode=lambda x: x,
-        hide=checked,
+        hide=hide,
         requests=requests,
         rules=rules,
         shape=lambda x: (len(x), width),
@@ -384,13 +343,3 @@ def _verified(parts: RunParts, operator: Operator) -> bool:
 def _tensor(parts: RunParts, name: str) -> Tensor:
     shape = light_tensors(parts.config)[name]
     return load_tensor(parts.checkpoint, name, shape, dtype=parts.dtype)
-
-
-def _check_of(placement: Placement, make: Callable[[], ResultCheck]) -> ResultCheck | Unverified:
-    return UNVERIFIED if placement.verify == "none" else make()
-
-
-def _held(secret: Any) -> Any:
-    if secret is None:
-        raise LookupError("an operator that the policy does not verify")
-    return secret

@@ -51,7 +51,7 @@ from tee_side.protect.masks.mask import (
 )
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
-from tsqp.lab.research.rotations import RotationMask
+from tsqp.lab.research.feature_masks import RotationMask
 
 CONFIG_FILE = "config.json"
 

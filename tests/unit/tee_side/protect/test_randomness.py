@@ -23,7 +23,7 @@ from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, Masked, Pad,
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
 from tee_side.protect.sites import site_number
 from tests.kit.rows import each_row
-from tsqp.lab.research.permutations import FeaturePermutation
+from tsqp.lab.research.feature_masks import FeaturePermutation
 from tsqp.lab.research.row_masks import RowPermutation
 
 KEY = bytes(range(32))

@@ -79,13 +79,13 @@ def first_layer_keys(public: PublicModel) -> torch.Tensor:
 class AttentionKeys(Attack):
     """Looks up the key that a step appends to the cache, among those of all tokens at its position.
 
+    The key cache crosses at every step; TSQP's covers of Q K^T leave it.
+
     Where positions are shuffled, the token is the one whose key there is nearest to any that
     crossed: which one that is says nothing that the position does not.
     """
 
     name: ClassVar[str] = "attention-keys"
-    reads: ClassVar[str] = "keys of the first layer, by every token's key at the same position"
-    source: ClassVar[str] = "the key cache crosses at every step; TSQP's covers of Q K^T leave it"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
@@ -105,38 +105,26 @@ class AttentionKeys(Attack):
             phase == "prefill": invariant(policy.at("attn_scores", 0, phase).mask)
             for phase in PHASES
         }
-        for position, appended in sorted(_appended(view, left).items()):
+        for (position, prefill), appended in sorted(_appended(view, left).items()):
             work.tick()
             k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
-            ids_V = torch.arange(len(k_VKC))
-            for prefill in {one.prefill for one in appended}:
-                table_VX = left[prefill].of(k_VKC)
-                squares_V = squares(table_VX)
-                for one in appended:
-                    if one.prefill != prefill:
-                        continue
-                    distances_V = apart(one.among_MX, table_VX, squares_V).amin(0)
-                    work.compared += len(ids_V)
-                    yield one.session, one.token, best(distances_V, ids_V)
+            table_VX = left[prefill].of(k_VKC)
+            ids_V, squares_V = torch.arange(len(table_VX)), squares(table_VX)
+            for session, token, among_MX in appended:
+                distances_V = apart(among_MX, table_VX, squares_V).amin(0)
+                work.compared += len(ids_V)
+                yield session, token, best(distances_V, ids_V)
 
 
-@dataclass(frozen=True, eq=False)
-class _Appended:
-    """A token whose key a step appended to the cache.
+def _appended(
+    view: View, left: dict[bool, Invariant]
+) -> dict[tuple[int, bool], list[tuple[int, int, torch.Tensor]]]:
+    """Return the tokens whose keys steps appended to the cache, by position and phase.
 
-    `prefill`: whether the step appended others, too; `among_MX`: what the mask leaves of the keys
-    that may be the token's.
+    True for prefill, where the step appended others, too. Of each token the session, its index, and
+    what the mask leaves of the keys that may be its own: [M, X].
     """
-
-    session: int
-    token: int
-    prefill: bool
-    among_MX: torch.Tensor
-
-
-def _appended(view: View, left: dict[bool, Invariant]) -> dict[int, list[_Appended]]:
-    """Return the tokens at each position."""
-    found: dict[int, list[_Appended]] = {}
+    found: dict[tuple[int, bool], list[tuple[int, int, torch.Tensor]]] = {}
     for session, step, call in view.calls_at(_FIRST):
         _, b_KCS = call.tensors
         prefill = step.tokens > 1
@@ -148,8 +136,8 @@ def _appended(view: View, left: dict[bool, Invariant]) -> dict[int, list[_Append
             own = slice(start + token, start + token + 1)
             # Of its own a copy: a part would keep the whole.
             among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
-            one = _Appended(session, step.first + token, prefill, among_MX)
-            found.setdefault(start + token, []).append(one)
+            at = found.setdefault((start + token, prefill), [])
+            at.append((session, step.first + token, among_MX))
     return found
 
 
@@ -166,8 +154,6 @@ class CacheAtRest(Attack):
     """
 
     name: ClassVar[str] = "cache-at-rest"
-    reads: ClassVar[str] = "values of the first layer, in files of sessions on the service's disk"
-    source: ClassVar[str] = "first-layer values by token; control: the file without encryption"
     control: ClassVar[str] = "clear-segment"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (

@@ -34,16 +34,8 @@ _FITTED, _KEYED = 8, 8
 _PAIRS_AT_ONCE = 2**23
 
 
-@dataclass(frozen=True, eq=False)
-class _Crossed:
-    """Rows of the first layer that crossed: `owners` says of which session and token each is."""
-
-    owners: list[tuple[int, int]]
-    rows_RI: torch.Tensor
-
-
 class PadReuse(Attack):
-    """Rows under the same pad differ by what is under it.
+    """Rows under the same pad differ by what is under it (arXiv 2602.11088).
 
     Such rows are close to each other, which under other pads they are not. Of each set, the token
     of one row is the one to which all differences fit: x_j - x_i + e(t) has to be an entry of the
@@ -51,38 +43,35 @@ class PadReuse(Attack):
     """
 
     name: ClassVar[str] = "pad-reuse"
-    reads: ClassVar[str] = "rows of the first layer under pads that were used before"
-    source: ClassVar[str] = "differences under a reused mask, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Group rows by pad, find each pad, and look up what is under it."""
-        tables_BVI, crossed = _tables(view.public), _crossed(view)
-        plain_RI = crossed.rows_RI.clone()
+        tables_BVI, (owners, rows_RI) = _tables(view.public), _crossed(view)
+        plain_RI = rows_RI.clone()
         bound = 2 * int(tables_BVI.abs().amax())
-        for members in _under_one_pad(crossed.rows_RI, bound):
+        for members in _under_one_pad(rows_RI, bound):
             work.tick()
-            away_MI = crossed.rows_RI[members] - crossed.rows_RI[members[0]]
+            away_MI = rows_RI[members] - rows_RI[members[0]]
             token_I = _that_fits(away_MI, tables_BVI, view.public.first_id, work)
             if token_I is not None:
                 plain_RI[members] = away_MI + token_I
         # A row under a pad of its own is looked up as it is: some token is the nearest.
-        yield from _looked_up(view, crossed, plain_RI, tables_BVI, work)
+        yield from _looked_up(view, owners, plain_RI, tables_BVI, work)
 
 
 class LowDimensionalPads(Attack):
     """Rows of one known token differ by pads alone, so they give the space that the pads span.
 
+    See arXiv 2602.11088.
     Over the ring, that space is a row-reduced basis with a one at each pivot. Taking multiples of
     it away until the pivots' columns are zero leaves of any row what the pads do not touch, and the
     same of each token's. BOS, in front of every prompt, is the known token: one row a session.
     """
 
     name: ClassVar[str] = "pad-basis"
-    reads: ClassVar[str] = "rows of the first layer outside of what the pads of BOS span"
-    source: ClassVar[str] = "span of masks from known tokens, arXiv 2602.11088"
     control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
@@ -100,14 +89,15 @@ class LowDimensionalPads(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Learn the span, take it away from rows and from the dictionary, and compare."""
-        tables_BVI, crossed, known_NI = _tables(view.public), _crossed(view), _known_rows(view)
+        tables_BVI, known_NI = _tables(view.public), _known_rows(view)
+        owners, rows_RI = _crossed(view)
         basis = PadBasis.learn(known_NI[1:] - known_NI[0])
         work.tick()
         # Relative to the known row, which takes its pad out of all others.
         first = view.public.first_id
-        outside_RI = basis.outside(crossed.rows_RI - known_NI[0])
+        outside_RI = basis.outside(rows_RI - known_NI[0])
         outside_BVI = basis.outside(tables_BVI - tables_BVI[:, first, None])
-        for reading in _looked_up(view, crossed, outside_RI, outside_BVI, work):
+        for reading in _looked_up(view, owners, outside_RI, outside_BVI, work):
             # The first token is not read but assumed.
             yield replace(reading, tokens=reading.tokens[1:])
 
@@ -171,22 +161,23 @@ def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
     rows_NI -= factors_N1 * rows_NI[to]
 
 
-def _crossed(view: View) -> _Crossed:
+def _crossed(view: View) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """Return of which session and token each row of the first layer is, and the rows [R, I]."""
     owners: list[tuple[int, int]] = []
     rows: list[torch.Tensor] = []
     for session, step, call in view.calls_at(FIRST):
         if call.rows.dtype == torch.int32 and len(call.rows) == step.tokens:
             owners += [(session, step.first + token) for token in range(step.tokens)]
             rows.append(call.rows)
-    return _Crossed(owners, torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int32))
+    return owners, torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int32)
 
 
 def _known_rows(view: View) -> torch.Tensor:
     """Return the rows [N, I] of the first token of each prompt, where prompts cross."""
     prefill = view.policy.at("qkv_proj", 0, "prefill")
-    crossed = _crossed(view)
-    first = [row for row, (_, token) in enumerate(crossed.owners) if token == 0]
-    return crossed.rows_RI[first if prefill.leaves else []]
+    owners, rows_RI = _crossed(view)
+    first = [row for row, (_, token) in enumerate(owners) if token == 0]
+    return rows_RI[first if prefill.leaves else []]
 
 
 def _tables(public: PublicModel) -> torch.Tensor:
@@ -246,7 +237,7 @@ def _that_fits(
 
 def _looked_up(
     view: View,
-    crossed: _Crossed,
+    owners: list[tuple[int, int]],
     rows_RI: torch.Tensor,
     tables_BVI: torch.Tensor,
     work: Work,
@@ -262,7 +253,7 @@ def _looked_up(
         apart_RV = torch.stack([_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(0)
         work.compared += tables_BVC.shape[0] * apart_RV.numel()
         nearest += apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices.tolist()
-    found = zip(crossed.owners, nearest, strict=True)
+    found = zip(owners, nearest, strict=True)
     yield from view.readings(place_name(FIRST), ((*owner, tuple(ids)) for owner, ids in found))
 
 

@@ -1,15 +1,18 @@
 """Static cloaks of weights: undone with the public weights beside those that the server was given.
 
 A service with W' = R W P, R and P secret, has the public W as well. What W and W' have in
-common, columns but for the order of their elements or eigenvectors, gives P, and so the rows.
+common, columns but for the order of their elements or eigenvectors, gives P, and so the rows. What
+a rotation leaves needs no P: how long rows are, and what comes out of each module.
 
-Shape suffixes: R rows, N candidates, I in_features, O out_features, V directions.
+Shape suffixes: R rows, N candidates, I in_features, O out_features, V directions, M what is
+measured of a row.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch.nn.functional import normalize
@@ -21,6 +24,8 @@ from tsqp.lab.leak.attack import View
 from tsqp.lab.leak.matching import FeatureMatcher, Matcher, Matching
 from tsqp.lab.leak.trace import Where
 
+T = TypeVar("T")
+
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
 _SMALLEST_GAIN = 1e-3
 # Of the largest eigenvalue: directions below have no weight to speak of, only rounding.
@@ -28,6 +33,10 @@ _NO_WEIGHT = 1e-12
 # An eigenvector that is off by this angle, in radians, counts half.
 _HALF_ANGLE = 0.1
 _COLUMNS_AT_ONCE = 1024
+# Rows of these operators come from no RMSNorm, which would have made all of them equally long.
+_FREE_LENGTH = ("o_proj", "down_proj", "segment")
+# A few norms of many candidates lie closer together than whole rows do.
+_STRICTER = 50.0
 
 
 class PublicAndServed:
@@ -101,23 +110,38 @@ def linear_site(where: Where) -> Site:
     return layer, operator
 
 
+class _BesideWeights(FeatureMatcher, Generic[T]):
+    """Compares rows by what public and served weights tell of a place, found out once for each."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__()
+        self._weights = PublicAndServed(view)
+        self._found: dict[Where, T] = {}
+
+    def told(self, where: Where) -> T:
+        """Return what the weights tell."""
+        if where not in self._found:
+            self._found[where] = self.find(where, site_beside(where))
+        return self._found[where]
+
+    @abstractmethod
+    def find(self, where: Where, site: Site) -> T:
+        """Find it out; `site`: whose weights tell."""
+
+
 # --------------------------------------------------------------------------------- permutations
 
 
-class Reordered(FeatureMatcher):
+class Reordered(_BesideWeights[torch.Tensor]):
     """Rows put back into the order of the public features."""
 
-    def __init__(self, weights: PublicAndServed) -> None:
-        super().__init__()
-        self._weights = weights
-        self._orders: dict[Where, torch.Tensor] = {}
+    def find(self, where: Where, site: Site) -> torch.Tensor:
+        """Return for each public feature where the server has it: [I]."""
+        return places(self._weights.public(site), self._weights.served(site))
 
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return rows with their features in order."""
-        if where not in self._orders:
-            site = site_beside(where)
-            self._orders[where] = places(self._weights.public(site), self._weights.served(site))
-        return rows_RI[:, self._orders[where]]
+        return rows_RI[:, self.told(where)]
 
 
 def places(public: list[torch.Tensor], served: list[torch.Tensor]) -> torch.Tensor:
@@ -232,28 +256,28 @@ def _correlations(columns_OV: torch.Tensor) -> torch.Tensor:
     return unit_OV.t() @ unit_OV
 
 
-class Coordinates(FeatureMatcher):
+class Coordinates(_BesideWeights[Directions]):
     """Rows by their coordinates in directions that public and served weights share.
 
     Without their signs, where a single module does not tell them.
     """
 
-    def __init__(self, weights: PublicAndServed) -> None:
-        super().__init__()
-        self._weights = weights
-        self._found: dict[Where, Directions] = {}
+    def find(self, where: Where, site: Site) -> Directions:
+        """Return the directions that both share."""
+        weights, fold_I = self._weights, self._weights.fold(site)
+        found = directions(weights.public(site), weights.served(site), fold_I)
+        if where[1] != "segment":
+            return found
+        # Its rows come from no norm.
+        return replace(found, public_IV=found.public_IV * fold_I[:, None])
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return coordinates in the public basis."""
-        found = self._directions(where)
-        coordinates_NV = states_NI @ found.public_IV.float()
-        return coordinates_NV if found.signed else coordinates_NV.abs()
+        return self._signed(where, states_NI @ self.told(where).public_IV.float())
 
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return coordinates in the served basis."""
-        found = self._directions(where)
-        coordinates_RV = rows_RI @ found.served_IV.float()
-        return coordinates_RV if found.signed else coordinates_RV.abs()
+        return self._signed(where, rows_RI @ self.told(where).served_IV.float())
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """See `FeatureMatcher.pairwise`. The one sign of all coordinates is the nearer one.
@@ -264,22 +288,60 @@ class Coordinates(FeatureMatcher):
             super().pairwise(rows_RX, table_NX), super().pairwise(-rows_RX, table_NX)
         )
 
-    def _directions(self, where: Where) -> Directions:
-        if where not in self._found:
-            site, weights = site_beside(where), self._weights
-            fold_I = weights.fold(site)
-            found = directions(weights.public(site), weights.served(site), fold_I)
-            if where[1] == "segment":  # its rows come from no norm
-                found = replace(found, public_IV=found.public_IV * fold_I[:, None])
-            self._found[where] = found
-        return self._found[where]
+    def _signed(self, where: Where, coordinates_NV: torch.Tensor) -> torch.Tensor:
+        return coordinates_NV if self.told(where).signed else coordinates_NV.abs()
+
+
+# ------------------------------------------------------------------------------------------- norms
+
+
+class ModuleNorms(_BesideWeights[tuple[list[torch.Tensor], list[torch.Tensor]]]):
+    """Logarithms of norms: of each module's output, and of the row where they differ.
+
+    Outputs are without biases: a provisioned service has none.
+    """
+
+    def find(self, where: Where, site: Site) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the modules [O, I] as the public model has them, and as the service does."""
+        weights = self._weights
+        # What the service's rows are not divided by, its weights are multiplied with.
+        fold_I = weights.fold(site) if where[1] == "segment" else 1.0
+        public = [(weight * fold_I).float() for weight in weights.public(site)]
+        return public, [weight.float() for weight in weights.served(site)]
+
+    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return norms under the public weights: [N, M]."""
+        public, _ = self.told(where)
+        return _norms(where, states_NI, public)
+
+    def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
+        """Return norms under the weights that the service was given: [R, M]."""
+        _, served = self.told(where)
+        return _norms(where, rows_RI, served)
+
+    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+        """See `FeatureMatcher.pairwise`: of logarithms, so relative as they are.
+
+        Without `cdist`, whose rounding is larger than what tells candidates apart.
+        """
+        each_RN = [torch.linalg.vector_norm(table_NX - row_X, dim=1) for row_X in rows_RX]
+        return _STRICTER * torch.stack(each_RN)
+
+
+def _norms(where: Where, rows_RI: torch.Tensor, modules: list[torch.Tensor]) -> torch.Tensor:
+    parts = [rows_RI @ weight_OI.t() for weight_OI in modules]
+    if where[1] in _FREE_LENGTH:
+        parts.append(rows_RI)
+    norms_RM = torch.stack([torch.linalg.vector_norm(part, dim=-1) for part in parts], dim=1)
+    return norms_RM.double().clamp(min=1e-30).log()
 
 
 # ------------------------------------------------------------------------------------- attacks
 
 
 class _StaticCloak(Matching):
-    source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
+    """Undoes static cloaks beside public weights, as arXiv 2602.11088 does."""
+
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
         "weights are not cloaked",
@@ -292,21 +354,40 @@ class CloakedPermutation(_StaticCloak):
     """Matches the columns of public and served weights, and puts features back in order."""
 
     name: ClassVar[str] = "column-matching"
-    reads: ClassVar[str] = "hidden states of every layer, features put back by the weights' columns"
     control: ClassVar[str] = "stip"
 
     def matcher(self, view: View) -> Matcher:
         """Return what undoes the cloak of each place."""
-        return Reordered(PublicAndServed(view))
+        return Reordered(view)
 
 
 class CloakedRotation(_StaticCloak):
     """Matches the eigenvectors of public and served weights, and compares rows along them."""
 
     name: ClassVar[str] = "eigenvectors"
-    reads: ClassVar[str] = "hidden states of every layer, along eigenvectors of the weights"
     control: ClassVar[str] = "cloak"
 
     def matcher(self, view: View) -> Matcher:
         """Return what finds the eigenvectors of each place."""
-        return Coordinates(PublicAndServed(view))
+        return Coordinates(view)
+
+
+class NormDictionary(Matching):
+    """Compares the norms of what each module answers with those of the public model's.
+
+    An orthogonal map leaves norms. One for each of q, k and v names a token in layer 0 already, of
+    a model of 4B, too. Deeper, candidates are run behind what was read.
+    """
+
+    name: ClassVar[str] = "norms"
+    control: ClassVar[str] = "attention-in-tee"
+    published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = (
+        "integers",
+        "no public weights to compare with",
+        "no activations crossed",
+    )
+
+    def matcher(self, view: View) -> Matcher:
+        """Return what measures the modules of each place."""
+        return ModuleNorms(view)

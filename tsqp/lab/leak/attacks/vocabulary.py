@@ -33,7 +33,7 @@ from tsqp.lab.leak.matching import (
     squares,
 )
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Trace, Where, read_frames
+from tsqp.lab.leak.trace import Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
 _IDS: Where = (None, "embedding")
@@ -48,8 +48,6 @@ class TokenIds(Attack):
     """
 
     name: ClassVar[str] = "token-ids"
-    reads: ClassVar[str] = "token ids sent to an Embedding"
-    source: ClassVar[str] = "what an Embedding is asked for"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 1.0
     needs: ClassVar[tuple[str, ...]] = ("embedding stays",)
@@ -68,8 +66,6 @@ class Logits(Attack):
     """
 
     name: ClassVar[str] = "logits"
-    reads: ClassVar[str] = "the next token, from the logits that an LM head makes of what it gets"
-    source: ClassVar[str] = "what an LM head is asked for"
     control: ClassVar[str] = "published"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("lm_head stays",)
@@ -85,12 +81,11 @@ class Logits(Attack):
 class NearestEmbedding(Matching):
     """Compares each input of the first layer with the normalised embedding of every token.
 
-    By direction: a row that was only scaled, of either sign, is read as well.
+    As arXiv 2505.18332, in layer 0, where no search is needed. By direction: a row that was only
+    scaled, of either sign, is read as well.
     """
 
     name: ClassVar[str] = "nearest-embedding"
-    reads: ClassVar[str] = "rows of the first layer, by the nearest normalised embedding"
-    source: ClassVar[str] = "arXiv 2505.18332, in layer 0, where no search is needed"
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.99
@@ -144,14 +139,25 @@ def _computed(view: View, work: Work) -> Found:
 
 
 def _answered(view: View, work: Work) -> Found:
-    """Read the service's own answers to segments."""
+    """Read the service's own answers to segments, by running its weights again."""
     ids_V = vocabulary(view)
     for session, trace in enumerate(view.traces):
         work.tick()
-        for tokens, logits_V in answers(view, trace):
-            work.compared += len(logits_V)
-            top = ids_V[logits_V.topk(TOP).indices].tolist()
-            yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
+        dtype = trace.calls[-1].rows.dtype
+        weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
+        service, tokens = RecordingChannel(weights), 0
+        for frames in trace.messages:
+            request = read_frames(frames)
+            if not isinstance(request, SegmentRequest):
+                continue
+            reply = service.answer(request)
+            if request.lm_head and isinstance(reply, TensorReply):
+                tokens += request.hidden_states.shape[0]
+                # Behind the last of them, in the service's order.
+                logits_V = to_torch(reply.output)[-1].float()
+                work.compared += len(logits_V)
+                top = ids_V[logits_V.topk(TOP).indices].tolist()
+                yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
 
 
 def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
@@ -159,25 +165,6 @@ def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
     top = (logits_RV - logits_RV.mean(-1, keepdim=True)) / logits_RV.std(-1, keepdim=True)
     row = int(top.amax(-1).argmax())
     return tuple(logits_RV[row].topk(TOP).indices.tolist())
-
-
-def answers(view: View, trace: Trace) -> Iterator[tuple[int, torch.Tensor]]:
-    """Compute the logits that the service answered in a session, by running its weights again.
-
-    Yields how many tokens went by, and the logits [V] behind the last of them, in the service's
-    order. Raises ModelError.
-    """
-    dtype = trace.calls[-1].rows.dtype
-    weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
-    service, tokens = RecordingChannel(weights), 0
-    for frames in trace.messages:
-        request = read_frames(frames)
-        if not isinstance(request, SegmentRequest):
-            continue
-        reply = service.answer(request)
-        if request.lm_head and isinstance(reply, TensorReply):
-            tokens += request.hidden_states.shape[0]
-            yield tokens, to_torch(reply.output)[-1].float()
 
 
 def vocabulary(view: View) -> torch.Tensor:
@@ -213,7 +200,8 @@ class Sorted(FeatureMatcher):
 
 
 class _VocabularyMatching(Matching):
-    source: ClassVar[str] = "vocabulary matching, arXiv 2505.18332"
+    """Vocabulary matching, arXiv 2505.18332."""
+
     control: ClassVar[str] = "attention-in-tee"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
@@ -230,7 +218,6 @@ class PlainMatching(_VocabularyMatching):
     """Rows as they are, in their order."""
 
     name: ClassVar[str] = "vocabulary"
-    reads: ClassVar[str] = "hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
     compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
@@ -239,7 +226,6 @@ class RowMatching(_VocabularyMatching):
     """Rows as they are, each compared with all that are left: against permuted rows."""
 
     name: ClassVar[str] = "vocabulary-rows"
-    reads: ClassVar[str] = "hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
     compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
@@ -248,7 +234,6 @@ class FeatureMatching(_VocabularyMatching):
     """Sorted rows in their order: against a permuted hidden axis."""
 
     name: ClassVar[str] = "vocabulary-features"
-    reads: ClassVar[str] = "sorted hidden states of every layer, by the nearest candidate's"
     ordered: ClassVar[bool] = True
     compares: ClassVar[type[FeatureMatcher]] = Sorted
 
@@ -257,7 +242,6 @@ class BothMatching(_VocabularyMatching):
     """Sorted rows, each compared with all that are left: against both permutations."""
 
     name: ClassVar[str] = "vocabulary-both"
-    reads: ClassVar[str] = "sorted hidden states of every layer among all rows not yet used"
     ordered: ClassVar[bool] = False
     compares: ClassVar[type[FeatureMatcher]] = Sorted
 
@@ -301,7 +285,7 @@ def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
 
 
 class SubspaceMembership(Matching):
-    """Candidates that lie in the space of a call's rows were in the call.
+    """Candidates that lie in the space of a call's rows were in the call: any mixing leaves it.
 
     In layer 0 that is a set, and at decode the token itself. Deeper, where a row depends on the
     tokens before it, candidates are run behind what was read so far, and their places follow. Blind
@@ -310,8 +294,6 @@ class SubspaceMembership(Matching):
     """
 
     name: ClassVar[str] = "subspace"
-    reads: ClassVar[str] = "which candidates lie in the space that a call's rows span"
-    source: ClassVar[str] = "row space of any invertible mixing; checked on synthetic rows, V 6000"
     control: ClassVar[str] = "row-rotation"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.95

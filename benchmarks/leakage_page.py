@@ -1,0 +1,148 @@
+"""The measured part of docs/leakage.md: what `tsqp leak --json` found, with its pictures.
+
+    python -m benchmarks.leakage_page REPORT docs/leakage.md SECTION [COSTS]
+
+That writes it between the two markers of a section. COSTS, a recorded report of `tsqp bench`, gives
+the plot of cost against leakage the cost of a larger shape.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from protocol.errors import SettingsError
+from tsqp.lab.bench.model import Report as BenchReport
+from tsqp.lab.leak.laboratory import cost_in, read_recorded
+from tsqp.lab.leak.model import LeakReport
+from tsqp.lab.leak.page import cost_against_leakage, curve, panels, svg
+from tsqp.lab.leak.tables import curve_grid, facts, whole_summary
+from tsqp.lab.report import markdown
+
+BEGIN, END = "<!-- measured {}: begin -->", "<!-- measured {}: end -->"
+# Of the other section tokens are random, and there is nothing to see.
+PICTURES_OF = "demo"
+# What the picture shows: a policy of each kind is enough to see what reading means.
+PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "two-server")
+_PICTURES = "leakage"
+
+
+def write_page(
+    report: LeakReport, path: Path, section: str, costs: BenchReport | None = None
+) -> None:
+    """Replace what is measured in a section of a page, with pictures in a folder beside it.
+
+    `costs`: of a larger shape, for the plot of cost against leakage; None: those of the report.
+    Raises SettingsError for a page without the section's markers.
+    """
+    begin, end = BEGIN.format(section), END.format(section)
+    text = path.read_text(encoding="utf-8")
+    before, begun, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    SettingsError.unless(
+        begun and ended,
+        str(path),
+        "no markers",
+        f"{begin} and {end}",
+    )
+    lines = list(_measured(report))
+    path.with_name(_PICTURES).mkdir(exist_ok=True)
+    for name, says, made_by, drawn in _pictures(report, costs) if section == PICTURES_OF else ():
+        path.with_name(_PICTURES).joinpath(name).write_text(drawn + "\n", encoding="utf-8")
+        lines += ["", f"{says} (`{made_by}`):", "", f"![{says}]({_PICTURES}/{name})"]
+    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
+
+
+def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each picture's file name, what it shows, what makes it, and the SVG."""
+    model = report.setup.model.removesuffix("_model")
+    says, made_by = "Cost against leakage", f"tsqp leak {model} --cost measure --plot cost.svg"
+    if costs is None:
+        plot = cost_against_leakage(report)
+    else:
+        plot = cost_against_leakage(*at_another_shape(report, costs))
+        says += f": read of {report.setup.model}, cost of {costs.setup.model}'s shape"
+        made_by = "make leak"
+    if plot is not None:
+        yield "cost.svg", says, made_by, plot.svg
+    shown = [
+        one for one in report.policies if one.policy in PICTURED and one.adversary == "service"
+    ]
+    chosen = " ".join(f"--policy {one.policy}" for one in shown)
+    yield (
+        "reconstruction.svg",
+        "The first session as each policy's best attack reads it, beside what was said",
+        f"tsqp leak {model} {chosen} --picture reconstruction.svg",
+        svg(panels(report.model_copy(update={"policies": tuple(shown)}))),
+    )
+    for made in report.curves:
+        if (plot := curve(made)) is not None:
+            yield (
+                f"curve-{made.policy}.svg",
+                f"{made.policy}: recovery against {made.parameter}, beside the harm that it does",
+                f"tsqp leak {model} --policy {made.policy} --curves --html curves.html",
+                plot.svg,
+            )
+
+
+def at_another_shape(report: LeakReport, costs: BenchReport) -> tuple[LeakReport, str, str]:
+    """Return a report with the costs of another shape, and what to write at both axes.
+
+    Policies whose cost was not recorded are left out.
+    """
+    found = [
+        one.model_copy(update={"cost": cost})
+        for one in report.policies
+        if (cost := cost_in(costs, one.policy)) is not None
+    ]
+    setup = costs.setup
+    at_once = ", service answers at once" if setup.device == "null" else f", device {setup.device}"
+    return (
+        report.model_copy(update={"policies": tuple(found)}),
+        f"{setup.model}{at_once}",
+        report.setup.model,
+    )
+
+
+def _measured(report: LeakReport) -> Iterator[str]:
+    setup = report.setup
+    machine = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in setup.machine.items()
+    )
+    yield f"Measured with `{setup.command}`, {setup.created[:10]}: {facts(report)}."
+    yield f"Machine: {machine}."
+    grid = whole_summary(report)
+    if not any(found.cost is not None for found in report.policies):
+        grid = grid.select(grid.title, grid.columns[:-3], texts=grid.texts)
+    rows = ((f"`{name}`", *cells) for name, *cells in (row.cells for row in grid.rows))
+    yield "\n" + markdown(grid.columns, rows, texts=grid.texts)
+    for made in report.curves:
+        grid = curve_grid(made)
+        yield f"\n`{made.policy}`, perplexity {made.plain_perplexity:.3g} without noise:\n"
+        yield markdown(grid.columns, (row.cells for row in grid.rows), texts=grid.texts)
+
+
+def main(arguments: list[str]) -> None:
+    """Write the page. Raises SettingsError."""
+    SettingsError.unless(
+        len(arguments) in (3, 4),
+        "python -m benchmarks.leakage_page",
+        repr(arguments),
+        "REPORT PAGE SECTION, and COSTS or nothing",
+    )
+    path, target, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
+    try:
+        report = LeakReport.model_validate_json(path.read_bytes())
+    except ValidationError:
+        raise SettingsError(
+            str(path), got="something else", expected="a report of tsqp leak --json"
+        ) from None
+    costs = read_recorded(Path(arguments[3])) if len(arguments) == 4 else None
+    write_page(report, target, section, costs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,307 @@
+"""Reads sessions from their beginning on, several readings of each carried on side by side.
+
+A token that was misread makes everything behind it fit less well, and so is found out. By inner
+products of rows, which a rotation leaves; and under noise of a known size, where everything that
+crossed for a token is read together.
+
+Shape suffixes: R rows, N candidates, I in_features, V vocabulary size, S tokens before, T tokens of
+a step, or that were not read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
+
+import torch
+
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.words import Phase, is_linear
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, linear_site
+from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
+from tsqp.lab.leak.public import Prefix
+from tsqp.lab.leak.trace import Trace, TraceStep, Where, place_name
+
+# By inner products: beginnings of a session that are followed up, and rows that the next is
+# compared with. With so many tokens read there are enough of these to tell beginnings apart.
+_BEAM = 16
+_BEGUN, _KEPT = 12, 2
+_REFERENCES = 256
+# Under noise: candidates that are run through the model are those that layer 0 and the model's own
+# expectation leave within a factor of e^10 of the likeliest, but so many at least, and at most.
+_UNLIKELY = 10.0
+_FEWEST, _MOST = 16, 256
+# Beginnings that are followed up; one that is e^25 times less likely is not.
+_LIKELIEST = 4
+_GIVEN_UP = 25.0
+# A search through all places together is one, where others search at each of them.
+_SEARCHES = 4
+# What the first token is expected to be, if a tokenizer puts one in front.
+_FIRST_IS_KNOWN = 0.9
+# Rounding, where there is no noise: relative to activations of unit RMS, more than float32 makes.
+_LEAST_SIGMA = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """Tokens that a session may begin with. `guesses`: of each, the best first; `error`: of all."""
+
+    token_ids: tuple[int, ...] = ()
+    guesses: tuple[tuple[int, ...], ...] = ()
+    error: float = 0.0
+
+    def grown(self, errors_N: torch.Tensor, ids_N: torch.Tensor, width: int) -> Iterator[Beginning]:
+        """Yield this with each of the candidates that fit best behind it, so many of them."""
+        errors_W, best_W = errors_N.topk(min(width, len(errors_N)), largest=False)
+        ids: Sequence[int] = ids_N[best_W].tolist()
+        for error, token_id in zip(errors_W.tolist(), ids, strict=True):
+            guesses = (token_id, *(other for other in ids if other != token_id))[:TOP]
+            token_ids = (*self.token_ids, token_id)
+            yield Beginning(token_ids, (*self.guesses, guesses), self.error + error)
+
+
+# ---------------------------------------------------------------------------------- inner products
+
+
+class GramDictionary(Attack):
+    """Compares inner products of each row with the rows before it, in layer 0.
+
+    An orthogonal map leaves X X^T. The first token is BOS. Each next one is the candidate whose
+    inner products with what was read are those of the row; a few beginnings are followed up, since
+    the second token has only one.
+    """
+
+    name: ClassVar[str] = "gram"
+    control: ClassVar[str] = "attention-in-tee"
+    published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = (
+        "integers",
+        "layer 0 stays",
+        "no session's beginning crossed",
+        "no public weights to compare with",
+        "no token that every prompt begins with",
+    )
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Read each session from its beginning on."""
+        where = next((where for where in view.row_places() if where in FIRST_PLACES), None)
+        begins = view.public.first_id
+        if where is None or begins is None:  # which it refuses
+            return
+        table_VI = dictionary(view, where)
+        if where == FIRST:
+            table_VI = table_VI / PublicAndServed(view).fold(linear_site(FIRST)).float()
+        for session, trace in enumerate(view.traces):
+            calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
+            if not calls:
+                continue
+            # What a mask has added stands anywhere among them: then these are not the tokens' rows.
+            rows = [view.rows(call)[: step.tokens] for step, call in calls]
+            steps = (step.first for step, _ in calls)
+            tokens = [
+                first + place
+                for first, own in zip(steps, rows, strict=True)
+                for place in range(len(own))
+            ]
+            best = follow(torch.cat(rows), table_VI, begins, work)
+            guesses = dict(zip(tokens, best.guesses, strict=True))
+            yield Reading(place_name(where), session, range(trace.tokens), guesses)
+
+
+def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work) -> Beginning:
+    """Return the tokens whose inner products are those of the rows, as far as the beam finds."""
+    scale = 1 / rows_RI.shape[1]
+    gram_RR = rows_RI @ rows_RI.t() * scale
+    lengths_V = table_VI.square().sum(1) * scale
+    known: dict[int, torch.Tensor] = {}
+    ids_V = torch.arange(len(table_VI))
+    beam = [Beginning((first,), ((first,),))]
+    for row in range(1, len(rows_RI)):
+        work.tick()
+        references = range(max(0, row - _REFERENCES), row)
+        own_V = (lengths_V - gram_RR[row, row]).square()
+        grown: list[Beginning] = []
+        read = [before.token_ids[references.start :] for before in beam]
+        # A beginning shares all but its last token with the one that it grew from.
+        known = _inner_products({*chain.from_iterable(read)}, table_VI, known)
+        for before, ids_S in zip(beam, read, strict=True):
+            # In place: of a large vocabulary this is the largest that there is, next to the table.
+            products_SV = torch.stack([known[token_id] for token_id in ids_S])
+            errors_SV = products_SV.mul_(scale).sub_(gram_RR[row, references, None])
+            errors_V = own_V + errors_SV.square_().sum(0)
+            work.compared += len(table_VI)
+            grown += before.grown(errors_V, ids_V, _BEAM)
+        kept = _BEAM if row < _BEGUN else _KEPT
+        beam = sorted(grown, key=lambda beginning: beginning.error)[:kept]
+    return beam[0]
+
+
+def _inner_products(
+    wanted: set[int], table_VI: torch.Tensor, known: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Return the inner products of tokens with all tokens, a [V] for each, some of them `known`."""
+    found = {token_id: known[token_id] for token_id in wanted.intersection(known)}
+    if new := sorted(wanted.difference(known)):
+        # Together, since most of it is reading the table. Then apart, or one that is kept would
+        # hold the others' memory.
+        products_TV = table_VI[new] @ table_VI.t()
+        found |= {one: new_V.clone() for one, new_V in zip(new, products_TV, strict=True)}
+    return found
+
+
+# ------------------------------------------------------------------------------------------- noise
+
+
+class NoiseAveraging(Attack):
+    """The most likely tokens, given everything that crossed and how large its noise is.
+
+    For each token a policy sends one noisy row per linear operator and layer. Behind what was read
+    so far a candidate explains all of them; its score is log p(candidate | read so far) of the
+    public model less ||observed - predicted||^2 / (2 sigma^2), summed over all of them. Noise is
+    independent from place to place, so what one row does not tell, twenty may.
+
+    A session is read from its beginning, so only where prompts cross. The other reading is of each
+    row of layer 0 by itself, as the mask's own known break has it.
+    """
+
+    name: ClassVar[str] = "noise-averaging"
+    control: ClassVar[str] = "attention-in-tee"
+    published: ClassVar[float] = 0.97
+
+    def refuses(self, view: View) -> str | None:
+        """No floats crossed that are in the clear or under noise."""
+        if not view.linear_places():
+            return "no linear operator crossed" if view.row_places() else "no activations crossed"
+        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.operator))
+        if not any(call.rows.is_floating_point() for call in calls):
+            return "integers"
+        return None if _places(view) else "neither clear nor under noise"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Look rows of layer 0 up one by one, then read through all places."""
+        places = _places(view)
+        if FIRST in places:
+            yield from look_up(view, FeatureMatcher(), work)
+        # Without prompts there is no beginning to read on from.
+        begins = any(view.policy.at(op, layer or 0, "prefill").leaves for layer, op in places)
+        if not view.public.has_layers or not begins:
+            return
+        for session, trace in enumerate(view.traces[: _SEARCHES * view.search_sessions]):
+            if not trace.steps:
+                continue
+            limit = min(view.search_tokens, trace.tokens)
+            guesses = dict(enumerate(_most_likely(view, trace, places, limit, work)))
+            yield Reading("all places", session, range(limit), guesses)
+
+
+@dataclass(frozen=True, eq=False)
+class _Evidence:
+    """Rows [T, I] that crossed at a place in a step, and the size of the noise on them."""
+
+    where: Where
+    rows_TI: torch.Tensor
+    sigma: float
+
+    def log_likelihood(self, token: int, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return that of each candidate's input, up to a constant: [N], float64."""
+        # The slower way of two: the other one loses the digits that near candidates differ in.
+        away_1N = torch.cdist(
+            self.rows_TI[token, None], states_NI, compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        return away_1N[0].double().square() / (-2 * self.sigma**2)
+
+
+def _places(view: View) -> list[Where]:
+    """Return where floats crossed under noise of a known size, or under nothing."""
+    return [
+        where
+        for where in view.linear_places()
+        if all(_sigma(view.policy, where, phase) is not None for phase in ("prefill", "decode"))
+    ]
+
+
+def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
+    """Return the standard deviation of what is added at a place; None under any other mask."""
+    layer, operator = where
+    mask = policy.at(operator, layer or 0, phase).mask
+    if mask is None:
+        return _LEAST_SIGMA
+    if not isinstance(mask, AdditiveMask) or mask.arithmetic != "float":
+        return None
+    sigma = mask.model_dump().get("sigma")
+    return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
+
+
+def _evidence(view: View, step: TraceStep, places: list[Where]) -> list[_Evidence]:
+    phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
+    found = []
+    # A place that is asked more than once, as for q, k and v by themselves, counts as often.
+    for call in step.calls:
+        sigma = _sigma(view.policy, call.where, phase) if call.where in places else None
+        if sigma is not None and call.rows.is_floating_point() and len(call.rows) == step.tokens:
+            found.append(_Evidence(call.where, call.rows.float(), sigma))
+    return found
+
+
+def _most_likely(
+    view: View, trace: Trace, places: list[Where], limit: int, work: Work
+) -> tuple[tuple[int, ...], ...]:
+    """Return guesses for the first tokens of a trace, those of the most likely beginning first."""
+    beam, nothing = [Beginning()], view.public.nothing()
+    prefixes = {nothing.token_ids: nothing}
+    for step in trace.steps:
+        evidence = _evidence(view, step, places)
+        if not evidence:
+            break
+        for token in range(min(step.tokens, limit - step.first)):
+            work.tick()
+            grown: list[Beginning] = []
+            for before in beam:
+                ids_N, scores_N = _scored(view, prefixes[before.token_ids], evidence, token, work)
+                grown += before.grown(-scores_N, ids_N, TOP)
+            grown.sort(key=lambda beginning: beginning.error)
+            most = grown[0].error + _GIVEN_UP
+            beam = [one for one in grown[:_LIKELIEST] if one.error <= most]
+            prefixes = {
+                one.token_ids: view.public.extend(prefixes[one.token_ids[:-1]], one.token_ids[-1])
+                for one in beam
+            }
+    return beam[0].guesses
+
+
+def _scored(
+    view: View, prefix: Prefix, evidence: list[_Evidence], token: int, work: Work
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest candidates behind a prefix and their log probabilities, unnormalised."""
+    public = view.public
+    prior_V = _prior(view, prefix)
+    rough_V = prior_V.clone()
+    for one in evidence:
+        if one.where == FIRST:
+            rough_V += one.log_likelihood(token, public.dictionary_VD)
+            work.compared += len(rough_V)
+    most = rough_V.topk(min(_MOST, len(rough_V)))
+    likely = int((most.values >= most.values[0] - _UNLIKELY).sum())
+    ids_N = most.indices[: max(_FEWEST, likely)]
+    states = public.states(prefix, ids_N.tolist())
+    work.modelled += len(ids_N)
+    scores_N = prior_V[ids_N]
+    for one in evidence:
+        scores_N = scores_N + one.log_likelihood(token, states.inputs[one.where])
+        work.compared += len(ids_N)
+    return ids_N, scores_N
+
+
+def _prior(view: View, prefix: Prefix) -> torch.Tensor:
+    """Return what the public model expects next: log probabilities [V], float64."""
+    if prefix.logits_V is not None:
+        return prefix.logits_V.double().log_softmax(-1)
+    p_V = torch.full((view.public.vocab_size,), 1 / view.public.vocab_size, dtype=torch.float64)
+    if (first := view.public.first_id) is not None:
+        p_V *= 1 - _FIRST_IS_KNOWN
+        p_V[first] += _FIRST_IS_KNOWN
+    return p_V.log()
