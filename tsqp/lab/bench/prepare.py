@@ -28,7 +28,8 @@ from protocol.model.checkpoint import (
     linear_tensors,
     model_digest,
 )
-from protocol.model.config import ModelConfig, read_config, read_json
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import read_json
 from protocol.model.weights import load_tensor, weight_rows
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
@@ -288,7 +289,7 @@ def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLa
     """Return the sites under each mask that needs pads."""
     layers = config.num_hidden_layers
     return {
-        mask: PadLayout.of(config, sites_under(policy, layers, mask))
+        mask: PadLayout.of(config, policy.sites_under(layers, mask))
         for mask in policy.masks
         if isinstance(mask, AdditiveMask)
     }
