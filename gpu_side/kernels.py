@@ -99,9 +99,9 @@ _ASK_AGAIN_PART = 8
 class Transfer:
     """Carries tensors to the device and back. Of the CPU: only another dtype is a copy."""
 
-    def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a CPU tensor as it is needed on the device; the original may be freed at once."""
-        return tensor.to(dtype)
+    # Returns a CPU tensor as it is needed on the device; the original may be freed at once. Without
+    # a Python call: it is asked for every request.
+    to_device: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = staticmethod(torch.Tensor.to)
 
     def to_host(
         self, tensor: torch.Tensor, dtype: torch.dtype
