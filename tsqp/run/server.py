@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tee_side")
 
+_SHUTDOWN_S = 5
+_SYNC_S = 1.0
+_TRIM_S = 10.0
 
 # Names of a certificate and its key, in PEM.
 Tls: TypeAlias = "tuple[str | Path, str | Path]"
@@ -110,7 +113,7 @@ def _configured(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
         lifespan="off",
         ssl_certfile=certificate,
         ssl_keyfile=key,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
 
 
@@ -185,9 +188,9 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, bool if parts.keys is None else parts.keys.reload)
     # Each thread's heap stays as large as it ever was: 64 streams took 4 MiB more in six minutes.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    chores = [] if trim is None else [asyncio.create_task(_every(10.0, partial(trim, 0)))]
+    chores = [] if trim is None else [asyncio.create_task(_every(_TRIM_S, partial(trim, 0)))]
     if audit is not None:
-        chores.append(asyncio.create_task(_every(1.0, audit.sync)))
+        chores.append(asyncio.create_task(_every(_SYNC_S, audit.sync)))
     engine.start()
     try:
         await server.serve(sockets=[listening])
