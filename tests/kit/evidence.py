@@ -143,7 +143,8 @@ def serving(by: Identity, answer: Answer | None = None) -> Iterator[AttestedServ
             with suppress(OSError), context.wrap_socket(plain, server_side=True) as near:
                 connections.append(near)
                 near.settimeout(30)
-                while (request := _request(near)) and server.received.extend(request) is None:
+                while request := _request(near):
+                    server.received.extend(request)
                     near.sendall(_reply(request, answer or by.state, server.asked))
 
         threads.append(threading.Thread(target=accept))
