@@ -127,11 +127,16 @@ async def forward(
             qk_TXC[:, H:] = layer.k_norm(qk_TXC[:, H:])
         q_THC, k_TKC = layer.rope(qk_TXC, *rope).split_with_sizes((H, K), dim=1)
         mixed_TX = await ops.attention(layer, q_THC, k_TKC, v_TKC, batch)
+        # The memory of a reply that is let go is the next one's: a prompt's have 16 MB and more,
+        # and fresh pages of as much cost a twentieth of the prompt.
+        del qkv_TX, qk_TXC, q_THC, k_TKC, v_TKC
         h_TD = layer.residual(h_TD, await ops.o_proj[layer.index](mixed_TX))
         # Gated MLP.
         both_TX = await ops.gate_up_proj[layer.index](layer.post_attention_layernorm(h_TD))
         between_TF = layer.silu_mul(*both_TX.chunk(2, dim=-1))
+        del mixed_TX, both_TX
         h_TD = layer.residual(h_TD, await ops.down_proj[layer.index](between_TF))
+        del between_TF
     return h_TD if outputs is None else h_TD[outputs]
 
 
