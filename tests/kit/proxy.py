@@ -117,7 +117,7 @@ class Proxy(Closing):
                 service = await asyncio.open_connection(*self._address.split(":"))
             else:
                 service = await asyncio.open_unix_connection(self._address)
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             return
         self._open[task] = writer, service[1]
