@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from pydantic_core import to_jsonable_python
+
 from protocol.errors import InputError, MaskError
 from tee_side.plugins import installed
 from tee_side.policy.leakage_summary import SEEN
@@ -85,7 +87,10 @@ class MaskEntry(NamedTuple):
             "services": mask.services,
             "provisioned": issubclass(mask, ProvisionedMask),
             "operators": self.operators,
-            "options": [option._asdict() for option in self.options],
+            # Of a stranger's mask a default may be anything.
+            "options": to_jsonable_python(
+                [option._asdict() for option in self.options], fallback=str
+            ),
             "about": self.about,
             "origin": self.origin,
         }

@@ -1,7 +1,4 @@
-"""A channel over another one, and a network link that is not there.
-
-What a step would cost if the service were further away.
-"""
+"""A network link that is not there: what a step would cost if the service were further away."""
 
 from __future__ import annotations
 

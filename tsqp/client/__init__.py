@@ -30,6 +30,9 @@ __all__ = [
     "connect",
 ]
 
+# For a whole answer, which a model may take minutes for.
+_WHOLE_S = 600.0
+
 
 class Connection(NamedTuple):
     """What `openai.OpenAI` takes: `OpenAI(base_url=..., http_client=..., api_key=...)`.
@@ -65,7 +68,7 @@ def connect(
         if isinstance(appraisal, AppraisalPolicy)
         else AppraisalPolicy.load(Path(appraisal))
     )
-    address, timeout = Address.of(url), httpx2.Timeout(600.0, connect=CONNECT_S)
+    address, timeout = Address.of(url), httpx2.Timeout(_WHOLE_S, connect=CONNECT_S)
     from tsqp.client.transports import AttestedTransport, ProvedTransport
 
     base = f"https://{address}"

@@ -31,6 +31,9 @@ _FIXED = {
     "TZ": "UTC",
 }
 
+# Of what a program that failed has said last.
+_SHOWN_LINES = 8
+
 
 def call(
     command: Sequence[str | Path],
@@ -52,7 +55,7 @@ def call(
     except FileNotFoundError:
         raise SettingsError(program, got="no such program", expected="it installed") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-8:]
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
         raise SettingsError(
             program,
             got=f"exit status {done.returncode}: {' | '.join(said)}",
@@ -75,10 +78,8 @@ ARCHIVE = "http://deb.debian.org"
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
-
 # Its own version has the name of the kernel in the package's; this one depends on it.
 _KERNEL = "linux-image-cloud-amd64"
-
 
 _LINE = re.compile(
     r"^'(?P<url>\S+)' (?P<file>\S+) \d+ SHA256:(?P<sha256>[0-9a-f]{64})$", re.MULTILINE
@@ -89,7 +90,6 @@ _LINE = re.compile(
 _MERGE_USR = (
     'for name in bin sbin lib lib64; do mkdir -p "$1/usr/$name"; ln -s "usr/$name" "$1/$name"; done'
 )
-
 
 _APT = """\
 Dir "{0}";

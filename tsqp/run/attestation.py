@@ -46,6 +46,8 @@ _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----",
 _OURS = ("protocol.", "tee_side.", "tsqp.")
 # Emulation measures nothing: QEMU repeats it to its guest.
 _EMULATED = Path("/sys/firmware/qemu_fw_cfg/by_name/opt/tsqp/measurement/raw")
+# Of a service that proves none.
+_NO_KEY = z85.encode(bytes(32))
 
 
 def identify(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> Identity:
@@ -175,8 +177,7 @@ def _curve_keys(
     endpoints = settings.gpu if policy.services else ()
     found = one_for_each(keys, endpoints) if endpoints else []
     said = {
-        f"service {n}": z85.encode(bytes(32)) if one is None else one.service
-        for n, one in enumerate(found, 1)
+        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
     }
     said |= {"runner": keys[0].public} if keys else {}
     return {owner: z85.decode(key) for owner, key in said.items()}

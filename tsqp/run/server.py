@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tee_side")
 
 _SHUTDOWN_S = 5
+_BACKLOG = 1024
 _SYNC_S = 1.0
 _TRIM_S = 10.0
 
@@ -346,12 +347,14 @@ def _checked_tls(settings: ServeSettings) -> Tls | None:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Listen at an address; at `::`, to clients of IPv4 as well."""
-    v6 = ":" in host
-    family = socket.AF_INET6 if v6 else socket.AF_INET
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=v6)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(_BACKLOG)
     except OSError as error:
+        made.close()
         raise EndpointError(
             f"{host}:{port}", error.strerror or type(error).__name__, "a free address"
         ) from None
+    return made

@@ -300,7 +300,7 @@ class Purpose(BaseModel):
 
     `mask`: as `Mask.described`, with all options: they change u. `model`: the name of the model's
     directory, for messages; empty in banks that were made before it was kept. Digests as in
-    `protocol.model.identity`. `sites`: number, layer, operator, in_features, out_features.
+    `protocol.model.checkpoint`. `sites`: number, layer, operator, in_features, out_features.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -212,7 +212,8 @@ def test_idle_time_is_used_to_make_pads_and_a_run_without_any_is_told(
 ) -> None:
     settings = _settings(saved_model("llama"), "shielded", loopback, when_out="fail")
     with Runner(settings) as runner:
-        assert runner.totals().pads_ready == 0
+        totals = runner.totals()
+        assert (totals.pads_ready, totals.pads_waited, totals.pads_in_tee) == (0, 0, 0)
         with pytest.raises(PadsExhaustedError, match="0 left"):
             _generate(runner)
         while (runner.totals().pads_ready or 0) < 10:  # a batch at least each time

@@ -15,9 +15,11 @@ from click.testing import CliRunner, Result
 from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
 from protocol.messages import HealthReply
 from protocol.model.sealed import SEAL_FILE, SealedModel
+from tee_side.protect.masks.mask import Pad
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
+from tsqp.catalogue import MaskEntry
 from tsqp.cli.main import command
 from tsqp.cli.serve import Conversation
 from tsqp.key_files import AUDIT_KEY, SEAL_KEY
@@ -176,3 +178,8 @@ def test_policies_and_masks_are_listed_beside_what_does_not_load() -> None:
     masks = json.loads(run("masks", "--json").stdout)["masks"]
     assert json.loads(run("masks", "pad", "--json").stdout) in masks
     assert "got 'rot13', expected one of " in str(run("masks", "rot13").exception)
+
+    class Strange(Pad):
+        table: Path = Path("/x")
+
+    assert MaskEntry(Strange).described()["options"][-1]["default"] == "/x"

@@ -34,7 +34,7 @@ AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
         ),
         (("--api-keys", "{file}"), "{file}"),
         (("--audit-log", "{file}"), "--audit-log: got another combination, expected"),
-        (("--port", "{port}"), "127.0.0.1:{port}: got Address already in use"),
+        (("--port", "{port}"), "127.0.0.1:{port}: got Address already in use, expected a free"),
     ],
 )
 def test_it_is_said_before_the_model_is_loaded(

@@ -393,7 +393,11 @@ def _spinning(look: Callable[[int], R], at_once: int, spin_us: float) -> R:
 def ping_pong(spin_us: float = 0.0) -> tuple[PingPong, ...]:
     """Measure every transport in a process of its own, by few round trips. Raises ProcessError."""
     options = OPTIONS | {"round_trips": 300, "spin_us": spin_us}
-    return tuple(in_fresh_process(measure_round_trips, SimpleNamespace(**options)))
+    return tuple(
+        in_fresh_process(
+            measure_round_trips, SimpleNamespace(**options), where="baseline raw ping-pong"
+        )
+    )
 
 
 if __name__ == "__main__":

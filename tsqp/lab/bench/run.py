@@ -334,7 +334,9 @@ class Bench:
                 "new_tokens": plan.decode_steps if contexts else 0,
                 "repeats": plan.repeats,
             }
-            yield in_fresh_process(_baseline, "transformers_baseline", options)
+            yield in_fresh_process(
+                _baseline, "transformers_baseline", options, where="baseline transformers"
+            )
         if not settings.endpoints:
             self._say("baseline: the published client")
             with ExitStack() as running:
@@ -349,12 +351,14 @@ class Bench:
                     "against": "cpu" if settings.computes else "null",
                     "timeout_s": 120.0,
                 }
-                yield in_fresh_process(_baseline, "published_client", options)
+                yield in_fresh_process(
+                    _baseline, "published_client", options, where="baseline published client"
+                )
         # There is an accelerator here, that of our own services.
         if settings.device.startswith("cuda") and not settings.endpoints and contexts:
             self._say("baseline: the GPU alone, unmasked")
             options = {"model": model, "device": settings.device, "context": contexts, "steps": 50}
-            yield in_fresh_process(_baseline, "unmasked_gpu", options)
+            yield in_fresh_process(_baseline, "unmasked_gpu", options, where="baseline GPU alone")
 
     def _answers(self, job: PolicyJob) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
