@@ -32,12 +32,13 @@ from protocol.errors import (
 from protocol.messages import (
     MAX_TIMING_US,
     LMHeadRequest,
+    MatmulRequest,
     Request,
     RingLinearRequest,
     TensorReply,
     Timing,
 )
-from protocol.prepared import PreparedRequest, Traffic
+from protocol.prepared import Payloads, PreparedRequest, Traffic
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, WireTensor, from_torch
 from protocol.transport import open_channel
@@ -188,6 +189,21 @@ def test_a_payload_that_was_not_prepared_is_not_sent(payload: torch.Tensor) -> N
     with pytest.raises(OversizedRequestError, match=f"at most {_ring().request_bytes - 1} "):
         small.start(_ring(), _payload())
     assert channel.sent == small.sent == []
+
+
+def test_a_message_of_several_tensors_goes_out_whole_and_in_order() -> None:
+    pair = Payloads((torch.rand(1, 2, 3), torch.rand(1, 3, 4)))
+    empty = [WireTensor("float32", tuple(one.shape), b"") for one in pair]
+    prepared = PreparedRequest(MatmulRequest(a=empty[0], b=empty[1]), (1, 2, 4), "float32")
+    channel = ScriptedChannel()
+    channel.start(prepared, pair)
+    (frames,) = channel.sent
+    assert sum(memoryview(frame).nbytes for frame in frames) == prepared.request_bytes
+    sent = read_request(open_request(list(frames), 2**20))
+    assert sent == MatmulRequest(a=from_torch(pair[0]), b=from_torch(pair[1]))
+    for other in (Payloads(pair[::-1]), Payloads(pair[:1])):
+        with pytest.raises((ProtocolError, ValueError)):
+            channel.start(prepared, other)
 
 
 def _timed(queue_us: int, compute_us: int) -> Callable[[int], list[Buffer]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_runs(tee: Tee) -
         assert not caught.value.retryable
 
 
-@each_row("how", ["finished", "stopped", "removed"])
+@each_row("how", ["finished", "stopped", "removed", "broken off"])
 def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how: str) -> None:
     engine = _limited(tee, 20)
     first = engine.add(PROMPT, max_new_tokens=3)
@@ -143,6 +144,9 @@ def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how
             engine.step()
     elif how == "stopped":
         first.stop()
+    elif how == "broken off":
+        with closing(engine.run([first])) as steps:
+            next(steps)
     else:
         engine.remove(first)
     with pytest.raises(LimitError):
