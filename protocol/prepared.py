@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -133,8 +133,8 @@ Payload: TypeAlias = torch.Tensor | Payloads
 class PreparedRequest:
     """A request but for its id, its deadline and its tensors' numbers.
 
-    `message`: what it was made from; `method`; `shape` and `dtype` (a short name) of the payload,
-    of several tensors the first; `template`: the header behind the id and deadline;
+    `message`: what it was made from; `method`; `shape` of the payload, of several tensors all, and
+    `dtype` (a short name) of the first; `template`: the header behind the id and deadline;
     `request_bytes`: size of all frames. Of the reply: `reply_shape`, `reply_dtype`,
     `reply_payload_bytes`, `reply_bytes`, and `reply_template` (the header behind the id and
     timing). `sent_as`, `answered_as`: both messages for compiled code, which sends no several
@@ -150,7 +150,9 @@ class PreparedRequest:
         self.message, self.method = message, message.method
         self._tensors = {name: one for name, one in message if isinstance(one, WireTensor)}
         first, *others = self._tensors.values()
-        self.shape, self.dtype = first.shape, first.dtype
+        shapes = tuple(one.shape for one in (first, *others))
+        self.shape: tuple[Any, ...] = shapes if others else first.shape
+        self.dtype = first.dtype
         self.template = request_template(message, [b""])
         payload_bytes = sum(one.payload_bytes for one in (first, *others))
         self.request_bytes = REQUEST.head_bytes + len(self.template) + payload_bytes
@@ -180,14 +182,10 @@ class PreparedRequest:
         Raises ProtocolError.
         """
         tensors = payload if isinstance(payload, Payloads) else (payload,)
-        for tensor, wanted in zip(tensors, self._tensors.values(), strict=True):
-            if tensor.shape != wanted.shape or short_name(tensor.dtype) != wanted.dtype:
-                raise ProtocolError(
-                    f"payload of {self.method}",
-                    f"{short_name(tensor.dtype)} {list(tensor.shape)}",
-                    f"{wanted.dtype} {list(wanted.shape)}",
-                    code=ErrorCode.INVALID_FIELD,
-                )
+        got = " and ".join(f"{short_name(one.dtype)} {list(one.shape)}" for one in tensors)
+        wanted = " and ".join(f"{one.dtype} {list(one.shape)}" for one in self._tensors.values())
+        where = f"payload of {self.method}"
+        ProtocolError.unless(got == wanted, where, got, wanted, code=ErrorCode.INVALID_FIELD)
         return [raw_bytes(tensor) for tensor in tensors]
 
     def request(self, payload: Payload) -> Preparable:

@@ -9,7 +9,7 @@ table of their phase, or the one that draws no pads.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -271,7 +271,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 self.remove(sequence)
 
-    def run(self, sequences: abc.Sequence[Sequence]) -> Iterator[list[Sampled]]:
+    def run(self, sequences: abc.Sequence[Sequence]) -> Generator[list[Sampled], None, None]:
         """Step these sequences until each has ended or was removed; yield what each step gave.
 
         Others stand still meanwhile. Where the iteration ends early, they are removed. Raises as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
@@ -112,8 +113,7 @@ class Generation:
         self._begun = False
         self._before = totals()
         self._started = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._started
+        self._first = self._last = self._started
 
     def __iter__(self) -> Iterator[str]:
         """Yield the text as it comes. Raises RuntimeError as `steps` does."""
@@ -133,13 +133,14 @@ class Generation:
         if self._begun:
             raise RuntimeError("a generation that was iterated over or closed before")
         self._begun = True
-        for step in self._engine.run([self._sequence]):
-            for sampled in step:
-                self.token_count += 1
-                self._last = time.perf_counter()
-                if self._first is None:
-                    self._first = self._last
-                yield sampled
+        with closing(self._engine.run([self._sequence])) as run:
+            for step in run:
+                for sampled in step:
+                    self._last = time.perf_counter()
+                    if not self.token_count:
+                        self._first = self._last
+                    self.token_count += 1
+                    yield sampled
 
     def stop(self) -> None:
         """End after the tokens so far, as a stop string does."""
@@ -188,7 +189,6 @@ class Generation:
         if sequence.finish_reason is None:
             raise RuntimeError("the result of a generation that has not ended")
         prompt, new = len(sequence.prompt_ids), self.token_count
-        first = self._last if self._first is None else self._first
         return GenerationResult(
             prompt_token_ids=list(sequence.prompt_ids),
             token_ids=self.token_ids,
@@ -196,8 +196,8 @@ class Generation:
             finish_reason=sequence.finish_reason,
             usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),
             timing=GenerationTiming(
-                ttft_s=first - self._started,
-                tpot_s=(self._last - first) / (new - 1) if new > 1 else None,
+                ttft_s=self._first - self._started,
+                tpot_s=(self._last - self._first) / (new - 1) if new > 1 else None,
                 total_s=self._last - self._started,
             ),
             policy=self._policy,

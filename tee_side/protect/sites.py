@@ -94,16 +94,15 @@ class IntegerSite:
         GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
         """
         if compiled_for(x_TI.dtype):
-            elements_TI, _, norm, *_ = compiled.encode(x_TI, self.step, None)
+            scaled_TI, _, norm, *_ = compiled.encode(x_TI, self.step, None)
         else:
             scaled_TI = x_TI.to(torch.float32).div(self.step).round_()
             # A norm that is NaN is the largest of all, and is refused.
             norm = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
-            # Whole numbers: where the norm is in range, a rounded float32 converts exactly.
-            elements_TI = scaled_TI.to(torch.int32)
         if not norm <= self.row_limit:
             self.refuse(norm)
-        return elements_TI
+        # Whole numbers from here on: a float32 that has been rounded converts exactly.
+        return scaled_TI.to(torch.int32)
 
     def refuse(self, norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row with this norm."""

@@ -157,7 +157,7 @@ class BankFile(PadStore):
         # Their memory serves all groups in turns: fresh pages cost as much as decrypting.
         self._begun: Begun = {}
         self._following: Begun = {}
-        self._ahead: Future[None] | None = None
+        self._ahead: tuple[int, Future[None]] | None = None
         # Records on their way, in memory that is used again, too. One for each thread of the store,
         # and for the one that has the lock.
         self._reading = [bytearray(max(sizes)) for _ in range(self._threads + 1)]
@@ -279,9 +279,7 @@ class BankFile(PadStore):
     def _read_all(self, indices: range) -> dict[int, Tensor]:
         parts = []
         for first in range(indices.start - indices.start % self.group, indices.stop, self.group):
-            if len(self._begun) < len(self._sites) or any(
-                begun != first for begun, _ in self._begun.values()
-            ):
+            if [begun for begun, _ in self._begun.values()] != [first] * len(self._sites):
                 self._advance(first)
             start, stop = max(indices.start - first, 0), min(indices.stop - first, self.group)
             if len(indices) == self.group == stop - start:  # not read again: the caller has it
@@ -300,16 +298,17 @@ class BankFile(PadStore):
         on tokens would wait for it at every first one. What is decrypted ahead and never used is
         gone with this process, as pads are that were not decrypted.
         """
-        if self._ahead is not None:
-            self._ahead.exception()  # what it could not open is opened again, and refused, below
-            self._ahead = None
-            # It may have decrypted pads that others took.
-            if any(begun == first for begun, _ in self._following.values()):
-                self._begun, self._following = self._following, self._begun
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == first:
+            ahead[1].result()
+            self._begun, self._following = self._following, self._begun
+        elif ahead is not None:
+            ahead[1].exception()  # pads that others took; the thread ends with it
         self._begin_all(first, self._begun)
         following = first + self.group
         if following < self._filled:
-            self._ahead = self._pool.submit(self._begin_all, following, self._following)
+            opened = self._pool.submit(self._begin_all, following, self._following)
+            self._ahead = following, opened
 
     def _begin_all(self, first: int, begun: Begun) -> None:
         for site in self._sites.values():

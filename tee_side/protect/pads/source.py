@@ -408,14 +408,15 @@ class PadLane:
         store = self._store
         if store.closed or os.getpid() != store.process:
             store.check_usable()
-        indices = self._indices
-        if site in self._used or rows > len(indices):
+        if site in self._used or rows > len(self._indices):
             self.end_step()
-            indices = self.source.take(rows)
+            self._indices = self.source.take(rows)
             if rows <= _ROWS_READ_AHEAD:
-                # Where this fails all of them are used up, and the next draw starts a step.
-                self._ready = store.all_factors(indices)
-            self._indices = indices
+                # Where this fails the step is over: no site has anything left to draw.
+                self._used = set(store.layout.by_number)
+                self._ready = store.all_factors(self._indices)
+                self._used = set()
+        indices = self._indices
         self._used.add(site)
         ready = self._ready.pop(site, None)
         if ready is None:

@@ -301,7 +301,8 @@ class Replicas(Channel):
         trouble = in_flight.trouble(member)
         trouble.error = error
         unknown = isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION
-        message = in_flight.message() if unknown else None
+        of_segment = in_flight.request.method == SegmentRequest.method
+        message = in_flight.message() if unknown and of_segment else None
         if isinstance(message, SegmentRequest) and message.goes_on:
             raise error  # no other service has the session either
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:

@@ -197,6 +197,31 @@ def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
             bank.factors(bank.take(1), 0)
 
 
+def _damage(bank: BankFile, first: int, site: SiteShape) -> None:
+    """Change a bit of a record, or change it back."""
+    _, offset = bank._place(first, site)
+    with bank._path.open("r+b") as file:
+        file.seek(offset + 20)
+        byte = file.read(1)[0]
+        file.seek(offset + 20)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_what_did_not_open_ahead_of_its_turn_is_refused_when_it_comes(tmp_path: Path) -> None:
+    with create(tmp_path, 16, block=1, group=4) as bank:
+        fill(bank, 16)
+        _damage(bank, 4, LAYOUT.sites[1])
+        use(bank, bank.take(1), at_once=True)
+        assert bank._ahead is not None
+        assert isinstance(bank._ahead[1].exception(), PadBankError)
+        _damage(bank, 4, LAYOUT.sites[1])  # put back by who changed it
+        for _ in range(3):
+            use(bank, bank.take(1), at_once=True)
+        with pytest.raises(PadBankError, match="pad 4, layer 1 qkv_proj"):
+            bank.all_factors(bank.take(1))
+        use(bank, bank.take(1), at_once=True)
+
+
 @each_row("way", ["factors", "all_factors", "start"])
 def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path, way: str) -> None:
     """Whether its site is read alone, ahead of its turn with all others, or by threads."""
@@ -204,12 +229,7 @@ def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path, way: s
     folder.mkdir()
     with create(folder, 16, block=1, group=group) as bank:
         fill(bank, 16)
-        _, offset = bank._place(group, second)
-        with bank._path.open("r+b") as file:
-            file.seek(offset + 20)
-            byte = file.read(1)[0]
-            file.seek(offset + 20)
-            file.write(bytes([byte ^ 1]))
+        _damage(bank, group, second)
         for _ in range(group):
             use(bank, bank.take(1), at_once=way == "all_factors")
         refused = pytest.raises(PadBankError, match=f"pad {group}, layer 1 qkv_proj")
