@@ -41,7 +41,7 @@ Computed: TypeAlias = (
 Shape: TypeAlias = tuple[int, ...]
 # Parts of a Segment, each of which costs the service some time whatever its rows are.
 _MOST_PARTS = 2**12
-# Numbers of a part, int64 (`gpu_side.sessions.Part`).
+# Numbers of a part, int64 (`gpu_side.sessions.SegmentPart`).
 _PART_NUMBERS = 7
 _TOGETHER = " or ".join(" ".join(names) for names in FUSED_MODULES.values() if len(names) > 1)
 
@@ -301,7 +301,7 @@ class RequestChecker:
         )
 
     def _bound(self, where: str, size: int, what: str = "an output") -> None:
-        """Refuse a request whose small inputs ask for an output that no reply may hold."""
+        """Refuse a request whose small inputs ask for more than a message may hold."""
         most = min(self._max_message_bytes, MAX_TENSOR_BYTES)
         ProtocolError.unless(
             size <= most,

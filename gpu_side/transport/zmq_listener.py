@@ -101,7 +101,7 @@ class ZmqListener(Listener):
 
     With `keys`, only to clients that hold one of the allowed ones. `heartbeat_timeout_s`: see
     `protocol.zmq_sockets`. Raises EndpointError when the endpoint is malformed, in use or not ours
-    to bind, and SettingsError where ZeroMQ cannot keep strangers out.
+    to bind; `gpu_side.service.open_listener` refuses keys that ZeroMQ would not keep to.
     """
 
     def __init__(

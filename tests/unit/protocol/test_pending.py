@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.service import open_listener
 from protocol import native
-from protocol.channel import OversizedRequestError, WrappedChannel
+from protocol.channel import OversizedRequestError
 from protocol.encoding import MAX_TEMPLATE_BYTES, REPLY, REQUEST, HeaderLayout
 from protocol.errors import (
     EndpointError,
@@ -33,12 +32,11 @@ from protocol.messages import (
     MAX_TIMING_US,
     LMHeadRequest,
     MatmulRequest,
-    Request,
     RingLinearRequest,
     TensorReply,
     Timing,
 )
-from protocol.prepared import Payloads, PreparedRequest, Traffic
+from protocol.prepared import Payloads, PreparedRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer, WireTensor, from_torch
 from protocol.transport import open_channel
@@ -47,24 +45,6 @@ from tests.kit.wire import ScriptedChannel, take, tensor_reply
 
 LOST = "a lost connection while LMHead"
 ASK = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
-
-
-class _Passing(WrappedChannel):
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        return self._channel.submit(request, timeout_s)
-
-
-def test_a_channel_over_another_one_hands_on_what_it_does_not_do_itself() -> None:
-    inner = mock.Mock(spec=ScriptedChannel)
-    inner.endpoint, inner.traffic = "unix:///s", Traffic()
-    channel, error, reply = _Passing(inner), TsqpError("a", got="b", expected="c"), mock.Mock()
-    assert (channel.endpoint, channel.traffic) == (inner.endpoint, inner.traffic)
-    assert channel.wait(channel.submit(ASK)) is inner.wait.return_value
-    channel.abandon(7)
-    channel.distrust(reply, error)
-    channel.close()
-    handed_on = inner.mock_calls[-3:]
-    assert handed_on == [mock.call.abandon(7), mock.call.distrust(reply, error), mock.call.close()]
 
 
 def _zeros(request_id: int, elements: int = 4) -> list[Buffer]:

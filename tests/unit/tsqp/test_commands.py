@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import create_model
 
 from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
 from protocol.messages import HealthReply
@@ -178,8 +179,5 @@ def test_policies_and_masks_are_listed_beside_what_does_not_load() -> None:
     masks = json.loads(run("masks", "--json").stdout)["masks"]
     assert json.loads(run("masks", "pad", "--json").stdout) in masks
     assert "got 'rot13', expected one of " in str(run("masks", "rot13").exception)
-
-    class Strange(Pad):
-        table: Path = Path("/x")
-
-    assert MaskEntry(Strange).described()["options"][-1]["default"] == "/x"
+    strange = create_model("Strange", __base__=Pad, table=(Path, Path("/x")))
+    assert MaskEntry(strange).described()["options"][-1]["default"] == "/x"

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from protocol.channel import Channel
+from protocol.errors import TsqpError
 from protocol.messages import LinearRequest
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest, Traffic
@@ -43,6 +44,18 @@ def shown(feed: Feed, page: str = MINE) -> dict[str, Any]:
     found = feed.described(page, 0)
     assert found is not None
     return found
+
+
+def test_what_the_page_does_not_watch_is_handed_on() -> None:
+    wire, error, reply = made_wire(), TsqpError("a", got="b", expected="c"), mock.Mock()
+    channel = Feed()(wire, 1.0)
+    assert (channel.endpoint, channel.traffic) == (wire.endpoint, wire.traffic)
+    assert channel.wait(7) is wire.wait.return_value
+    channel.abandon(7)
+    channel.distrust(reply, error)
+    channel.close()
+    assert [name for name, *_ in wire.mock_calls] == ["wait", "abandon", "distrust", "close"]
+    assert wire.distrust.call_args.args == (reply, error)
 
 
 def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
