@@ -260,6 +260,7 @@ class AnyRequests(RuleBasedStateMachine):
                 after = []
         except ZeroDivisionError:
             after = after[:start]
+            assert all(cache.length == start for cache in caches)
         self.known[client, session] = after, now
 
     @invariant()
@@ -272,11 +273,8 @@ class AnyRequests(RuleBasedStateMachine):
         for client in (A, B):
             sizes = [one.bytes for name, one in held.items() if name.client == client]
             account = self.sessions._ledger.of(client)
-            assert (account.bytes, account.in_use, len(account.resting)) == (
-                sum(sizes),
-                0,
-                len(sizes),
-            )
+            found = account.bytes, account.in_use, len(account.resting)
+            assert found == (sum(sizes), 0, len(sizes))
 
     def teardown(self) -> None:
         self.sessions.forget_revoked(lambda _client: False)

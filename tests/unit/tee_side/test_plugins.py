@@ -199,6 +199,7 @@ def test_what_an_installed_package_brings_is_found_by_its_name(
         patch.setattr("tee_side.plugins.installed", installed)
         assert find("theirs") is theirs
         assert find(ours) == own != theirs
+        assert all_masks().named("pad") is Pad
         # A mask is uniform by its own word alone.
         assert (Pad.uniform, Theirs.uniform) == (True, False)
         assert {*entries, ours, "twice"} <= set(names())
