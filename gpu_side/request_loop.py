@@ -21,13 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_side.defaults import DRAIN_S
-from gpu_side.encoding import (
-    EnvelopeError,
-    OpenedRequest,
-    RequestReader,
-    encode_reply,
-    unread,
-)
+from gpu_side.encoding import EnvelopeError, OpenedRequest, RequestReader, encode_reply, unread
 from gpu_side.event_log import log
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import Working, wait_until

@@ -27,13 +27,7 @@ from gpu_side.served_model import (
 )
 from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, WHOLE, Arithmetic, Columns, LinearOperator, part_of
-from protocol.model.checkpoint import (
-    EMBEDDING,
-    FINAL_NORM,
-    Checkpoint,
-    lm_head_name,
-    norm_names,
-)
+from protocol.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint, lm_head_name, norm_names
 from protocol.model.weights import (
     FusedLinear,
     LayerNorms,

@@ -234,7 +234,7 @@ class PendingChannel(Channel):
         request: Request,
         timeout_s: float | None = None,
         *,
-        send_within_s: float | None = None,
+        send_within_s: float = float("inf"),
     ) -> int:
         """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
         begun_ns = time.perf_counter_ns()
@@ -247,8 +247,7 @@ class PendingChannel(Channel):
             timeout_s=timeout_s,
             bytes_sent=sum(map(len, frames)),
         )
-        send_within_s = timeout_s if send_within_s is None else min(timeout_s, send_within_s)
-        return self._begin(pending, frames, begun_ns, send_within_s)
+        return self._begin(pending, frames, begun_ns, min(timeout_s, send_within_s))
 
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
@@ -313,7 +312,7 @@ class PendingChannel(Channel):
                 self._wait_until(pending, pending.deadline)
         finally:
             # Also given up: should it still come, it must not be taken for another's.
-            self.abandon(request_id)
+            self._pending.pop(request_id, None)
         reply = pending.reply
         if pending.output is not None:
             queue_us, compute_us = pending.times_us

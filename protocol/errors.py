@@ -64,11 +64,7 @@ class ErrorCode(StrEnum):
     @property
     def retryable(self) -> bool:
         """Whether the same request may succeed when it is sent again."""
-        return self in (
-            ErrorCode.DEADLINE_EXCEEDED,
-            ErrorCode.SHUTTING_DOWN,
-            ErrorCode.QUEUE_FULL,
-        )
+        return self in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL)
 
 
 # Of each of the three parts of a message; a path may be long, a list of what is expected as well.

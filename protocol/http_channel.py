@@ -21,13 +21,7 @@ from typing import Any
 import httpcore2
 
 from protocol.channel import RECONNECT_S, PendingChannel, Received
-from protocol.curve import (
-    CHANNEL_HEADER,
-    CONTENT_TYPE,
-    INSTANCE_HEADER,
-    RPC_PATH,
-    HttpAccess,
-)
+from protocol.curve import CHANNEL_HEADER, CONTENT_TYPE, INSTANCE_HEADER, RPC_PATH, HttpAccess
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import is_exposed, parse_endpoint
 from protocol.errors import EndpointError, ProtocolError, SettingsError

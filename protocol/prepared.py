@@ -149,12 +149,13 @@ class PreparedRequest:
         """
         self.message, self.method = message, message.method
         self._tensors = {name: one for name, one in message if isinstance(one, WireTensor)}
-        first, *others = self._tensors.values()
-        shapes = tuple(one.shape for one in (first, *others))
-        self.shape: tuple[Any, ...] = shapes if others else first.shape
-        self.dtype = first.dtype
+        sent = list(self._tensors.values())
+        self._forms = [(one.shape, torch_dtype(one.dtype)) for one in sent]
+        shapes = tuple(one.shape for one in sent)
+        self.shape: tuple[Any, ...] = shapes if shapes[1:] else shapes[0]
+        self.dtype = sent[0].dtype
         self.template = request_template(message, [b""])
-        payload_bytes = sum(one.payload_bytes for one in (first, *others))
+        payload_bytes = sum(one.payload_bytes for one in sent)
         self.request_bytes = REQUEST.head_bytes + len(self.template) + payload_bytes
         expected = WireTensor(reply_dtype, reply_shape, b"")
         self.reply_shape, self.reply_dtype = reply_shape, reply_dtype
@@ -162,7 +163,7 @@ class PreparedRequest:
         self.reply_template = reply_template(self.method, TensorReply(output=expected), [b""])
         self.torch_dtype, self.reply_torch_dtype = torch_dtype(self.dtype), torch_dtype(reply_dtype)
         self.reply_bytes = REPLY.head_bytes + len(self.reply_template) + self.reply_payload_bytes
-        self.sent_as = MessageShape(REQUEST, self.template, first.payload_bytes)
+        self.sent_as = MessageShape(REQUEST, self.template, sent[0].payload_bytes)
         self.answered_as = MessageShape(REPLY, self.reply_template, self.reply_payload_bytes)
 
     @cached_property
@@ -182,11 +183,13 @@ class PreparedRequest:
         Raises ProtocolError.
         """
         tensors = payload if isinstance(payload, Payloads) else (payload,)
-        got = " and ".join(f"{short_name(one.dtype)} {list(one.shape)}" for one in tensors)
-        wanted = " and ".join(f"{one.dtype} {list(one.shape)}" for one in self._tensors.values())
-        where = f"payload of {self.method}"
-        ProtocolError.unless(got == wanted, where, got, wanted, code=ErrorCode.INVALID_FIELD)
-        return [raw_bytes(tensor) for tensor in tensors]
+        if [(one.shape, one.dtype) for one in tensors] != self._forms:
+            got = " and ".join(f"{short_name(one.dtype)} {list(one.shape)}" for one in tensors)
+            sent = self._tensors.values()
+            wanted = " and ".join(f"{one.dtype} {list(one.shape)}" for one in sent)
+            where = f"payload of {self.method}"
+            raise ProtocolError(where, got, wanted, code=ErrorCode.INVALID_FIELD)
+        return list(map(raw_bytes, tensors))
 
     def request(self, payload: Payload) -> Preparable:
         """Return the whole message with this payload, for `Channel.submit`."""

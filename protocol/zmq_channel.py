@@ -189,10 +189,7 @@ class ZmqChannel(PendingChannel):
                 self._established = False
                 self._lost = True
                 self._connection += 1
-            elif event == _NO_DETAIL and value in (
-                errno.EAGAIN,
-                errno.EINTR,
-            ):
+            elif event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
                 # Of a time that is over the value is whatever the last call before it left.
                 self._refusal = (AbsentError, "no handshake", "a gpu-service that answers there")
             else:

@@ -7,12 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from protocol.prepared import Exchange
-from tee_side.words import (
-    LightOperator,
-    Operator,
-    Place,
-    TeeStage,
-)
+from tee_side.words import LightOperator, Operator, Place, TeeStage
 
 # Everything that reports give a row of its own.
 AnyOperator: TypeAlias = Operator | LightOperator

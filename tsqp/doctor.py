@@ -53,10 +53,7 @@ _CPU_FEATURES = {
     "amx_int8": "fast int8 matrix tiles",
     "amx_bf16": "fast bfloat16 matrix tiles",
 }
-_TEE_DEVICES = {
-    "/dev/sev-guest": "AMD SEV-SNP guest",
-    "/dev/tdx_guest": "Intel TDX guest",
-}
+_TEE_DEVICES = {"/dev/sev-guest": "AMD SEV-SNP guest", "/dev/tdx_guest": "Intel TDX guest"}
 _EVIDENCE: dict[Kind, str] = {
     "snp": "of AMD SEV-SNP",
     "tdx": "of Intel TDX",

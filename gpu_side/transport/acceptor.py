@@ -99,6 +99,8 @@ class AcceptingThread:
 
     def _left_s(self) -> float | None:
         """Return how long no client is let in; None where that is not a matter of time."""
+        if not self._accept_again:  # a pause that begins now wakes this thread up
+            return None
         now = time.monotonic()
         with self._lock:
             if self._accept_again and self._accept_again <= now:

@@ -41,12 +41,7 @@ from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import AdaptiveSpin
 from protocol.shared_memory import Lane, require_library
-from protocol.stream_wire import (
-    BUFFER_BYTES,
-    MemoryPool,
-    patience_s,
-    prepare,
-)
+from protocol.stream_wire import BUFFER_BYTES, MemoryPool, patience_s, prepare
 from protocol.tensors import Buffer
 
 MAX_CLIENTS = 256

@@ -228,9 +228,7 @@ class ZapHandler:
         log.warning("connection_refused", reason=reason, **more)
 
 
-def _around(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+def _around(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Return two sockets between which a message goes through ZeroMQ's I/O thread."""
     out, back = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     for one in (out, back):

@@ -233,9 +233,10 @@ class Doorway(AcceptingThread):
 
     def _send(self, end: _End, data: memoryview) -> None:
         """Send what the kernel takes; the rest waits, and meanwhile the other end."""
-        sent = 0
-        with suppress(BlockingIOError):
+        try:  # `suppress` would be two more calls for each message, in both directions
             sent = end.socket.send(data)
+        except BlockingIOError:
+            sent = 0
         had, end.unsent = end.unsent, data[sent:]
         if end.unsent and not had:
             # The buffer is the next one's.

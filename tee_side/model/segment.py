@@ -17,13 +17,7 @@ from typing import NamedTuple, cast
 import torch
 
 from protocol.channel import Channel
-from protocol.errors import (
-    ErrorCode,
-    LimitError,
-    ServiceError,
-    SessionLostError,
-    TsqpError,
-)
+from protocol.errors import ErrorCode, LimitError, ServiceError, SessionLostError, TsqpError
 from protocol.messages import SESSION_BYTES, SegmentRequest
 from protocol.model.config import ModelConfig
 from protocol.prepared import Payloads, PreparedRequest
@@ -34,14 +28,7 @@ from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED
-from tee_side.remote.call import (
-    MAX_PREPARED,
-    CallPlan,
-    CallSettings,
-    ChannelsAt,
-    carry_out,
-    turn,
-)
+from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, ChannelsAt, carry_out, turn
 from tee_side.remote.services.replicas import Replicas
 
 _NO_SESSION = bytes(SESSION_BYTES)

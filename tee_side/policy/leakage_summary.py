@@ -33,10 +33,7 @@ _APART = {
 
 # What more is known of services, by the evidence that they have to give.
 _BY_EVIDENCE = "; by {} evidence each service proves, before anything is sent, what sees it"
-_ATTESTED = {
-    "none": "",
-    "simulated": "; services give simulated evidence, which proves nothing",
-}
+_ATTESTED = {"none": "", "simulated": "; services give simulated evidence, which proves nothing"}
 
 _Masked: TypeAlias = list[tuple[Operator, Mask]]
 

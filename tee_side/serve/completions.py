@@ -27,12 +27,7 @@ from tee_side.serve.answers import (
     WholeAnswer,
 )
 from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import (
-    EngineResponse,
-    Serving,
-    caller_of,
-    serving_of,
-)
+from tee_side.serve.exchange import EngineResponse, Serving, caller_of, serving_of
 from tee_side.serve.schema import (
     ChatMessage,
     ChatRequest,

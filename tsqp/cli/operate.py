@@ -139,13 +139,7 @@ def health(
             reply = channel.call(HealthRequest()).response
         if not isinstance(reply, HealthReply):
             raise ReplyError(endpoint, got=type(reply).__name__, expected=HealthReply.__name__)
-    except (
-        DeadlineExceededError,
-        EndpointError,
-        ProtocolError,
-        ReplyError,
-        ServiceError,
-    ) as error:
+    except (DeadlineExceededError, EndpointError, ProtocolError, ReplyError, ServiceError) as error:
         complain(f"tsqp: error: {error}")
         context.exit(EXIT_FAILURE)
     if as_json:

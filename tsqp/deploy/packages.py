@@ -35,11 +35,7 @@ _FIXED = {
 _SHOWN_LINES = 8
 
 
-def call(
-    command: Sequence[str | Path],
-    *,
-    settings: Mapping[str, str] | None = None,
-) -> bytes:
+def call(command: Sequence[str | Path], *, settings: Mapping[str, str] | None = None) -> bytes:
     """Run a program and return its stdout. Raises SettingsError with the end of its stderr.
 
     `settings`: variables on top of the fixed environment.

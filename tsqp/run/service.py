@@ -271,12 +271,7 @@ def attested_service(settings: GpuServiceSettings, held: Held) -> Attested | Non
     from protocol.curve import require_curve
     from tee_side.attest.statement import NONE, Claims, Statement, gpu_nonce, report_data
     from tsqp.key_files import replace_public_key
-    from tsqp.run.attestation import (
-        ask_gpus,
-        attester_of,
-        read_certificates,
-        settings_digest,
-    )
+    from tsqp.run.attestation import ask_gpus, attester_of, read_certificates, settings_digest
 
     require_curve()
     public, secret = zmq.curve_keypair()

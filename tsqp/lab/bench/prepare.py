@@ -212,10 +212,7 @@ def _write_hollow(source: Path, target: Path) -> None:
         name: load_tensor(checkpoint, name, shape, dtype=checkpoint.rows(name, 0, 1).dtype)
         for name, shape in shapes.items()
     }
-    files = {
-        "light.safetensors": shapes,
-        "zeros.safetensors": zeros | linear_tensors(config),
-    }
+    files = {"light.safetensors": shapes, "zeros.safetensors": zeros | linear_tensors(config)}
     save_file(light, target / "light.safetensors", metadata={"format": "pt"})
     write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])
     weight_map = {name: file for file, names in files.items() for name in names}

@@ -39,14 +39,7 @@ from tsqp.lab.plan.costs import (
 )
 from tsqp.lab.plan.fit import Instead, kernel_rates
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
-from tsqp.lab.plan.predict import (
-    GLOO_GB_PER_S,
-    GLOO_US,
-    Hardware,
-    crossover,
-    predict,
-    rpcs_of,
-)
+from tsqp.lab.plan.predict import GLOO_GB_PER_S, GLOO_US, Hardware, crossover, predict, rpcs_of
 from tsqp.run.trust import product_operations
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.

@@ -71,10 +71,7 @@ class PublicAndServed:
         """
         layer, operator = site
         norms = self._public.light.norms[layer]
-        gains = {
-            "qkv_proj": norms.input_layernorm,
-            "gate_up_proj": norms.post_attention_layernorm,
-        }
+        gains = {"qkv_proj": norms.input_layernorm, "gate_up_proj": norms.post_attention_layernorm}
         public = torch.cat(self.public(site))
         ones_I = public.new_ones(public.shape[1])
         if operator not in gains or not self._cloaked:
