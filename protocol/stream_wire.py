@@ -138,13 +138,15 @@ def frames_in(
     Raises ProtocolError for what is no message.
     """
     count = int.from_bytes(message[: _COUNT.size], "little")
-    head = bytes(message[_COUNT.size :][: 8 * min(count, max_frames)])
+    prefix = _TWO_FRAMES if count == 2 else struct.Struct(f"<I{min(count, max_frames)}Q")
+    head = bytes(message[: prefix.size])
     places: tuple[slice, ...] = ()
     total = 0
-    if 0 < 8 * count == len(head):
-        sizes = struct.unpack(f"<{count}Q", head)
-        ProtocolError.at_most(max_message_bytes, f"message from {where}", sum(sizes))
-        places, _, total = layout(sizes)
+    if 0 < count <= max_frames and len(head) == prefix.size:
+        _, *sizes = prefix.unpack(head)
+        if (size := sum(sizes)) > max_message_bytes:
+            ProtocolError.at_most(max_message_bytes, f"message from {where}", size)
+        places, _, total = layout(tuple(sizes))
     if not places or total != len(message):
         raise ProtocolError(
             f"message from {where}",
@@ -389,11 +391,8 @@ class MessageReader:
                 break
             sizes = prefix.unpack_from(self._buffer, start)[1:]
             if sum(sizes) > self._max_message_bytes:
-                raise self._refused(
-                    f"{sum(sizes)} bytes",
-                    f"at most {self._max_message_bytes}",
-                    ErrorCode.LIMIT_EXCEEDED,
-                )
+                most = f"at most {self._max_message_bytes}"
+                raise self._refused(f"{sum(sizes)} bytes", most, ErrorCode.LIMIT_EXCEEDED)
             self._places, _, self._expected = layout(sizes)
             if available < self._expected:
                 self.wants_room = sum(sizes) if self._expected > BUFFER_BYTES else 0
