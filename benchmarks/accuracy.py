@@ -1,12 +1,17 @@
-"""What integer arithmetic costs in accuracy, on the validation text of the demo model.
+"""What integer arithmetic costs in accuracy: a model beside itself in float32.
 
-    python -m benchmarks.accuracy [--documents N] [--no-sweep] [--json FILE]
+    python -m benchmarks.accuracy [--model demo|DIR] [--documents N] [--sweep] [--json FILE]
 
-Every document is scored on its own, as `benchmarks.train_demo` scored the model: perplexity of its
-tokens, and how often the likeliest next token is that of float32. `quantized-clear` is the policy
-itself, against a gpu-service process. The other variants run in this process and say where the
-loss comes from: linear operators alone, the LM head alone with an input of 16 bits or of 8 (as the
-policy has it). The sweep makes the inputs of all linear operators coarser, to as many steps as it
+Of the demo model, on its validation text, each document on its own; of any other one
+(`benchmarks.smollm2` makes a real one), on the three files of benchmarks/texts, each whole. Against
+float32, over all predicted tokens: perplexity, how often the likeliest next token is the same, and
+the mean of the Kullback-Leibler divergence, in nats.
+
+`quantized-clear`, against a gpu-service process, and `tee-only-int8` are policies as a runner puts
+them together. `Q8_0, emulated` is what people run otherwise: weights and inputs in blocks of 32
+under a float16 scale, as llama.cpp has them. The other variants say where the loss comes from:
+int8 weights under float inputs, the linear operators alone, the LM head alone with an input of 16
+bits or of 8. `--sweep` makes the inputs of all linear operators coarser, to as many steps as it
 says for a typical input; `tsqp.calibrate` takes its numbers from there.
 """
 
@@ -20,15 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, embedding, linear
+from torch.nn.functional import embedding, kl_div, nll_loss
 
 from benchmarks.harness import Found, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
+from protocol.channel import Channel
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
 from protocol.model.config import read_config
-from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quantized, load_tensor
+from protocol.model.weights import (
+    CPU,
+    FusedLinear,
+    QuantizedLinear,
+    load_linear,
+    load_quantized,
+    load_tensor,
+)
 from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.tokenizer import Tokenizer
@@ -51,24 +64,24 @@ from tsqp.run.settings import model_directory
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
+TEXTS = Path(__file__).parent / "texts"
 MAX_PERPLEXITY_RATIO = 1.005
 MIN_AGREEMENT = 0.99
 SWEEP = (64, 32, 16, 8, 4)
+# Of a block of Q8_0.
+_BLOCK = 32
 
-
-@dataclass(frozen=True)
-class Losses:
-    """Sum of losses, over how many predicted tokens, and the likeliest token at every position."""
-
-    nats: float
-    tokens: int
-    top: torch.Tensor
+# Of each document, its logits [T, V].
+Logits = list[torch.Tensor]
 
 
 class Mixture:
-    """The demo model in float32 and in integers, put together in any mixture."""
+    """A model in float32 and in integers, put together in any mixture.
 
-    def __init__(self, directory: Path, documents: int | None) -> None:
+    `documents`: token ids of each text, by the text's name.
+    """
+
+    def __init__(self, directory: Path, most: int | None) -> None:
         self.directory = directory
         self.config = read_config(directory)
         self.checkpoint = Checkpoint(directory)
@@ -80,11 +93,17 @@ class Mixture:
             linear_digest(self.config, self.checkpoint),
         )
         tokenizer = Tokenizer(directory)
-        lines = (directory / VALIDATION_FILE).read_text("utf-8").splitlines()[:documents]
-        self.documents = [
-            tokenizer.encode(line, add_special_tokens=False)[: self.config.context_length]
-            for line in lines
-        ]
+        texts = {file.stem: [file.read_text("utf-8")] for file in sorted(TEXTS.glob("*.txt"))}
+        validation = directory / VALIDATION_FILE
+        if validation.is_file():
+            texts = {"validation": validation.read_text("utf-8").splitlines()[:most]}
+        self.documents = {
+            name: [
+                tokenizer.encode(text, add_special_tokens=False)[: self.config.context_length]
+                for text in some
+            ]
+            for name, some in texts.items()
+        }
         self._embedding = self._table(EMBEDDING)
         self._head = load_quantized(self.checkpoint, self.config, -1, "lm_head")
         self._sites: list[Site] = [
@@ -93,21 +112,33 @@ class Mixture:
             for operator in FUSED_MODULES
         ]
 
-    def score(self, ops: Operators) -> Losses:
-        """Run every document."""
-        nats, tokens, top = 0.0, 0, []
-        for ids in self.documents:
+    def run(self, ops: Operators, text: str) -> Logits:
+        """Return the logits of every document of a text, each run on its own."""
+        found = []
+        for ids in self.documents[text]:
             cache = KVCache(self.config, len(ids), torch.float32)
             chunk = Chunk(cache, slice(0, len(ids)), len(ids))
             batch = Batch(torch.tensor(ids), (chunk,), tuple(range(len(ids))))
             with torch.inference_mode():
                 h_TD = run(forward(batch, self.model, ops))
-                logits_TV = run(logits(h_TD, self.model, ops))
-            wanted_T = batch.token_ids_T[1:]
-            nats += cross_entropy(logits_TV[:-1].double(), wanted_T, reduction="sum").item()
-            tokens += len(wanted_T)
-            top.append(logits_TV.argmax(-1))
-        return Losses(nats, tokens, torch.cat(top))
+                found.append(run(logits(h_TD, self.model, ops)))
+        return found
+
+    def compare(self, found: Logits, reference: Logits, text: str) -> dict[str, float]:
+        """Compare the logits of a text with those of float32."""
+        nats, divergence, same, tokens = 0.0, 0.0, 0, 0
+        for ids, ours_TV, right_TV in zip(self.documents[text], found, reference, strict=True):
+            ours, right = (one[:-1].double().log_softmax(-1) for one in (ours_TV, right_TV))
+            wanted = torch.tensor(ids[1:])
+            nats += (nll_loss(ours, wanted) - nll_loss(right, wanted)).item() * len(wanted)
+            divergence += kl_div(ours, right, reduction="sum", log_target=True).item()
+            same += int((ours.argmax(-1) == right.argmax(-1)).sum())
+            tokens += len(wanted)
+        return {
+            "perplexity_ratio": math.exp(nats / tokens),
+            "top_1_agreement": same / tokens,
+            "kl_nats": divergence / tokens,
+        }
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
         """Return operators that run here."""
@@ -116,13 +147,14 @@ class Mixture:
         local.update(linears.items())
         return operators_here(local, self.config.num_hidden_layers)
 
-    def float_linears(self) -> dict[Site, Product]:
-        """Linear operators in float32."""
+    def float_linears(self, change: Change | None = None) -> dict[Site, Product]:
+        """Linear operators in float32. `change`: of their weights, and of their inputs."""
         return {
-            (layer, operator): load_linear(
-                self.checkpoint, self.config, layer, operator, dtype=torch.float32, device=CPU
+            site: _changed(
+                load_linear(self.checkpoint, self.config, *site, dtype=torch.float32, device=CPU),
+                change,
             )
-            for layer, operator in self._sites
+            for site in self._sites
         }
 
     def integer_linears(self, steps: int = STEPS) -> dict[Site, Product]:
@@ -135,10 +167,11 @@ class Mixture:
             linears[site] = _integer_product(coarser, weights)
         return linears
 
-    def float_head(self) -> Product:
-        """LM head in float32."""
+    def float_head(self, change: Change | None = None) -> Product:
+        """LM head in float32. `change`: as of `float_linears`."""
         tied = self.config.tie_word_embeddings
-        return partial(linear, weight=self._embedding if tied else self._table("lm_head.weight"))
+        weight = self._embedding if tied else self._table("lm_head.weight")
+        return _changed(FusedLinear(weight, None, {}), change)
 
     def _table(self, name: str) -> torch.Tensor:
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
@@ -164,9 +197,42 @@ def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
     return lambda x_TI: exact_product(site.encode(x_TI), weights.weight) * scales.factor_N
 
 
-def score_policy(bench: Mixture, place: Place) -> Losses:
-    """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
-    policy = load_policy("quantized-clear")
+@dataclass(frozen=True)
+class Change:
+    """What is done to floats before a product is taken: to weights, and to inputs."""
+
+    weights: Product
+    inputs: Product
+
+
+def _changed(float_linear: FusedLinear, change: Change | None) -> Product:
+    if change is None:
+        return float_linear
+    changed = replace(float_linear, weight=change.weights(float_linear.weight))
+    return lambda x_TI: changed(change.inputs(x_TI))
+
+
+def rounded_to_rows(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return weights as int8 under one scale a row holds them."""
+    scale_O1 = weight_OI.abs().amax(-1, keepdim=True) / 127
+    return (weight_OI / scale_O1).round() * scale_O1
+
+
+def rounded_to_blocks(x_TI: torch.Tensor) -> torch.Tensor:
+    """Return floats as Q8_0 holds them: int8 in blocks of 32, each under a float16 scale."""
+    blocks = x_TI.unflatten(-1, (-1, _BLOCK))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    rounded: torch.Tensor = (blocks / scale).round() * scale.half().float()
+    return rounded.reshape(x_TI.shape)
+
+
+Q8_0 = Change(rounded_to_blocks, rounded_to_blocks)
+WEIGHTS_ALONE = Change(rounded_to_rows, lambda x_TI: x_TI)
+
+
+def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
+    """Return a policy's operators as a runner puts them together, over a real service."""
+    policy = load_policy(name)
     assembly = Assembly(
         policy,
         bench.config,
@@ -176,47 +242,55 @@ def score_policy(bench: Mixture, place: Place) -> Losses:
         step_tokens=bench.config.context_length,
     )
     place.callback(assembly.close)
-    channel = place.enter_context(open_channel(place.service(bench.directory, transport="tcp")))
-    return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
+    channels: list[Channel] = []
+    if policy.services:
+        endpoint = place.service(bench.directory, transport="tcp")
+        channels.append(place.enter_context(open_channel(endpoint)))
+    return assembly.lanes(lambda _layer: channels)[0].tables["prefill"]
 
 
 def measure(options: Any, place: Place) -> Found:
-    """Score float32, the policy, its parts, and coarser inputs."""
-    directory = model_directory("demo")
-    bench = Mixture(directory, options.documents or None)
-    float_linears, float_head = bench.float_linears(), bench.float_head()
-    integer_linears = bench.integer_linears()
+    """Score the policies, their parts, Q8_0, and coarser inputs, beside float32."""
+    bench = Mixture(model_directory(options.model), options.documents or None)
+    floats, float_head = bench.float_linears(), bench.float_head()
+    integers = bench.integer_linears()
     head_16, head_8 = bench.integer_head(127 * 256 + 127), bench.integer_head(127)
     parts = {
-        "linear operators only": (integer_linears, float_head),
-        "LM head only, 16-bit input": (float_linears, head_16),
-        "LM head only, 8-bit input": (float_linears, head_8),
-        "all, LM head with 8-bit input": (integer_linears, head_8),
+        "Q8_0, emulated": (bench.float_linears(Q8_0), bench.float_head(Q8_0)),
+        "int8 weights, float inputs": (
+            bench.float_linears(WEIGHTS_ALONE),
+            bench.float_head(WEIGHTS_ALONE),
+        ),
+        "linear operators only": (integers, float_head),
+        "LM head only, 16-bit input": (floats, head_16),
+        "LM head only, 8-bit input": (floats, head_8),
     }
-    for steps in () if options.no_sweep else SWEEP:
-        coarser = bench.integer_linears(steps)
-        parts[f"linear operators only, {steps} steps"] = (coarser, float_head)
-    reference = bench.score(bench.operators(float_linears, float_head))
-    rows: dict[str, dict[str, float]] = {}
-    for name in ("quantized-clear", *parts):
-        if name in parts:
-            score = bench.score(bench.operators(*parts[name]))
-        else:
-            score = score_policy(bench, place)
-        rows[name] = {
-            "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
-            "top_1_agreement": (score.top == reference.top).double().mean().item(),
+    for steps in SWEEP if options.sweep else ():
+        parts[f"linear operators only, {steps} steps"] = (bench.integer_linears(steps), float_head)
+    policies = {
+        name: policy_operators(bench, place, name) for name in ("quantized-clear", "tee-only-int8")
+    }
+    variants = policies | {name: bench.operators(*part) for name, part in parts.items()}
+    float32 = bench.operators(floats, float_head)
+    texts: dict[str, Any] = {}
+    for text, documents in bench.documents.items():
+        reference = bench.run(float32, text)
+        found = {
+            name: bench.compare(bench.run(ops, text), reference, text)
+            for name, ops in variants.items()
         }
-        say(f"{name}: {rows[name]}")
-    ratio, agreement = rows["quantized-clear"].values()
-    reached = ratio <= MAX_PERPLEXITY_RATIO and agreement >= MIN_AGREEMENT
-    return {
-        "tokens": reference.tokens,
-        "float32_perplexity": math.exp(reference.nats / reference.tokens),
-        "variants": rows,
-        "targets_reached": reached,
-    }, True
+        for name, row in found.items():
+            say(f"{text}, {name}: {row}")
+        tokens = sum(len(ids) - 1 for ids in documents)
+        texts[text] = {"tokens": tokens, "variants": found}
+    ours = [one["variants"]["quantized-clear"] for one in texts.values()]
+    return {"model": bench.directory.name, "texts": texts}, all(map(_is_good, ours))
+
+
+def _is_good(row: dict[str, float]) -> bool:
+    right = row["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO
+    return right and row["top_1_agreement"] >= MIN_AGREEMENT
 
 
 if __name__ == "__main__":
-    main(__doc__, measure, documents=0, no_sweep=False)
+    main(__doc__, measure, model="demo", documents=0, sweep=False)
