@@ -57,6 +57,7 @@ from tee_side.protect.sites import (
     IntegerSite,
     IntegerSites,
     PadLayout,
+    largest_input,
     load_biases,
     site_number,
     tensors_of,
@@ -179,9 +180,14 @@ class Assembly:
             )
             # Where the directory has no linear weights: those that the scales belong to.
             self.linear_digest = calibration.linear_digest
-            head = any(name == "lm_head" for name, _ in policy.leaving())
-            scale_V = load_head_scale(checkpoint, config) if head else None
-            self._integers = IntegerSites(calibration, biases, model.dtype, scale_V)
+            head = None
+            if any(name == "lm_head" for name, _ in policy.leaving()):
+                scale_V, largest = (
+                    load_head_scale(checkpoint, config),
+                    largest_input(config.hidden_size),
+                )
+                head = DynamicSite(scale_V, None, model.dtype, largest)
+            self._integers = IntegerSites(calibration, biases, model.dtype, head)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}
         self.pads: dict[Mask, Pads] = {}

@@ -21,7 +21,7 @@ struct Kernels {
   // ---- integers ---------------------------------------------------------------------------------
 
   // q = round(x / step), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
-  // With `scales` [rows], each row's step is what it writes there: the largest element / 127.
+  // With `scales` [rows], each row's step is what it writes there: the largest element / `step`.
   // Returns the largest Euclidean norm of a row of q before it became integers: NaN or infinity
   // where x is not finite.
   float (*encode)(Float type, const void* x, int64_t rows, int64_t in, float step, float* scales,

@@ -364,9 +364,9 @@ static void product(const int32_t* q, int64_t rows, int64_t in, int digits, cons
            });
 }
 
-// Return the scale under which a row fits int8: its largest element / 127.
+// Return the scale under which a row fits integers up to `limit`: its largest element / limit.
 template <class T>
-INLINE float own_scale(const T* x, int64_t in) {
+INLINE float own_scale(const T* x, int64_t in, float limit) {
   // Of floats that are not negative the largest has the largest bits; NaN is larger still.
   i32x16 most = broadcast<int32_t>(0);
   each_vector(in, [&](int64_t k, int64_t count) {
@@ -376,14 +376,14 @@ INLINE float own_scale(const T* x, int64_t in) {
   int32_t bits = 0;
   for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
   const float smallest = 1.17549435e-38f;  // the smallest normal number: a row of zeros stays one
-  float scale = bits_of<float>(bits) / 127.f;
+  float scale = bits_of<float>(bits) / limit;
   return scale < smallest ? smallest : scale;
 }
 
 // Round a row to int8 under a scale of its own; return the scale.
 template <class T>
 INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
-  const float scale = own_scale(x, in);
+  const float scale = own_scale(x, in, 127.f);
   int8_t* bytes = to.row(0, row);
   int32_t sum = 0;
   each_vector(in, [&](int64_t k, int64_t count) {

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from protocol.errors import ReplyError
-from protocol.integer import int8_product, ring_product
+from protocol.integer import ring_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     EMBEDDING,
@@ -35,6 +35,7 @@ from protocol.model.forward import Call, Layer, Norm, Ops, Rope, bound, staying
 from protocol.model.forward import forward as run_layers
 from protocol.model.weights import (
     CPU,
+    INT8_MAX,
     LayerNorms,
     QuantizedLinear,
     load_bias,
@@ -49,7 +50,7 @@ from tee_side.observer import Observer, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
-from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
+from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites, largest_input
 from tee_side.remote.call import RunParts, turn
 from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase, Site, layer_of
 
@@ -173,10 +174,11 @@ def load_site(
     if integers is not None:
         held[site] = weights
         integers.check_weights(site, weights)
-    if integers is not None and site[1] != "lm_head":
-        return partial(_integer_product, weights, integers.layer_site(site))
+        if site[1] != "lm_head":
+            return partial(_integer_product, weights, integers.layer_site(site))
     bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
-    return partial(_dynamic_product, weights, DynamicSite(weights.scale, bias_O, dtype))
+    largest = INT8_MAX if integers is None else largest_input(weights.weight.shape[1])
+    return partial(_dynamic_product, weights, DynamicSite(weights.scale, bias_O, dtype, largest))
 
 
 def not_here(_x: torch.Tensor) -> torch.Tensor:
@@ -187,14 +189,10 @@ def not_here(_x: torch.Tensor) -> torch.Tensor:
 def _dynamic_product(
     weights: QuantizedLinear, site: DynamicSite, x_TI: torch.Tensor
 ) -> torch.Tensor:
-    """Compute in int8, weights and input: one pass over a quarter of float32's bytes.
-
-    Of the LM head alone, eight bits of input cost 0.2 % of the demo model's top-1 agreement
-    (benchmarks/accuracy.py), sixteen twice the time.
-    """
-    if site.compiled:
+    """Compute with rows under scales of their own; int8 in one pass over a quarter of the bytes."""
+    if site.compiled and site.digits == 1:
         return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
-    return site.decode(int8_product(site.to_bytes(x_TI), weights.weight), x_TI)
+    return site.decode(ring_product(site.quantise(x_TI), weights.weight, site.digits), x_TI)
 
 
 def _integer_product(
@@ -202,7 +200,7 @@ def _integer_product(
 ) -> torch.Tensor:
     """Compute with the integers that a service would get without a mask; no sum can wrap.
 
-    In as many digits as the calibration's bound needs: the time is the same for every input.
+    In as many digits as the site's bound needs: the time is the same for every input.
     """
     elements_TI = site.encode(x_TI)
     return site.decode(ring_product(elements_TI, weights.weight, site.digits), x_TI)

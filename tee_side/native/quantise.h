@@ -29,7 +29,7 @@ static float encode(Float type, const void* x, int64_t rows, int64_t in, float s
     using T = std::remove_pointer_t<decltype(t)>;
     share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
       int64_t at = row * in;
-      if (scales) scales[row] = own_scale((const T*)x + at, in);
+      if (scales) scales[row] = own_scale((const T*)x + at, in, step);
       float norm = encode_row((const T*)x + at, in, scales ? scales[row] : step, r ? r + at : r,
                               q + at, sent + at);
       uint32_t bits = bits_of<uint32_t>(norm) & 0x7fffffff;

@@ -186,7 +186,9 @@ class PaddedSite:
         r_TI, u_TO = self.pads.words(self.number, x_TI.shape[0])
         site, check = self.site, self.check
         products = None if check is None else (check.low_kI, check.high_kI)
-        q_TI, sent_TI, norm, scale_T, expected = compiled.encode(x_TI, site.step, r_TI, products)
+        q_TI, sent_TI, norm, scale_T, expected = compiled.encode(
+            x_TI, site.step, r_TI, products, own=isinstance(site, DynamicSite)
+        )
         if not norm <= site.row_limit:
             site.refuse(norm)
         return Padded(self, (sent_TI,), q_TI, u_TO, scale_T, expected)

@@ -26,10 +26,13 @@ from protocol.model.config import ModelConfig
 from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
-from tee_side.protect.calibration import Calibration, SiteScales
+from tee_side.protect.calibration import MAX_SUM, Calibration, SiteScales
 from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
+
+# The largest of two balanced digits.
+_TWO_DIGITS = 127 * 257
 
 # Of an element of r or u.
 WORD_BYTES = 4
@@ -121,45 +124,59 @@ class IntegerSite:
 
 
 class DynamicSite:
-    """Integers of eight bits, each row under a scale of its own, which never leaves the TEE.
+    """Integers up to `largest`, each row under a scale of its own, which never leaves the TEE.
 
-    No sum of such a product can wrap. `factor_O`: float32, what one step of an output's weights
-    stands for; `dtype`: of inputs and outputs.
+    No sum of such a product can wrap, where `largest` is `largest_input` or less. `factor_O`:
+    float32, what one step of an output's weights stands for; `dtype`: of inputs and outputs.
     """
 
-    step = None
     row_limit = math.inf
 
     def __init__(
-        self, factor_O: torch.Tensor, bias_O: torch.Tensor | None, dtype: torch.dtype
+        self,
+        factor_O: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        dtype: torch.dtype,
+        largest: int,
     ) -> None:
         self.factor_O, self.bias_O, self.dtype = factor_O, bias_O, dtype
+        # Of which a row's largest element is divided by its scale.
+        self.step = float(largest)
+        self.digits = digits_below(largest)
         self.compiled = compiled_for(dtype)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise to int32 [T, I], -127 to 127. Raises ActivationRangeError: not finite."""
-        if not own_scales(x_TI).isfinite().all():
+        """Quantise to int32 [T, I]. Raises ActivationRangeError for what is not finite."""
+        if not self._scales(x_TI).isfinite().all():
             self.refuse(math.nan)
-        return self.to_bytes(x_TI).to(torch.int32)
+        return self.quantise(x_TI)
 
-    def to_bytes(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise to int8 [T, I]; of a row that is not finite to anything: so is its output."""
-        return x_TI.float().div(own_scales(x_TI)).round_().to(torch.int8)
+    def quantise(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Quantise to int32 [T, I]; of a row that is not finite to anything: so is its output."""
+        return x_TI.float().div(self._scales(x_TI)).round_().to(torch.int32)
 
     def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back by the scales of the rows of x, and add the bias."""
-        return _scaled_back(y_TO, own_scales(x_TI), self)
+        return _scaled_back(y_TO, self._scales(x_TI), self)
+
+    def _scales(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return the scale under which each row fits, its largest element / `largest`: [T, 1]."""
+        # The smallest normal number: a row of zeros stays one.
+        smallest = torch.finfo(torch.float32).tiny
+        return (x_TI.float().abs().amax(-1, keepdim=True) / self.step).clamp_min_(smallest)
 
     def refuse(self, _norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""
         raise ActivationRangeError("lm_head: input row", "not finite", "finite numbers")
 
 
-def own_scales(x_TI: torch.Tensor) -> torch.Tensor:
-    """Return the scale under which each row fits int8, its largest element / 127: [T, 1]."""
-    # The smallest normal number: a row of zeros stays one.
-    smallest = torch.finfo(torch.float32).tiny
-    return (x_TI.float().abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
+def largest_input(in_features: int) -> int:
+    """Return the largest integer that inputs may have whatever the int8 weights are.
+
+    No sum of so many products wraps in the ring, and two digits hold it, which is what the TEE
+    pays for: 32,639 up to 518 in_features, 8,256 for 2,048, 2,064 for 8,192.
+    """
+    return min(_TWO_DIGITS, MAX_SUM // (INT8_MAX * in_features))
 
 
 def _scaled_back(
@@ -182,7 +199,7 @@ def _scaled_back(
 class IntegerSites:
     """Sites of a model that is computed in integers.
 
-    `head_scale_V`: of the LM head's weights, float32 [V]; None where it does not leave.
+    `head`: the LM head's; None where it does not leave.
     """
 
     def __init__(
@@ -190,18 +207,18 @@ class IntegerSites:
         calibration: Calibration,
         biases: Biases,
         dtype: torch.dtype,
-        head_scale_V: torch.Tensor | None = None,
+        head: DynamicSite | None = None,
     ) -> None:
         self.calibration = calibration
         self.biases = biases
         self.dtype = dtype
-        self._head_scale_V = head_scale_V
+        self._head = head
 
     def check_weights(self, site: Site, weights: QuantizedLinear) -> None:
         """Check that the scales are those of these weights. Raises CalibrationError."""
         if site[1] != "lm_head":
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
-        elif self._head_scale_V is not None and not weights.scale.equal(self._head_scale_V):
+        elif self._head is not None and not weights.scale.equal(self._head.factor_O):
             raise CalibrationError(
                 "lm_head: weight scales", "others", "those that were read at the start"
             )
@@ -215,9 +232,9 @@ class IntegerSites:
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":
             return self.layer_site(site)
-        if self._head_scale_V is None:
+        if self._head is None:
             raise LookupError("an LM head that does not leave")
-        return DynamicSite(self._head_scale_V, None, self.dtype)
+        return self._head
 
 
 def load_biases(

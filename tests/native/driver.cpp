@@ -117,7 +117,7 @@ class Trial {
       Buffer<float> scales(rows);
       auto r = integers_of<int32_t>(rows * in);
       Buffer<int32_t> rounded(rows * in), sent(rows * in);
-      kernels_.encode(type, x.get(), rows, in, 0.f, scales.get(), r.get(), rounded.get(), sent.get(),
+      kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), rounded.get(), sent.get(),
                       pool_);
       keep(scales), keep(rounded), keep(sent);
       for (const int32_t* pad : pads) {

@@ -26,7 +26,14 @@ from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteSca
 from tee_side.protect.masking import PaddedSite
 from tee_side.protect.masks.mask import Factors, Pad, Seed
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import DynamicSite, FloatSite, IntegerSite, IntegerSites, load_biases
+from tee_side.protect.sites import (
+    DynamicSite,
+    FloatSite,
+    IntegerSite,
+    IntegerSites,
+    largest_input,
+    load_biases,
+)
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Site
 from tests.kit.kernels import KERNELS, using_kernels
@@ -212,7 +219,8 @@ def test_weights_that_the_file_was_not_made_from_are_refused(
         calibration.check_weights((0, "qkv_proj"), scales.weight_scale * 1.01, largest)
     checkpoint = Checkpoint(model.directory)
     head = load_quantized(checkpoint, config, 2, "lm_head")
-    sites = IntegerSites(calibration, {}, torch.float32, load_head_scale(checkpoint, config))
+    here = DynamicSite(load_head_scale(checkpoint, config), None, torch.float32, 127)
+    sites = IntegerSites(calibration, {}, torch.float32, here)
     sites.check_weights((2, "lm_head"), head)
     with pytest.raises(CalibrationError, match="lm_head: weight scales"):
         sites.check_weights((2, "lm_head"), replace(head, scale=head.scale * 2))
@@ -263,7 +271,7 @@ class Parts:
         rows: int = 3,
         *,
         bias: bool = True,
-        head: bool = False,
+        head: int = 0,
     ) -> None:
         self.weight = torch.randint(-127, 128, (75, 130)).to(torch.int8)
         limit = (2**31 - 1) / float(self.weight.double().norm(dim=1).max())
@@ -275,7 +283,7 @@ class Parts:
             {} if bias_O is None else {place: bias_O},
             dtype,
         )
-        self.site = DynamicSite(torch.rand(75), bias_O, dtype) if head else sites[place]
+        self.site = DynamicSite(torch.rand(75), bias_O, dtype, head) if head else sites[place]
         self.check = ExactCheck.draw(self.weight, Randomness())
         r = Randomness().ring(rows, 130)
         self.factors = Factors(r, ring_product(r, self.weight))
@@ -290,15 +298,15 @@ class Parts:
 @each_row(
     ("dtype", "rows", "bias", "checked", "head"),
     [
-        (torch.float32, 9, False, True, False),
-        (torch.bfloat16, 1, True, True, False),
-        (torch.float32, 3, True, False, False),
-        (torch.bfloat16, 1, True, True, True),
-        (torch.float32, 5, True, True, True),
+        (torch.float32, 9, False, True, 0),
+        (torch.bfloat16, 1, True, True, 0),
+        (torch.float32, 3, True, False, 0),
+        (torch.bfloat16, 1, True, True, 127),
+        (torch.float32, 5, True, True, largest_input(130)),
     ],
 )
 def test_both_passes_equal_the_stages(
-    compiled: str, dtype: torch.dtype, rows: int, bias: bool, checked: bool, head: bool
+    compiled: str, dtype: torch.dtype, rows: int, bias: bool, checked: bool, head: int
 ) -> None:
     """And what torch computes without compiled kernels, and the TEE without a pad."""
     made = Parts(dtype, rows, bias=bias, head=head)
@@ -321,13 +329,14 @@ def test_both_passes_equal_the_stages(
         assert torch.equal(encoded, alone)
         assert torch.equal(revealed, site.decode(ring_product(alone, made.weight), x))
     if isinstance(site, DynamicSite):
-        assert int(encoded.abs().max()) == 127
+        assert int(encoded.abs().max()) == head
+    if head == 127:
         here = native_sites.linear8(x, made.weight, site.factor_O, site.bias_O)
         assert torch.equal(revealed, here)
 
 
-@each_row(("dtype", "head"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_a_wrong_product_is_not_revealed(compiled: str, dtype: torch.dtype, head: bool) -> None:
+@each_row(("dtype", "head"), [(torch.float32, 0), (torch.bfloat16, 127)])
+def test_a_wrong_product_is_not_revealed(compiled: str, dtype: torch.dtype, head: int) -> None:
     made = Parts(dtype, 4, head=head)
     hidden = made.padded().hide(made.x)
     right = ring_product(hidden.sent[0], made.weight)
