@@ -108,7 +108,7 @@ class PartCheckpoint(Checkpoint):
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
         """See `Checkpoint.blocks`; `shape` is that of the part, whose first row is 0."""
-        whole = self._entry(name).shape
+        whole = self.entry(name).shape
         part = part_of(whole[0], *self._columns)
         ModelError.unless(
             (part.stop - part.start, *whole[1:]) == shape,

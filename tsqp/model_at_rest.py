@@ -70,7 +70,7 @@ def make_manifest(
             hashlib.sha256(bytes_of(found)).hexdigest()
             for _, found in checkpoint.blocks(name, wanted[name])
         ]
-        pin = {"dtype": checkpoint.dtype(name), "shape": wanted[name], "blocks": digests}
+        pin = {"dtype": checkpoint.entry(name).dtype, "shape": wanted[name], "blocks": digests}
         tensors[name] = TensorPin.model_validate(pin)
         progress(len(tensors), len(wanted))
     files: dict[PinnedFile, str] = {

@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,7 +210,7 @@ class Checkpoint:
         self._found: dict[str, TensorFile] = {}
         # Shards that the index names and the directory lacks: a TEE may hold only what it uses.
         self._missing: dict[str, Path] = {}
-        self._remembered: dict[object, str] = {}
+        self._remembered: dict[tuple[bytes, tuple[str, ...]], str] = {}
         # The file that says which tensors there are.
         self._contents = directory / SINGLE_FILE
         if is_there(self._contents):
@@ -239,7 +239,7 @@ class Checkpoint:
             ModelError.unless(
                 found, f"{self._contents}: {name}", "no such tensor", f"{list(shape)}"
             )
-            entry = self._entry(name)
+            entry = self.entry(name)
             where = self._where(name)
             got = f"shape {describe(list(entry.shape))}"
             ModelError.unless(entry.shape == shape, where, got, f"{list(shape)}")
@@ -275,7 +275,7 @@ class Checkpoint:
 
         Each is valid until the next is asked for. Raises ModelError, ManifestError.
         """
-        entry = self._entry(name)
+        entry = self.entry(name)
         same = entry.shape == shape  # copy_ would broadcast
         got = f"{describe(list(entry.shape))} since the file was checked"
         ModelError.unless(same, self._where(name), got, f"{list(shape)}")
@@ -287,7 +287,7 @@ class Checkpoint:
         All blocks that they lie in are read; without a manifest, and for a step, only the rows
         that are wanted. Raises ModelError, ManifestError.
         """
-        entry = self._entry(name)
+        entry = self.entry(name)
         wanted = range(start, min(stop, entry.shape[0]), step)
         found = torch.empty((len(wanted), *entry.shape[1:]), dtype=TORCH_DTYPES[entry.dtype])
         for rows, block in self._read(name, wanted):
@@ -296,15 +296,27 @@ class Checkpoint:
             found[first:last] = inside[: last - first]
         return found
 
-    def remember(self, what: object, compute: Callable[[], str]) -> str:
-        """Return a digest of what is here; computed once where a manifest pins the content."""
+    def digest(self, start: bytes, tensors: Shapes, rows: int) -> str:
+        """Hash evenly spaced rows of matrices, and vectors as a whole, in the order of their names.
+
+        Behind `start`; computed once where a manifest pins the content. Raises as `require`.
+        """
+        self.require(tensors)
+        what = (start, tuple(tensors))
         if self.manifest is None or what not in self._remembered:
-            self._remembered[what] = compute()
+            digest = hashlib.sha256(start)
+            for name in sorted(tensors):
+                shape = tensors[name]
+                step = max(1, shape[0] // rows) if len(shape) > 1 else 1
+                sample = self.rows(name, 0, shape[0], step)
+                digest.update(f"{name} {sample.dtype} {list(shape)}".encode())
+                digest.update(bytes_of(sample))
+            self._remembered[what] = digest.hexdigest()
         return self._remembered[what]
 
     def _read(self, name: str, wanted: range) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the blocks of rows that hold the wanted ones: copied first, checked then."""
-        file, entry = self._found[name], self._entry(name)
+        file, entry = self._found[name], self.entry(name)
         where = self._where(name)
         pin = self._pin(name)
         size = rows_per_block(entry.shape, entry.row_bytes)
@@ -329,14 +341,11 @@ class Checkpoint:
         """Return what the manifest says of a tensor; None only where there is no manifest."""
         if self.manifest is None:
             return None
-        entry = self._entry(name)
+        entry = self.entry(name)
         return self.manifest.check_tensor(self._where(name), name, entry.dtype, entry.shape)
 
-    def dtype(self, name: str) -> str:
-        """Return the stored dtype of a tensor that is there, as safetensors calls it."""
-        return self._entry(name).dtype
-
-    def _entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> Entry:
+        """Return what its file says of a tensor that is there."""
         return self._found[name].header.entries[name]
 
     def _where(self, name: str) -> str:
@@ -403,7 +412,7 @@ def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
     described["biased_modules"] = sorted(config.biased_modules)
     described["qk_norm"] = config.qk_norm
     start = json.dumps(described, sort_keys=True).encode()
-    return _digest(start, checkpoint, light_tensors(config), _EMBEDDING_ROWS)
+    return checkpoint.digest(start, light_tensors(config), _EMBEDDING_ROWS)
 
 
 def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
@@ -413,21 +422,4 @@ def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
     ModelError, ManifestError.
     """
     tensors = linear_tensors(config)
-    return _digest(b"", checkpoint, tensors, _LINEAR_ROWS) if checkpoint.holds(tensors) else None
-
-
-def _digest(start: bytes, checkpoint: Checkpoint, tensors: Shapes, rows: int) -> str:
-    """Hash evenly spaced rows of matrices, and vectors as a whole, in the order of their names."""
-    checkpoint.require(tensors)
-
-    def compute() -> str:
-        digest = hashlib.sha256(start)
-        for name in sorted(tensors):
-            shape = tensors[name]
-            step = max(1, shape[0] // rows) if len(shape) > 1 else 1
-            sample = checkpoint.rows(name, 0, shape[0], step)
-            digest.update(f"{name} {sample.dtype} {list(shape)}".encode())
-            digest.update(bytes_of(sample))
-        return digest.hexdigest()
-
-    return checkpoint.remember((start, tuple(tensors)), compute)
+    return checkpoint.digest(b"", tensors, _LINEAR_ROWS) if checkpoint.holds(tensors) else None

@@ -61,10 +61,8 @@ class OpenFile:
         with _readable(self.path), os.fdopen(self._descriptor, "rb", closefd=False) as file:
             start = file.read(limit)
         plain = not start.startswith(SEALED_MAGIC)
-        expected = "a plain one, or its key"
-        SealError.unless(
-            plain, str(self.path), "a sealed file", f"{expected} (tee-runner --seal-key)"
-        )
+        expected = "a plain one, or its key (tee-runner --seal-key)"
+        SealError.unless(plain, str(self.path), "a sealed file", expected)
         return start
 
     def fill(self, buffer: memoryview, offset: int) -> None:
