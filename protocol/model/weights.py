@@ -188,8 +188,14 @@ def load_quantized(
         if operator == "lm_head"
         else empty_weight(out_features, in_features, device)
     )
+    # On the CPU, wherever the result goes: a division that another device rounds otherwise would
+    # give other integers than the other side has.
     for name, its_rows in weight_rows(config, layer, operator).items():
-        _fill(checkpoint, name, weight[its_rows], scale[its_rows])
+        shape = (its_rows.stop - its_rows.start, in_features)
+        for block, found in checkpoint.blocks(name, shape):
+            integers, scales = quantize_rows(found, f"{checkpoint.directory}: {name}")
+            weight[its_rows][block].copy_(integers)
+            scale[its_rows][block].copy_(scales)
     return QuantizedLinear(weight, scale, rows)
 
 
@@ -202,16 +208,3 @@ def load_head_scale(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor
     blocks = checkpoint.blocks(name, config.row_layout("lm_head")[1])
     where = f"{checkpoint.directory}: {name}"
     return torch.cat([quantize_rows(block, where)[1] for _, block in blocks])
-
-
-def _fill(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Quantise a tensor of the checkpoint into place, a block of rows at a time.
-
-    On the CPU, wherever the result goes: a division that another device rounds otherwise would
-    give other integers than the other side has.
-    """
-    where = f"{checkpoint.directory}: {name}"
-    for rows, found in checkpoint.blocks(name, tuple(weight.shape)):
-        integers, scales = quantize_rows(found, where)
-        weight[rows].copy_(integers)
-        scale[rows].copy_(scales)
