@@ -92,23 +92,13 @@ class ExactCheck:
         high_kI = (product_kI - low_kI) >> 32
         return ExactCheck(s_kO, low_kI, high_kI.to(torch.int32))
 
-    def expected(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return what y s must be for x, int32: int64 [T, k]."""
+    def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
+        """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-64."""
         if not choice().compiled:
             products_kI = self.low_kI.long() + (self.high_kI.long() << 32)
-            return x_TI.long() @ products_kI.t()
-        return kernels.expect(x_TI, self.low_kI, self.high_kI)
-
-    def holds(
-        self, x_TI: torch.Tensor, y_TO: torch.Tensor, sent: Sequence[torch.Tensor] = ()
-    ) -> bool:
-        """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-64.
-
-        `sent`: not looked at.
-        """
-        expected_Tk = self.expected(x_TI)
-        if not choice().compiled:
+            expected_Tk = x_TI.long() @ products_kI.t()
             return torch.equal(y_TO.long() @ self.vectors_kO.t().long(), expected_Tk)
+        expected_Tk = kernels.expect(x_TI, self.low_kI, self.high_kI)
         return kernels.same(y_TO, self.vectors_kO, expected_Tk)
 
 
@@ -320,27 +310,16 @@ class LinearCheck:
                 raise LookupError(f"an answer to {request.method} of a product of integers")
             modules = whole.module_names if isinstance(whole, RingLinearRequest) else ()
             products.setdefault((modules, part), {})[index] = to_torch(whole.elements), y
+        # Whose elements, int32 [T, I], times the blocks are not its output, int32 [T, O].
         wrong: set[int] = set()
         for (modules, part), pairs in products.items():
             rows = max(len(x) for x, _ in pairs.values())
             blocks = self.weights.integer_blocks(self.site, modules, part)
-            wrong |= _wrong_products(pairs, in_time(blocks, rows))
+            for columns, weight_nI in in_time(blocks, rows):
+                for index in pairs.keys() - wrong:
+                    x_TI, y_TO = pairs[index]
+                    if not torch.equal(exact_product(x_TI, weight_nI), y_TO[:, columns]):
+                        wrong.add(index)
+                if pairs.keys() <= wrong:  # the rest says nothing more
+                    break
         return sorted(wrong)
-
-
-def _wrong_products(
-    pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]], blocks: Blocks
-) -> set[int]:
-    """Return whose elements, int32 [T, I], times the blocks are not its output, int32 [T, O].
-
-    Stops where all of them are wrong.
-    """
-    wrong: set[int] = set()
-    for columns, weight_nI in blocks:
-        for index in pairs.keys() - wrong:
-            elements_TI, output_TO = pairs[index]
-            if not torch.equal(exact_product(elements_TI, weight_nI), output_TO[:, columns]):
-                wrong.add(index)
-        if len(wrong) == len(pairs):
-            break
-    return wrong
