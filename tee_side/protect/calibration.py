@@ -229,7 +229,16 @@ def _read(
     """Read metadata and tensors, both checked by themselves and against the model's shape."""
     layout = _layout(config)
     content, header = _content(path, layout, manifest)
-    _check_metadata(path, header.metadata)
+    for name, (pattern, expected) in _METADATA.items():
+        value = header.metadata.get(name)
+        if value is None or not re.fullmatch(pattern, value):
+            raise CalibrationError(
+                f"{path}: {name}", "nothing" if value is None else describe(value), expected
+            )
+    if unknown := sorted(header.metadata.keys() - _METADATA.keys()):
+        raise CalibrationError(
+            f"{path}: metadata {describe(unknown[0])}", "an unknown key", "no such key"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in layout.items():
         found = header.entries.get(name)
@@ -272,16 +281,3 @@ def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[byt
         return content, parse_header(content, len(content), str(path))
     except ModelError as error:
         raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None
-
-
-def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
-    for name, (pattern, expected) in _METADATA.items():
-        value = metadata.get(name)
-        if value is None or not re.fullmatch(pattern, value):
-            raise CalibrationError(
-                f"{path}: {name}", "nothing" if value is None else describe(value), expected
-            )
-    if extra := sorted(metadata.keys() - _METADATA.keys()):
-        raise CalibrationError(
-            f"{path}: metadata {describe(extra[0])}", "an unknown key", "no such key"
-        )
