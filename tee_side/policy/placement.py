@@ -262,7 +262,9 @@ class Policy(BaseModel):
         self._refuse_if(
             missing, "operators", f"nothing for {', '.join(missing)}", "every operator placed"
         )
-        unfit = self.arithmetic != "int8" or not self._pads_in_prefill
+        masks = [p.mask for _, p in self.leaving() if p.phase in (None, "prefill")]
+        padded = masks and all(isinstance(mask, AdditiveMask) for mask in masks)
+        unfit = self.arithmetic != "int8" or not padded
         expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
         self._refuse_if(self.prefill == "stock" and unfit, "prefill", "'stock'", expected)
         alone = self.prefill == "always" and self.decode_share is not None
@@ -462,16 +464,9 @@ class Policy(BaseModel):
         return 0.5 if self.decode_share is None else self.decode_share
 
     @property
-    def _pads_in_prefill(self) -> bool:
-        """Whether all that leaves at prefill is under pads, and something is."""
-        masks = [p.mask for _, p in self.leaving() if p.phase in (None, "prefill")]
-        return bool(masks) and all(isinstance(mask, AdditiveMask) for mask in masks)
-
-    @property
     def splits_phases(self) -> bool:
         """Whether prefill and decode are placed differently: rows of both have other operators."""
-        placed = chain.from_iterable(self.operators.values())
-        return any(placement.phase for placement in placed)
+        return any(placement.phase for _, placement in self._placed())
 
     @property
     def masks(self) -> list[Mask]:
