@@ -23,10 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.encoding import (
     MAX_HEADER_BYTES,
-    MAX_REQUEST_CONTAINERS,
     REPLY,
     REQUEST,
-    UNTIMED_REPLY,
+    HeaderLayout,
     pack,
     read_framed,
     reply_template,
@@ -56,6 +55,11 @@ from protocol.messages import (
 from protocol.stream_wire import layout
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import M, validate
+
+# A request holds an envelope, its fields and up to three tensor descriptions.
+_MAX_REQUEST_CONTAINERS = 64
+# An error reply that says nothing of its time has one field less than `REPLY`.
+_UNTIMED_REPLY = HeaderLayout(b"\x85\xaarequest_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +337,7 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
     )
     limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
     envelope = unpack(
-        frames[0], where="request", max_bytes=limit, max_containers=MAX_REQUEST_CONTAINERS
+        frames[0], where="request", max_bytes=limit, max_containers=_MAX_REQUEST_CONTAINERS
     )
     framed = "version" in envelope
     try:
@@ -423,7 +427,7 @@ def encode_reply(
     else:
         template = reply_template(method, result, frames)
     if timing is None:
-        frames[0] = UNTIMED_REPLY.header(template, request_id)
+        frames[0] = _UNTIMED_REPLY.header(template, request_id)
     else:
         frames[0] = REPLY.header(template, request_id, timing.queue_us, timing.compute_us)
     return frames

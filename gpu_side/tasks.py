@@ -27,7 +27,7 @@ from protocol.messages import (
     SeededRingLinearRequest,
     SegmentRequest,
 )
-from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, MAX_TENSOR_BYTES, WireTensor, to_torch
+from protocol.tensors import ITEMSIZE, MAX_TENSOR_BYTES, WireTensor, to_torch
 
 # Everything but Init, Health, and a seed: what that stands for is computed.
 Computed: TypeAlias = (
@@ -39,6 +39,7 @@ Computed: TypeAlias = (
     | RingLMHeadRequest
 )
 Shape: TypeAlias = tuple[int, ...]
+_FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 # Parts of a Segment, each of which costs the service some time whatever its rows are.
 _MOST_PARTS = 2**12
 # Numbers of a part, int64 (`gpu_side.sessions.SegmentPart`).
@@ -183,7 +184,7 @@ class RequestChecker:
     ) -> Task:
         where = f"{method}.{'elements' if integer else 'hidden_states'}"
         dtype, shape = tensor.dtype, tensor.shape
-        dtypes, expected = (("int32",), "int32") if integer else (FLOAT_DTYPES, "a float dtype")
+        dtypes, expected = (("int32",), "int32") if integer else (_FLOAT_DTYPES, "a float dtype")
         require_field(dtype in dtypes, where, dtype, expected)
         require_field(
             shape[-1] == in_features,
@@ -232,7 +233,7 @@ class RequestChecker:
         where = "Segment.hidden_states"
         D = config.hidden_size
         require_field(
-            hidden.dtype in FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
+            hidden.dtype in _FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
             where,
             f"{hidden.dtype} {list(hidden.shape)}",
             f"a float dtype, [rows, {D}]",
@@ -261,7 +262,7 @@ class RequestChecker:
 
     def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
         require_field(
-            a_dtype == b_dtype and a_dtype in FLOAT_DTYPES,
+            a_dtype == b_dtype and a_dtype in _FLOAT_DTYPES,
             "Matmul.dtype",
             f"{a_dtype} and {b_dtype}",
             "one float dtype",

@@ -47,9 +47,7 @@ MAX_MAP_LENGTH = 4096
 MAX_STRING_BYTES = 256
 MAX_DEPTH = 6
 
-# A request holds an envelope, its fields and up to three tensor descriptions. An Init reply holds
-# two norms a layer, and no model known to us has more than a few hundred layers.
-MAX_REQUEST_CONTAINERS = 64
+# An Init reply holds two norms a layer; no model known to us has more than a few hundred layers.
 MAX_REPLY_CONTAINERS = 16384
 
 
@@ -165,8 +163,6 @@ class HeaderLayout:
 
 REQUEST = HeaderLayout(b"\x85\xaarequest_id", b"\xaatimeout_ms")
 REPLY = HeaderLayout(b"\x86\xaarequest_id", b"\xa6timing\x82\xa8queue_us", b"\xaacompute_us")
-# An error reply that says nothing of its time has one field less.
-UNTIMED_REPLY = HeaderLayout(b"\x85\xaarequest_id")
 
 
 def pack_template(fields: dict[str, Any]) -> bytes:

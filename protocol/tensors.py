@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_DIMENSIONS = 4
 MAX_DIMENSION = 2**31 - 1
