@@ -237,11 +237,7 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
 
 
 HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
-SAID = {
-    "name": "'mine'",
-    "control": "'published'",
-    "published": "1",
-}
+SAID = {"name": "'mine'", "control": "'published'", "published": "1"}
 HEAD = "from tsqp.lab.leak.attack import Attack\n"
 IMPORTED = "from tsqp.lab.leak.attacks.vocabulary import Logits\n"
 

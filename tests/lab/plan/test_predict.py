@@ -140,10 +140,7 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     given = PlanSettings(policies, find_profile("h100"), NO_LINK, shape="tinyllama-1.1b", **sizes)
     made = planning.Planning(given, print)
     prompt, decode = (
-        Step(
-            rows=rows,
-            lanes=((section(us), section(0.0), section(0.0)),),
-        )
+        Step(rows=rows, lanes=((section(us), section(0.0), section(0.0)),))
         for rows, us in ((500, 3_000_000.0), (4, 20_000.0))
     )
     measured = Costs([prompt], decode, threads=1, layers=3, order=(0,) * 22)

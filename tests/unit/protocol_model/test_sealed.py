@@ -19,13 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ModelError, SealError
 from protocol.model.config import read_config
-from protocol.model.files import (
-    is_there,
-    opened,
-    read_bytes,
-    require_inside,
-    use_seal,
-)
+from protocol.model.files import is_there, opened, read_bytes, require_inside, use_seal
 from protocol.model.sealed import (
     CHUNK_BYTES,
     HEADER_BYTES,

@@ -45,11 +45,7 @@ def test_one_provider_gives_the_key(file: Path) -> None:
     assert SEAL_KEY.read_from(descriptor) == KEY
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    for given in (
-        {"file": file},
-        {"descriptor": pipe(TEXT)},
-        {"command": f"cat {file}"},
-    ):
+    for given in ({"file": file}, {"descriptor": pipe(TEXT)}, {"command": f"cat {file}"}):
         assert provided_key(**NOTHING | given) == KEY
     for given, count in (({}, 0), ({"file": file, "command": "cat"}, 2)):
         with pytest.raises(SettingsError, match=f"got {count} options, expected one of --seal-k"):

@@ -113,10 +113,7 @@ def test_another_message_is_no_init_reply(check: ServiceCheck) -> None:
         check.verify("there", TensorReply(output=from_torch(torch.ones(1))))
 
 
-@each_row(
-    "overrides",
-    [YARN, {"rms_norm_eps": 1e-3}, {"rope_theta": 5e5}],
-)
+@each_row("overrides", [YARN, {"rms_norm_eps": 1e-3}, {"rope_theta": 5e5}])
 def test_what_only_a_digest_covers_is_noticed(
     saved_model: Models, check: ServiceCheck, overrides: dict[str, Any]
 ) -> None:
