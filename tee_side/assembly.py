@@ -182,10 +182,8 @@ class Assembly:
             self.linear_digest = calibration.linear_digest
             head = None
             if any(name == "lm_head" for name, _ in policy.leaving()):
-                scale_V, largest = (
-                    load_head_scale(checkpoint, config),
-                    largest_input(config.hidden_size),
-                )
+                scale_V = load_head_scale(checkpoint, config)
+                largest = largest_input(config.hidden_size)
                 head = DynamicSite(scale_V, None, model.dtype, largest)
             self._integers = IntegerSites(calibration, biases, model.dtype, head)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
