@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -64,6 +65,8 @@ def fuzz(
 
     `seed`: another one each time, or the same cases are read again.
     """
+    # A panic of tokenizers is caught; the trace that Rust may print takes longer than the case.
+    os.environ["RUST_BACKTRACE"] = "0"
     total, began = Report(), time.monotonic()
     kept: dict[str, dict[str, Case]] = {target.name: {} for target in TARGETS}
     divided = shares(executions, only).items()
