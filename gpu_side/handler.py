@@ -107,11 +107,20 @@ class RequestHandler:
             return self._init
         if isinstance(request, HealthRequest):
             return lambda _request, _incoming: (self.state.health(), None)
-        if isinstance(request, SeededRingLinearRequest):
-            return self._expands(request)
+        # Nothing is allocated for what the check refuses.
+        task = self._checker.check(request)
         if isinstance(request, SegmentRequest):
-            return self._segment(request)
-        kernel = self._kernels.prepare(request, self._checker.check(request))
+            if self._segments is None:
+                raise RuntimeError("a Segment without whole layers got through the checks")
+            return self._segments.prepare(request, task)
+        if isinstance(request, SeededRingLinearRequest):
+            of_elements = self._kernels.prepare(request.without_elements(), task)
+
+            def expanded(request: Any, incoming: Incoming | None) -> Result:
+                return of_elements(request.expanded(), incoming)
+
+            return expanded
+        kernel = self._kernels.prepare(request, task)
         return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
 
     def apply(self, request: Request) -> Result:
@@ -126,22 +135,6 @@ class RequestHandler:
             return kernel(request.model_copy(update={"input_ids": ids}), incoming)
 
         return checked
-
-    def _expands(self, first: SeededRingLinearRequest) -> Kernel:
-        # Nothing is allocated for what the check refuses.
-        task = self._checker.check(first)
-        kernel = self._kernels.prepare(first.without_elements(), task)
-
-        def expanded(request: Any, incoming: Incoming | None) -> Result:
-            return kernel(request.expanded(), incoming)
-
-        return expanded
-
-    def _segment(self, first: SegmentRequest) -> Kernel:
-        task = self._checker.check(first)
-        if self._segments is None:
-            raise RuntimeError("a Segment without whole layers got through the checks")
-        return self._segments.prepare(first, task)
 
     def _init(self, request: Any, _incoming: Incoming | None) -> Result:
         if not request.nonce or self._attest is None:
