@@ -53,12 +53,6 @@ class Served:
     device: torch.device | None = None
 
 
-def served_weights(weights: ServiceWeights, spin_us: float) -> Served:
-    """Return what computes with weights that this process holds alone."""
-    segments = partial(TorchSegments, weights, spin_us=spin_us)
-    return Served(weights, device_kernels(weights, spin_us), segments, weights.device)
-
-
 def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
     """Return a null device in the place of weights. `model`: what it says that it holds."""
     return Served(model, kernels, partial(NullSegments, model.config, kernels))
@@ -83,7 +77,17 @@ class RequestHandler:
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
-        served = weights if isinstance(weights, Served) else served_weights(weights, spin_us)
+        # Weights that this process holds alone, unless it is said what serves them.
+        served = (
+            weights
+            if isinstance(weights, Served)
+            else Served(
+                weights,
+                device_kernels(weights, spin_us),
+                partial(TorchSegments, weights, spin_us=spin_us),
+                weights.device,
+            )
+        )
         self._model, self._kernels = served.model, served.kernels
         self.max_message_bytes = max_message_bytes
         self._checker = RequestChecker(self._model, max_message_bytes)
