@@ -30,14 +30,13 @@ from gpu_side.event_log import log
 from protocol.curve import (
     SECRET_HEADER,
     checked_key,
-    read_secret_key,
     read_text,
     require_only_we_read,
     require_only_we_write,
 )
 from protocol.errors import KeyFileError, SettingsError
 
-_MAX_LIST_BYTES = 2**20
+_MAX_FILE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class ServiceKeys:
     def public(self) -> bytes:
         """The service's own public key, which clients must know."""
         return bytes(zmq.curve_public(self.secret))
-
-    @classmethod
-    def read(cls, identity: Path, allow: Path) -> ServiceKeys:
-        """Read both files. Raises KeyFileError."""
-        return cls(read_secret_key(identity), read_allow_list(allow))
 
 
 def read_allow_list(path: Path) -> frozenset[bytes]:
@@ -87,7 +81,7 @@ def _read_list(
     path: Path, entry_in: Callable[[str, str], bytes | None], entry: str, expected: str
 ) -> frozenset[bytes]:
     """Read a file of one entry a line (`entry_in` a line, with where it stands), and no fewer."""
-    text, status = read_text(path, _MAX_LIST_BYTES)
+    text, status = read_text(path, _MAX_FILE_BYTES)
     require_only_we_write(path, status)
     lines = enumerate(text.splitlines(), 1)
     entries = {entry_in(line, f"{path}: line {number}") for number, line in lines}
@@ -163,13 +157,6 @@ def _reread(
                 log.info("allow_list", keys=len(allowed))
 
 
-_MAX_PEM_BYTES = 2**20
-
-_DIGEST = re.compile("[0-9a-f]{64}")
-
-_PEM = "a certificate and its key, as PEM, without a passphrase"
-
-
 @dataclass(frozen=True)
 class HttpKeys:
     """`tokens`: digests of those that are let in, None: of all. `certificate`, `key`: PEM files."""
@@ -189,14 +176,16 @@ class HttpKeys:
             "--http-cert and --http-key, or neither",
         )
         if certificate is not None and key is not None:
-            require_only_we_read(key, read_text(key, _MAX_PEM_BYTES)[1])
+            require_only_we_read(key, read_text(key, _MAX_FILE_BYTES)[1])
             try:
                 # With a passphrase, so that none is asked for.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
             except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
                 got = getattr(error, "reason", None) or getattr(error, "strerror", None)
                 raise SettingsError(
-                    "--http-cert and --http-key", got=got or type(error).__name__, expected=_PEM
+                    "--http-cert and --http-key",
+                    got=got or type(error).__name__,
+                    expected="a certificate and its key, as PEM, without a passphrase",
                 ) from None
         return cls(None if tokens is None else read_tokens(tokens), certificate, key)
 
@@ -213,7 +202,7 @@ def read_tokens(path: Path) -> frozenset[bytes]:
 def _digest_in(line: str, where: str) -> bytes | None:
     digest = line.partition("#")[0].strip()
     KeyFileError.unless(
-        not digest or _DIGEST.fullmatch(digest),
+        not digest or re.fullmatch("[0-9a-f]{64}", digest),
         where,
         f"{len(digest)} characters that are no digest",
         "SHA-256 of a token, as 64 lower-case hexadecimal digits",

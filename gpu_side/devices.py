@@ -198,9 +198,6 @@ def multiplies_bfloat16() -> bool:
     return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
 
 
-_EXPECTED = "cpu, cuda, cuda:N, null or model:PROFILE"
-
-
 @dataclass(frozen=True)
 class NullDevice:
     """Computes nothing. Answers at once, or as late as an accelerator of that profile would."""
@@ -230,7 +227,7 @@ def parse_device(name: str) -> Device:
         kind == "cuda" and (not index or index.isdecimal()) and not name.endswith(":"),
         "--device",
         repr(name),
-        _EXPECTED,
+        "cpu, cuda, cuda:N, null or model:PROFILE",
     )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     SettingsError.unless(

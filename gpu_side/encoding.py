@@ -107,9 +107,6 @@ _FRAMED_ONLY = (
     "ranks",
 )
 
-# Requests that may name one module under `module_name`, as the published Linear does.
-_NAMES_MODULES = (LinearRequest, RingLinearRequest, SeededRingLinearRequest)
-
 
 def to_inline(value: Any) -> Any:
     """Lay a message out as the published schema does: tensor bytes beside shape and dtype."""
@@ -165,23 +162,19 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
         )
     for key in consumed - set(cls.model_fields):
         fields.pop(key, None)
-    if cls in _NAMES_MODULES and "module_name" in fields and "module_names" not in fields:
+    # They may name one module under `module_name`, as the published Linear does.
+    if cls in (LinearRequest, RingLinearRequest, SeededRingLinearRequest) and (
+        "module_name" in fields and "module_names" not in fields
+    ):
         fields["module_names"] = [fields.pop("module_name")]
     if cls is EmbeddingRequest:
-        fields["dtype"] = _embedding_reply_dtype(fields.get("dtype"))
+        # The published schema does not say whose dtype it is. A float dtype can only be the
+        # reply's; int64 can only be that of the ids, and then the reply is float32, as everywhere
+        # else.
+        said = fields.get("dtype")
+        short = said.removeprefix("torch.") if isinstance(said, str) else said
+        fields["dtype"] = "float32" if short == "int64" else short
     return validate(cls, fields, where)
-
-
-def _embedding_reply_dtype(dtype: Any) -> Any:
-    """Read the inline Embedding's `dtype`.
-
-    The published schema does not say whose dtype it is. A float dtype can only be the reply's;
-    int64 can only be that of the ids, and then the reply is float32, as everywhere else.
-    """
-    if not isinstance(dtype, str):
-        return dtype
-    short = dtype.removeprefix("torch.")
-    return "float32" if short == "int64" else short
 
 
 # What computes requests of one header.

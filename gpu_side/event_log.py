@@ -25,8 +25,6 @@ LIMITS: dict[str, tuple[int, float]] = {
     "failed": (50, 60.0),  # with a traceback each
 }
 
-# Keywords that are not fields.
-_OF_LOGGING = ("exc_info", "stack_info", "stacklevel")
 # Fields that say why, in one of a few words that no client can choose.
 REASONS = ("reason", "code", "limit")
 # Reasons that are counted apart, of all events together.
@@ -40,7 +38,12 @@ class EventLog(logging.LoggerAdapter[logging.Logger]):
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the event, and its fields where the formatter finds them."""
-        own = {name: kwargs.pop(name) for name in _OF_LOGGING if name in kwargs}
+        # These keywords are not fields.
+        own = {
+            name: kwargs.pop(name)
+            for name in ("exc_info", "stack_info", "stacklevel")
+            if name in kwargs
+        }
         return msg, {**own, "extra": {"fields": kwargs}}
 
 

@@ -53,12 +53,6 @@ class Served:
     device: torch.device | None = None
 
 
-def served_weights(weights: ServiceWeights, spin_us: float) -> Served:
-    """Return what computes with weights that this process holds alone."""
-    segments = partial(TorchSegments, weights, spin_us=spin_us)
-    return Served(weights, device_kernels(weights, spin_us), segments, weights.device)
-
-
 def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
     """Return a null device in the place of weights. `model`: what it says that it holds."""
     return Served(model, kernels, partial(NullSegments, model.config, kernels))
@@ -83,7 +77,17 @@ class RequestHandler:
         attest: Attest | None = None,
         sessions: SessionSettings | None = None,
     ) -> None:
-        served = weights if isinstance(weights, Served) else served_weights(weights, spin_us)
+        # Weights that this process holds alone, unless it is said what serves them.
+        served = (
+            weights
+            if isinstance(weights, Served)
+            else Served(
+                weights,
+                device_kernels(weights, spin_us),
+                partial(TorchSegments, weights, spin_us=spin_us),
+                weights.device,
+            )
+        )
         self._model, self._kernels = served.model, served.kernels
         self.max_message_bytes = max_message_bytes
         self._checker = RequestChecker(self._model, max_message_bytes)
@@ -107,11 +111,20 @@ class RequestHandler:
             return self._init
         if isinstance(request, HealthRequest):
             return lambda _request, _incoming: (self.state.health(), None)
-        if isinstance(request, SeededRingLinearRequest):
-            return self._expands(request)
+        # Nothing is allocated for what the check refuses.
+        task = self._checker.check(request)
         if isinstance(request, SegmentRequest):
-            return self._segment(request)
-        kernel = self._kernels.prepare(request, self._checker.check(request))
+            if self._segments is None:
+                raise RuntimeError("a Segment without whole layers got through the checks")
+            return self._segments.prepare(request, task)
+        if isinstance(request, SeededRingLinearRequest):
+            of_elements = self._kernels.prepare(request.without_elements(), task)
+
+            def expanded(request: Any, incoming: Incoming | None) -> Result:
+                return of_elements(request.expanded(), incoming)
+
+            return expanded
+        kernel = self._kernels.prepare(request, task)
         return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
 
     def apply(self, request: Request) -> Result:
@@ -126,22 +139,6 @@ class RequestHandler:
             return kernel(request.model_copy(update={"input_ids": ids}), incoming)
 
         return checked
-
-    def _expands(self, first: SeededRingLinearRequest) -> Kernel:
-        # Nothing is allocated for what the check refuses.
-        task = self._checker.check(first)
-        kernel = self._kernels.prepare(first.without_elements(), task)
-
-        def expanded(request: Any, incoming: Incoming | None) -> Result:
-            return kernel(request.expanded(), incoming)
-
-        return expanded
-
-    def _segment(self, first: SegmentRequest) -> Kernel:
-        task = self._checker.check(first)
-        if self._segments is None:
-            raise RuntimeError("a Segment without whole layers got through the checks")
-        return self._segments.prepare(first, task)
 
     def _init(self, request: Any, _incoming: Incoming | None) -> Result:
         if not request.nonce or self._attest is None:

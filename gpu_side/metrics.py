@@ -24,7 +24,6 @@ from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Histogram, Servic
 from gpu_side.transport.listener import cannot_bind
 from protocol.errors import SettingsError, describe
 
-DEFAULT_HOST = "127.0.0.1"
 _ADDRESS = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]*):)?(?P<port>\d{1,5}|\*)")
 _BOUNDS = (*(f"{ns / 1e9:g}" for ns in BOUNDS_NS), "+Inf")
 
@@ -35,7 +34,7 @@ def parse_address(text: str) -> tuple[str, int]:
     port = 0 if found is None or found["port"] == "*" else int(found["port"])
     if found is None or port > 65535:
         raise SettingsError("metrics address", got=describe(text), expected="[HOST:]PORT")
-    return (found["host"] or DEFAULT_HOST).strip("[]"), port
+    return (found["host"] or "127.0.0.1").strip("[]"), port
 
 
 class StateCollector:
@@ -47,7 +46,26 @@ class StateCollector:
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
         state = self._state
-        yield from _methods(state)
+        requests = CounterMetricFamily(
+            "tsqp_requests", "Requests answered, by outcome.", labels=("method", "code")
+        )
+        compute = HistogramMetricFamily(
+            "tsqp_compute_seconds", "From starting on a request to its result.", labels=("method",)
+        )
+        waited = HistogramMetricFamily(
+            "tsqp_queue_seconds",
+            "From picking a request up to starting on it.",
+            labels=("method",),
+        )
+        # All there is of every method; of those never called, only that.
+        for method, counted in state.methods.items():
+            for code, total in counted.outcomes.items():
+                if total or (code == SUCCESS and method != UNKNOWN_METHOD):
+                    requests.add_metric((method, code), total)
+            if counted.outcomes[SUCCESS]:
+                _add(compute, method, counted.compute)
+                _add(waited, method, counted.queue)
+        yield from (requests, compute, waited)
         for name, text, total in (
             ("tsqp_received_bytes", "Bytes of requests.", state.received_bytes),
             ("tsqp_sent_bytes", "Bytes of replies.", state.sent_bytes),
@@ -71,27 +89,6 @@ class StateCollector:
         ):
             yield GaugeMetricFamily(name, text, float(value))
         yield InfoMetricFamily("tsqp_device", "What computes.", {"device": state.device})
-
-
-def _methods(state: ServiceState) -> Iterable[Metric]:
-    """Return what there is of every method; of those never called, only that."""
-    requests = CounterMetricFamily(
-        "tsqp_requests", "Requests answered, by outcome.", labels=("method", "code")
-    )
-    compute = HistogramMetricFamily(
-        "tsqp_compute_seconds", "From starting on a request to its result.", labels=("method",)
-    )
-    queue = HistogramMetricFamily(
-        "tsqp_queue_seconds", "From picking a request up to starting on it.", labels=("method",)
-    )
-    for method, counted in state.methods.items():
-        for code, total in counted.outcomes.items():
-            if total or (code == SUCCESS and method != UNKNOWN_METHOD):
-                requests.add_metric((method, code), total)
-        if counted.outcomes[SUCCESS]:
-            _add(compute, method, counted.compute)
-            _add(queue, method, counted.queue)
-    return requests, compute, queue
 
 
 def _add(family: HistogramMetricFamily, method: str, histogram: Histogram) -> None:

@@ -25,7 +25,7 @@ from gpu_side.encoding import EnvelopeError, OpenedRequest, RequestReader, encod
 from gpu_side.event_log import log
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import Working, wait_until
-from gpu_side.state import SUCCESS, UNKNOWN_METHOD, Rejected
+from gpu_side.state import SUCCESS, UNKNOWN_METHOD
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.encoding import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
@@ -187,12 +187,16 @@ class RequestLoop:
         Ends early where that takes too long, or at a second signal.
         """
         queue, underway = self._queue, self._underway
-        if queue or underway:
+        if queue.requests or underway:
             log.info("draining", queued_requests=queue.requests, underway_requests=len(underway))
         stop.rearm()
         until_ns = time.perf_counter_ns() + self._drain_ns
-        while (queue or underway) and not stop.requested and time.perf_counter_ns() < until_ns:
-            if queue and len(underway) < MAX_UNDERWAY:
+        while (
+            (queue.requests or underway)
+            and not stop.requested
+            and time.perf_counter_ns() < until_ns
+        ):
+            if len(underway) < MAX_UNDERWAY and queue.requests:
                 self._answer(listener, queue.take())
             else:
                 self._wait_for_accelerator(listener, stop, until_ns)
@@ -217,7 +221,16 @@ class RequestLoop:
                 refused += 1
             else:
                 for full in self._queue.put(incoming):
-                    self._refuse_full(listener, full)
+                    opened = self._refuse(listener, full.incoming, ErrorCode.QUEUE_FULL)
+                    log.warning(
+                        "queue_full",
+                        **_fields(full.incoming, opened),
+                        code=ErrorCode.QUEUE_FULL.value,
+                        limit=f"max_queued_{full.limit}",
+                        allowed=getattr(self._queue.limits, full.limit),
+                        requested=full.requested,
+                        available=full.available,
+                    )
                     refused += 1
             if refused >= MAX_REFUSED_AT_ONCE and time.perf_counter_ns() >= until:
                 break
@@ -250,12 +263,24 @@ class RequestLoop:
         try:
             ends_ns = self._underway[0].work.ends_ns()
         except RuntimeError:
-            return 0  # it has failed, as `_send_ended` will find
+            return 0  # it has failed, as `_send_what_ended` will find
         return (ends_ns if until_ns is None else min(ends_ns, until_ns)) - time.perf_counter_ns()
 
     def _send_what_ended(self, listener: Listener) -> None:
+        """Send what the accelerator is done with, or has failed in."""
         underway = self._underway
-        while underway and self._send_ended(listener, underway[0]):
+        while underway:
+            incoming, opened, response, work, given_ns = underway[0]
+            try:
+                ends_ns = work.ends_ns()
+            except RuntimeError:
+                self._send_failure(listener, incoming, opened)
+            else:
+                if ends_ns > time.perf_counter_ns():
+                    break
+                started_ns = max(given_ns, self._free_ns)
+                self._send(listener, incoming, opened, response, started_ns, ends_ns)
+                self._free_ns = ends_ns
             underway.popleft()
         self._state.underway = len(underway)
 
@@ -293,21 +318,6 @@ class RequestLoop:
                 # What was received has been read, or copied: its memory can be used again.
                 incoming, opened = incoming._replace(frames=[]), opened._replace(frames=())
                 self._underway.append(_Underway(incoming, opened, response, work, started_ns))
-
-    def _send_ended(self, listener: Listener, underway: _Underway) -> bool:
-        """Send a result if the accelerator is done with it, or has failed."""
-        incoming, opened, response, work, given_ns = underway
-        try:
-            ends_ns = work.ends_ns()
-        except RuntimeError:
-            self._send_failure(listener, incoming, opened)
-            return True
-        if ends_ns > time.perf_counter_ns():
-            return False
-        started_ns = max(given_ns, self._free_ns)
-        self._send(listener, incoming, opened, response, started_ns, ends_ns)
-        self._free_ns = ends_ns
-        return True
 
     def _send_failure(self, listener: Listener, incoming: Incoming, opened: OpenedRequest) -> None:
         """Log the exception that is being handled, and reply that this request has failed."""
@@ -392,18 +402,6 @@ class RequestLoop:
         self._send(listener, incoming, opened, code)
         return opened
 
-    def _refuse_full(self, listener: Listener, refused: Rejected) -> None:
-        opened = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
-        log.warning(
-            "queue_full",
-            **_fields(refused.incoming, opened),
-            code=ErrorCode.QUEUE_FULL.value,
-            limit=f"max_queued_{refused.limit}",
-            allowed=getattr(self._queue.limits, refused.limit),
-            requested=refused.requested,
-            available=refused.available,
-        )
-
     def _refuse_rest(self, listener: Listener) -> None:
         """Refuse what the drain has left.
 
@@ -411,11 +409,11 @@ class RequestLoop:
         Bounded, so that a client that goes on sending cannot keep the service from stopping.
         """
         left = list(self._underway)
-        if left or self._queue:
+        if left or self._queue.requests:
             log.warning("drain_ended", refused_requests=len(left) + self._queue.requests)
         for incoming, opened, *_ in left:
             self._send(listener, incoming, opened, ErrorCode.SHUTTING_DOWN)
-        while self._queue:
+        while self._queue.requests:
             self._refuse(listener, self._queue.take(), ErrorCode.SHUTTING_DOWN)
         # Not a part of the time since the last request, which may be hours.
         self._began_ns = time.perf_counter_ns()

@@ -30,8 +30,6 @@ from protocol.model.config import ModelConfig
 from protocol.model.forward import Layer, Ops, Rope, bound, forward, staying
 from protocol.tensors import to_torch
 
-_PART = struct.Struct("<16s3q16s")
-
 # Which rows are wanted; None: all.
 Outputs: TypeAlias = Sequence[int] | None
 # Computes the rows of these parts, each on its cache.
@@ -45,7 +43,10 @@ def read_parts(request: SegmentRequest, context_length: int) -> list[SegmentPart
 
     The numbers are copied first: a client may change memory that it shares with us.
     """
-    parts = [SegmentPart(*numbers) for numbers in _PART.iter_unpack(bytes(request.parts.data))]
+    parts = [
+        SegmentPart(*numbers)
+        for numbers in struct.iter_unpack("<16s3q16s", bytes(request.parts.data))
+    ]
     ends: dict[bytes, int] = {}
     for part in parts:
         session, start, rows, length, _ = part

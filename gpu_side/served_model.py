@@ -60,11 +60,6 @@ OPERATOR_OF: dict[ModuleName, LinearOperator] = {
     module: operator for operator, modules in FUSED_MODULES.items() for module in modules
 }
 
-# What a null device says of a directory without linear weights, unless a calibration in it says
-# which weights it was made of. It is no digest of anything.
-NO_LINEAR_DIGEST = "0" * 64
-_CALIBRATION_FILE = "calibration.safetensors"
-
 
 PROVISION_FILE = "provision.json"
 
@@ -139,8 +134,7 @@ class PartConfig(ModelConfig):
     @property
     def first_id(self) -> int:
         """The first token id of the part's vocabulary."""
-        first: int = part_of(self.vocabulary, *self.columns).start
-        return first
+        return int(part_of(self.vocabulary, *self.columns).start)
 
 
 def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
@@ -315,7 +309,9 @@ def read_served_model(
         model_digest=(
             model_digest(config, checkpoint) if provision is None else provision.provision_id
         ),
-        linear_digest=linear or _calibrated_digest(directory) or NO_LINEAR_DIGEST,
+        # What a null device says of a directory without linear weights, unless a calibration in it
+        # says which weights it was made of, is no digest of anything.
+        linear_digest=linear or _calibrated_digest(directory) or "0" * 64,
         provision=provision,
         arithmetic=tuple(kind for kind in BOTH if kind in arithmetic),
         norms=_read_norms(config, checkpoint) if provision is None else {},
@@ -329,7 +325,7 @@ def _calibrated_digest(directory: Path) -> str | None:
 
     A runner without linear weights of its own expects the service to have those.
     """
-    path = directory / _CALIBRATION_FILE
+    path = directory / "calibration.safetensors"
     if not is_there(path):
         return None
     digest = TensorFile(path).header.metadata.get("linear_digest", "")

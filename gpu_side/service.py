@@ -30,7 +30,7 @@ from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import ServiceWeights
 from protocol import native
-from protocol.curve import require_zmq_keys
+from protocol.curve import read_secret_key, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
@@ -138,7 +138,7 @@ class ServiceSettings:
                 got=" and ".join(names + ["--allow-anyone"] * self.allow_anyone),
                 expected="--identity and --allow, or neither",
             )
-        return ServiceKeys.read(self.identity, self.allow)
+        return ServiceKeys(read_secret_key(self.identity), read_allow_list(self.allow))
 
     @property
     def place(self) -> RankPlace:
@@ -210,7 +210,9 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     """
     started = time.monotonic()
     require_little_endian()
-    _allow_many_descriptors()
+    # Every connection takes a descriptor.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     place = settings.place
     native.set_up(settings.kernels, settings.threads or place.threads)
     device = parse_device(place.device(settings.device))
@@ -276,12 +278,6 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
 def _mib(size: int) -> float:
     """Return bytes as the command line has them."""
     return size / (1024 * 1024)
-
-
-def _allow_many_descriptors() -> None:
-    """Raise RLIMIT_NOFILE to its hard limit: every connection takes a descriptor."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _lets_in(keys: ServiceKeys | None, http: HttpKeys | None) -> dict[str, Any]:

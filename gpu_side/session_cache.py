@@ -193,6 +193,8 @@ class SpilledSession:
         # Of the cache that it was, and will be.
         self.shape = cache.shape
         self._sizes = cache.length, cache.sinks, cache.dropped
+        # That a cache must have room for to be filled.
+        self.tokens = cache.stored
         self._nonces: list[bytes] = []
         self.bytes = 0
         # Without a name from the beginning (O_TMPFILE) where the file system can, else unlinked at
@@ -201,18 +203,15 @@ class SpilledSession:
         try:
             for tensor in cache.tensors:
                 for piece in _pieces(raw_bytes(tensor[:, :, : cache.stored])):
-                    self._write(piece)
+                    nonce = self.key.next_nonce()
+                    sealed = self.key.cipher.encrypt(nonce, piece, self._bound(len(self._nonces)))
+                    if self._file.write(sealed) != len(sealed):
+                        raise OSError("a disk without room")
+                    self._nonces.append(nonce)
+                    self.bytes += len(sealed)
         except BaseException:
             self.close()
             raise
-
-    def _write(self, piece: memoryview) -> None:
-        nonce = self.key.next_nonce()
-        sealed = self.key.cipher.encrypt(nonce, piece, self._bound(len(self._nonces)))
-        if self._file.write(sealed) != len(sealed):
-            raise OSError("a disk without room")
-        self._nonces.append(nonce)
-        self.bytes += len(sealed)
 
     def read_into(self, cache: SessionCache) -> bool:
         """Fill a cache of the same shape; False where the file is not what was written.
@@ -234,12 +233,6 @@ class SpilledSession:
         except (InvalidTag, OSError, ValueError):
             return False
         return True
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a cache must have room for to be filled."""
-        length, _, dropped = self._sizes
-        return length - dropped
 
     def close(self) -> None:
         """Forget it; without a name it is gone from the disk then."""
@@ -410,8 +403,9 @@ class SessionFiles:
 
     def _oldest(self) -> SessionName | None:
         """Return what goes first: of a client that has more than half, where there is one."""
-        large = next(filter(self._is_large, self._ledger.clients.values()), self._ledger.all)
-        return large.oldest
-
-    def _is_large(self, account: Account) -> bool:
-        return 2 * account.bytes > self._most or 2 * len(account.resting) > MAX_FILES
+        large = (
+            account
+            for account in self._ledger.clients.values()
+            if 2 * account.bytes > self._most or 2 * len(account.resting) > MAX_FILES
+        )
+        return next(large, self._ledger.all).oldest

@@ -30,9 +30,6 @@ from gpu_side.session_cache import (
 )
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
 
-# What a null device keeps as many sessions as fit into; it takes no memory for them.
-_NULL_BYTES = 2**36
-
 _MEMINFO = Path("/proc/meminfo")
 
 NO_SESSION = bytes(16)
@@ -90,7 +87,8 @@ class SessionSettings:
 def free_bytes(device: torch.device | None) -> int:
     """Return how much memory is free on a device, in bytes; None: a null one."""
     if device is None:
-        return _NULL_BYTES
+        # It keeps as many sessions as fit into so much, and takes no memory for them.
+        return 2**36
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -313,12 +311,12 @@ class SessionStore:
         now_s = self._clock()
         if now_s >= self.look_at_s:
             self._files.expire(now_s - self._ttl_s)
-            used_s = float("inf")
             while (name := self._ledger.all.oldest) is not None:
                 used_s = self._held[name].used_s
                 if used_s > now_s - self._ttl_s:
                     break
                 self._forget(name)
+            else:
                 used_s = float("inf")
             self.look_at_s = min(used_s, self._files.oldest_s()) + self._ttl_s
         return self.look_at_s - now_s

@@ -66,7 +66,7 @@ class _OfClient:
 
 
 class FairQueue:
-    """Received messages, by client. Empty means false."""
+    """Received messages, by client."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
@@ -77,9 +77,6 @@ class FairQueue:
         self._clients: dict[bytes, _OfClient] = {}
         self._turns: deque[_OfClient] = deque()
         self._served = b""
-
-    def __bool__(self) -> bool:
-        return self.requests > 0
 
     def put(self, incoming: Incoming) -> Sequence[Rejected]:
         """Let a message wait; return what does not: this one, or others in its place."""
@@ -95,7 +92,9 @@ class FairQueue:
         if self.requests >= limits.total_requests or self.bytes + size > limits.total_bytes:
             victims = self._choose_victims(count + 1, held + size, size)
             if victims is None:
-                return (self._too_much(incoming, size),)
+                if self.requests >= limits.total_requests:
+                    return (Rejected(incoming, "total_requests", 1, 0),)
+                return (Rejected(incoming, "total_bytes", size, limits.total_bytes - self.bytes),)
             refused = [self._take_newest(*victim) for victim in victims]
         if client is None:
             self._clients[name] = client = _OfClient(name)
@@ -128,12 +127,6 @@ class FairQueue:
     def note_served(self, incoming: Incoming) -> None:
         """Note that a message's client had its turn without waiting."""
         self._served = incoming.key or incoming.route[0]
-
-    def _too_much(self, incoming: Incoming, size: int) -> Rejected:
-        limits = self.limits
-        if self.requests >= limits.total_requests:
-            return Rejected(incoming, "total_requests", 1, 0)
-        return Rejected(incoming, "total_bytes", size, limits.total_bytes - self.bytes)
 
     def _choose_victims(
         self, count: int, held: int, size: int

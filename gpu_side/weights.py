@@ -173,9 +173,6 @@ def load_weights(
             }
         if progress is not None:
             progress(done, len(held.held_layers))
-    segment = None
-    if held.has_segments:
-        segment = _read_segment(held, checkpoint, read, lm_head, device)
     return ServiceWeights(
         **vars(held),
         device=device,
@@ -185,7 +182,9 @@ def load_weights(
         lm_head_int8=lm_head_int8,
         linears=linears or None,
         integers=integers or None,
-        segment=segment,
+        segment=(
+            _read_segment(held, checkpoint, read, lm_head, device) if held.has_segments else None
+        ),
     )
 
 
@@ -211,10 +210,18 @@ def _read_segment(
     for layer in held.held_layers:
         names = norm_names(config, layer).items()
         norms[layer] = LayerNorms(**{short: norm(short, name) for short, name in names})
-        order_Kc = _read_order(checkpoint, layer, K, C // 2) if transformed else None
-        if order_Kc is not None:
+        order = order_name(layer)
+        if transformed and checkpoint.holds([order]):
+            order_Kc = _read_either(checkpoint, order, ((K, C // 2),))
+            usual_Kc = torch.arange(C // 2).to(order_Kc.dtype).expand(K, -1)
+            ModelError.unless(
+                torch.equal(order_Kc.sort().values, usual_Kc),
+                f"{checkpoint.directory}: {order}",
+                "other numbers",
+                f"each of 0-{C // 2 - 1} in each head",
+            )
             order_Xc = torch.cat((order_Kc.repeat_interleave(H // K, 0), order_Kc))
-            orders[layer] = order_Xc.to(device)
+            orders[layer] = order_Xc.to(device, torch.int64)
     if not held.has_segment_head:
         return SegmentWeights(norms, orders, None, None)
     if transformed:
@@ -232,19 +239,3 @@ def _read_either(
     found = checkpoint.rows(name, 0, max(shape[0] for shape in shapes) + 1)
     ModelError.unless(tuple(found.shape) in shapes, where, f"shape {list(found.shape)}", expected)
     return found
-
-
-def _read_order(checkpoint: Checkpoint, layer: int, heads: int, pairs: int) -> torch.Tensor | None:
-    """Read in which order RoPE's pairs stand, int64 [K, C / 2]; None: in the usual one."""
-    name = order_name(layer)
-    if not checkpoint.holds([name]):
-        return None
-    found = _read_either(checkpoint, name, ((heads, pairs),))
-    usual = torch.arange(pairs).to(found.dtype).expand(heads, -1)
-    ModelError.unless(
-        torch.equal(found.sort().values, usual),
-        f"{checkpoint.directory}: {name}",
-        "other numbers",
-        f"each of 0-{pairs - 1} in each head",
-    )
-    return found.to(torch.int64)

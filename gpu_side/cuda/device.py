@@ -19,8 +19,6 @@ import torch
 
 from gpu_side.event_log import log
 
-_CACHE_BYTES = 2**28
-
 # Numbers of rows of which graphs are made; see `gpu_side.cuda.products`.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -127,7 +125,7 @@ class CudaDevice:
         """Return how long the device takes for it, with its caches cold: the median of a few."""
         work()
         # Writing so much empties the caches, and takes longer than starting `work`.
-        other = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=self._device)
+        other = torch.empty(2**28, dtype=torch.uint8, device=self._device)
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(9)]
         for begin, end in pairs:
             other.zero_()
@@ -159,9 +157,6 @@ class CudaDevice:
 # Up to so many rows, reading the weights takes longer than multiplying without tensor cores.
 DIRECT_ROWS = 4
 
-# Products of more rows choose as those of this many.
-_MOST_ROWS = 512
-
 
 class Tile(NamedTuple):
     """What one block of threads computes: `rows` x `outputs`, `inner` input features at a time.
@@ -192,7 +187,7 @@ def tiles_for(rows: int) -> Sequence[Tile]:
 
 def bucket(rows: int) -> int:
     """Return the number of rows that stands for this one: the next power of two, 512 at most."""
-    return min(1 << (rows - 1).bit_length(), _MOST_ROWS)
+    return min(1 << (rows - 1).bit_length(), 512)
 
 
 class TileChoices:

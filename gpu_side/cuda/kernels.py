@@ -32,9 +32,9 @@ class CudaKernels(TorchKernels):
         self, weights: ServiceWeights, spin_us: float = 0.0, device: CudaDevice | None = None
     ) -> None:
         super().__init__(weights, spin_us)
-        device = device or CudaDevice(weights.device)
-        self._products = DeviceProducts(device, _row_bytes(weights), spin_us)
-        self._tiles = TileChoices(device.time_us)
+        self._device = device or CudaDevice(weights.device)
+        self._products = DeviceProducts(self._device, _row_bytes(weights), spin_us)
+        self._tiles = TileChoices(self._device.time_us)
         if weights.integers is not None:
             self._choose_tiles()
 
@@ -45,15 +45,19 @@ class CudaKernels(TorchKernels):
         work = task.work
         if not isinstance(work, LinearWork):
             raise TypeError("a product with a weight that is none")
-        products, product = self._products, self._given(request, task)
+        products, dtype, integer = self._products, torch_dtype(task.dtype), work.integer
+        product: Product = (
+            self._ring_product(request)
+            if isinstance(request, RingLinearRequest | RingLMHeadRequest)
+            else _Floats(*weight_of(self._weights, request), dtype)
+        )
         place: Hashable = (
             request.method,
             *(getattr(request, name, None) for name in ("layer_idx", "module_names", "bias")),
         )
-        dtype, integer = torch_dtype(task.dtype), work.integer
         rows_shape, result_shape = (work.rows, work.in_features), (work.rows, work.out_features)
         # A result of many rows is written into the reply's memory; of few, copied there.
-        empty = products.pinned if work.rows > GRAPH_ROWS[-1] else torch.empty
+        empty = self._device.pinned if work.rows > GRAPH_ROWS[-1] else torch.empty
         in_reply = payload_place(request.method, task.dtype, task.shape)
         used_in_place = product.in_place is not None or work.rows > GRAPH_ROWS[-1]
 
@@ -78,12 +82,6 @@ class CudaKernels(TorchKernels):
         """See `TorchKernels._ring_product`; without graphs."""
         weight, _ = weight_of(self._weights, request)
         return _Ring(weight, self._tiles)
-
-    def _given(self, request: WeightRequest, task: Task) -> Product:
-        if isinstance(request, RingLinearRequest | RingLMHeadRequest):
-            return self._ring_product(request)
-        weight, bias = weight_of(self._weights, request)
-        return _Floats(weight, bias, torch_dtype(task.dtype))
 
     def _choose_tiles(self) -> None:
         """Choose for all operators of a layer and the LM head, so that no request waits for it.

@@ -172,10 +172,6 @@ class DeviceProducts:
         except RuntimeError:
             log.exception("not_unregistered")
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for a result of many rows, which is then written in place."""
-        return self._device.pinned(shape, dtype)
-
     def submit(
         self,
         place: Hashable,

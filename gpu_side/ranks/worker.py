@@ -184,7 +184,14 @@ class Group:
         found: dict[str, Any] = {}
         if file is not None:
             store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
-            _meet(store, place, gone)
+            store.set(f"here/{place.rank}", "")
+            everybody = [f"here/{rank}" for rank in range(place.ranks)]
+            # Of torch's own wait nothing is told that a rank has ended.
+            until = time.monotonic() + JOIN_S
+            while not store.check(everybody):
+                if gone() or time.monotonic() > until:
+                    raise RuntimeError("a rank that does not come")
+                time.sleep(_LOOK_S)
             found = {"store": store, "rank": place.rank, "world_size": place.ranks}
         dist.init_process_group(backend, timeout=timeout, device_id=own, **found)
         # All ranks but this one.
@@ -236,17 +243,6 @@ class Group:
         dist.destroy_process_group()
 
 
-def _meet(store: Any, place: RankPlace, gone: Callable[[], bool]) -> None:
-    """Wait until all ranks run: of torch's own wait nothing is told that one has ended."""
-    store.set(f"here/{place.rank}", "")
-    everybody = [f"here/{rank}" for rank in range(place.ranks)]
-    until = time.monotonic() + JOIN_S
-    while not store.check(everybody):
-        if gone() or time.monotonic() > until:
-            raise RuntimeError("a rank that does not come")
-        time.sleep(_LOOK_S)
-
-
 def bytes_tensor(data: Buffer) -> torch.Tensor:
     """View bytes as a tensor; of read-only ones, which torch must not alias, return a copy."""
     writable = isinstance(data, bytearray) or (isinstance(data, memoryview) and not data.readonly)
@@ -278,55 +274,47 @@ def work(job: RankJob) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _serve(Group(place, job.store, job.torch_device), job)
+        group = Group(place, job.store, job.torch_device)
+        native.set_up(job.kernels, job.threads or place.threads)
+        device = job.torch_device
+        if "int8" in job.arithmetic:
+            check_integers(read_config(job.model), device)
+        weights = job.load(device)
+        for sent in group.send(job.holds(weights), b"", [_HEAD]):
+            sent.wait()
+        kernels = device_kernels(weights, job.spin_us)
+        checker = RequestChecker(weights, job.max_message_bytes)
+
+        def prepare(request: Request) -> Callable[[Any], torch.Tensor]:
+            if not isinstance(request, Computed):
+                raise TypeError("a request that the head answers")
+            return kernels.product(request, checker.check(request))
+
+        reader = RequestReader(job.max_message_bytes, prepare)
+        with torch.inference_mode():
+            while True:
+                header, payload = group.receive(_HEAD, IDLE)
+                if not header:
+                    break
+                request, product = reader.read(reader.open([memoryview(header), payload]))
+                group.send_result(product(request), _HEAD)
+        group.leave()
     except RuntimeError as error:
         raise EndpointError(
             f"rank {place.rank}", got=str(error), expected="a head that goes on, and a product"
         ) from error
 
 
-def _serve(group: Group, job: RankJob) -> None:
-    place = job.place
-    native.set_up(job.kernels, job.threads or place.threads)
-    device = job.torch_device
-    if "int8" in job.arithmetic:
-        check_integers(read_config(job.model), device)
-    weights = job.load(device)
-    for sent in group.send(job.holds(weights), b"", [_HEAD]):
-        sent.wait()
-    kernels = device_kernels(weights, job.spin_us)
-    checker = RequestChecker(weights, job.max_message_bytes)
+def main(parent: str, job: str) -> None:
+    """Entry point of a process that the head has started.
 
-    def prepare(request: Request) -> Callable[[Any], torch.Tensor]:
-        if not isinstance(request, Computed):
-            raise TypeError("a request that the head answers")
-        return kernels.product(request, checker.check(request))
-
-    reader = RequestReader(job.max_message_bytes, prepare)
-    with torch.inference_mode():
-        while True:
-            header, payload = group.receive(_HEAD, IDLE)
-            if not header:
-                break
-            request, product = reader.read(reader.open([memoryview(header), payload]))
-            group.send_result(product(request), _HEAD)
-    group.leave()
-
-
-def _end_with(parent: int) -> None:
-    """Have this process killed when the head ends, however it does; Linux only.
-
-    Elsewhere, and from then on where weights have been read, it ends with the connection.
+    On Linux it is killed when the head ends, however it does. Elsewhere, and from then on where
+    weights have been read, it ends with the connection.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # too late to be told
+        if os.getppid() != int(parent):  # too late to be told
             sys.exit("the head has ended")
-
-
-def main(parent: str, job: str) -> None:
-    """Entry point of a process that the head has started."""
-    _end_with(int(parent))
     given = RankJob.model_validate_json(job)
     try:
         work(given)

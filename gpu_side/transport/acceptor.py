@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 
@@ -26,7 +27,7 @@ _ACCEPT_AGAIN_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
-class AcceptingThread:
+class AcceptingThread(ABC):
     """Accepts connections on a thread of its own, and pauses where descriptors or memory run out.
 
     A subclass calls this constructor last, as the thread then starts. `failed`: an exception, which
@@ -89,13 +90,13 @@ class AcceptingThread:
         finally:
             self._ended()
 
+    @abstractmethod
     def _attend_all(self) -> None:
         """Attend to connections until told to stop."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ended(self) -> None:
         """Close what the thread has to close when it ends, also where it has failed."""
-        raise NotImplementedError
 
     def _left_s(self) -> float | None:
         """Return how long no client is let in; None where that is not a matter of time."""
@@ -123,9 +124,9 @@ class AcceptingThread:
             if error.errno in _EXHAUSTED:
                 self.pause_accepting()
 
+    @abstractmethod
     def _let_in(self) -> None:
         """Accept a client (`_accepted`). Raises OSError where there is none."""
-        raise NotImplementedError
 
     def _accepted(self) -> socket.socket:
         """Accept a connection and count its client. Raises OSError."""

@@ -42,9 +42,6 @@ ALWAYS_BYTES = 1024 * 1024
 BODY_S = 10.0
 LEAST_BYTES_PER_S = 64 * 1024
 _TURN_BYTES = 1024 * 1024
-# The rest of such a body is not read.
-_ENDS_CONNECTION = frozenset({400, 408, 413})
-_REPLY_HEADERS = [(b"content-type", CONTENT_TYPE.encode()), (b"cache-control", b"no-store")]
 _CHANNEL = re.compile(b"[0-9a-f]{32}")
 
 
@@ -190,7 +187,11 @@ class Gateway:
         if self.tokens is not None:
             key = digest_of(headers.get(b"authorization", b""), self.tokens) or b""
             _RefusedError.unless(key, 401, "no token that is let in")
-        name = _name(scope, headers)
+        # A client that need not show a token.
+        name = ":".join(map(str, scope["client"] or ())).encode()
+        channel = headers.get(CHANNEL_HEADER.encode(), b"")
+        if _CHANNEL.fullmatch(channel):
+            name = bytes.fromhex(channel.decode())
         own = self._underway[key or name]
         full = self._underway.total() >= MAX_REQUESTS or own >= MAX_CLIENT_REQUESTS
         _RefusedError.unless(not (full or self._ending), 503, "too many requests, or an end")
@@ -239,7 +240,12 @@ class Gateway:
         if (said := reply.result()) is None:
             raise _RefusedError(503, "a request that gets no reply")
         try:
-            await self._send(send, 200, _REPLY_HEADERS.copy(), *to_pieces(said))
+            await self._send(
+                send,
+                200,
+                [(b"content-type", CONTENT_TYPE.encode()), (b"cache-control", b"no-store")],
+                *to_pieces(said),
+            )
         finally:
             self._count_unread(key or name, -sum(map(len, said)))
 
@@ -296,7 +302,8 @@ class Gateway:
         headers = [(b"content-type", b"text/plain")]
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if status in _ENDS_CONNECTION:
+        # The rest of such a body is not read.
+        if status in (400, 408, 413):
             headers.append((b"connection", b"close"))
         body = f"{text}\n".encode()
         await self._send(send, status, headers, [body], len(body))
@@ -331,11 +338,3 @@ class Gateway:
 async def _disconnected(receive: ASGIReceiveCallable) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _name(scope: HTTPScope, headers: dict[bytes, bytes]) -> bytes:
-    """Name a client that need not show a token."""
-    channel = headers.get(CHANNEL_HEADER.encode(), b"")
-    if _CHANNEL.fullmatch(channel):
-        return bytes.fromhex(channel.decode())
-    return ":".join(map(str, scope["client"] or ())).encode()

@@ -48,7 +48,6 @@ MAX_CONNECTIONS = 512
 IDLE_S = 75
 SILENT_S = 2.0
 _LOOK_S = 0.5
-_CLOSING_S = 1
 
 
 class HttpListener(Listener):
@@ -96,7 +95,7 @@ class HttpListener(Listener):
                 server_header=False,
                 proxy_headers=False,  # a client is what its socket is
                 timeout_keep_alive=IDLE_S,
-                timeout_graceful_shutdown=_CLOSING_S,
+                timeout_graceful_shutdown=1,
                 ssl_certfile=keys.certificate,
                 ssl_keyfile=keys.key,
             )

@@ -109,10 +109,6 @@ def cannot_bind(endpoint: str, number: int | None) -> EndpointError:
     return EndpointError(endpoint, got=got, expected="an address to bind")
 
 
-# What connecting says where no process listens, or there is no file at all.
-_NOBODY = frozenset({errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR})
-
-
 def refuse_live_socket(endpoint: Endpoint) -> None:
     """Raise EndpointError where a live service owns the Unix socket, or may own it.
 
@@ -130,7 +126,8 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno in _NOBODY:
+            # No process listens, or there is no file at all.
+            if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR):
                 return
             raise EndpointError(
                 endpoint.text,
@@ -166,15 +163,10 @@ class SocketFile:
     """The file of a socket that was just bound at a path. Raises OSError where it is gone."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._id = path, _id_of(path)
+        self._path, self._status = path, os.lstat(path)
 
     def remove(self) -> None:
         """Remove the file, unless it is another's by now."""
         with suppress(OSError):
-            if _id_of(self._path) == self._id:
+            if os.path.samestat(os.lstat(self._path), self._status):
                 os.unlink(self._path)
-
-
-def _id_of(path: str) -> tuple[int, int]:
-    status = os.lstat(path)
-    return status.st_dev, status.st_ino

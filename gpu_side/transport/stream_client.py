@@ -47,7 +47,21 @@ class DeviceMemory:
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                size = min(_size_of(path, file), LARGEST)
+                found = os.fstat(file)
+                EndpointError.unless(stat.S_ISREG(found.st_mode), path, "no regular file", "one")
+                EndpointError.unless(
+                    not found.st_mode & stat.S_IWOTH,
+                    path,
+                    "a file that all users may write",
+                    "mode 0660",
+                )
+                EndpointError.unless(
+                    found.st_size >= SMALLEST,
+                    path,
+                    f"{found.st_size} bytes",
+                    f"{SMALLEST} or more",
+                )
+                size = min(found.st_size, LARGEST)
                 # Room is taken now: where the file system is full, the kernel ends a process that
                 # touches a page that is not there yet.
                 os.posix_fallocate(file, 0, size)
@@ -88,18 +102,6 @@ class DeviceMemory:
         lane.sleeps(True)
         self._mapped[TAKEN] = session
         return lane
-
-
-def _size_of(path: str, file: int) -> int:
-    found = os.fstat(file)
-    EndpointError.unless(stat.S_ISREG(found.st_mode), path, "no regular file", "one")
-    EndpointError.unless(
-        not found.st_mode & stat.S_IWOTH, path, "a file that all users may write", "mode 0660"
-    )
-    EndpointError.unless(
-        found.st_size >= SMALLEST, path, f"{found.st_size} bytes", f"{SMALLEST} or more"
-    )
-    return found.st_size
 
 
 # Of a peer: process, user, group.
@@ -206,11 +208,7 @@ class Client:
     def may_send_more(self) -> bool:
         """Whether to read from it, with what the service has not taken yet."""
         messages = self.reader.messages
-        if self.reader.wants_room:
-            return False
-        if not messages:
-            return True
-        if len(messages) >= QUEUED_REQUESTS:
+        if self.reader.wants_room or len(messages) >= QUEUED_REQUESTS:
             return False
         return sum(len(frame) for frames, _ in messages for frame in frames) < QUEUED_BYTES
 

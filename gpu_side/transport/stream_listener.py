@@ -200,21 +200,17 @@ class StreamListener(Listener):
         while self._clients and (left_s := give_up - time.monotonic()) > 0:
             for file, _ in self._epoll.poll(left_s):
                 if (writing := self._by_file.get(file)) is not None:
-                    self._finish(writing)
+                    try:
+                        done = writing.writer.flush()
+                    except OSError:
+                        done = True
+                    if done:
+                        self._drop(writing)
         for client in list(self._clients.values()):
             self._drop(client)
         # Last: a client that still reads its replies must not take us for dead.
         self._acceptor.close()
         self._epoll.close()
-
-    def _finish(self, client: Client) -> None:
-        """Write what a client takes of its last replies, and drop it after them."""
-        try:
-            done = client.writer.flush()
-        except OSError:
-            done = True
-        if done:
-            self._drop(client)
 
     def _write_rest(self, client: Client) -> None:
         """Give a client that reads a moment for the rest of its reply, until others want something.
@@ -348,7 +344,10 @@ class StreamListener(Listener):
                 if not (reader.messages or reader.wants_room) or client.may_send_more:
                     alive = client.read()
                     if alive and reader.wants_room:
-                        self._want_room(client)
+                        self._wanting_room[client.name] = client
+                        self._give_room()
+                        if client.name in self._clients:
+                            self._watch(client)
                     if alive and reader.large is not None:
                         # Perhaps only its head was read, and the rest is probably there.
                         alive = client.read()
@@ -380,13 +379,6 @@ class StreamListener(Listener):
         """Count the bytes of a message, or of one that is none of ours any more (less than 0)."""
         if abs(size) > BUFFER_BYTES:
             client.large_bytes += size
-
-    def _want_room(self, client: Client) -> None:
-        """Let a client wait for room for its large message, where there is none yet."""
-        self._wanting_room[client.name] = client
-        self._give_room()
-        if client.name in self._clients:
-            self._watch(client)
 
     def _give_room(self) -> None:
         """Let waiting clients receive their large messages, in turn, as far as there is room."""
@@ -484,8 +476,6 @@ class StreamListener(Listener):
         self.on_gone(client.name)
 
     def _watch_wakeup(self, wakeup: socket.socket | None) -> None:
-        if wakeup is self._wakeup:
-            return
         if self._wakeup is not None and self._wakeup.fileno() >= 0:
             self._epoll.unregister(self._wakeup)
         if wakeup is not None:

@@ -33,10 +33,8 @@ _SECRET_BYTES = 16
 # What logs may say of a connection's id.
 NUMBER_BYTES = 8
 
-_PROPERTY = b"Identity"
-
-# So many may come while ZeroMQ's thread is busy; the kernel may allow fewer.
-_BACKLOG = 1024
+# The property of a handshake (ZMTP 3, RFC 23) that says the peer's routing id, in any case.
+ROUTING_ID = b"Identity"
 
 
 class Names:
@@ -56,14 +54,9 @@ class Names:
         return len(name) == _SECRET_BYTES + NUMBER_BYTES and name.startswith(self._secret)
 
 
-def is_property(name: bytes) -> bool:
-    """Say whether a property of a handshake (ZMTP 3, RFC 23) is the peer's routing id."""
-    return name.lower() == _PROPERTY.lower()
-
-
 def as_property(name: bytes) -> bytes:
     """Return the property of a handshake that says a routing id."""
-    return bytes([len(_PROPERTY)]) + _PROPERTY + len(name).to_bytes(4) + name
+    return bytes([len(ROUTING_ID)]) + ROUTING_ID + len(name).to_bytes(4) + name
 
 
 def bind_within_process(zmq_socket: zmq.Socket[bytes]) -> str:
@@ -73,7 +66,8 @@ def bind_within_process(zmq_socket: zmq.Socket[bytes]) -> str:
     """
     endpoint = f"ipc://@tsqp-{os.urandom(16).hex()}"
     zmq_socket.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
-    zmq_socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+    # So many may come while ZeroMQ's thread is busy; the kernel may allow fewer.
+    zmq_socket.setsockopt(zmq.BACKLOG, 1024)
     zmq_socket.bind(endpoint)
     return endpoint
 
@@ -83,16 +77,7 @@ DOMAIN = b"tsqp"
 # By its number, as older versions of pyzmq have no name for it.
 ZAP_ENFORCE_DOMAIN = 93
 
-_ADDRESS = "inproc://zeromq.zap.01"
-
-_REQUEST_FRAMES = 7
-
 _KEY_BYTES = 32
-
-# What ends a handshake before the client's key is looked at.
-FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-
-_WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 class ZapHandler:
@@ -120,12 +105,17 @@ class ZapHandler:
         # Set when the thread has failed, and lets in no client any more.
         self.failed = False
         self._requests = context.socket(zmq.REP)
-        self._failures = watch(context, service, FAILURES)
-        self._requests.setsockopt(zmq.LINGER, 0)
-        self._requests.bind(_ADDRESS)
-        self._out, self._back = _around(context)
-        self._thread = threading.Thread(target=self._serve, name="zap", daemon=True)
-        self._thread.start()
+        # What ends a handshake before the client's key is looked at.
+        failures = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        self._failures = watch(context, service, failures)
+        # Between these two a message goes through ZeroMQ's I/O thread.
+        self._out, self._back = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        for one in (self._requests, self._out, self._back):
+            one.setsockopt(zmq.LINGER, 0)
+        self._requests.bind("inproc://zeromq.zap.01")
+        self._back.connect(bind_within_process(self._out))
+        self.thread = threading.Thread(target=self._serve, name="zap", daemon=True)
+        self.thread.start()
 
     def replace_list(self, allowed: frozenset[bytes]) -> bool:
         """Let in these keys from now on; whether one was let in before that is not among them.
@@ -141,10 +131,6 @@ class ZapHandler:
     def is_allowed(self, key: bytes) -> bool:
         """Say whether a client (`sender_of`) is on the list as it stands. For any thread."""
         return key in self._allowed
-
-    def join(self) -> None:
-        """Wait until the thread has ended, as it does when the context is terminated."""
-        self._thread.join()
 
     def _serve(self) -> None:
         try:
@@ -205,7 +191,7 @@ class ZapHandler:
 
     def _key_of(self, request: list[bytes]) -> bytes:
         """Return the client's key (Z85). Raises ValueError, which says in a word what is wrong."""
-        if len(request) != _REQUEST_FRAMES:
+        if len(request) != 7:
             raise ValueError("malformed_request")
         version, _, domain, _, _, mechanism, key = request
         if version != b"1.0" or domain != DOMAIN or len(key) != _KEY_BYTES:
@@ -217,7 +203,7 @@ class ZapHandler:
     def _note_failure(self, event: list[bytes]) -> None:
         found = parse_monitor_message(event)
         if found["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            wrong = found["value"] == _WRONG_MECHANISM
+            wrong = found["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             self._refuse("no_key" if wrong else "handshake_not_of_this_service")
         elif found["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refuse("handshake_not_finished")
@@ -226,15 +212,6 @@ class ZapHandler:
         """Count a connection that is refused, and log why."""
         self.refused += 1
         log.warning("connection_refused", reason=reason, **more)
-
-
-def _around(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return two sockets between which a message goes through ZeroMQ's I/O thread."""
-    out, back = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    for one in (out, back):
-        one.setsockopt(zmq.LINGER, 0)
-    back.connect(bind_within_process(out))
-    return out, back
 
 
 def sender_of(frame: zmq.Frame) -> bytes:

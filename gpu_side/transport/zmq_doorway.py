@@ -22,7 +22,7 @@ import zmq
 from gpu_side.event_log import log
 from gpu_side.transport.acceptor import AcceptingThread
 from gpu_side.transport.listener import CLOSING_S, SocketFile, bind_at, listen_at
-from gpu_side.transport.zap import Names, as_property, is_property
+from gpu_side.transport.zap import ROUTING_ID, Names, as_property
 from protocol.endpoint import Endpoint
 from protocol.errors import ErrorCode, ProtocolError
 
@@ -80,7 +80,7 @@ def _named(ready: bytes, name: bytes) -> bytes:
         value = at + 1 + ready[at] + 4
         end = value + int.from_bytes(ready[value - 4 : value])
         _require(max(value, end) <= len(ready), "a property that does not end")
-        if not is_property(ready[at + 1 : value - 4]):
+        if ready[at + 1 : value - 4].lower() != ROUTING_ID.lower():
             kept += ready[at:end]
         at = end
     return kept + as_property(name)
@@ -133,7 +133,10 @@ class Doorway(AcceptingThread):
         self._names = names
         self._socket_file: SocketFile | None = None
         if endpoint.socket_path is None:
-            listening, self.endpoint = _listen_on_network(endpoint)
+            # Where ZeroMQ would.
+            host, port = _address_of(endpoint), endpoint.text.rpartition(":")[2]
+            listening = listen_at(host.strip("[]"), port, dualstack_ipv6="[" in host)
+            self.endpoint = f"tcp://{host}:{listening.getsockname()[1]}"
         else:
             listening = bind_at(endpoint.socket_path)
             self._socket_file = SocketFile(endpoint.socket_path)
@@ -267,15 +270,11 @@ class Doorway(AcceptingThread):
             self.client_closed()
 
 
-def _listen_on_network(endpoint: Endpoint) -> tuple[socket.socket, str]:
-    """Listen where ZeroMQ would, and say where that is. Raises OSError and zmq.ZMQError."""
-    host, port = _address_of(endpoint), endpoint.text.rpartition(":")[2]
-    listening = listen_at(host.strip("[]"), port, dualstack_ipv6="[" in host)
-    return listening, f"tcp://{host}:{listening.getsockname()[1]}"
-
-
 def _address_of(endpoint: Endpoint) -> str:
-    """Let ZeroMQ resolve a host, which may be an interface's name, by binding another port."""
+    """Let ZeroMQ resolve a host, which may be an interface's name, by binding another port.
+
+    Raises zmq.ZMQError.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as scratch:
         scratch.setsockopt(zmq.IPV6, "[" in endpoint.text)

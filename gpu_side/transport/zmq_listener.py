@@ -72,11 +72,6 @@ class Unread:
         # With so many clients `collect` looks which of them have gone.
         self._look_at = _LOOK_AT_CLIENTS
 
-    @property
-    def clients(self) -> int:
-        """How many clients there may be bytes for."""
-        return len(self._held)
-
     def add(self, client: bytes, frames: Sequence[tuple[Tracker, int]]) -> None:
         """Take note of frames, with the bytes in each, that were sent to a client."""
         if client not in self._held and len(self._held) >= self._look_at:
@@ -303,7 +298,7 @@ class ZmqListener(Listener):
         honest client gets two replies of the largest size one after another.
         """
         client = route[0]
-        if self._unread.clients and self._unread.bytes_of(client) > self._max_message_bytes:
+        if self._unread.bytes_of(client) > self._max_message_bytes:
             return False
         large: list[tuple[Tracker, int]] = []
         try:
@@ -326,4 +321,4 @@ class ZmqListener(Listener):
         if doorway is not None:
             doorway.close()
         if self._zap_handler is not None:
-            self._zap_handler.join()
+            self._zap_handler.thread.join()

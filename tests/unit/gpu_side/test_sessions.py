@@ -314,7 +314,7 @@ def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Excepti
     assert sessions.totals == SessionTotals()
     _run(sessions, A, _part(1, 0, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_cache.SpilledSession, "_write", Mock(side_effect=error))
+        patch.setattr(session_cache.SpilledSession, "_bound", Mock(side_effect=error))
         _run(sessions, A, _part(2, 0, 1))
     assert sessions.totals == SessionTotals(1, UNIT)
     assert _known(sessions, A, 1) == []

@@ -55,7 +55,7 @@ def test_a_new_pair_is_read_as_it_was_written_and_only_its_public_half_is(
     assert zmq.curve_public(secret) == public.encode() == read_public_key(public_path)
     assert public_key_of(secret_path) == public_key_of(public_path) == public.encode()
     client = ClientKeys(secret, read_public_key(public_path))
-    service = ServiceKeys.read(secret_path, public_path)
+    service = ServiceKeys(secret, read_allow_list(public_path))
     assert (client.public, service.allowed) == (public.encode(), {public.encode()})
     shown = f"{client!r} {service!r} {client} {service} {public_path.read_text()}"
     assert secret.decode() not in shown
