@@ -14,10 +14,9 @@ from click.core import ParameterSource
 
 from protocol.errors import SettingsError
 from protocol.messages import MAX_RANKS
-from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument, use
 from tsqp.cli.gpu_service import without_columns
 from tsqp.cli.lab_options import COUNTS, OutputFile, Outputs, complete_shape
-from tsqp.cli.options import use
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import DEFAULT_POLICY, model_directory

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from protocol.errors import TsqpError
-from tsqp.cli.config import CONTEXT, config_option
-from tsqp.cli.options import takes
+from tsqp.cli.config import CONTEXT, config_option, takes
 from tsqp.cli.terminal import chosen_prompt, describe_error, stream
 from tsqp.run.load import load, open_runner, policy_digest, sampling_of
 from tsqp.run.settings import TextSettings

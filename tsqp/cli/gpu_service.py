@@ -8,8 +8,7 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, config_option, version_option
-from tsqp.cli.options import takes
+from tsqp.cli.config import CONTEXT, config_option, takes, version_option
 from tsqp.cli.program import run
 from tsqp.run.service import GpuServiceSettings
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument, use
 from tsqp.cli.lab_options import Numbers, OutputFile, Outputs, complete_shape
-from tsqp.cli.options import use
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory

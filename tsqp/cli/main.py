@@ -9,8 +9,7 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, version_option
-from tsqp.cli.options import use
+from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, use, version_option
 from tsqp.cli.program import run
 from tsqp.cli.terminal import require_utf8
 from tsqp.extras import needing

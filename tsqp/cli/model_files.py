@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument
-from tsqp.cli.options import takes
+from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument, takes
 from tsqp.cli.terminal import read_text
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import DEMO, RunSettings, model_directory

@@ -24,8 +24,15 @@ from protocol.errors import (
     ServiceError,
     SettingsError,
 )
-from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
-from tsqp.cli.options import takes, use
+from tsqp.cli.config import (
+    CONTEXT,
+    PATH,
+    FiniteFloatRange,
+    config_option,
+    model_argument,
+    takes,
+    use,
+)
 from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
 from tsqp.run.trust import BANK, load_manifest, read_client_keys, read_http_access

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, config_option
-from tsqp.cli.options import takes, use
+from tsqp.cli.config import CONTEXT, config_option, takes, use
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import (

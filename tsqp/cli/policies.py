@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tsqp.cli.config import CONTEXT, config_option, model_argument
-from tsqp.cli.options import use
+from tsqp.cli.config import CONTEXT, config_option, model_argument, use
 from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import definitions, open_console, table
 
