@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option, takes, version_option
-from tsqp.cli.program import run
+from tsqp.run.process import configure, run
 from tsqp.run.service import GpuServiceSettings
 
 
@@ -37,7 +37,6 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
     from gpu_side.service import serve
-    from tsqp.run.process import configure
     from tsqp.run.service import attested_service, held_layers, served
 
     configure(settings.log_level)
