@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -138,14 +138,6 @@ def program(name: str) -> str:
     return found
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit status; None if it still runs. Its stderr may end a moment before it does."""
-    try:
-        return process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return None
-
-
 def start_service(
     running: ExitStack, arguments: list[str], *, timeout_s: float = START_TIMEOUT_S
 ) -> tuple[int, str]:
@@ -170,9 +162,13 @@ def _start(
     process, log = running.enter_context(child(command, stdout=subprocess.DEVNULL))
     line = log.ready_line(timeout_s)
     if line is None:
+        status = None
+        # Its stderr may end a moment before it does.
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(1.0)
         raise failure(
             name,
-            _ended(process),
+            status,
             log.last,
             expected=f"a line that says ready within {timeout_s:g} s",
         )

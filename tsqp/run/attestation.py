@@ -107,15 +107,13 @@ def attester_of(settings: EvidenceSettings) -> Attester:
         settings.attest,
         certificates=[one for path in settings.attest_certificate for one in _der(path)],
         collateral=_content(settings.attest_collateral),
-        measurement=_simulated_measurement(),
+        # What tsqp image run --no-tee computed of this guest; elsewhere, the version's.
+        measurement=(
+            bytes.fromhex(_EMULATED.read_text("ascii"))
+            if _EMULATED.exists()
+            else hashlib.sha384(version("tsqp").encode()).digest()
+        ),
     )
-
-
-def _simulated_measurement() -> bytes:
-    """Return what tsqp image run --no-tee computed of this guest; elsewhere, the version's."""
-    if _EMULATED.exists():
-        return bytes.fromhex(_EMULATED.read_text("ascii"))
-    return hashlib.sha384(version("tsqp").encode()).digest()
 
 
 def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> About:

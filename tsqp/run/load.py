@@ -85,8 +85,14 @@ def policy_digest(policy: Policy) -> bytes:
         for operator, placements in policy.operators.items()
     }
     prefill = (policy.prefill, policy.left_to_decode)
-    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
-    said.append(policy.service.attested)
+    said = [
+        policy.name,
+        policy.arithmetic,
+        policy.one_rpc_per_module,
+        prefill,
+        operators,
+        policy.service.attested,
+    ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
@@ -113,12 +119,27 @@ def open_runner(
     `on_load`: see Runner.
     """
     from tee_side.assembly import MaskSettings
+    from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.runner import Runner, RunnerSettings
 
     # Services that are lost, left out or come back are told of while the run goes on.
     configure("warning")
     policy = loaded.policy
-    _check_use(policy, settings, idles=idles)
+    useful = ("wait", "tee") if idles else ("wait",)
+    SettingsError.unless(
+        settings.bank is not None
+        or settings.when_out in useful
+        or not any(isinstance(mask, AdditiveMask) for mask in policy.masks),
+        "--when-out",
+        f"{settings.when_out} without --bank",
+        " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
+    )
+    SettingsError.unless(
+        policy.services or len(settings.gpu) <= 1,
+        "--gpu",
+        f"{len(settings.gpu)} endpoints",
+        f"none: nothing leaves the TEE under policy {policy.name}",
+    )
     keys = read_client_keys(settings, loaded.manifest)
     exposed = exposed_services(settings.gpu) if policy.services and not keys else ""
     if exposed:
@@ -199,26 +220,6 @@ def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
     if feed is None:
         return link
     return lambda channel, traffic: feed(link(channel, traffic), traffic)
-
-
-def _check_use(policy: Policy, settings: RunSettings, *, idles: bool) -> None:
-    """Refuse settings that cannot work: pads that are never made, services without a task."""
-    from tee_side.protect.masks.mask import AdditiveMask
-
-    padded = any(isinstance(mask, AdditiveMask) for mask in policy.masks)
-    useful = ("wait", "tee") if idles else ("wait",)
-    SettingsError.unless(
-        not padded or settings.bank is not None or settings.when_out in useful,
-        "--when-out",
-        f"{settings.when_out} without --bank",
-        " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
-    )
-    SettingsError.unless(
-        policy.services or len(settings.gpu) <= 1,
-        "--gpu",
-        f"{len(settings.gpu)} endpoints",
-        f"none: nothing leaves the TEE under policy {policy.name}",
-    )
 
 
 def sampling_of(settings: TextSettings) -> SamplingSettings:
