@@ -174,7 +174,6 @@ def bench(
         from tsqp.lab.bench.run import Bench
         from tsqp.lab.bench.shown import render_html, show
         from tsqp.lab.bench.timeline import perfetto_json
-        from tsqp.tables import open_console
     from tsqp.lab.charts import check_installed
 
     if html_path is not None:

@@ -184,9 +184,7 @@ def config_option(command: C) -> C:
     )(command)
 
 
-def version_option(command: C) -> C:
-    """Add `--version`."""
-    return click.version_option(package_name="tsqp", message="%(prog)s %(version)s")(command)
+version_option = click.version_option(package_name="tsqp", message="%(prog)s %(version)s")
 
 
 def _apply(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:

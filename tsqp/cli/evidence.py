@@ -21,7 +21,7 @@ from tsqp.run.process import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, AppraisalStep
-    from tee_side.attest.statement import Claims, Receipt
+    from tee_side.attest.statement import Receipt
 
 
 _DEVELOPMENT = "development"
@@ -252,7 +252,13 @@ def verify_receipt(
         raise click.UsageError("one of --key and --attestation is needed")
     if len(files) > 1 and (request or response):
         raise click.UsageError("--request and --response are of one RECEIPT")
-    key, claims = b"" if key_hex is None else _key(key_hex), None
+    SettingsError.unless(
+        key_hex is None or re.fullmatch("[0-9A-Fa-f]{64}", key_hex),
+        "--key",
+        describe(key_hex),
+        "64 hexadecimal digits",
+    )
+    key, claims = bytes.fromhex(key_hex or ""), None
     rows: list[_Row] = []
     found: list[tuple[bytes, Receipt]] = []
     try:
@@ -264,7 +270,14 @@ def verify_receipt(
             signed = _read(file)
             one = verified(signed, key)
             rows.append((f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
-            rows += _compared(one, found[-1] if found else None, claims)
+            if found:
+                before, last = found[-1]
+                follows = one.previous == hashlib.sha256(before).digest()
+                got = f"{one.sequence} behind {last.sequence}"
+                rows.append(("chain", follows, got, f"{last.sequence + 1}, with its digest"))
+            if claims is not None:
+                rows.append(_same("model", one.model, claims.model))
+                rows.append(_same("policy", one.policy, claims.policy))
             found.append((signed, one))
         if request is not None:
             digest = hashlib.sha256(request.read_bytes()).digest()
@@ -281,13 +294,6 @@ def verify_receipt(
     _end(context, steps, lines, {"receipts": said}, passed=passed, as_json=as_json)
 
 
-def _key(text: str) -> bytes:
-    SettingsError.unless(
-        re.fullmatch("[0-9A-Fa-f]{64}", text), "--key", describe(text), "64 hexadecimal digits"
-    )
-    return bytes.fromhex(text)
-
-
 def _read(path: Path) -> bytes:
     """Return the last receipt of a file. Raises EvidenceError."""
     content = path.read_bytes()
@@ -298,18 +304,6 @@ def _read(path: Path) -> bytes:
         raise EvidenceError(
             f"{path}", got="other text", expected="a receipt: base64, or a line tsqp-receipt"
         ) from None
-
-
-def _compared(
-    one: Receipt, before: tuple[bytes, Receipt] | None, claims: Claims | None
-) -> Iterator[_Row]:
-    if before is not None:
-        follows = one.previous == hashlib.sha256(before[0]).digest()
-        got = f"{one.sequence} behind {before[1].sequence}"
-        yield "chain", follows, got, f"{before[1].sequence + 1}, with its digest"
-    if claims is not None:
-        yield _same("model", one.model, claims.model)
-        yield _same("policy", one.policy, claims.policy)
 
 
 def _response(content: bytes, signed: bytes, one: Receipt) -> _Row:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -27,6 +26,7 @@ from protocol.errors import (
 from tsqp.cli.config import (
     CONTEXT,
     PATH,
+    C,
     FiniteFloatRange,
     config_option,
     model_argument,
@@ -214,7 +214,10 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
                 if as_json:
                     click.echo(json.dumps(record, default=bytes.hex))
                 else:
-                    rows.append(_row(record))
+                    shown = [str(record.get(name, "")) for name in _COLUMNS]
+                    # What has no column of its own goes into the last.
+                    more = {name: value for name, value in record.items() if name not in _COLUMNS}
+                    rows.append([*shown, json.dumps(more, default=bytes.hex)[1:-1]])
         except AuditLogError as error:
             complain(f"{error}")
             changed = True
@@ -229,13 +232,6 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
         complain(f"{log}: torn tail: {reader.torn_bytes} bytes of records that were not finished")
     complain(f"{log}: {reader.records} records, chain {reader.chain.hex()}")
     context.exit(EXIT_FAILURE if changed else 0)
-
-
-def _row(record: dict[str, Any]) -> list[str]:
-    """Return the cells of a record; what has no column goes into the last."""
-    shown = [str(record.get(name, "")) for name in _COLUMNS]
-    more = {name: value for name, value in record.items() if name not in _COLUMNS}
-    return [*shown, json.dumps(more, default=bytes.hex)[1:-1]]
 
 
 @click.group(context_settings=CONTEXT)
@@ -277,9 +273,6 @@ def show_key(file: Path) -> None:
     from tsqp.key_files import public_key_of
 
     click.echo(public_key_of(file).decode("ascii"))
-
-
-C = TypeVar("C", bound=Callable[..., Any])
 
 
 def _limit(name: str, text: str) -> Callable[[C], C]:

@@ -22,6 +22,7 @@ from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
 from tsqp.demo.programs import (
+    COMPUTING,
     LIES_AT,
     DemoServices,
     Liar,
@@ -29,7 +30,6 @@ from tsqp.demo.programs import (
     TapFeed,
     generate,
     run_generate,
-    serving,
     stream_chat,
 )
 from tsqp.demo.verdict import (
@@ -54,6 +54,7 @@ from tsqp.demo.verdict import (
 )
 from tsqp.extras import require
 from tsqp.page.seen import VocabularyMatcher
+from tsqp.processes import start_server
 from tsqp.run.settings import model_directory
 
 THREE_ACTS = {
@@ -195,7 +196,10 @@ class Stage:
         # The last token is sampled, and never goes through the model.
         sent = report["prompt_token_ids"] + tokens.ids[:-1]
         reading = match(self._matcher, feed.inputs, sent)
-        console.print(panel(subtitle=_pace(report), reading=reading))
+        count, per_token = len(tokens.ids), report["timing"]["tpot_s"]
+        pace = f", {1 / per_token:.0f} a second" if per_token else ""
+        subtitle = f"{count} token{'s' if count != 1 else ''}{pace}"
+        console.print(panel(subtitle=subtitle, reading=reading))
         return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.requests)
 
     @contextmanager
@@ -222,7 +226,10 @@ class Stage:
             *self._services.reach(policy).options(),
             *self._options,
         ]
-        with serving(arguments, console.print) as url, self._live(panel) as draw:
+        with ExitStack() as running:
+            pid, url = start_server(running, ["demo", "--port", "0", *COMPUTING, *arguments])
+            console.print(f"tee-runner serve: process {pid}, ready at {url}")
+            draw = running.enter_context(self._live(panel))
 
             def show(piece: str) -> None:
                 answer.append(piece)
@@ -303,12 +310,6 @@ class Stage:
 
 def _title(policy: Policy, name: str) -> str:
     return policy.name if name not in THREE_ACTS else f"{policy.name}: {THREE_ACTS[name]}"
-
-
-def _pace(report: dict[str, Any]) -> str:
-    count, per_token = len(report["token_ids"]), report["timing"]["tpot_s"]
-    tokens = f"{count} token{'s' if count != 1 else ''}"
-    return tokens if not per_token else f"{tokens}, {1 / per_token:.0f} a second"
 
 
 def _show_costs(console: Console, acts: Sequence[Act], *, per_operator: bool) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -42,7 +42,6 @@ from tsqp.processes import (
     ProcessError,
     child,
     program,
-    start_server,
     start_service,
 )
 from tsqp.run.settings import model_directory
@@ -88,19 +87,16 @@ class DemoServices:
         if not policy.services:
             return NOWHERE
         if (mask := policy.feature_mask) is not None:
-            return self._with_key(mask)
+            if mask not in self._provisioned:
+                number = len(self._provisioned)
+                directory, key = self._folder / f"server-{number}", self._folder / f"key-{number}"
+                provision(model_directory("demo"), mask, directory, key)
+                self._say(f"weights provisioned under {mask.name}, for a gpu-service of their own")
+                self._provisioned[mask] = Reach((self._start(str(directory)),), key)
+            return self._provisioned[mask]
         while len(self._plain) < policy.services:
             self._plain.append(self._start("demo"))
         return Reach(tuple(self._plain[: policy.services]))
-
-    def _with_key(self, mask: ProvisionedMask) -> Reach:
-        if mask not in self._provisioned:
-            number = len(self._provisioned)
-            directory, key = self._folder / f"server-{number}", self._folder / f"key-{number}"
-            provision(model_directory("demo"), mask, directory, key)
-            self._say(f"weights provisioned under {mask.name}, for a gpu-service of their own")
-            self._provisioned[mask] = Reach((self._start(str(directory)),), key)
-        return self._provisioned[mask]
 
     def tap_endpoint(self) -> str:
         """Return where the next tap is to listen."""
@@ -119,15 +115,6 @@ class DemoServices:
         )
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
-
-
-@contextmanager
-def serving(arguments: list[str], say: Callable[[str], None]) -> Iterator[str]:
-    """Run `tee-runner serve demo`; yield its base URL. Raises ProcessError."""
-    with ExitStack() as running:
-        pid, url = start_server(running, ["demo", "--port", "0", *COMPUTING, *arguments])
-        say(f"tee-runner serve: process {pid}, ready at {url}")
-        yield url
 
 
 def generate(

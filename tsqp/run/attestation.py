@@ -123,12 +123,24 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
             got="no --manifest",
             expected="--manifest, which pins what is claimed (tsqp manifest MODEL)",
         )
+    # The runner's key, and that of each service; zeros for one that proves none.
+    keys = read_client_keys(settings, manifest)
+    endpoints = settings.gpu if policy.services else ()
+    found = one_for_each(keys, endpoints) if endpoints else []
+    said = {
+        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
+    }
+    said |= {"runner": keys[0].public} if keys else {}
+    plugins, path = _plugins(policy), settings.service_appraisal
+    # What services must be is among the operator's own files.
+    if path is not None:
+        plugins["service appraisal"] = hashlib.sha256(_content(path)).digest()
     return About(
         model=hashlib.sha256(manifest.to_bytes()).digest(),
         policy=policy_digest(policy),
         settings=settings_digest(settings),
-        curve_keys=_curve_keys(settings, manifest, policy),
-        plugins=_plugins(policy) | _appraisal(settings.service_appraisal),
+        curve_keys={owner: z85.decode(key) for owner, key in said.items()},
+        plugins=plugins,
         version=version("tsqp"),
         attested_services=policy.service.attested,
     )
@@ -167,20 +179,6 @@ def settings_digest(settings: Settings, **resolved: object) -> bytes:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
-def _curve_keys(
-    settings: ServeSettings, manifest: Manifest | None, policy: Policy
-) -> dict[str, bytes]:
-    """Return the runner's key, and that of each service; zeros for one that proves none."""
-    keys = read_client_keys(settings, manifest)
-    endpoints = settings.gpu if policy.services else ()
-    found = one_for_each(keys, endpoints) if endpoints else []
-    said = {
-        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
-    }
-    said |= {"runner": keys[0].public} if keys else {}
-    return {owner: z85.decode(key) for owner, key in said.items()}
-
-
 def _plugins(policy: Policy) -> dict[str, bytes]:
     """Return a digest of the source of each mask that is not ours, by its name.
 
@@ -201,11 +199,6 @@ def _plugins(policy: Policy) -> dict[str, bytes]:
         digest = hashlib.sha256(source).digest()
         found[f"{name} {digest.hex()[:8]}"] = digest
     return found
-
-
-def _appraisal(path: Path | None) -> dict[str, bytes]:
-    """Return the digest of what services must be, by its name among the operator's own files."""
-    return {} if path is None else {"service appraisal": hashlib.sha256(_content(path)).digest()}
 
 
 def _der(path: Path) -> list[bytes]:
