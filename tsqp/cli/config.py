@@ -172,18 +172,6 @@ class StopText(click.types.StringParamType):
         return [line for line in rv.split("\n") if line]
 
 
-def config_option(command: C) -> C:
-    """Add `--config FILE`, which is read before the other settings are."""
-    return click.option(
-        "--config",
-        type=PATH,
-        is_eager=True,
-        expose_value=False,
-        callback=_apply,
-        help="TOML file with settings, named as the long options (docs/operate/settings.md).",
-    )(command)
-
-
 version_option = click.version_option(package_name="tsqp", message="%(prog)s %(version)s")
 
 
@@ -224,6 +212,17 @@ def _apply(context: click.Context, _parameter: click.Parameter, path: Path | Non
         if parameter is not None and parameter.name is not None:
             found[parameter.name] = _checked_value(parameter, value, where)
     context.default_map = found
+
+
+# Read before the other settings are.
+config_option = click.option(
+    "--config",
+    type=PATH,
+    is_eager=True,
+    expose_value=False,
+    callback=_apply,
+    help="TOML file with settings, named as the long options (docs/operate/settings.md).",
+)
 
 
 def _settable(command: click.Command) -> Iterator[click.Parameter]:

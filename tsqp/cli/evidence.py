@@ -267,7 +267,17 @@ def verify_receipt(
             claims, rows = appraised.claims, [*appraised.steps]
             key = b"" if claims is None else claims.receipt_key or b""
         for file in files:
-            signed = _read(file)
+            content = file.read_bytes()
+            # The last one of the file.
+            named = _NAMED.findall(content)
+            try:
+                signed = base64.b64decode(named[-1] if named else content.strip(), validate=True)
+            except ValueError:
+                raise EvidenceError(
+                    f"{file}",
+                    got="other text",
+                    expected="a receipt: base64, or a line tsqp-receipt",
+                ) from None
             one = verified(signed, key)
             rows.append((f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
             if found:
@@ -292,18 +302,6 @@ def verify_receipt(
     passed = all(step.passed for step in steps)
     lines = (line for one in found for line in _told(*one))
     _end(context, steps, lines, {"receipts": said}, passed=passed, as_json=as_json)
-
-
-def _read(path: Path) -> bytes:
-    """Return the last receipt of a file. Raises EvidenceError."""
-    content = path.read_bytes()
-    named = _NAMED.findall(content)
-    try:
-        return base64.b64decode(named[-1] if named else content.strip(), validate=True)
-    except ValueError:
-        raise EvidenceError(
-            f"{path}", got="other text", expected="a receipt: base64, or a line tsqp-receipt"
-        ) from None
 
 
 def _response(content: bytes, signed: bytes, one: Receipt) -> _Row:

@@ -148,7 +148,6 @@ class Stage:
         self._max_new_tokens = max_new_tokens
         self._options = options
         self._matcher = VocabularyMatcher(model_directory("demo"))
-        self._runs = 0
 
     def act(self, policy: Policy, name: str, number: str) -> Act:
         """Generate under one policy, with the tap in between, and show it."""
@@ -184,7 +183,8 @@ class Stage:
                 story.append(piece, style="not bold")
                 draw()
 
-            report, logits = self._generate(name, reach.options(tap.endpoint), show)
+            arguments = self._arguments(name, reach.options(tap.endpoint))
+            report, logits = generate(arguments, self._folder, show)
         EndpointError.unless(
             feed.requests or not report["rpc"]["count"],
             "tap",
@@ -284,20 +284,8 @@ class Stage:
     def _quietly(self, name: str, prompt_ids: Sequence[int] = ()) -> Tokens:
         """Generate from the prompt, or from others given as ids."""
         policy = load_policy(name)
-        options = self._services.reach(policy).options()
-        return tokens_of(policy.name, *self._generate(name, options, lambda _: None, prompt_ids))
-
-    def _generate(
-        self,
-        name: str,
-        options: list[str],
-        show: Callable[[str], None],
-        prompt_ids: Sequence[int] = (),
-    ) -> tuple[dict[str, Any], Path]:
-        self._runs += 1
-        return generate(
-            self._arguments(name, options, prompt_ids), self._folder / f"run-{self._runs}", show
-        )
+        arguments = self._arguments(name, self._services.reach(policy).options(), prompt_ids)
+        return tokens_of(policy.name, *generate(arguments, self._folder, lambda _: None))
 
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()

@@ -107,8 +107,9 @@ class Lock(BaseModel):
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
         """All of them, each once."""
-        every = (self.kernel, *self.root, *self.tools, *self.wheels, *self.build)
-        return tuple(dict.fromkeys(every))
+        return tuple(
+            dict.fromkeys((self.kernel, *self.root, *self.tools, *self.wheels, *self.build))
+        )
 
     def to_bytes(self) -> bytes:
         """Return the content of a lock file."""

@@ -154,19 +154,16 @@ def tls_files(identity: Identity) -> Iterator[tuple[str, str]]:
     """
     certificate = ssl.DER_cert_to_PEM_cert(identity.certificate).encode()
     key = identity.tls_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    descriptors = [_in_memory(content) for content in (certificate, key)]
+    descriptors: list[int] = []
     try:
+        for content in (certificate, key):
+            descriptors.append(os.memfd_create("tls", os.MFD_CLOEXEC))
+            os.write(descriptors[-1], content)
         names = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
         yield names[0], names[1]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _in_memory(content: bytes) -> int:
-    descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
-    os.write(descriptor, content)
-    return descriptor
 
 
 def settings_digest(settings: Settings, **resolved: object) -> bytes:

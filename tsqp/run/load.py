@@ -140,6 +140,13 @@ def open_runner(
         f"{len(settings.gpu)} endpoints",
         f"none: nothing leaves the TEE under policy {policy.name}",
     )
+    # What channels are wrapped in: the model of a slower link, the page's feed, or both.
+    link: ChannelWrapper | None = feed
+    if settings.link_gbps is not None or settings.link_rtt_us:
+        from tsqp.link import Link
+
+        slow = Link(settings.link_gbps, settings.link_rtt_us)
+        link = slow if feed is None else lambda channel, each: feed(slow(channel, each), each)
     keys = read_client_keys(settings, loaded.manifest)
     exposed = exposed_services(settings.gpu) if policy.services and not keys else ""
     if exposed:
@@ -164,7 +171,7 @@ def open_runner(
             engine=engine or engine_settings(settings),
             micro_batches=settings.micro_batches,
             spin_us=settings.spin_us,
-            link=_wrapper(settings, feed),
+            link=link,
             connect_timeout_s=settings.connect_timeout_s,
             request_timeout_s=settings.request_timeout_s,
             max_message_bytes=settings.max_message_mib * MIB,
@@ -208,18 +215,6 @@ def added_leakage(policy: Policy, engine: EngineSettings) -> Iterator[str]:
             "prefix reuse adds to lengths and timing: the GPU side sees how much of a prompt an"
             " earlier one of the same owner began with"
         )
-
-
-def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
-    """Return what channels are wrapped in: the model of a slower link, the page's feed, or both."""
-    if settings.link_gbps is None and not settings.link_rtt_us:
-        return feed
-    from tsqp.link import Link
-
-    link = Link(settings.link_gbps, settings.link_rtt_us)
-    if feed is None:
-        return link
-    return lambda channel, traffic: feed(link(channel, traffic), traffic)
 
 
 def sampling_of(settings: TextSettings) -> SamplingSettings:

@@ -176,20 +176,16 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
                 f"{name}: warning: TSQP_DEBUG=1 shows text that may be part of a prompt or key"
             )
             raise
+        # File, line and function, of ours if any is on the way.
+        frames = traceback.extract_tb(error.__traceback__)
+        at = ([one for one in frames if one.filename.startswith(_ROOT)] or frames)[-1]
+        place = f"{at.filename.removeprefix(f'{_ROOT}/')}:{at.lineno} in {at.name}"
         complain(
-            f"{name}: internal error: {type(error).__name__} at {_place(error)}"
+            f"{name}: internal error: {type(error).__name__} at {place}"
             " (TSQP_DEBUG=1 shows the traceback, with text that may be part of a prompt or key)"
         )
         status = EXIT_FAILURE
     sys.exit(status if isinstance(status, int) else 0)
-
-
-def _place(error: BaseException) -> str:
-    """Say where an error was raised: file, line and function, of ours if any is on the way."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if frame.filename.startswith(_ROOT)]
-    frame = (ours or frames)[-1]
-    return f"{frame.filename.removeprefix(f'{_ROOT}/')}:{frame.lineno} in {frame.name}"
 
 
 @contextmanager
