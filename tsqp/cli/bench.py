@@ -225,7 +225,6 @@ def _settings(
             "one of them: no service is started",
         )
     cores = torch.get_num_threads()
-    contexts, batches = options["context"], options["batch"]
     return BenchSettings(
         command=shlex.join(["tsqp", *sys.argv[1:]]),
         policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policies)),
@@ -249,7 +248,9 @@ def _settings(
         baselines=options["baselines"],
         plan=Plan(
             prefill=options["prefill"],
-            decode=tuple((context, batch) for context in contexts for batch in batches),
+            decode=tuple(
+                (context, batch) for context in options["context"] for batch in options["batch"]
+            ),
             generation=(min(128, max(options["prefill"])), 32),
             repeats=options["repeats"],
             decode_steps=options["decode_steps"],

@@ -366,8 +366,7 @@ def proxy(
 
     context = AttestedContext(read_appraisal(policy, mode), again_minutes * 60)
     say = partial(click.echo, err=True)
-    made = Proxy(listen, Address.of(url), context, say)
-    with closing(made):
+    with closing(Proxy(listen, Address.of(url), context, say)) as made:
         say(f"ready: http://{Address(listen[0], made.port)}/v1 leads to {url}, which is verified")
         made.serve_forever()
 
@@ -398,7 +397,6 @@ def keyserver(
 
     key, appraisal = SEAL_KEY.read(keyfile), read_appraisal(policy, mode)
     say = partial(click.echo, err=True)
-    release = KeyRelease(key, appraisal, say)
-    with KeyServer(listen, release, say) as server:
+    with KeyServer(listen, KeyRelease(key, appraisal, say), say) as server:
         say(f"ready: http://{Address(listen[0], server.port)}")
         server.serve_forever()

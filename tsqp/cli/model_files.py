@@ -100,9 +100,11 @@ def calibrate(
         text is None or token_ids is None, "--token-ids", "--text, too", "one of them"
     )
     content = None if text is None else read_text(text, "--text")
-    chunks = None
-    if token_ids is not None:
-        chunks = parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
+    chunks = (
+        None
+        if token_ids is None
+        else parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
+    )
     results: list[SiteResult] = []
     with _progress("calibrating") as show:
 

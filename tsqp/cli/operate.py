@@ -86,7 +86,7 @@ def doctor(
 
         manifest = load_manifest(model_directory(model), settings)
         start = Start(replace(settings, model=model), manifest, timeout_s)
-        findings = [*examine_start(start), *findings]
+        findings = examine_start(start) + findings
     click.echo(render(findings, as_json=as_json))
     lacking = any(found.topic == "run" and found.state == "missing" for found in findings)
     context.exit(EXIT_FAILURE if lacking else 0)
@@ -140,9 +140,10 @@ def health(
     # What is no endpoint is bad input, and no verdict on a service.
     parse_endpoint(endpoint)
     http = read_http_access(settings, None).get(endpoint)
-    own = keys[0] if keys else None
     try:
-        with open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http) as channel:
+        with open_channel(
+            endpoint, timeout_s=timeout_s, keys=keys[0] if keys else None, http=http
+        ) as channel:
             reply = channel.call(HealthRequest()).response
         if not isinstance(reply, HealthReply):
             raise ReplyError(endpoint, got=type(reply).__name__, expected=HealthReply.__name__)

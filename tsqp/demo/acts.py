@@ -123,7 +123,26 @@ def run_demo(
         caught = [stage.lied_to(acts[-1], f"{count} of {count}")] if lies else []
         with console.status("comparing ..."):
             checks = [*stage.checks(acts), *served, *caught]
-    _show_costs(console, acts, per_operator=bool(policies))
+    costs = [RunCost(act.report) for act in acts]
+    tables = [operators_table(cost) for cost in costs] if policies else []
+    if len(costs) > 1:
+        tables.append(acts_table(costs))
+    for table in tables:
+        console.print()
+        console.print(table)
+    notes = [
+        "wire: round trip less what the service says it spent, and more than without the tap."
+        " TEE: all the rest. Here both sides share one CPU, so nothing is gained in speed."
+    ]
+    if policies:
+        notes.append(
+            "What no operator accounts for, such as building requests, is everything else."
+        )
+    if any(act.report["pads"] for act in acts):
+        notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
+    if any(act.policy.services > 1 for act in acts):
+        notes.append("Of two services that work at the same time, the slower one counts.")
+    console.print(f"[dim]{' '.join(notes)}[/]")
     console.print()
     console.print(checks_table(checks))
     return all(check.passed for check in checks)
@@ -298,26 +317,3 @@ class Stage:
 
 def _title(policy: Policy, name: str) -> str:
     return policy.name if name not in THREE_ACTS else f"{policy.name}: {THREE_ACTS[name]}"
-
-
-def _show_costs(console: Console, acts: Sequence[Act], *, per_operator: bool) -> None:
-    costs = [RunCost(act.report) for act in acts]
-    tables = [operators_table(cost) for cost in costs] if per_operator else []
-    if len(costs) > 1:
-        tables.append(acts_table(costs))
-    for table in tables:
-        console.print()
-        console.print(table)
-    notes = [
-        "wire: round trip less what the service says it spent, and more than without the tap."
-        " TEE: all the rest. Here both sides share one CPU, so nothing is gained in speed."
-    ]
-    if per_operator:
-        notes.append(
-            "What no operator accounts for, such as building requests, is everything else."
-        )
-    if any(act.report["pads"] for act in acts):
-        notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
-    if any(act.policy.services > 1 for act in acts):
-        notes.append("Of two services that work at the same time, the slower one counts.")
-    console.print(f"[dim]{' '.join(notes)}[/]")
