@@ -2,5 +2,5 @@
 
 import os
 
-# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
+# Read once, when torch is imported: the programs have it too (tsqp/run/process.py).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -161,14 +161,11 @@ def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], li
 def find_mask_entry(name_or_path: str) -> MaskEntry:
     """Return a mask by name, or that of a Python file. Raises MaskError and PluginError."""
     mask = find_mask(name_or_path)
-    file = "/" in name_or_path or ".py" in name_or_path
-    return MaskEntry(mask, "file" if file else _origin(mask))
-
-
-def _origin(mask: type[Mask]) -> Origin:
+    if "/" in name_or_path or ".py" in name_or_path:
+        return MaskEntry(mask, "file")
     if BUILTIN.get(mask.name) is mask:
-        return "built in"
-    return "research" if mask.__module__.startswith(_RESEARCH) else "package"
+        return MaskEntry(mask)
+    return MaskEntry(mask, "research" if mask.__module__.startswith(_RESEARCH) else "package")
 
 
 def our_masks() -> dict[str, type[Mask]]:

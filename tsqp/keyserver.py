@@ -90,7 +90,14 @@ class KeyRelease:
         except EvidenceError as error:
             return self._refuse(_failed(error))
         # First, what costs nothing.
-        for step in self._own_steps(claims):
+        then, mac = claims.nonce[:_TIME_BYTES], claims.nonce[_TIME_BYTES:]
+        ours = hmac.compare_digest(mac, self._mac(then))
+        age_s = self._clock() - int.from_bytes(then) / 1000
+        most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
+        for step in (
+            AppraisalStep("nonce", ours, "ours" if ours else "another", most),
+            AppraisalStep("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
+        ):
             if not step.passed:
                 return self._refuse(step)
         found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc(), "key"))
@@ -104,16 +111,6 @@ class KeyRelease:
         digests = ", ".join(f"{name} {digest.hex()}" for name, digest in said.items())
         self._tell(f"released to {Evidence.decode(stated.evidence).kind}: {digests}")
         return _OK, sealed
-
-    def _own_steps(self, claims: Claims) -> tuple[AppraisalStep, ...]:
-        then, mac = claims.nonce[:_TIME_BYTES], claims.nonce[_TIME_BYTES:]
-        ours = hmac.compare_digest(mac, self._mac(then))
-        age_s = self._clock() - int.from_bytes(then) / 1000
-        most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
-        return (
-            AppraisalStep("nonce", ours, "ours" if ours else "another", most),
-            AppraisalStep("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
-        )
 
     def _mac(self, moment: bytes) -> bytes:
         found = hmac.digest(self._mac_key, moment, hashlib.sha256)
@@ -250,7 +247,15 @@ def key_of_server(url: str, state: State) -> bytes:
     What it says is not quoted, but for the name of the step that this program failed. Raises
     SettingsError, EndpointError, KeyFileError, EvidenceError.
     """
-    address = _address(url)
+    at = _URL.fullmatch(url)
+    if at is None or (port := int(at[3] or 80)) > 65535:
+        # Not quoted: a password may stand in it.
+        raise SettingsError(
+            "--seal-key-server",
+            got="another form",
+            expected="http://HOST[:PORT], without TLS: the key comes sealed to this program",
+        )
+    address = Address(at[1] or at[2], port)
     where = f"--seal-key-server http://{address}"
     found = _ask(where, address, "GET", NONCE_PATH)
     KeyFileError.unless(
@@ -274,18 +279,6 @@ def key_of_server(url: str, state: State) -> bytes:
 def release_info(nonce: bytes) -> bytes:
     """Return what a released key is bound to by HPKE: a purpose, and the nonce of a statement."""
     return _DOMAIN + nonce
-
-
-def _address(url: str) -> Address:
-    found = _URL.fullmatch(url)
-    if found is None or (port := int(found[3] or 80)) > 65535:
-        # Not quoted: a password may stand in it.
-        raise SettingsError(
-            "--seal-key-server",
-            got="another form",
-            expected="http://HOST[:PORT], without TLS: the key comes sealed to this program",
-        )
-    return Address(found[1] or found[2], port)
 
 
 def _ask(where: str, address: Address, method: str, path: str, body: bytes | None = None) -> bytes:

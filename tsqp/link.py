@@ -89,7 +89,9 @@ class ModelledLink(WrappedChannel):
         """See `Channel.submit`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         request_id = self._channel.submit(request, timeout_s)
-        return self._note_sent(request_id, request.method, _message_bytes(request), timeout_s)
+        values = (getattr(request, name) for name in type(request).model_fields)
+        tensors = sum(value.payload_bytes for value in values if isinstance(value, WireTensor))
+        return self._note_sent(request_id, request.method, _HEADER_BYTES + tensors, timeout_s)
 
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
@@ -137,9 +139,3 @@ class ModelledLink(WrappedChannel):
         """See `Channel.abandon`. What it sent still takes its time on the link."""
         self._sent.pop(request_id, None)
         self._channel.abandon(request_id)
-
-
-def _message_bytes(request: Request) -> int:
-    """Return about how large a request is on the wire: its tensors, and a header."""
-    values = (getattr(request, name) for name in type(request).model_fields)
-    return _HEADER_BYTES + sum(v.payload_bytes for v in values if isinstance(v, WireTensor))

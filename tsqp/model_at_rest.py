@@ -57,7 +57,15 @@ def make_manifest(
     `progress(done, total)` is called after every tensor. Raises ModelError that names file and
     tensor for a directory that a TEE would refuse, and ManifestError for two files of one name.
     """
-    beside = _pinned_by_name(also)
+    beside: dict[str, FilePin] = {}
+    for path in also:
+        own = FilePin.of(read_bytes(path, MAX_FILE_BYTES, inside=False))
+        ManifestError.unless(
+            beside.setdefault(path.name, own) == own,
+            f"--also: {path}",
+            "the name of another file that is pinned",
+            "one name for one content",
+        )
     config, checkpoint = read_config(directory), Checkpoint(directory)
     wanted = light_tensors(config)
     linears = linear_tensors(config)
@@ -81,19 +89,6 @@ def make_manifest(
     manifest = Manifest(version=MANIFEST_VERSION, files=files, tensors=tensors, also=beside)
     read_config(directory, manifest)  # it may have changed between
     return manifest
-
-
-def _pinned_by_name(paths: Sequence[Path]) -> dict[str, FilePin]:
-    found: dict[str, FilePin] = {}
-    for path in paths:
-        pin = FilePin.of(read_bytes(path, MAX_FILE_BYTES, inside=False))
-        ManifestError.unless(
-            found.setdefault(path.name, pin) == pin,
-            f"--also: {path}",
-            "the name of another file that is pinned",
-            "one name for one content",
-        )
-    return found
 
 
 @dataclass(frozen=True)

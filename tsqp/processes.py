@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -98,22 +98,16 @@ def failure(where: str, status: int | None, last: str, *, expected: str) -> Proc
 class StderrReader:
     """Reads a child's stderr to its end in a thread of its own: a full pipe would block it.
 
-    `last`: the last line that was not empty.
+    `last`: the last line that was not empty. `ready`: gets the lines that say ready, and None when
+    the stream ends.
     """
 
     def __init__(self, stream: IO[bytes] | None) -> None:
         self.last = "no output"
         self._stream = stream
-        self._ready: queue.Queue[str | None] = queue.Queue()
+        self.ready: queue.Queue[str | None] = queue.Queue()
         self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
         self._thread.start()
-
-    def ready_line(self, timeout_s: float) -> str | None:
-        """Return the line that says ready; None if the stream ends or time runs out before it."""
-        try:
-            return self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
 
     def join(self) -> None:
         """Wait for the end of the stream, which comes when the child ends."""
@@ -125,8 +119,8 @@ class StderrReader:
                 text = line.decode(errors="replace").strip()
                 self.last = text or self.last
                 if _READY.search(text):
-                    self._ready.put(text)
-        self._ready.put(None)
+                    self.ready.put(text)
+        self.ready.put(None)
 
 
 def program(name: str) -> str:
@@ -136,14 +130,6 @@ def program(name: str) -> str:
     if found is None:
         raise ProcessError(name, got="no such program", expected="it beside python or on PATH")
     return found
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit status; None if it still runs. Its stderr may end a moment before it does."""
-    try:
-        return process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def start_service(
@@ -168,11 +154,17 @@ def _start(
 ) -> tuple[int, str]:
     command = [program(name), *arguments]
     process, log = running.enter_context(child(command, stdout=subprocess.DEVNULL))
-    line = log.ready_line(timeout_s)
+    line = None
+    with suppress(queue.Empty):
+        line = log.ready.get(timeout=timeout_s)
     if line is None:
+        status = None
+        # Its stderr may end a moment before it does.
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(1.0)
         raise failure(
             name,
-            _ended(process),
+            status,
             log.last,
             expected=f"a line that says ready within {timeout_s:g} s",
         )

@@ -432,7 +432,7 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
             mock.patch.object(sys, "argv", [program, *arguments]),
             mock.patch.dict(os.environ, environment),
             # This process is the tests', too.
-            mock.patch("tsqp.cli.program.keep_memory_private"),
+            mock.patch("tsqp.run.process.keep_memory_private"),
             mock.patch("protocol.integer.check_kernels", kernels.check_kernels),
             using_kernels(native.choice().variant),
             contextlib.redirect_stdout(stdout),

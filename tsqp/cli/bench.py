@@ -14,10 +14,9 @@ from click.core import ParameterSource
 
 from protocol.errors import SettingsError
 from protocol.messages import MAX_RANKS
-from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument, use
 from tsqp.cli.gpu_service import without_columns
 from tsqp.cli.lab_options import COUNTS, OutputFile, Outputs, complete_shape
-from tsqp.cli.options import use
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import DEFAULT_POLICY, model_directory
@@ -175,7 +174,6 @@ def bench(
         from tsqp.lab.bench.run import Bench
         from tsqp.lab.bench.shown import render_html, show
         from tsqp.lab.bench.timeline import perfetto_json
-        from tsqp.tables import open_console
     from tsqp.lab.charts import check_installed
 
     if html_path is not None:
@@ -227,7 +225,6 @@ def _settings(
             "one of them: no service is started",
         )
     cores = torch.get_num_threads()
-    contexts, batches = options["context"], options["batch"]
     return BenchSettings(
         command=shlex.join(["tsqp", *sys.argv[1:]]),
         policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policies)),
@@ -251,7 +248,9 @@ def _settings(
         baselines=options["baselines"],
         plan=Plan(
             prefill=options["prefill"],
-            decode=tuple((context, batch) for context in contexts for batch in batches),
+            decode=tuple(
+                (context, batch) for context in options["context"] for batch in options["batch"]
+            ),
             generation=(min(128, max(options["prefill"])), 32),
             repeats=options["repeats"],
             decode_steps=options["decode_steps"],

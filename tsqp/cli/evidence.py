@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from protocol.errors import EvidenceError, SettingsError, describe
-from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen
-from tsqp.cli.options import use
+from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen, use
 from tsqp.run.process import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, AppraisalStep
-    from tee_side.attest.statement import Claims, Receipt
+    from tee_side.attest.statement import Receipt
 
 
 _DEVELOPMENT = "development"
@@ -253,7 +252,13 @@ def verify_receipt(
         raise click.UsageError("one of --key and --attestation is needed")
     if len(files) > 1 and (request or response):
         raise click.UsageError("--request and --response are of one RECEIPT")
-    key, claims = b"" if key_hex is None else _key(key_hex), None
+    SettingsError.unless(
+        key_hex is None or re.fullmatch("[0-9A-Fa-f]{64}", key_hex),
+        "--key",
+        describe(key_hex),
+        "64 hexadecimal digits",
+    )
+    key, claims = bytes.fromhex(key_hex or ""), None
     rows: list[_Row] = []
     found: list[tuple[bytes, Receipt]] = []
     try:
@@ -262,10 +267,27 @@ def verify_receipt(
             claims, rows = appraised.claims, [*appraised.steps]
             key = b"" if claims is None else claims.receipt_key or b""
         for file in files:
-            signed = _read(file)
+            content = file.read_bytes()
+            # The last one of the file.
+            named = _NAMED.findall(content)
+            try:
+                signed = base64.b64decode(named[-1] if named else content.strip(), validate=True)
+            except ValueError:
+                raise EvidenceError(
+                    f"{file}",
+                    got="other text",
+                    expected="a receipt: base64, or a line tsqp-receipt",
+                ) from None
             one = verified(signed, key)
             rows.append((f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
-            rows += _compared(one, found[-1] if found else None, claims)
+            if found:
+                before, last = found[-1]
+                follows = one.previous == hashlib.sha256(before).digest()
+                got = f"{one.sequence} behind {last.sequence}"
+                rows.append(("chain", follows, got, f"{last.sequence + 1}, with its digest"))
+            if claims is not None:
+                rows.append(_same("model", one.model, claims.model))
+                rows.append(_same("policy", one.policy, claims.policy))
             found.append((signed, one))
         if request is not None:
             digest = hashlib.sha256(request.read_bytes()).digest()
@@ -280,37 +302,6 @@ def verify_receipt(
     passed = all(step.passed for step in steps)
     lines = (line for one in found for line in _told(*one))
     _end(context, steps, lines, {"receipts": said}, passed=passed, as_json=as_json)
-
-
-def _key(text: str) -> bytes:
-    SettingsError.unless(
-        re.fullmatch("[0-9A-Fa-f]{64}", text), "--key", describe(text), "64 hexadecimal digits"
-    )
-    return bytes.fromhex(text)
-
-
-def _read(path: Path) -> bytes:
-    """Return the last receipt of a file. Raises EvidenceError."""
-    content = path.read_bytes()
-    named = _NAMED.findall(content)
-    try:
-        return base64.b64decode(named[-1] if named else content.strip(), validate=True)
-    except ValueError:
-        raise EvidenceError(
-            f"{path}", got="other text", expected="a receipt: base64, or a line tsqp-receipt"
-        ) from None
-
-
-def _compared(
-    one: Receipt, before: tuple[bytes, Receipt] | None, claims: Claims | None
-) -> Iterator[_Row]:
-    if before is not None:
-        follows = one.previous == hashlib.sha256(before[0]).digest()
-        got = f"{one.sequence} behind {before[1].sequence}"
-        yield "chain", follows, got, f"{before[1].sequence + 1}, with its digest"
-    if claims is not None:
-        yield _same("model", one.model, claims.model)
-        yield _same("policy", one.policy, claims.policy)
 
 
 def _response(content: bytes, signed: bytes, one: Receipt) -> _Row:
@@ -375,8 +366,7 @@ def proxy(
 
     context = AttestedContext(read_appraisal(policy, mode), again_minutes * 60)
     say = partial(click.echo, err=True)
-    made = Proxy(listen, Address.of(url), context, say)
-    with closing(made):
+    with closing(Proxy(listen, Address.of(url), context, say)) as made:
         say(f"ready: http://{Address(listen[0], made.port)}/v1 leads to {url}, which is verified")
         made.serve_forever()
 
@@ -407,7 +397,6 @@ def keyserver(
 
     key, appraisal = SEAL_KEY.read(keyfile), read_appraisal(policy, mode)
     say = partial(click.echo, err=True)
-    release = KeyRelease(key, appraisal, say)
-    with KeyServer(listen, release, say) as server:
+    with KeyServer(listen, KeyRelease(key, appraisal, say), say) as server:
         say(f"ready: http://{Address(listen[0], server.port)}")
         server.serve_forever()

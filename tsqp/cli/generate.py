@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from protocol.errors import TsqpError
-from tsqp.cli.config import CONTEXT, config_option
-from tsqp.cli.options import takes
+from tsqp.cli.config import CONTEXT, config_option, takes
 from tsqp.cli.terminal import chosen_prompt, describe_error, stream
 from tsqp.run.load import load, open_runner, policy_digest, sampling_of
 from tsqp.run.settings import TextSettings
@@ -21,8 +20,7 @@ from tsqp.run.settings import TextSettings
 if TYPE_CHECKING:
     import torch
 
-    from tee_side.engine.generation import Generation, GenerationResult
-    from tee_side.runner import Runner
+    from tee_side.engine.generation import Generation
     from tsqp.operator_table import OperatorTotals
 
 
@@ -97,6 +95,7 @@ def generate(
     table = OperatorTable() if report else None
     logits: list[torch.Tensor] = []
     generation: Generation | None = None
+    described: dict[str, object] = {}
     try:
         sampling = sampling_of(settings)
         # Token ids are enough for a model without a tokenizer; what comes out are token ids, too.
@@ -113,8 +112,18 @@ def generate(
             )
             result = stream(runner, generation, settings, logits if save_logits else None)
             # The digest of the model reads the configuration and every light weight.
-            wanted = settings.as_json or report
-            described = _described(runner, result, settings.model, sampling.seed) if wanted else {}
+            if settings.as_json or report:
+                from protocol import native
+
+                # With what it was made with, so that it can be made again.
+                described = result.model_dump() | {
+                    "model": settings.model,
+                    "model_digest": runner.model_digest,
+                    "policy_digest": policy_digest(runner.policy).hex(),
+                    "kernels": native.choice().variant,
+                    "cores": runner.cores._asdict(),
+                    "seed": sampling.seed,
+                }
     except TsqpError as error:
         if settings.as_json:  # an object too, with the tokens so far
             token_ids, text = (generation.token_ids, generation.text) if generation else ([], "")
@@ -134,22 +143,6 @@ def generate(
         from safetensors.torch import save
 
         _write(save_logits, save({"logits": torch.stack(logits).to(torch.float32)}))
-
-
-def _described(
-    runner: Runner, result: GenerationResult, model: str, seed: int | None
-) -> dict[str, object]:
-    """Return a result with what it was made with, so that it can be made again."""
-    from protocol import native
-
-    return result.model_dump() | {
-        "model": model,
-        "model_digest": runner.model_digest,
-        "policy_digest": policy_digest(runner.policy).hex(),
-        "kernels": native.choice().variant,
-        "cores": runner.cores._asdict(),
-        "seed": seed,
-    }
 
 
 def _costs(totals: OperatorTotals) -> dict[str, object]:

@@ -193,7 +193,21 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
     from tsqp.deploy.launch import configure as write
 
     if arguments:
-        _refuse_unknown(arguments)
+        # What the guest's program would refuse is refused here.
+        from tsqp.cli.main import command as tsqp
+        from tsqp.cli.tee_runner import command as tee_runner
+
+        rest = list(arguments)
+        found: click.Command = tsqp if rest[0] == "doctor" else tee_runner
+        while isinstance(found, click.Group):
+            name = rest.pop(0) if rest else ""
+            inside = found.get_command(click.Context(found), name)
+            if inside is None:
+                raise SettingsError(
+                    "arguments", got=describe(name), expected="a command of tee-runner"
+                )
+            found = inside
+        found.make_parser(click.Context(found)).parse_args(rest)
     SettingsError.unless(
         arguments[:1] != ("doctor",) or manifest_digest is None,
         "--manifest-digest",
@@ -201,22 +215,6 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
         "a command with a model",
     )
     click.echo(write(image, arguments, manifest_digest))
-
-
-def _refuse_unknown(words: tuple[str, ...]) -> None:
-    """Raise click.UsageError for words that the guest's program would refuse."""
-    from tsqp.cli.main import command as tsqp
-    from tsqp.cli.tee_runner import command as tee_runner
-
-    rest = list(words)
-    found: click.Command = tsqp if words[0] == "doctor" else tee_runner
-    while isinstance(found, click.Group):
-        name = rest.pop(0) if rest else ""
-        inside = found.get_command(click.Context(found), name)
-        if inside is None:
-            raise SettingsError("arguments", got=describe(name), expected="a command of tee-runner")
-        found = inside
-    found.make_parser(click.Context(found)).parse_args(rest)
 
 
 @image.command(context_settings=CONTEXT)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument
+from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument, use
 from tsqp.cli.lab_options import Numbers, OutputFile, Outputs, complete_shape
-from tsqp.cli.options import use
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
@@ -282,10 +281,8 @@ def _settings(
     paths = [one for one in options["attack"] if is_path(one)]
     chosen = [one for one in options["attack"] if not is_path(one)] or ATTACKS.names()
     attacks = dict.fromkeys(attack for name in (*chosen, *paths) for attack in find_attacks(name))
-    workers = options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     torch.set_num_threads(options["threads"])
     count, tokens = options["prompts"], options["prompt_tokens"]
-    candidates = options["search_candidates"] or (_FEW_CANDIDATES if shape is not None else None)
     if shape is not None:
         # The first layer alone.
         first = find_shape(shape).with_layers(1)
@@ -327,9 +324,10 @@ def _settings(
         seed=options["seed"],
         search_sessions=options["search_prompts"],
         search_tokens=options["search_tokens"],
-        search_candidates=candidates,
+        search_candidates=options["search_candidates"]
+        or (None if shape is None else _FEW_CANDIDATES),
         threads=options["threads"],
-        workers=workers,
+        workers=options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
         margin=min(margins, default=None),
         cost=cost,
         curves=sigmas if options["curves"] else (),

@@ -9,12 +9,10 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, version_option
-from tsqp.cli.options import use
-from tsqp.cli.program import run
+from tsqp.cli.config import CONTEXT, PROGRAMS, Commands, config_option, use, version_option
 from tsqp.cli.terminal import require_utf8
 from tsqp.extras import needing
-from tsqp.run.process import EXIT_FAILURE
+from tsqp.run.process import EXIT_FAILURE, run
 
 # Commands that make keys, or read a text that may be private.
 _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument
-from tsqp.cli.options import takes
+from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument, takes
 from tsqp.cli.terminal import read_text
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import DEMO, RunSettings, model_directory
@@ -101,9 +100,11 @@ def calibrate(
         text is None or token_ids is None, "--token-ids", "--text, too", "one of them"
     )
     content = None if text is None else read_text(text, "--text")
-    chunks = None
-    if token_ids is not None:
-        chunks = parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
+    chunks = (
+        None
+        if token_ids is None
+        else parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
+    )
     results: list[SiteResult] = []
     with _progress("calibrating") as show:
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -24,8 +23,16 @@ from protocol.errors import (
     ServiceError,
     SettingsError,
 )
-from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
-from tsqp.cli.options import takes, use
+from tsqp.cli.config import (
+    CONTEXT,
+    PATH,
+    C,
+    FiniteFloatRange,
+    config_option,
+    model_argument,
+    takes,
+    use,
+)
 from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
 from tsqp.run.trust import BANK, load_manifest, read_client_keys, read_http_access
@@ -79,7 +86,7 @@ def doctor(
 
         manifest = load_manifest(model_directory(model), settings)
         start = Start(replace(settings, model=model), manifest, timeout_s)
-        findings = [*examine_start(start), *findings]
+        findings = examine_start(start) + findings
     click.echo(render(findings, as_json=as_json))
     lacking = any(found.topic == "run" and found.state == "missing" for found in findings)
     context.exit(EXIT_FAILURE if lacking else 0)
@@ -133,9 +140,10 @@ def health(
     # What is no endpoint is bad input, and no verdict on a service.
     parse_endpoint(endpoint)
     http = read_http_access(settings, None).get(endpoint)
-    own = keys[0] if keys else None
     try:
-        with open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http) as channel:
+        with open_channel(
+            endpoint, timeout_s=timeout_s, keys=keys[0] if keys else None, http=http
+        ) as channel:
             reply = channel.call(HealthRequest()).response
         if not isinstance(reply, HealthReply):
             raise ReplyError(endpoint, got=type(reply).__name__, expected=HealthReply.__name__)
@@ -207,7 +215,10 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
                 if as_json:
                     click.echo(json.dumps(record, default=bytes.hex))
                 else:
-                    rows.append(_row(record))
+                    shown = [str(record.get(name, "")) for name in _COLUMNS]
+                    # What has no column of its own goes into the last.
+                    more = {name: value for name, value in record.items() if name not in _COLUMNS}
+                    rows.append([*shown, json.dumps(more, default=bytes.hex)[1:-1]])
         except AuditLogError as error:
             complain(f"{error}")
             changed = True
@@ -222,13 +233,6 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
         complain(f"{log}: torn tail: {reader.torn_bytes} bytes of records that were not finished")
     complain(f"{log}: {reader.records} records, chain {reader.chain.hex()}")
     context.exit(EXIT_FAILURE if changed else 0)
-
-
-def _row(record: dict[str, Any]) -> list[str]:
-    """Return the cells of a record; what has no column goes into the last."""
-    shown = [str(record.get(name, "")) for name in _COLUMNS]
-    more = {name: value for name, value in record.items() if name not in _COLUMNS}
-    return [*shown, json.dumps(more, default=bytes.hex)[1:-1]]
 
 
 @click.group(context_settings=CONTEXT)
@@ -270,9 +274,6 @@ def show_key(file: Path) -> None:
     from tsqp.key_files import public_key_of
 
     click.echo(public_key_of(file).decode("ascii"))
-
-
-C = TypeVar("C", bound=Callable[..., Any])
 
 
 def _limit(name: str, text: str) -> Callable[[C], C]:

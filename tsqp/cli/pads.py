@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.config import CONTEXT, config_option
-from tsqp.cli.options import takes, use
+from tsqp.cli.config import CONTEXT, config_option, takes, use
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
 from tsqp.run.trust import (
@@ -34,8 +33,10 @@ if TYPE_CHECKING:
     from tee_side.protect.pads.source import PadMaker
 
 
-_SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
-_MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
+_MODEL = (
+    *("model", "policy", "manifest", "manifest_digest", "kernels", "threads"),
+    *("seal_key", "seal_key_fd", "seal_key_command", "seal_digest"),
+)
 _THE_BANK = {"required": True, "help": "The pad bank."}
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tsqp.cli.config import CONTEXT, config_option, model_argument
-from tsqp.cli.options import use
+from tsqp.cli.config import CONTEXT, config_option, model_argument, use
 from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import definitions, open_console, table
 
@@ -70,22 +69,43 @@ def _leaving(policy: Policy) -> list[str]:
 @config_option
 def masks(*, name: str | None, as_json: bool) -> None:
     """List the masks: what each hides, what breaks it, what it costs. With NAME: all about one."""
-    from tsqp.catalogue import find_mask_entry, mask_entries
+    from tsqp.catalogue import default_text, find_mask_entry, mask_entries, needs_of
 
-    if name is not None:
-        entry = find_mask_entry(name)
+    if name is None:
+        entries, unusable = mask_entries()
         if as_json:
-            click.echo(json.dumps(entry.described(), indent=1))
+            _echo_json("masks", entries, unusable)
         else:
-            _show_mask(entry)
+            rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
+            more = " tsqp masks NAME says more."
+            _show_all(("mask", "what it does"), rows, unusable, more)
         return
-    entries, unusable = mask_entries()
+    entry = find_mask_entry(name)
     if as_json:
-        _echo_json("masks", entries, unusable)
-    else:
-        rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
-        more = " tsqp masks NAME says more."
-        _show_all(("mask", "what it does"), rows, unusable, more)
+        click.echo(json.dumps(entry.described(), indent=1))
+        return
+    console, mask = open_console(), entry.mask
+    article = "an" if mask.kind == "additive" else "a"
+    console.print(f"{mask.name}: {article} {mask.kind} mask ({entry.origin}), {standing(mask)}")
+    console.print()
+    # Written for 100 columns: one line a paragraph, for the console to break.
+    console.print(re.sub(r"(?<!\n)\n(?!\n)", " ", entry.about))
+    console.print()
+    pairs = [
+        ("hides", mask.hides),
+        ("known break", mask.known_break),
+        ("source", mask.source),
+        ("cost", mask.cost),
+        ("tolerance", f"{mask.tolerance:g}" + ("" if mask.tolerance else ", exact")),
+        ("arithmetic", mask.arithmetic),
+        ("operators", ", ".join(entry.operators)),
+        *([("needs", "; ".join(needs_of(mask)))] if needs_of(mask) else []),
+        *(
+            ("option", f"{option.name} = {default_text(option)} ({option.values})")
+            for option in entry.options
+        ),
+    ]
+    console.print(definitions(pairs))
 
 
 def _echo_json(
@@ -134,33 +154,6 @@ def _claims(entry: MaskEntry) -> list[str]:
         f"source: {entry.mask.source}",
         *([f"options: {'; '.join(options)}"] if options else []),
     ]
-
-
-def _show_mask(entry: MaskEntry) -> None:
-    from tsqp.catalogue import default_text, needs_of
-
-    console, mask = open_console(), entry.mask
-    article = "an" if mask.kind == "additive" else "a"
-    console.print(f"{mask.name}: {article} {mask.kind} mask ({entry.origin}), {standing(mask)}")
-    console.print()
-    # Written for 100 columns: one line a paragraph, for the console to break.
-    console.print(re.sub(r"(?<!\n)\n(?!\n)", " ", entry.about))
-    console.print()
-    pairs = [
-        ("hides", mask.hides),
-        ("known break", mask.known_break),
-        ("source", mask.source),
-        ("cost", mask.cost),
-        ("tolerance", f"{mask.tolerance:g}" + ("" if mask.tolerance else ", exact")),
-        ("arithmetic", mask.arithmetic),
-        ("operators", ", ".join(entry.operators)),
-    ]
-    pairs += [("needs", "; ".join(needs_of(mask)))] if needs_of(mask) else []
-    pairs += [
-        ("option", f"{option.name} = {default_text(option)} ({option.values})")
-        for option in entry.options
-    ]
-    console.print(definitions(pairs))
 
 
 def standing(mask: type[Mask]) -> str:

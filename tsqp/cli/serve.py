@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import LimitError, PromptError, SettingsError, TsqpError
-from tsqp.cli.config import CONTEXT, config_option
-from tsqp.cli.options import takes
+from tsqp.cli.config import CONTEXT, config_option, takes
 from tsqp.cli.terminal import describe_error, read_line, require_utf8, stream
 from tsqp.run.load import engine_settings, hides, load, open_runner, sampling_of
 from tsqp.run.process import complain, tell

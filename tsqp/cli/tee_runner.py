@@ -7,7 +7,7 @@ from typing import NoReturn
 import click
 
 from tsqp.cli.config import CONTEXT, Commands, config_option, version_option
-from tsqp.cli.program import run
+from tsqp.run.process import run
 
 
 @click.group(

@@ -69,10 +69,9 @@ def passed(where: str, found: Appraisal) -> Claims:
 
 @dataclass(frozen=True)
 class Proved:
-    """What a server proved: its certificate (DER), both appraisals, when (monotonic seconds)."""
+    """What a server proved: its certificate (DER), new evidence, when (monotonic seconds)."""
 
     certificate: bytes
-    of_certificate: Appraisal
     fresh: Appraisal
     since_s: float
 
@@ -140,7 +139,7 @@ class AttestedContext(ssl.SSLContext):
                 raise NotAttestedError(
                     f"new evidence: {name}", "another", "the certificate's", None
                 )
-        self.proved = Proved(certificate, first, second, self._clock())
+        self.proved = Proved(certificate, second, self._clock())
 
     def _appraise(self, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
         return appraise(stated, self.policy, Expected(nonce, tls_key, self._utc(), "serve"))

@@ -94,7 +94,8 @@ class SealedTransport(httpx2.BaseTransport):
             if answer.status_code != 200 or kind != CONTENT_TYPE:
                 raise UnsealedError(answer.status_code)
             opened = _OpenedAnswer(answer, secret)
-            head = opened.head()
+            with _as_httpx2():
+                head = ResponseHead.decode(next(opened.chunks))
         except BaseException:
             answer.close()
             raise
@@ -117,20 +118,15 @@ class SealedTransport(httpx2.BaseTransport):
 
 
 class _OpenedAnswer(httpx2.SyncByteStream):
-    """The body of an answer, piece by piece as it comes."""
+    """The body of an answer, piece by piece as it comes; of `chunks`, the first is the head."""
 
     def __init__(self, answer: httpx2.Response, secret: bytes) -> None:
-        self._answer, self._chunks = answer, _chunks(answer, secret)
-
-    def head(self) -> ResponseHead:
-        """Return the head, which comes first."""
-        with _as_httpx2():
-            return ResponseHead.decode(next(self._chunks))
+        self._answer, self.chunks = answer, _chunks(answer, secret)
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield what comes; one that ends without an error is whole."""
         with _as_httpx2():
-            yield from self._chunks
+            yield from self.chunks
 
     def close(self) -> None:
         """Close the answer."""

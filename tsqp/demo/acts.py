@@ -22,6 +22,7 @@ from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
 from tsqp.demo.programs import (
+    COMPUTING,
     LIES_AT,
     DemoServices,
     Liar,
@@ -29,7 +30,6 @@ from tsqp.demo.programs import (
     TapFeed,
     generate,
     run_generate,
-    serving,
     stream_chat,
 )
 from tsqp.demo.verdict import (
@@ -54,6 +54,7 @@ from tsqp.demo.verdict import (
 )
 from tsqp.extras import require
 from tsqp.page.seen import VocabularyMatcher
+from tsqp.processes import start_server
 from tsqp.run.settings import model_directory
 
 THREE_ACTS = {
@@ -122,7 +123,26 @@ def run_demo(
         caught = [stage.lied_to(acts[-1], f"{count} of {count}")] if lies else []
         with console.status("comparing ..."):
             checks = [*stage.checks(acts), *served, *caught]
-    _show_costs(console, acts, per_operator=bool(policies))
+    costs = [RunCost(act.report) for act in acts]
+    tables = [operators_table(cost) for cost in costs] if policies else []
+    if len(costs) > 1:
+        tables.append(acts_table(costs))
+    for table in tables:
+        console.print()
+        console.print(table)
+    notes = [
+        "wire: round trip less what the service says it spent, and more than without the tap."
+        " TEE: all the rest. Here both sides share one CPU, so nothing is gained in speed."
+    ]
+    if policies:
+        notes.append(
+            "What no operator accounts for, such as building requests, is everything else."
+        )
+    if any(act.report["pads"] for act in acts):
+        notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
+    if any(act.policy.services > 1 for act in acts):
+        notes.append("Of two services that work at the same time, the slower one counts.")
+    console.print(f"[dim]{' '.join(notes)}[/]")
     console.print()
     console.print(checks_table(checks))
     return all(check.passed for check in checks)
@@ -147,7 +167,6 @@ class Stage:
         self._max_new_tokens = max_new_tokens
         self._options = options
         self._matcher = VocabularyMatcher(model_directory("demo"))
-        self._runs = 0
 
     def act(self, policy: Policy, name: str, number: str) -> Act:
         """Generate under one policy, with the tap in between, and show it."""
@@ -183,7 +202,8 @@ class Stage:
                 story.append(piece, style="not bold")
                 draw()
 
-            report, logits = self._generate(name, reach.options(tap.endpoint), show)
+            arguments = self._arguments(name, reach.options(tap.endpoint))
+            report, logits = generate(arguments, self._folder, show)
         EndpointError.unless(
             feed.requests or not report["rpc"]["count"],
             "tap",
@@ -195,7 +215,10 @@ class Stage:
         # The last token is sampled, and never goes through the model.
         sent = report["prompt_token_ids"] + tokens.ids[:-1]
         reading = match(self._matcher, feed.inputs, sent)
-        console.print(panel(subtitle=_pace(report), reading=reading))
+        count, per_token = len(tokens.ids), report["timing"]["tpot_s"]
+        pace = f", {1 / per_token:.0f} a second" if per_token else ""
+        subtitle = f"{count} token{'s' if count != 1 else ''}{pace}"
+        console.print(panel(subtitle=subtitle, reading=reading))
         return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.requests)
 
     @contextmanager
@@ -222,7 +245,10 @@ class Stage:
             *self._services.reach(policy).options(),
             *self._options,
         ]
-        with serving(arguments, console.print) as url, self._live(panel) as draw:
+        with ExitStack() as running:
+            pid, url = start_server(running, ["demo", "--port", "0", *COMPUTING, *arguments])
+            console.print(f"tee-runner serve: process {pid}, ready at {url}")
+            draw = running.enter_context(self._live(panel))
 
             def show(piece: str) -> None:
                 answer.append(piece)
@@ -277,20 +303,8 @@ class Stage:
     def _quietly(self, name: str, prompt_ids: Sequence[int] = ()) -> Tokens:
         """Generate from the prompt, or from others given as ids."""
         policy = load_policy(name)
-        options = self._services.reach(policy).options()
-        return tokens_of(policy.name, *self._generate(name, options, lambda _: None, prompt_ids))
-
-    def _generate(
-        self,
-        name: str,
-        options: list[str],
-        show: Callable[[str], None],
-        prompt_ids: Sequence[int] = (),
-    ) -> tuple[dict[str, Any], Path]:
-        self._runs += 1
-        return generate(
-            self._arguments(name, options, prompt_ids), self._folder / f"run-{self._runs}", show
-        )
+        arguments = self._arguments(name, self._services.reach(policy).options(), prompt_ids)
+        return tokens_of(policy.name, *generate(arguments, self._folder, lambda _: None))
 
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()
@@ -303,32 +317,3 @@ class Stage:
 
 def _title(policy: Policy, name: str) -> str:
     return policy.name if name not in THREE_ACTS else f"{policy.name}: {THREE_ACTS[name]}"
-
-
-def _pace(report: dict[str, Any]) -> str:
-    count, per_token = len(report["token_ids"]), report["timing"]["tpot_s"]
-    tokens = f"{count} token{'s' if count != 1 else ''}"
-    return tokens if not per_token else f"{tokens}, {1 / per_token:.0f} a second"
-
-
-def _show_costs(console: Console, acts: Sequence[Act], *, per_operator: bool) -> None:
-    costs = [RunCost(act.report) for act in acts]
-    tables = [operators_table(cost) for cost in costs] if per_operator else []
-    if len(costs) > 1:
-        tables.append(acts_table(costs))
-    for table in tables:
-        console.print()
-        console.print(table)
-    notes = [
-        "wire: round trip less what the service says it spent, and more than without the tap."
-        " TEE: all the rest. Here both sides share one CPU, so nothing is gained in speed."
-    ]
-    if per_operator:
-        notes.append(
-            "What no operator accounts for, such as building requests, is everything else."
-        )
-    if any(act.report["pads"] for act in acts):
-        notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
-    if any(act.policy.services > 1 for act in acts):
-        notes.append("Of two services that work at the same time, the slower one counts.")
-    console.print(f"[dim]{' '.join(notes)}[/]")

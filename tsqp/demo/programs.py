@@ -13,10 +13,11 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -42,7 +43,6 @@ from tsqp.processes import (
     ProcessError,
     child,
     program,
-    start_server,
     start_service,
 )
 from tsqp.run.settings import model_directory
@@ -66,10 +66,6 @@ class Reach:
         return [word for endpoint in endpoints for word in ("--gpu", endpoint)] + key
 
 
-# Nothing listens there; a policy that needs no service is not to connect to it either.
-NOWHERE = Reach(("tcp://127.0.0.1:9",))
-
-
 class DemoServices:
     """The gpu-service processes of a demo, each started when a policy first needs it.
 
@@ -86,21 +82,19 @@ class DemoServices:
     def reach(self, policy: Policy) -> Reach:
         """Start what a policy needs and is not there yet. Raises ProcessError."""
         if not policy.services:
-            return NOWHERE
+            # Nothing listens there, and such a policy is not to connect to it either.
+            return Reach(("tcp://127.0.0.1:9",))
         if (mask := policy.feature_mask) is not None:
-            return self._with_key(mask)
+            if mask not in self._provisioned:
+                number = len(self._provisioned)
+                directory, key = self._folder / f"server-{number}", self._folder / f"key-{number}"
+                provision(model_directory("demo"), mask, directory, key)
+                self._say(f"weights provisioned under {mask.name}, for a gpu-service of their own")
+                self._provisioned[mask] = Reach((self._start(str(directory)),), key)
+            return self._provisioned[mask]
         while len(self._plain) < policy.services:
             self._plain.append(self._start("demo"))
         return Reach(tuple(self._plain[: policy.services]))
-
-    def _with_key(self, mask: ProvisionedMask) -> Reach:
-        if mask not in self._provisioned:
-            number = len(self._provisioned)
-            directory, key = self._folder / f"server-{number}", self._folder / f"key-{number}"
-            provision(model_directory("demo"), mask, directory, key)
-            self._say(f"weights provisioned under {mask.name}, for a gpu-service of their own")
-            self._provisioned[mask] = Reach((self._start(str(directory)),), key)
-        return self._provisioned[mask]
 
     def tap_endpoint(self) -> str:
         """Return where the next tap is to listen."""
@@ -121,24 +115,16 @@ class DemoServices:
         return endpoint
 
 
-@contextmanager
-def serving(arguments: list[str], say: Callable[[str], None]) -> Iterator[str]:
-    """Run `tee-runner serve demo`; yield its base URL. Raises ProcessError."""
-    with ExitStack() as running:
-        pid, url = start_server(running, ["demo", "--port", "0", *COMPUTING, *arguments])
-        say(f"tee-runner serve: process {pid}, ready at {url}")
-        yield url
-
-
 def generate(
     arguments: list[str], folder: Path, show: Callable[[str], None]
 ) -> tuple[dict[str, Any], Path]:
     """Run `tee-runner generate demo`; return its report, and the file with its logits.
 
-    `folder`: a new directory for both. `show` gets the text as it comes. Raises ProcessError.
+    `folder`: where a new directory is made for both. `show` gets the text as it comes.
+    Raises ProcessError.
     """
-    folder.mkdir()
-    report, logits = folder / "report.json", folder / "logits.safetensors"
+    made = Path(tempfile.mkdtemp(dir=folder, prefix="run-"))
+    report, logits = made / "report.json", made / "logits.safetensors"
     status, last = run_generate(
         ["--report", str(report), "--save-logits", str(logits), *arguments], show
     )
@@ -149,21 +135,14 @@ def generate(
 def run_generate(arguments: list[str], show: Callable[[str], None]) -> tuple[int, str]:
     """Run `tee-runner generate demo`; return its exit status, and its last line on stderr."""
     command = [program("tee-runner"), "generate", "demo", *COMPUTING, *arguments]
+    # It keeps a character together that is split over reads.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with child(command, stdout=subprocess.PIPE) as (process, errors):
-        for piece in _pieces(process):
-            show(piece)
+        while process.stdout is not None and (chunk := os.read(process.stdout.fileno(), 4096)):
+            show(decoder.decode(chunk))
         status = process.wait(START_TIMEOUT_S)
         errors.join()
     return status, errors.last
-
-
-def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yield decoded output as it comes, keeping a character together that is split over reads."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    if process.stdout is None:
-        return
-    while chunk := os.read(process.stdout.fileno(), 4096):
-        yield decoder.decode(chunk)
 
 
 def stream_chat(
@@ -180,16 +159,7 @@ def stream_chat(
         "logprobs": True,
         "stream": True,
     }
-    tokens = []
-    for choice in _choices(base_url, body):
-        show(choice["delta"]["content"])
-        logprobs = choice["logprobs"] or {"content": []}
-        tokens += [bytes(token["bytes"]) for token in logprobs["content"]]
-    return tokens
-
-
-def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what the events of a stream hold. An error ends it, and so does a lost connection."""
+    tokens: list[bytes] = []
     url = urlsplit(base_url)
     with closing(HTTPConnection(url.netloc, timeout=START_TIMEOUT_S)) as connection:
         connection.request(
@@ -204,14 +174,17 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if kind != "data":
                     continue  # nothing, or a comment such as a receipt
                 if event == "[DONE]":
-                    return
+                    return tokens
                 content = json.loads(event)
                 if "choices" not in content:
-                    break
-                yield from content["choices"]
-        raise ProcessError(
-            "tee-runner serve", got=f"status {reply.status} and no end", expected="a whole answer"
-        )
+                    break  # an error ends it, and so does a lost connection
+                for choice in content["choices"]:
+                    show(choice["delta"]["content"])
+                    logprobs = choice["logprobs"] or {"content": []}
+                    tokens += [bytes(token["bytes"]) for token in logprobs["content"]]
+    raise ProcessError(
+        "tee-runner serve", got=f"status {reply.status} and no end", expected="a whole answer"
+    )
 
 
 # Longer than any of the demo model's requests takes.

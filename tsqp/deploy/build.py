@@ -211,26 +211,6 @@ def _write(path: Path, content: str) -> None:
     path.write_text(content)
 
 
-def add_modules(modules: Path, dependencies: str, root: Path) -> None:
-    """Copy the kernel modules that a guest needs, with those that they need.
-
-    `dependencies`: the content of modules.dep, of the directory `modules`.
-    """
-    needed: dict[str, list[str]] = {}
-    for line in dependencies.splitlines():
-        module, _, others = line.partition(":")
-        needed[module] = [module, *others.split()]
-    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
-    into = root / "usr/lib/modules" / modules.name
-    for module, group in needed.items():
-        if Path(module).name.partition(".")[0].replace("_", "-") in wanted:
-            for name in group:
-                (into / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(modules / name, into / name)
-    for name in ("modules.builtin", "modules.builtin.modinfo", "modules.order"):
-        shutil.copyfile(modules / name, into / name)
-
-
 _ROOT = ("kmod", "python3", "systemd", "udev")
 
 _ROOT_RUNNER = ("libstdc++6",)
@@ -331,16 +311,31 @@ def build(
 
 
 def _add_kernel(tools: Path) -> str:
-    """Copy the kernel's modules into the image, and return the kernel's name."""
+    """Copy the modules that a guest needs, with those that they need, into the image.
+
+    Return the kernel's name.
+    """
     kernel = tools / "kernel"
     modules = next(
         path for base in ("usr/lib", "lib") for path in (kernel / base / "modules").glob("*")
     )
     release = modules.name
+    into = tools / "image/usr/lib/modules" / release
     call_inside(
         tools, ["depmod", "--basedir", f"/{modules.parents[2].relative_to(tools)}", release]
     )
-    add_modules(modules, (modules / "modules.dep").read_text(), tools / "image")
+    needed: dict[str, list[str]] = {}
+    for line in (modules / "modules.dep").read_text().splitlines():
+        module, _, others = line.partition(":")
+        needed[module] = [module, *others.split()]
+    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
+    for module, group in needed.items():
+        if Path(module).name.partition(".")[0].replace("_", "-") in wanted:
+            for name in group:
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(modules / name, into / name)
+    for name in ("modules.builtin", "modules.builtin.modinfo", "modules.order"):
+        shutil.copyfile(modules / name, into / name)
     call_inside(tools, ["depmod", "--basedir", "/image", release])
     return release
 

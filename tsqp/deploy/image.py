@@ -107,8 +107,9 @@ class Lock(BaseModel):
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
         """All of them, each once."""
-        every = (self.kernel, *self.root, *self.tools, *self.wheels, *self.build)
-        return tuple(dict.fromkeys(every))
+        return tuple(
+            dict.fromkeys((self.kernel, *self.root, *self.tools, *self.wheels, *self.build))
+        )
 
     def to_bytes(self) -> bytes:
         """Return the content of a lock file."""
@@ -193,6 +194,7 @@ def measure(image: Path, launch: Launch) -> bytes:
     and ImportError without the package `sev-snp-measure`.
     """
     from sevsnpmeasure.guest import calc_launch_digest
+    from sevsnpmeasure.ovmf import OVMF, SectionType
     from sevsnpmeasure.sev_mode import SevMode
     from sevsnpmeasure.vcpu_types import CPU_SIGS
 
@@ -203,7 +205,17 @@ def measure(image: Path, launch: Launch) -> bytes:
         launch.vcpu_type,
         f"one of {', '.join(sorted(CPU_SIGS))}",
     )
-    _require_kernel_hashes(launch.firmware)
+    # Other firmware would start a kernel that nothing measured.
+    firmware = str(launch.firmware)
+    expected = "firmware that checks hashes of the kernel, such as Debian's OVMF.amdsev.fd"
+    try:
+        found = OVMF(firmware).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise SettingsError(firmware, got=got, expected=expected) from None
+    except (RuntimeError, ValueError, KeyError, IndexError, AssertionError):
+        raise SettingsError(firmware, got="another content", expected=expected) from None
+    SettingsError.unless(found, firmware, "no place for them", expected)
     try:
         line = (image / COMMAND_LINE).read_text(encoding="ascii")
     except UnicodeDecodeError:
@@ -215,25 +227,10 @@ def measure(image: Path, launch: Launch) -> bytes:
             SevMode.SEV_SNP,
             launch.vcpus,
             CPU_SIGS[launch.vcpu_type],
-            str(launch.firmware),
+            firmware,
             str(image / KERNEL),
             str(image / INITRAMFS),
             line,
             _GUEST_FEATURES,
         )
     )
-
-
-def _require_kernel_hashes(firmware: Path) -> None:
-    """Raise SettingsError for firmware that would start a kernel that nothing measured."""
-    from sevsnpmeasure.ovmf import OVMF, SectionType
-
-    expected = "firmware that checks hashes of the kernel, such as Debian's OVMF.amdsev.fd"
-    try:
-        found = OVMF(str(firmware)).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
-    except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(str(firmware), got=got, expected=expected) from None
-    except (RuntimeError, ValueError, KeyError, IndexError, AssertionError):
-        raise SettingsError(str(firmware), got="another content", expected=expected) from None
-    SettingsError.unless(found, str(firmware), "no place for them", expected)

@@ -315,10 +315,14 @@ def install_wheels(wheels: Sequence[Artifact], own: Path, folder: Path, tools: P
     (tools / "requirements.txt").write_text("\n".join(lines) + "\n")
     for wheel in wheels:
         os.link(folder / wheel.file, tools / "wheels" / wheel.file)
-    pip = ["python3", "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    chosen = ["--no-index", "--find-links=/wheels", "--require-hashes", "--no-deps", "--no-compile"]
-    where = [f"--target={_LIBRARIES}", "--requirement=/requirements.txt"]
-    call_inside(tools, [*pip, "install", *chosen, *where])
+    call_inside(
+        tools,
+        [
+            *("python3", "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir"),
+            *("install", "--no-index", "--find-links=/wheels", "--require-hashes", "--no-deps"),
+            *("--no-compile", f"--target={_LIBRARIES}", "--requirement=/requirements.txt"),
+        ],
+    )
     call_inside(tools, ["python3", "-c", _COMPLETE, _LIBRARIES])
     shutil.rmtree(tools / "wheels")
 

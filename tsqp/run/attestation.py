@@ -107,15 +107,13 @@ def attester_of(settings: EvidenceSettings) -> Attester:
         settings.attest,
         certificates=[one for path in settings.attest_certificate for one in _der(path)],
         collateral=_content(settings.attest_collateral),
-        measurement=_simulated_measurement(),
+        # What tsqp image run --no-tee computed of this guest; elsewhere, the version's.
+        measurement=(
+            bytes.fromhex(_EMULATED.read_text("ascii"))
+            if _EMULATED.exists()
+            else hashlib.sha384(version("tsqp").encode()).digest()
+        ),
     )
-
-
-def _simulated_measurement() -> bytes:
-    """Return what tsqp image run --no-tee computed of this guest; elsewhere, the version's."""
-    if _EMULATED.exists():
-        return bytes.fromhex(_EMULATED.read_text("ascii"))
-    return hashlib.sha384(version("tsqp").encode()).digest()
 
 
 def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -> About:
@@ -125,12 +123,24 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
             got="no --manifest",
             expected="--manifest, which pins what is claimed (tsqp manifest MODEL)",
         )
+    # The runner's key, and that of each service; zeros for one that proves none.
+    keys = read_client_keys(settings, manifest)
+    endpoints = settings.gpu if policy.services else ()
+    found = one_for_each(keys, endpoints) if endpoints else []
+    said = {
+        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
+    }
+    said |= {"runner": keys[0].public} if keys else {}
+    plugins, path = _plugins(policy), settings.service_appraisal
+    # What services must be is among the operator's own files.
+    if path is not None:
+        plugins["service appraisal"] = hashlib.sha256(_content(path)).digest()
     return About(
         model=hashlib.sha256(manifest.to_bytes()).digest(),
         policy=policy_digest(policy),
         settings=settings_digest(settings),
-        curve_keys=_curve_keys(settings, manifest, policy),
-        plugins=_plugins(policy) | _appraisal(settings.service_appraisal),
+        curve_keys={owner: z85.decode(key) for owner, key in said.items()},
+        plugins=plugins,
         version=version("tsqp"),
         attested_services=policy.service.attested,
     )
@@ -144,19 +154,16 @@ def tls_files(identity: Identity) -> Iterator[tuple[str, str]]:
     """
     certificate = ssl.DER_cert_to_PEM_cert(identity.certificate).encode()
     key = identity.tls_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    descriptors = [_in_memory(content) for content in (certificate, key)]
+    descriptors: list[int] = []
     try:
+        for content in (certificate, key):
+            descriptors.append(os.memfd_create("tls", os.MFD_CLOEXEC))
+            os.write(descriptors[-1], content)
         names = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
         yield names[0], names[1]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _in_memory(content: bytes) -> int:
-    descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
-    os.write(descriptor, content)
-    return descriptor
 
 
 def settings_digest(settings: Settings, **resolved: object) -> bytes:
@@ -167,20 +174,6 @@ def settings_digest(settings: Settings, **resolved: object) -> bytes:
     """
     said = dict(claims(settings)) | resolved
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
-
-
-def _curve_keys(
-    settings: ServeSettings, manifest: Manifest | None, policy: Policy
-) -> dict[str, bytes]:
-    """Return the runner's key, and that of each service; zeros for one that proves none."""
-    keys = read_client_keys(settings, manifest)
-    endpoints = settings.gpu if policy.services else ()
-    found = one_for_each(keys, endpoints) if endpoints else []
-    said = {
-        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
-    }
-    said |= {"runner": keys[0].public} if keys else {}
-    return {owner: z85.decode(key) for owner, key in said.items()}
 
 
 def _plugins(policy: Policy) -> dict[str, bytes]:
@@ -203,11 +196,6 @@ def _plugins(policy: Policy) -> dict[str, bytes]:
         digest = hashlib.sha256(source).digest()
         found[f"{name} {digest.hex()[:8]}"] = digest
     return found
-
-
-def _appraisal(path: Path | None) -> dict[str, bytes]:
-    """Return the digest of what services must be, by its name among the operator's own files."""
-    return {} if path is None else {"service appraisal": hashlib.sha256(_content(path)).digest()}
 
 
 def _der(path: Path) -> list[bytes]:

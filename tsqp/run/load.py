@@ -85,8 +85,14 @@ def policy_digest(policy: Policy) -> bytes:
         for operator, placements in policy.operators.items()
     }
     prefill = (policy.prefill, policy.left_to_decode)
-    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
-    said.append(policy.service.attested)
+    said = [
+        policy.name,
+        policy.arithmetic,
+        policy.one_rpc_per_module,
+        prefill,
+        operators,
+        policy.service.attested,
+    ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
@@ -113,12 +119,34 @@ def open_runner(
     `on_load`: see Runner.
     """
     from tee_side.assembly import MaskSettings
+    from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.runner import Runner, RunnerSettings
 
     # Services that are lost, left out or come back are told of while the run goes on.
     configure("warning")
     policy = loaded.policy
-    _check_use(policy, settings, idles=idles)
+    useful = ("wait", "tee") if idles else ("wait",)
+    SettingsError.unless(
+        settings.bank is not None
+        or settings.when_out in useful
+        or not any(isinstance(mask, AdditiveMask) for mask in policy.masks),
+        "--when-out",
+        f"{settings.when_out} without --bank",
+        " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
+    )
+    SettingsError.unless(
+        policy.services or len(settings.gpu) <= 1,
+        "--gpu",
+        f"{len(settings.gpu)} endpoints",
+        f"none: nothing leaves the TEE under policy {policy.name}",
+    )
+    # What channels are wrapped in: the model of a slower link, the page's feed, or both.
+    link: ChannelWrapper | None = feed
+    if settings.link_gbps is not None or settings.link_rtt_us:
+        from tsqp.link import Link
+
+        slow = Link(settings.link_gbps, settings.link_rtt_us)
+        link = slow if feed is None else lambda channel, each: feed(slow(channel, each), each)
     keys = read_client_keys(settings, loaded.manifest)
     exposed = exposed_services(settings.gpu) if policy.services and not keys else ""
     if exposed:
@@ -143,7 +171,7 @@ def open_runner(
             engine=engine or engine_settings(settings),
             micro_batches=settings.micro_batches,
             spin_us=settings.spin_us,
-            link=_wrapper(settings, feed),
+            link=link,
             connect_timeout_s=settings.connect_timeout_s,
             request_timeout_s=settings.request_timeout_s,
             max_message_bytes=settings.max_message_mib * MIB,
@@ -187,38 +215,6 @@ def added_leakage(policy: Policy, engine: EngineSettings) -> Iterator[str]:
             "prefix reuse adds to lengths and timing: the GPU side sees how much of a prompt an"
             " earlier one of the same owner began with"
         )
-
-
-def _wrapper(settings: RunSettings, feed: Feed | None) -> ChannelWrapper | None:
-    """Return what channels are wrapped in: the model of a slower link, the page's feed, or both."""
-    if settings.link_gbps is None and not settings.link_rtt_us:
-        return feed
-    from tsqp.link import Link
-
-    link = Link(settings.link_gbps, settings.link_rtt_us)
-    if feed is None:
-        return link
-    return lambda channel, traffic: feed(link(channel, traffic), traffic)
-
-
-def _check_use(policy: Policy, settings: RunSettings, *, idles: bool) -> None:
-    """Refuse settings that cannot work: pads that are never made, services without a task."""
-    from tee_side.protect.masks.mask import AdditiveMask
-
-    padded = any(isinstance(mask, AdditiveMask) for mask in policy.masks)
-    useful = ("wait", "tee") if idles else ("wait",)
-    SettingsError.unless(
-        not padded or settings.bank is not None or settings.when_out in useful,
-        "--when-out",
-        f"{settings.when_out} without --bank",
-        " or ".join(useful) + ", or a --bank: else pads are made by waiting only",
-    )
-    SettingsError.unless(
-        policy.services or len(settings.gpu) <= 1,
-        "--gpu",
-        f"{len(settings.gpu)} endpoints",
-        f"none: nothing leaves the TEE under policy {policy.name}",
-    )
 
 
 def sampling_of(settings: TextSettings) -> SamplingSettings:

@@ -125,14 +125,34 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
     `identity`: whose certificate it is, in place of a file. Raises EndpointError, SettingsError,
     KeyFileError and AuditLogError.
     """
-    tls = _checked_tls(settings)
+    tls: Tls | None = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        tls = settings.tls_certificate, settings.tls_key
+        # Read once, so that the command says what is wrong with them.
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*tls, "")
+        except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+            got = getattr(error, "reason", None) or getattr(error, "strerror", None)
+            expected = "a certificate and its key, as PEM, without a passphrase"
+            raise SettingsError(
+                "--tls-certificate and --tls-key",
+                got=got or type(error).__name__,
+                expected=expected,
+            ) from None
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+    path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
     with ExitStack() as opened:
         if identity is not None:
             tls = opened.enter_context(tls_files(identity))
-        audit = _audit_log(settings)
-        if audit is not None:
-            opened.enter_context(audit)
+        given = [] if file is None else [partial(AUDIT_KEY.read, file)]
+        given += [] if descriptor is None else [partial(AUDIT_KEY.read_from, descriptor)]
+        SettingsError.unless(
+            len(given) == (path is not None),
+            "--audit-log",
+            "another combination",
+            "--audit-log with one of --audit-key and --audit-key-fd, or none of them",
+        )
+        audit = None if path is None else opened.enter_context(AuditLog(path, given[0]()))
         listening = opened.enter_context(_listening(settings.host, settings.port))
         starting = opened.enter_context(closing(Starting(listening, tls)))
         yield Parts(listening, tls, keys, audit, identity, starting)
@@ -311,39 +331,10 @@ def _authorise(keys: ApiKeys, request: HttpRequest) -> str:
     return key.name
 
 
-def _audit_log(settings: ServeSettings) -> AuditLog | None:
-    path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
-    keys = [] if file is None else [partial(AUDIT_KEY.read, file)]
-    keys += [] if descriptor is None else [partial(AUDIT_KEY.read_from, descriptor)]
-    SettingsError.unless(
-        len(keys) == (path is not None),
-        "--audit-log",
-        "another combination",
-        "--audit-log with one of --audit-key and --audit-key-fd, or none of them",
-    )
-    return None if path is None else AuditLog(path, keys[0]())
-
-
 async def _every(seconds: float, work: Callable[[], object]) -> None:
     while True:
         await asyncio.sleep(seconds)
         await asyncio.to_thread(work)
-
-
-def _checked_tls(settings: ServeSettings) -> Tls | None:
-    """Return the files of TLS, read once, so that the command says what is wrong with them."""
-    certificate, key = settings.tls_certificate, settings.tls_key
-    if certificate is None or key is None:
-        return None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
-    except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
-        got = getattr(error, "reason", None) or getattr(error, "strerror", None)
-        expected = "a certificate and its key, as PEM, without a passphrase"
-        raise SettingsError(
-            "--tls-certificate and --tls-key", got=got or type(error).__name__, expected=expected
-        ) from None
-    return certificate, key
 
 
 def _listening(host: str, port: int) -> socket.socket:

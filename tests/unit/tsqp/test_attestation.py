@@ -45,6 +45,7 @@ from tee_side.serve.sealed import HpkeKey
 from tests.kit.evidence import DIGESTS, body_of, policy_text, serving
 from tests.kit.nvidia_chain import NvidiaGpu, make_blackwell, make_gpu, messages
 from tests.kit.rows import each_row
+from tsqp.cli.gpu_service import GpuServiceSettings, attested_service, held_layers
 from tsqp.cli.main import command
 from tsqp.client import NotAttestedError
 from tsqp.client.attested_tls import Address, AttestedContext, prove
@@ -55,7 +56,6 @@ from tsqp.model_at_rest import make_manifest
 from tsqp.run import attestation
 from tsqp.run.attestation import ask_gpus, identify, release_key, settings_digest, tls_files
 from tsqp.run.load import Loaded, policy_digest
-from tsqp.run.service import GpuServiceSettings, attested_service, held_layers
 from tsqp.run.settings import ServeSettings, model_directory
 
 USUAL = ServeSettings(model="demo", attest="simulated")
@@ -206,9 +206,9 @@ def programs(loaded: Loaded, tmp_path: Path, server: mock.Mock) -> Programs:
     state: dict[Purpose, Callable[[bytes], Statement]] = {
         "serve": identity.state,
         "key": lambda nonce: server.call_args.args[1](nonce, HpkeKey()),
-        "service": lambda nonce: Statement.decode(service.attest(nonce, "ab" * 32)),
+        "service": lambda nonce: Statement.decode(service[1](nonce, "ab" * 32)),
     }
-    return Programs(identity, ClientKeys(service.secret, public_key_of(public)), state)
+    return Programs(identity, ClientKeys(service[0], public_key_of(public)), state)
 
 
 # Reads what a program of `purpose` says of itself; returns or raises why it is not accepted.
@@ -372,13 +372,13 @@ def test_a_service_with_gpus_is_what_a_runner_accepts(
     )
     made = attested_service(settings, held_layers(settings))
     assert made is not None
-    keys = ClientKeys(made.secret, public_key_of(public))
+    keys = ClientKeys(made[0], public_key_of(public))
     said = AppraisalPolicy.development().model_dump(exclude={"nvidia"})
     any_gpu = dict.fromkeys(("measurements", "driver", "vbios"), "any")
     policy = AppraisalPolicy.model_validate(said | {"nvidia": any_gpu}, strict=False)
     appraise = ServiceAppraisal("simulated+nvidia", policy)  # type: ignore[arg-type]
     weights = "ab" * 32
-    stated = made.attest(NONCE, weights)
+    stated = made[1](NONCE, weights)
     with ExitStack() as stack:
         for gpu in gpus:
             stack.enter_context(gpu.pinned())

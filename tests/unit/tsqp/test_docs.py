@@ -67,7 +67,7 @@ def test_the_page_for_operators_names_all_metrics_and_events() -> None:
     named = {re.sub("_(total|info)$", "", name) for name in re.findall(r"`(\w+)[`{]", rows)}
     metrics = {family.name for family in StateCollector(ServiceState()).collect()}
     files = [path for side in ("gpu_side", "tee_side") for path in (ROOT / side).rglob("*.py")]
-    files += [ROOT / "tsqp/run/service.py", ROOT / "tsqp/run/server.py"]
+    files += [ROOT / "tsqp/cli/gpu_service.py", ROOT / "tsqp/run/server.py"]
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     # `_failure`: the event of a thread that accepts clients and has failed.
     event = r'\b(?:log\.(?:info|warning|error|exception)\(|warn\(|_failure = )\s*"(\w+)"'

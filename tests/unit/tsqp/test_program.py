@@ -22,11 +22,11 @@ from tee_side.protect import resumption
 from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT
 from tsqp.cli.main import command as tsqp
-from tsqp.cli.program import run
+from tsqp.run.process import run
 
 WAITS = """
 import sys, time, click
-from tsqp.cli.program import run
+from tsqp.run.process import run
 
 @click.command()
 def command():
@@ -90,7 +90,7 @@ def test_an_unforeseen_error_is_one_line_without_its_text_and_has_its_traceback_
 
 _PRIVATE = """
 import ctypes, resource, click
-from tsqp.cli.program import run
+from tsqp.run.process import run
 
 @click.command()
 def command():
@@ -119,7 +119,7 @@ def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
 def test_secrets_are_not_drawn_from_a_generator_without_a_seed(
     has_secrets: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tsqp.cli.program.keep_memory_private", lambda *, from_others: None)
+    monkeypatch.setattr("tsqp.run.process.keep_memory_private", lambda *, from_others: None)
     order: list[str] = []
     monkeypatch.setattr(resumption, "watch", lambda: order.append("watch"))
 
