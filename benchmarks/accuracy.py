@@ -284,12 +284,10 @@ def measure(options: Any, place: Place) -> Found:
         tokens = sum(len(ids) - 1 for ids in documents)
         texts[text] = {"tokens": tokens, "variants": found}
     ours = [one["variants"]["quantized-clear"] for one in texts.values()]
-    return {"model": bench.directory.name, "texts": texts}, all(map(_is_good, ours))
-
-
-def _is_good(row: dict[str, float]) -> bool:
-    right = row["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO
-    return right and row["top_1_agreement"] >= MIN_AGREEMENT
+    return {"model": bench.directory.name, "texts": texts}, all(
+        row["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO and row["top_1_agreement"] >= MIN_AGREEMENT
+        for row in ours
+    )
 
 
 if __name__ == "__main__":

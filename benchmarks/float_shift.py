@@ -126,8 +126,7 @@ def measure(options: Any, _place: Place) -> Found:
     """Search at some positions of the text, in every dtype. Raises TsqpError."""
     directory, positions = model_directory(options.model), options.positions
     file = directory / VALIDATION_FILE
-    if not file.is_file():
-        raise SettingsError(str(file), got="no such file", expected="text to search on")
+    SettingsError.unless(file.is_file(), str(file), "no such file", "text to search on")
     ids = Tokenizer(directory).encode(file.read_text(encoding="utf-8")[:200_000])
     starts = [number * (len(ids) - _CONTEXT) // positions for number in range(positions)]
     search = Search(directory)

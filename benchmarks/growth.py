@@ -73,19 +73,31 @@ def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[di
         (found,) = (c for c in cases if (c.phase, c.tokens, c.batch) == key)
         return found
 
-    decoded = {n: case("decode", context, count=n) for n in sizes["layers"]}
-    prefilled = {n: case("prefill", prompt, count=n) for n in sizes["layers"]}
     contexts = {n: case("decode", n) for n in sizes["contexts"]}
     prompts = {n: case("prefill", n) for n in sizes["prompts"]}
-    batches = {n: case("decode", context, n) for n in sizes["batches"]}
     rows: tuple[tuple[str, str, str, dict[int, Case]], ...] = (
-        ("decode step", "layers", f"context {context}", decoded),
-        ("prefill", "layers", f"prompt {prompt}", prefilled),
+        (
+            "decode step",
+            "layers",
+            f"context {context}",
+            {n: case("decode", context, count=n) for n in sizes["layers"]},
+        ),
+        (
+            "prefill",
+            "layers",
+            f"prompt {prompt}",
+            {n: case("prefill", prompt, count=n) for n in sizes["layers"]},
+        ),
         ("decode step", "context", layers, contexts),
         ("decode step, attention", "context", layers, contexts),
         ("prefill, attention", "prompt", layers, prompts),
         ("prefill, all else", "prompt", layers, prompts),
-        ("decode step", "batch", f"{layers}, context {context}", batches),
+        (
+            "decode step",
+            "batch",
+            f"{layers}, context {context}",
+            {n: case("decode", context, n) for n in sizes["batches"]},
+        ),
     )
     return [_fitted(*row) for row in rows]
 

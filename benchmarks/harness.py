@@ -37,8 +37,9 @@ class Place(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        name = tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")
-        self.folder = Path(self.enter_context(name))
+        self.folder = Path(
+            self.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-"))
+        )
         self._services = 0
 
     def service(
@@ -116,9 +117,12 @@ class Repeated:
         """Prepare `steps` steps of decoding, or, if 0, prompts of `tokens`."""
         self.runner = runner = closing.enter_context(Runner(settings))
         positions, needed = runner.config.context_length, tokens + steps + 2
-        if needed > positions:
-            expected = f"at least {needed} for {steps} steps"
-            raise SettingsError("a sequence", got=f"{positions} positions", expected=expected)
+        SettingsError.unless(
+            needed <= positions,
+            "a sequence",
+            f"{positions} positions",
+            f"at least {needed} for {steps} steps",
+        )
         prompts = random_prompts(runner.config, tokens, batch)
         self.step = prompt_step(runner, prompts[0])
         if steps:

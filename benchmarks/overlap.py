@@ -106,10 +106,12 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
     # Time is (what the bus takes) + (a constant / rate); two rates give both.
     slow_us, fast_us = gpu_us(at(1.0), config, rows), gpu_us(at(2.0), config, rows)
     bus_us = 2 * fast_us - slow_us
-    if target_us <= bus_us:
-        got = f"a TEE time of {target_us:.3f} us"
-        expected = f"more than {bus_us:.3f}"
-        raise SettingsError("overlap", got=got, expected=expected)
+    SettingsError.unless(
+        target_us > bus_us,
+        "overlap",
+        f"a TEE time of {target_us:.3f} us",
+        f"more than {bus_us:.3f}",
+    )
     return at((slow_us - bus_us) / (target_us - bus_us))
 
 
@@ -162,7 +164,7 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
         file.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
         serial = contender(f"model:{file}", 1)
         overlapped = contender(f"model:{file}", case.micro_batches)
-        three = [null, serial, overlapped]
+        three = (null, serial, overlapped)
         timed = in_turns([one.timed_ms for one in three], repeats, _WARM_UP)
         null_ms, serial_ms, overlapped_ms = (median(row[n][0] for row in timed) for n in range(3))
         vocabulary_ms, claimed_ms = zip(_observed_ms(serial), _observed_ms(overlapped), strict=True)

@@ -194,13 +194,12 @@ def measure(options: Any, place: Place) -> Found:
     slow.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
     rows = [row for case in cases for row in check(case, slow, machine)]
     largest = max(abs(row["error"]) for row in rows)
-    document = {
+    return {
         "slow": fields,
         "tolerance": TOLERANCE,
         "largest_error": largest,
         "rows": rows,
-    }
-    return document, largest <= TOLERANCE
+    }, largest <= TOLERANCE
 
 
 if __name__ == "__main__":

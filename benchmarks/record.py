@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
-from tsqp.lab.bench.model import OperatorCost, Report
+from tsqp.lab.bench.model import Report
 from tsqp.lab.bench.summary import by_operator
 from tsqp.lab.measure import describe_machine
 from tsqp.processes import ProcessError, program
@@ -74,17 +74,20 @@ def without_layers(document: Any) -> dict[str, Any]:
     runs = []
     for run in report.policies:
         cases = tuple(
-            case.model_copy(update={"operators": tuple(map(_added_up, by_operator(case)))})
+            case.model_copy(
+                update={
+                    "operators": tuple(
+                        # Where layers differ, part of the work leaves the TEE.
+                        total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
+                        for total in by_operator(case)
+                    )
+                }
+            )
             for case in run.cases
         )
         runs.append(run.model_copy(update={"timelines": (), "cases": cases}))
     short = report.model_copy(update={"policies": tuple(runs)})
     return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
-
-
-def _added_up(total: OperatorCost) -> OperatorCost:
-    # Where layers differ, part of the work leaves the TEE.
-    return total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
 
 
 @dataclass(frozen=True)
@@ -156,10 +159,12 @@ def record(recording: ResultFile, results: Path) -> int:
         load, started, created = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
         status = _run(recording, file)
         elapsed_s = time.monotonic() - started
-        if not file.exists() or not file.stat().st_size or (status and not recording.may_miss):
-            raise ProcessError(
-                recording.shown, got=f"exit status {status}", expected="0 and a result"
-            )
+        ProcessError.unless(
+            file.exists() and file.stat().st_size and (recording.may_miss or not status),
+            recording.shown,
+            f"exit status {status}",
+            "0 and a result",
+        )
         document = recording.shorten(json.loads(file.read_text(encoding="utf-8")))
     about = {
         "command": recording.shown,
@@ -184,7 +189,7 @@ def record(recording: ResultFile, results: Path) -> int:
 
 
 def _run(recording: ResultFile, file: Path) -> int:
-    """Run the command to its end, or end it and all that it started after a limit."""
+    """Run the command to its end, or end its session, children included, after a limit."""
     first, *rest = recording.command
     path = sys.executable if first == "python" else program(first)
     process = subprocess.Popen(
@@ -201,17 +206,12 @@ def _run(recording: ResultFile, file: Path) -> int:
         ) from None
     finally:
         if process.poll() is None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, which are a session of their own."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def six_figures(value: Any) -> Any:

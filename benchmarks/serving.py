@@ -54,9 +54,8 @@ _ROUNDS = 5
 _MANY = 10**6
 # Waits for a token of the largest prompts on a busy machine.
 _LIMIT_S = 120.0
-# A text that repeats itself, whatever the model would say; and what it would say.
+# A text that repeats itself, whatever the model would say.
 _REPETITIVE = {"guided_regex": "( the dog and the cat, a small boy and a girl){12}"}
-_STORY: dict[str, Any] = {}
 _TEXT_TOKENS = 96
 
 
@@ -118,8 +117,7 @@ def _model(address: str) -> str:
 def _get(request: str | urllib.request.Request) -> bytes:
     """Ask our own server."""
     with urllib.request.urlopen(request) as reply:  # noqa: S310
-        content: bytes = reply.read()
-    return content
+        return bytes(reply.read())
 
 
 def prompt_of(stream: int, turn: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -249,7 +247,7 @@ def speculation_case(place: Place) -> dict[str, Any]:
         subprocess.run(making, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with server("demo", endpoint, "shielded", *bank, *options) as address:
             found[name] = _counted(address, _REPETITIVE)
-            found[f"story_{name}"] = _counted(address, _STORY)
+            found[f"story_{name}"] = _counted(address, {})
     same = [
         found[name].pop("text") == found[f"{name[: -len('with')]}without"].pop("text")
         for name in ("with", "story_with")
@@ -260,8 +258,12 @@ def speculation_case(place: Place) -> dict[str, Any]:
 
 def _counted(address: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Ask for a text, and say what its tokens took."""
+    common = {"model": "demo", "prompt": "They saw", "temperature": 0, "max_tokens": _TEXT_TOKENS}
+    body = json.dumps(common | fields).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
     before = _metrics(address)
-    text = _complete(address, fields)
+    text = str(json.loads(_get(request))["choices"][0]["text"])
     after = _metrics(address)
     more = {name: after[name] - before[name] for name in after}
     tokens = more["generation_tokens"]
@@ -277,14 +279,6 @@ def _metrics(address: str) -> dict[str, float]:
     text = _get(f"{address}/metrics").decode()
     found = re.findall(r"^(?:tsqp|vllm):(\w+?)(?:_total)?\{[^}]*\} (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}
-
-
-def _complete(address: str, fields: dict[str, Any]) -> str:
-    common = {"model": "demo", "prompt": "They saw", "temperature": 0, "max_tokens": _TEXT_TOKENS}
-    body = json.dumps(common | fields).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
-    return str(json.loads(_get(request))["choices"][0]["text"])
 
 
 def measure(options: Any, place: Place) -> Found:

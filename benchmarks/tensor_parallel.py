@@ -90,16 +90,18 @@ def measure(options: Any, place: Place) -> Found:
         rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
         found: dict[str, list[float]] = {}
         for operator in (*FUSED_MODULES, None):
-            layers = range(config.num_hidden_layers)
-            requests = [request_of(config, operator, layer, rows) for layer in layers]
-            times = times_us(channels, requests, rounds, options.quantile)
-            found[operator or "lm_head"] = times
+            requests = [
+                request_of(config, operator, layer, rows)
+                for layer in range(config.num_hidden_layers)
+            ]
+            found[operator or "lm_head"] = times_us(channels, requests, rounds, options.quantile)
         columns = zip(*(found[operator] for operator in FUSED_MODULES), strict=True)
         found["a layer"] = [sum(column) for column in columns]
         for what, (one, two, half) in found.items():
             say(f"{rows} rows, {what}: ratio {two / one:.2f}, gain {half / two:.2f}")
-            each = {"one_us": one, "two_us": two, "half_us": half}
-            results.append({"rows": rows, "operator": what, **each})
+            results.append(
+                {"rows": rows, "operator": what, "one_us": one, "two_us": two, "half_us": half}
+            )
     return {"results": results}, True
 
 

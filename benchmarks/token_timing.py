@@ -31,7 +31,6 @@ from typing import Any
 
 import click
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import rankdata
 
 from benchmarks.harness import Found, Place, main
@@ -42,7 +41,6 @@ from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream
 from tsqp.run.settings import TextSettings, model_directory
 
-Times = npt.NDArray[np.float64]
 WAYS = ("inline", "thread")
 TOKENS = 480
 PROMPT = [0, 813, 759, 262, 411]
@@ -168,27 +166,24 @@ def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[b
     }
 
 
-def auc(printed: Times, silent: Times) -> tuple[float, float, float]:
-    """Return the area under the curve and its 95 % interval (DeLong, DeLong and Clarke-Pearson)."""
+def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[float]]:
+    """Compare the times of tokens that showed text with those of tokens that did not.
+
+    With the area under the curve and its 95 % interval (DeLong, DeLong and Clarke-Pearson).
+    """
+    printed = np.array([us for showed, us in found if showed])
+    silent = np.array([us for showed, us in found if not showed])
     m, n = len(printed), len(silent)
     ranks = rankdata(np.concatenate([printed, silent]))
     over_silent = (ranks[:m] - rankdata(printed)) / n
     under_printed = 1 - (ranks[m:] - rankdata(silent)) / m
     area = float(over_silent.mean())
     error = float(np.sqrt(over_silent.var(ddof=1) / m + under_printed.var(ddof=1) / n))
-    return area, area - 1.96 * error, area + 1.96 * error
-
-
-def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[float]]:
-    """Compare the times of tokens that showed text with those of tokens that did not."""
-    printed = np.array([us for showed, us in found if showed])
-    silent = np.array([us for showed, us in found if not showed])
-    area, low, high = auc(printed, silent)
     return {
-        "printed": len(printed),
-        "silent": len(silent),
+        "printed": m,
+        "silent": n,
         "auc": round(area, 4),
-        "interval": [round(low, 4), round(high, 4)],
+        "interval": [round(area - 1.96 * error, 4), round(area + 1.96 * error, 4)],
         "later_us": round(float(np.median(printed) - np.median(silent)), 1),
         "median_us": round(float(np.median([us for _, us in found])), 1),
     }

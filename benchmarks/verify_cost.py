@@ -112,14 +112,13 @@ def measure(options: Any, place: Place) -> Found:
         noted(line, _measure_batch(model, folder, endpoint, batch, options))
         for batch in options.batch
     ]
-    document = {
+    return {
         "policy": POLICY,
         "shape": options.shape,
         "threads": options.threads,
         "most_share": MOST_SHARE,
         "results": results,
-    }
-    return document, all(one["share"] <= MOST_SHARE for one in results)
+    }, all(one["share"] <= MOST_SHARE for one in results)
 
 
 if __name__ == "__main__":
