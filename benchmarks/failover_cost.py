@@ -28,11 +28,11 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 
-from benchmarks.harness import TRANSPORTS, Found, Place, main, noted, transports
+from benchmarks.harness import TRANSPORTS, Fields, Found, Options, Place, main, noted, transports
 from protocol.channel import Channel, PendingChannel
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import (
@@ -82,16 +82,15 @@ def _noise(times: Times) -> float:
     return distances[count - 1 - count * 2 // _BLOCKS]
 
 
-def _result(work: str, transport: str, times: Times, calls: int) -> dict[str, Any]:
+def _result(work: str, transport: str, times: Times, calls: int) -> Fields:
     """Return what microseconds say: a row a round of `calls`, a column each of WAYS."""
     noise, two_to_again = _noise(times), _ratio(times, "two", "plain again")
-    medians = [median(row[n] for row in times) / calls for n in range(len(WAYS))]
     line = "{work} over {transport}: plain {us[plain]:.1f} us; two to plain again"
     found = {
         "work": work,
         "transport": transport,
         "rounds": len(times),
-        "us": dict(zip(WAYS, medians, strict=True)),
+        "us": {way: median(row[n] for row in times) / calls for n, way in enumerate(WAYS)},
         "ratios": {way: _ratio(times, way) for way in WAYS[1:]},
         "noise": noise,
         "two_to_again": two_to_again,
@@ -101,7 +100,7 @@ def _result(work: str, transport: str, times: Times, calls: int) -> dict[str, An
     return noted(line + " {two_to_again:.3f}, noise {noise:.3f}", found)
 
 
-def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[dict[str, Any]]:
+def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[Fields]:
     """Measure a small RPC and a decoded token over one transport. Raises TsqpError."""
     with Place() as place:
         device = ("--device", "null", "--arithmetic", "float")
@@ -122,8 +121,7 @@ def _bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     """Return the microseconds that an RPC takes longer for being one that could be asked again."""
     channel = _AtOnce("nowhere")
     group = ReplicaGroup(1, 0, 0, ("nowhere",))
-    options = ConnectOptions(_never, _never)
-    member = Member("nowhere", group, options, Instances(), Traffic())
+    member = Member("nowhere", group, ConnectOptions(_never, _never), Instances(), Traffic())
     member.session = Session(member, cast("PendingChannel", channel), channel)
     replicas = Replicas([member], timeout_s=60.0, traffic=Traffic())
 
@@ -216,13 +214,13 @@ def _only(channel: Channel, _layer: int) -> tuple[Channel]:
     return (channel,)
 
 
-def measure(options: Any, _place: Place) -> Found:
+def measure(options: Options, _place: Place) -> Found:
     """Measure over each transport. Raises TsqpError."""
     for name in ("rounds", "calls"):
         given = getattr(options, name)
         SettingsError.unless(given >= 1, f"--{name}", str(given), "1 or more")
     model = model_directory(options.model)
-    results: list[dict[str, Any]] = []
+    results: list[Fields] = []
     for transport in transports(options.transports):
         results += _measure(model, transport, options.rounds, options.calls)
     bookkeeping = _bookkeeping_us()

@@ -14,9 +14,8 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Found, Place, main
+from benchmarks.harness import Found, Options, Place, main
 
 
 def timed(command: list[str], folder: Path) -> tuple[float, str]:
@@ -32,7 +31,7 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
     return elapsed, result.stdout
 
 
-def measure(_options: Any, place: Place) -> Found:
+def measure(_options: Options, place: Place) -> Found:
     """Clone, and run the three commands of a newcomer."""
     source = Path(__file__).resolve().parent.parent
     clone = place.folder / "tsqp"

@@ -6,11 +6,12 @@ found, and whether it reached its target. `main` prints that, or writes it where
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
 from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
 from tsqp.processes import start_service
 
-Found = tuple[dict[str, Any], bool]
+Options = argparse.Namespace
+# What was found of one thing, by name.
+Fields = dict[str, Any]
+Found = tuple[Fields, bool]
 
 CORES = len(os.sched_getaffinity(0))
 TRANSPORTS = ("unix", "tcp")
@@ -59,13 +63,13 @@ class Place(ExitStack):
         return prepare.random_model(self.folder / "model", shape, linear=linear)
 
 
-def main(about: str | None, measure: Callable[[Any, Place], Found], **options: Any) -> None:
+def main(about: str | None, measure: Callable[[Options, Place], Found], **options: Any) -> None:
     """Measure and report; exit status 1 if a target is missed.
 
     `options`: see `script`. What names machine and versions is put in front of what was found.
     """
 
-    def measured(given: Any) -> Found:
+    def measured(given: Options) -> Found:
         with Place() as place:
             return measure(given, place)
 
@@ -79,7 +83,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def noted(line: str, found: dict[str, Any]) -> dict[str, Any]:
+def noted(line: str, found: Fields) -> Fields:
     """Tell some of what was found, and return it. `line`: with names of its fields in braces."""
     say(line.format(**found))
     return found
@@ -87,16 +91,15 @@ def noted(line: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def transports(text: str) -> list[str]:
     """Read names of transports, with commas. Raises SettingsError."""
-    names = text.split(",")
-    require_known("--transports", names, TRANSPORTS)
-    return names
+    return chosen("--transports", text.split(","), TRANSPORTS)
 
 
-def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> None:
-    """Raise SettingsError for a name that is not among the known ones."""
+def chosen(option: str, given: list[str], known: Iterable[str]) -> list[str]:
+    """Return the names given, or all if there is none. Raises SettingsError for an unknown one."""
     names = list(dict.fromkeys(known))
     for name in given:
         SettingsError.unless(name in names, option, repr(name), f"of {', '.join(names)}")
+    return given or names
 
 
 class Repeated:

@@ -22,17 +22,19 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from benchmarks.harness import (
     CORES,
     TRANSPORTS,
+    Fields,
     Found,
+    Options,
     Place,
     Repeated,
+    chosen,
     main,
     noted,
-    require_known,
     transports,
 )
 from gpu_side.devices import DeviceProfile
@@ -118,14 +120,13 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
 def _observed_ms(repeated: Repeated) -> tuple[float, float]:
     """Return ms a step of Embedding and LM head in the TEE, and of the GPU as it claims."""
     runs = (observed(repeated.runner, repeated.step) for _ in range(_OBSERVED))
-    steps = [costs for ((_, costs, _),) in runs]
-    tee = [[c for c in costs if c.place == "tee"] for costs in steps]
-    heavy = (c.stages.tee_us for costs in tee for c in costs if c.operator in _VOCABULARY)
-    claimed = (c.stages.gpu_us for costs in steps for c in costs)
+    costs = [cost for ((_, step, _),) in runs for cost in step]
+    heavy = (c.stages.tee_us for c in costs if c.place == "tee" and c.operator in _VOCABULARY)
+    claimed = (c.stages.gpu_us for c in costs)
     return sum(heavy) / 1e3 / _OBSERVED, sum(claimed) / 1e3 / _OBSERVED
 
 
-def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> dict[str, Any]:
+def measure_case(model: Path, case: StepKind, transport: str, options: Options) -> Fields:
     """Measure one case over one transport: medians of steps that took turns. Raises TsqpError.
 
     `gpu_ms`: what the profile takes for the step by its own account, undivided and cut;
@@ -151,8 +152,7 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
             )
             # The first one has two medians.
             steps = 0 if prefill else 2 * (_WARM_UP + repeats) + _OBSERVED + 2
-            size = {"tokens": case.tokens, "batch": case.batch}
-            return Repeated(place, settings, **size, steps=steps)
+            return Repeated(place, settings, tokens=case.tokens, batch=case.batch, steps=steps)
 
         null = contender("null", 1)
         config = null.runner.config
@@ -164,7 +164,7 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
         file.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
         serial = contender(f"model:{file}", 1)
         overlapped = contender(f"model:{file}", case.micro_batches)
-        three = (null, serial, overlapped)
+        three = [null, serial, overlapped]
         timed = in_turns([one.timed_ms for one in three], repeats, _WARM_UP)
         null_ms, serial_ms, overlapped_ms = (median(row[n][0] for row in timed) for n in range(3))
         vocabulary_ms, claimed_ms = zip(_observed_ms(serial), _observed_ms(overlapped), strict=True)
@@ -186,10 +186,10 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
     }
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Measure every case. Raises TsqpError."""
     over = transports(options.transports)
-    require_known("--case", options.case, (case.case for case in CASES))
+    names = chosen("--case", options.case, (case.case for case in CASES))
     model = place.model(find_shape(options.shape), linear=False)
     line = (
         "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
@@ -198,11 +198,15 @@ def measure(options: Any, place: Place) -> Found:
     results = [
         noted(line, measure_case(model, case, transport, options))
         for case in CASES
-        if not options.case or case.case in options.case
+        if case.case in names
         for transport in over
     ]
-    about = {"shape": options.shape, "policy": POLICY, "tee_threads": options.threads}
-    return {**about, "results": results}, True
+    return {
+        "shape": options.shape,
+        "policy": POLICY,
+        "tee_threads": options.threads,
+        "results": results,
+    }, True
 
 
 if __name__ == "__main__":

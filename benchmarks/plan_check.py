@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
-from benchmarks.harness import CORES, Found, Place, main, noted, require_known, say
+from benchmarks.harness import CORES, Fields, Found, Options, Place, chosen, main, noted, say
 from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
@@ -92,7 +91,7 @@ CASES = (
 )
 
 
-def check(case: Deployment, slow: Path, machine: Machine | None) -> list[dict[str, Any]]:
+def check(case: Deployment, slow: Path, machine: Machine | None) -> list[Fields]:
     """Plan and measure a case; return a row for the prompt and one for decoding."""
     policy = load_policy(case.policy)
     gpu = str(slow) if case.gpu == SLOW.name else case.gpu
@@ -141,7 +140,7 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> list[dict[st
     bench.run()
     steady.append(yardstick_ms())
     (measured,) = bench.report().policies
-    rows: list[dict[str, Any]] = []
+    rows: list[Fields] = []
     for phase in PHASES:
         (found,) = (one for one in measured.cases if one.phase == phase)
         prediction = planned.prefill if phase == "prefill" else planned.decode
@@ -184,10 +183,10 @@ def yardstick_ms() -> float:
     return round(median(elapsed_us(product) for _ in range(_YARDSTICKS)) / 1e3, 2)
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Check every case; a prediction may be a fifth off. Raises TsqpError."""
-    require_known("--case", options.case, (case.name for case in CASES))
-    cases = [case for case in CASES if not options.case or case.name in options.case]
+    names = chosen("--case", options.case, (case.name for case in CASES))
+    cases = [case for case in CASES if case.name in names]
     machine = fit_machine(CORES, 0.0, None, say) if any(c.fitted for c in cases) else None
     # As `--device model:FILE` takes it.
     slow, fields = place.folder / "slow.toml", SLOW.model_dump()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
-from tsqp.lab.bench.model import Report
+from tsqp.lab.bench.model import OperatorCost, Report
 from tsqp.lab.bench.summary import by_operator
 from tsqp.lab.measure import describe_machine
 from tsqp.processes import ProcessError, program
@@ -74,20 +74,17 @@ def without_layers(document: Any) -> dict[str, Any]:
     runs = []
     for run in report.policies:
         cases = tuple(
-            case.model_copy(
-                update={
-                    "operators": tuple(
-                        # Where layers differ, part of the work leaves the TEE.
-                        total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
-                        for total in by_operator(case)
-                    )
-                }
-            )
+            case.model_copy(update={"operators": tuple(map(_added_up, by_operator(case)))})
             for case in run.cases
         )
         runs.append(run.model_copy(update={"timelines": (), "cases": cases}))
     short = report.model_copy(update={"policies": tuple(runs)})
     return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
+
+
+def _added_up(total: OperatorCost) -> OperatorCost:
+    # Where layers differ, part of the work leaves the TEE.
+    return total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
 
 
 @dataclass(frozen=True)

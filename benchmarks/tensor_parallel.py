@@ -18,11 +18,10 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from typing import Any
 
 import torch
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Fields, Found, Options, Place, main, say
 from protocol.channel import Channel
 from protocol.messages import (
     FUSED_MODULES,
@@ -72,13 +71,13 @@ def _ask(channel: Channel, requests: Iterator[Request]) -> None:
     channel.call(next(requests))
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Measure each operator, and a layer's together."""
     cores = {int(core) for core in options.cores.split(",")}
     os.sched_setaffinity(0, cores)  # children's, too
     shape = find_shape(SHAPE).with_layers(options.layers)
     config = shape.config()
-    results: list[dict[str, Any]] = []
+    results: list[Fields] = []
     torch.set_num_threads(1)
     model = place.model(shape, linear=True)
     channels: list[Channel] = []

@@ -210,7 +210,7 @@ def _batches(corpus: Corpus, tokenizer: Any, counts: list[int]) -> Iterator[torc
 def _fit(model: LlamaForCausalLM, tokenizer: Any, corpus: Corpus, tokens: int) -> tuple[int, int]:
     """Train the model and return the number of steps and of tokens seen."""
     counts = [max(1, round(tokens * one.share / (one.batch * one.length))) for one in _PHASES]
-    steps, seen, started = sum(counts), 0, time.monotonic()
+    steps, started = sum(counts), time.monotonic()
     # Norm weights are not decayed: their natural value is 1, not 0.
     groups: list[dict[str, Any]] = [
         {
@@ -232,13 +232,13 @@ def _fit(model: LlamaForCausalLM, tokenizer: Any, corpus: Corpus, tokens: int) -
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_NORM)
         optimizer.step()
-        seen += inputs.numel()
         if done % 50 == 0 or done == steps:
             left_s = (time.monotonic() - started) / done * (steps - done)
             line = f"step {done}/{steps}: loss {loss.item():.4f}, {left_s:.0f} s left"
             print(line, file=sys.stderr, flush=True)
     model.train(False)
-    return steps, seen
+    seen = (count * one.batch * one.length for count, one in zip(counts, _PHASES, strict=True))
+    return steps, sum(seen)
 
 
 def evaluate(directory: Path) -> dict[str, float | int]:
