@@ -262,10 +262,11 @@ def measure(options: Options, place: Place) -> Found:
     }
     for steps in SWEEP if options.sweep else ():
         parts[f"linear operators only, {steps} steps"] = (bench.integer_linears(steps), float_head)
-    policies = {
-        name: policy_operators(bench, place, name) for name in ("quantized-clear", "tee-only-int8")
+    variants = {
+        "quantized-clear": policy_operators(bench, place, "quantized-clear"),
+        "tee-only-int8": policy_operators(bench, place, "tee-only-int8"),
+        **{name: bench.operators(*part) for name, part in parts.items()},
     }
-    variants = policies | {name: bench.operators(*part) for name, part in parts.items()}
     float32 = bench.operators(floats, float_head)
     texts: Fields = {}
     for text, documents in bench.documents.items():

@@ -24,7 +24,6 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import (
     SECP256R1,
-    EllipticCurvePrivateKey,
     generate_private_key,
 )
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -63,10 +62,14 @@ def handshakes(rounds: int) -> dict[str, dict[str, float]]:
     """Return the median time of a handshake by what the certificate has in it, and the ratio."""
     name = x509.Name([])
     plain = x509.CertificateBuilder(name, name, _KEY.public_key(), 1, _NOW, _NOW)
-    ways = {"none": _shaker(plain.sign(_KEY, SHA256()).public_bytes(Encoding.DER), _KEY)}
+    certificates = {"none": plain.sign(_KEY, SHA256()).public_bytes(Encoding.DER)}
     for kind, size in _EVIDENCE_BYTES.items():
         stated = Statement(claims=os.urandom(_CLAIMS_BYTES), evidence=os.urandom(size))
-        ways[kind] = _shaker(certify(_KEY, stated, _NOW, timedelta(days=1)), _KEY)
+        certificates[kind] = certify(_KEY, stated, _NOW, timedelta(days=1))
+    ways = {
+        kind: _shaker(SimpleNamespace(certificate=certificate, tls_key=_KEY))
+        for kind, certificate in certificates.items()
+    }
     ways["simulated, appraised, and new evidence"] = _proving()
     rows = in_turns([partial(elapsed_us, way) for way in ways.values()], rounds)
     return {
@@ -78,12 +81,11 @@ def handshakes(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _shaker(certificate: bytes, key: EllipticCurvePrivateKey) -> Callable[[], None]:
-    """Return a handshake with a server that has this certificate."""
+def _shaker(own: Any) -> Callable[[], None]:
+    """Return a handshake with a server that has this certificate and key."""
     server, client = (
         ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
     )
-    own: Any = SimpleNamespace(certificate=certificate, tls_key=key)
     with tls_files(own) as names:
         server.load_cert_chain(*names)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
@@ -107,7 +109,7 @@ def _shaker(certificate: bytes, key: EllipticCurvePrivateKey) -> Callable[[], No
 def _proving() -> Callable[[], None]:
     """Return a handshake in which the certificate is appraised, and then new evidence."""
     server = identity(curve_keys={}, plugins={})
-    shake = _shaker(server.certificate, server.tls_key)
+    shake = _shaker(server)
     policy = AppraisalPolicy.development()
 
     def prove() -> None:

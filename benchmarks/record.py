@@ -107,13 +107,16 @@ class ResultFile:
 
 
 def _bench(name: str, *options: str) -> ResultFile:
-    command = ("tsqp", "bench", "--shape", "llama-3.2-1b", *options)
-    return ResultFile(name, command, without_layers, talks=False)
+    return ResultFile(
+        name,
+        ("tsqp", "bench", "--shape", "llama-3.2-1b", *options),
+        without_layers,
+        talks=False,
+    )
 
 
 def _script(name: str, *options: str, module: str = "", **how: Any) -> ResultFile:
-    command = ("python", "-m", module or f"benchmarks.{name}", *options)
-    return ResultFile(name, command, **how)
+    return ResultFile(name, ("python", "-m", module or f"benchmarks.{name}", *options), **how)
 
 
 _PING_PONG = "tsqp.lab.bench.ping_pong"

@@ -82,8 +82,12 @@ def measure(options: Options, place: Place) -> Found:
     model = place.model(shape, linear=True)
     channels: list[Channel] = []
     for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
-        asked = ["--arithmetic", "int8", "--tensor-parallel", str(ranks)]
-        endpoint = place.service(model, *asked, "--threads", str(max(1, threads)))
+        endpoint = place.service(
+            model,
+            *("--arithmetic", "int8"),
+            *("--tensor-parallel", str(ranks)),
+            *("--threads", str(max(1, threads))),
+        )
         channels.append(place.enter_context(open_channel(endpoint, timeout_s=600.0)))
     for rows in options.rows:
         rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
