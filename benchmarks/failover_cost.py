@@ -86,18 +86,20 @@ def _result(work: str, transport: str, times: Times, calls: int) -> Fields:
     """Return what microseconds say: a row a round of `calls`, a column each of WAYS."""
     noise, two_to_again = _noise(times), _ratio(times, "two", "plain again")
     line = "{work} over {transport}: plain {us[plain]:.1f} us; two to plain again"
-    found = {
-        "work": work,
-        "transport": transport,
-        "rounds": len(times),
-        "us": {way: median(row[n] for row in times) / calls for n, way in enumerate(WAYS)},
-        "ratios": {way: _ratio(times, way) for way in WAYS[1:]},
-        "noise": noise,
-        "two_to_again": two_to_again,
-        # Another plain channel differs as much, and little enough to tell.
-        "ok": two_to_again <= 1 + noise and noise <= MOST_NOISE,
-    }
-    return noted(line + " {two_to_again:.3f}, noise {noise:.3f}", found)
+    return noted(
+        line + " {two_to_again:.3f}, noise {noise:.3f}",
+        {
+            "work": work,
+            "transport": transport,
+            "rounds": len(times),
+            "us": {way: median(row[n] for row in times) / calls for n, way in enumerate(WAYS)},
+            "ratios": {way: _ratio(times, way) for way in WAYS[1:]},
+            "noise": noise,
+            "two_to_again": two_to_again,
+            # Another plain channel differs as much, and little enough to tell.
+            "ok": two_to_again <= 1 + noise and noise <= MOST_NOISE,
+        },
+    )
 
 
 def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[Fields]:

@@ -25,10 +25,9 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
     result = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, env=environment
     )
-    elapsed = time.monotonic() - started
     if result.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout}\n{result.stderr}")
-    return elapsed, result.stdout
+    return time.monotonic() - started, result.stdout
 
 
 def measure(_options: Options, place: Place) -> Found:

@@ -9,6 +9,7 @@ described and over a link that takes as long as the one described; both in the s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,8 +92,8 @@ CASES = (
 )
 
 
-def check(case: Deployment, slow: Path, machine: Machine | None) -> list[Fields]:
-    """Plan and measure a case; return a row for the prompt and one for decoding."""
+def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fields]:
+    """Plan and measure a case; yield a row for the prompt and one for decoding."""
     policy = load_policy(case.policy)
     gpu = str(slow) if case.gpu == SLOW.name else case.gpu
     planning = Planning(
@@ -140,36 +141,36 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> list[Fields]
     bench.run()
     steady.append(yardstick_ms())
     (measured,) = bench.report().policies
-    rows: list[Fields] = []
     for phase in PHASES:
         (found,) = (one for one in measured.cases if one.phase == phase)
         prediction = planned.prefill if phase == "prefill" else planned.decode
         predicted_ms = prediction.total_us / 1e3
-        row = {
-            "case": case.name,
-            "shape": case.shape,
-            "policy": case.policy,
-            "gpu": case.gpu,
-            "link_gbps": case.link.gbps,
-            "link_rtt_us": case.link.rtt_us,
-            "phase": phase,
-            "tokens": found.tokens,
-            "batch": found.batch,
-            "micro_batches": case.micro_batches,
-            "transport": case.transport,
-            "fitted": case.fitted,
-            "predicted_ms": round(predicted_ms, 3),
-            "measured_ms": round(found.step_ms.median, 3),
-            "low_ms": round(found.step_ms.low, 3),
-            "high_ms": round(found.step_ms.high, 3),
-            "runs": found.step_ms.runs,
-            "error": round(predicted_ms / found.step_ms.median - 1, 4),
-            "bottleneck": prediction.bottleneck,
-            "yardstick_ms": steady,
-        }
         line = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
-        rows.append(noted(line + " ({error:+.1%}), yardstick {yardstick_ms} ms", row))
-    return rows
+        yield noted(
+            line + " ({error:+.1%}), yardstick {yardstick_ms} ms",
+            {
+                "case": case.name,
+                "shape": case.shape,
+                "policy": case.policy,
+                "gpu": case.gpu,
+                "link_gbps": case.link.gbps,
+                "link_rtt_us": case.link.rtt_us,
+                "phase": phase,
+                "tokens": found.tokens,
+                "batch": found.batch,
+                "micro_batches": case.micro_batches,
+                "transport": case.transport,
+                "fitted": case.fitted,
+                "predicted_ms": round(predicted_ms, 3),
+                "measured_ms": round(found.step_ms.median, 3),
+                "low_ms": round(found.step_ms.low, 3),
+                "high_ms": round(found.step_ms.high, 3),
+                "runs": found.step_ms.runs,
+                "error": round(predicted_ms / found.step_ms.median - 1, 4),
+                "bottleneck": prediction.bottleneck,
+                "yardstick_ms": steady,
+            },
+        )
 
 
 def yardstick_ms() -> float:
